@@ -1,0 +1,15 @@
+"""The request: what a rank is asked to do. Encoded into a job's payload by the controller, decoded inside the rank."""
+
+from __future__ import annotations
+
+import msgspec
+
+from harness.spec.case import Case
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Train one case. `injections` are `FILE.py:FUNCTION` to call before the target is built, in order."""
+
+    case: Case
+    device: str = "cpu"  # "cpu" or "cuda"
+    injections: tuple[str, ...] = ()

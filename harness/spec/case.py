@@ -1,0 +1,220 @@
+"""The case: one declarative description of a training run, and its canonical readable id.
+
+Owns the words (axes, recipes, presets, defaults) and what makes one value legal on its own. It does not know which
+combinations make sense (`rules.py`), how cases are written in files (`casefile.py`) or how they are run.
+
+Public names: `Case` and its parts `Model`, `Layout`, `Float8`, `Checkpointing`, `Train`, `Checks`; `MODEL_PRESETS`.
+Ids are in `caseid.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Recipe = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
+CheckpointMode = Literal["none", "full", "selective_op", "selective_layer"]
+CompileMode = Literal["none", "graph", "inductor"]
+Dtype = Literal["float32", "bfloat16"]
+Preset = Literal["tiny", "debug", "llama3-8b-layer"]
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+Degree = Annotated[int, Meta(ge=1, le=4096)]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9_.]+$")]
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of every part of a case: immutable, keyword-only, unknown keys refused."""
+
+
+class ModelShape(Value, frozen=True):
+    """The numbers of a Llama: `dim` and `ffn_dim` in features, the rest are counts."""
+
+    dim: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    ffn_dim: PositiveInt
+
+    @property
+    def head_dim(self) -> int:
+        """Features per attention head."""
+        return self.dim // self.heads
+
+
+# `debug` is torchtitan 0.2.2's llama3 debugmodel (dim 256, 6 layers, 16 heads); `llama3-8b-layer` is one block of
+# Llama 3 8B. Both ffn sizes are what their SwiGLU rule gives (multiple_of 256, ffn_dim_multiplier 1.3 for 8B).
+MODEL_PRESETS: dict[str, ModelShape] = {
+    "tiny": ModelShape(dim=128, layers=2, heads=8, kv_heads=8, ffn_dim=256),
+    "debug": ModelShape(dim=256, layers=6, heads=16, kv_heads=16, ffn_dim=768),
+    "llama3-8b-layer": ModelShape(dim=4096, layers=1, heads=32, kv_heads=8, ffn_dim=14336),
+}
+
+
+class Model(Value, frozen=True):
+    """Which model is trained: a preset, every number of which can be overridden, and the vocabulary size."""
+
+    preset: Preset = "tiny"
+    vocab_size: PositiveInt = 2048
+    dim: PositiveInt | None = None
+    layers: PositiveInt | None = None
+    heads: PositiveInt | None = None
+    kv_heads: PositiveInt | None = None
+    ffn_dim: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        base = MODEL_PRESETS[self.preset]
+        for name in ModelShape.__struct_fields__:
+            if getattr(self, name) == getattr(base, name):
+                msgspec.structs.force_setattr(self, name, None)  # one spelling per model: ids stay canonical
+        shape = self.shape
+        if shape.dim % shape.heads or shape.head_dim % 2:
+            raise ValueError(f"dim {shape.dim} does not split into {shape.heads} heads of an even size")
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"{shape.heads} heads do not group over {shape.kv_heads} kv_heads")
+
+    @property
+    def shape(self) -> ModelShape:
+        """The preset's numbers with the overrides applied."""
+        base = MODEL_PRESETS[self.preset]
+        return ModelShape(
+            **{name: getattr(self, name) or getattr(base, name) for name in ModelShape.__struct_fields__}
+        )
+
+
+class Layout(Value, frozen=True):
+    """How the run is parallel. Degrees are sizes of mesh axes; the world is their product.
+
+    `dp_replicate` > 1 with `dp_shard` > 1 is HSDP. `sequence_parallel` and `loss_parallel` say how TP is laid out and
+    mean nothing at `tp` = 1, where they keep their defaults.
+    """
+
+    dp_replicate: Degree = 1
+    dp_shard: Degree = 1
+    tp: Degree = 1
+    async_tp: bool = False
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tp == 1:
+            for name in ("sequence_parallel", "loss_parallel"):
+                msgspec.structs.force_setattr(self, name, True)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree: how many different slices of the batch there are."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp
+
+
+class Float8(Value, frozen=True):
+    """How linears are converted. `bf16` converts none and ignores every other field, which then keeps its default.
+
+    `output_layer`: convert the output layer too. `tp_styles`: `float8` uses torchao's Float8ColwiseParallel,
+    Float8RowwiseParallel and PrepareFloat8ModuleInput (all-gather in float8); `plain` uses torch's own styles.
+    `filter_fqns`: linears whose FQN contains one of these strings stay unconverted (torchtitan's meaning).
+    """
+
+    recipe: Recipe = "bf16"
+    fp8_all_gather: bool = False
+    precompute_scale: bool = False
+    pad_inner_dim: bool = False
+    output_layer: bool = False
+    tp_styles: Literal["plain", "float8"] = "plain"
+    filter_fqns: tuple[Name, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.recipe == "bf16":
+            for name, default in _FLOAT8_DEFAULTS.items():
+                msgspec.structs.force_setattr(self, name, default)
+        msgspec.structs.force_setattr(self, "filter_fqns", tuple(sorted(set(self.filter_fqns))))
+
+    @property
+    def enabled(self) -> bool:
+        """True when any linear is to be converted."""
+        return self.recipe != "bf16"
+
+
+_FLOAT8_DEFAULTS: dict[str, object] = {
+    "fp8_all_gather": False,
+    "precompute_scale": False,
+    "pad_inner_dim": False,
+    "output_layer": False,
+    "tp_styles": "plain",
+    "filter_fqns": (),
+}
+
+
+class Checkpointing(Value, frozen=True):
+    """Activation checkpointing. `every` is the n of `selective_layer` and keeps its default otherwise."""
+
+    mode: CheckpointMode = "none"
+    every: PositiveInt = 2
+
+    def __post_init__(self) -> None:
+        if self.mode != "selective_layer":
+            msgspec.structs.force_setattr(self, "every", 2)
+
+
+class Train(Value, frozen=True):
+    """What is trained on and how long: sizes in sequences and tokens, AdamW at a constant learning rate.
+
+    `dtype` is the compute dtype of activations and parameters. `bfloat16` is FSDP2 mixed precision (float32 masters,
+    gradients reduced in float32); `float32` leaves FP8 rounding as the only low-precision step.
+    """
+
+    steps: Annotated[int, Meta(ge=1, le=100_000)] = 5
+    global_batch: PositiveInt = 8
+    seq_len: PositiveInt = 32
+    dtype: Dtype = "float32"
+    lr: Annotated[float, Meta(gt=0, le=10)] = 1e-3
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.lr):
+            raise ValueError(f"lr {self.lr} is not a finite number")
+
+
+class Checks(Value, frozen=True):
+    """What is judged differently from the defaults: a wider or tighter loss tolerance (absolute, in nats)."""
+
+    loss_tolerance: Annotated[float, Meta(gt=0, le=100)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss_tolerance is not None and not math.isfinite(self.loss_tolerance):
+            raise ValueError(f"loss_tolerance {self.loss_tolerance} is not a finite number")
+
+
+class Case(Value, frozen=True):
+    """One training run, fully described: two equal cases are the same run."""
+
+    model: Model = Model()
+    layout: Layout = Layout()
+    float8: Float8 = Float8()
+    checkpointing: Checkpointing = Checkpointing()
+    compile: CompileMode = "none"
+    train: Train = Train()
+    checks: Checks = Checks()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the case needs."""
+        return self.layout.world_size
+
+    @property
+    def local_batch(self) -> int:
+        """Sequences per data-parallel rank; `rules.py` excludes cases where this does not divide."""
+        return self.train.global_batch // self.layout.dp
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens that one linear of one rank sees in a step: the contraction size of its wgrad matmul."""
+        return self.local_batch * self.train.seq_len

@@ -1,0 +1,60 @@
+"""The trace: what a run recorded, one value per rank. Plain numbers and strings, no torch.
+
+Written inside a rank (`worker/`), read by `checks/`. Every probe adds its own part as an optional field: a part that
+is None was not recorded, which is different from recorded-and-empty.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything recorded: immutable, keyword-only, unknown keys refused."""
+
+
+class StepTrace(Record, frozen=True):
+    """One optimizer step. `loss` is the token-weighted mean over the global batch, in nats, before the update."""
+
+    step: int  # 1-based
+    loss: float
+    grad_norm: float  # global L2 norm over all parameters, before clipping
+    scaled_mm_calls: int  # scaled matmuls executed by this rank: forward, dgrad, wgrad and recompute
+    seconds: float
+
+
+class RankTrace(Record, frozen=True):
+    """Everything one rank recorded in one run."""
+
+    rank: int
+    steps: tuple[StepTrace, ...]
+    converted_fqns: tuple[str, ...]  # linears that are Float8Linear after conversion, sorted
+    unmatched_filters: tuple[str, ...]  # filter_fqns entries that matched no linear
+    peak_memory_bytes: int  # CUDA: allocator peak; CPU: growth of the resident set of this rank
+    data_digest: str  # sha256 of tokens and initial weights: equal over all layouts of a case family
+    software: dict[str, str]  # torch, torchao, numpy, python
+    device: str  # "cpu" or the CUDA device name
+    virtual: tuple[str, ...]  # parts of the virtual FP8 device that were installed, sorted
+
+
+class RankFailure(Record, frozen=True):
+    """How a rank ended when it did not finish: an exception, an exit, a signal, or stuck."""
+
+    rank: int
+    kind: str  # "raised", "exited", "signalled", "stuck", "stopped"
+    message: str  # "RuntimeError: Expected both dimensions of mat2 ..." or "exit code 7" or "SIGSEGV"
+    traceback: str  # Python traceback or faulthandler dump of all threads, may be empty
+    phase: str  # what the rank said it was doing: "build", "step 3", ...
+    consequence: bool  # True when another rank failed first
+
+
+class Run(Record, frozen=True):
+    """What came back from one run of one case: a trace for every rank that finished, a failure for every other."""
+
+    traces: tuple[RankTrace, ...]
+    failures: tuple[RankFailure, ...]
+
+    @property
+    def complete(self) -> bool:
+        """True when every rank finished and at least one did."""
+        return bool(self.traces) and not self.failures
