@@ -66,6 +66,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     verdict: Verdict = Verdict.INVARIANT  # what this finding makes of the case: NUMERIC or INVARIANT
     step: int | None = None
     rank: int | None = None
+    module: str | None = None  # FQN of the module the finding is about
     expected: str | None = None
     found: str | None = None
 

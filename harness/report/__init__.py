@@ -1,0 +1,1 @@
+"""Reports: results in, text out. Nothing here prints, decides or writes files."""

@@ -1,0 +1,33 @@
+# The two commands a new machine needs: `make smoke` and `make test`. Both set up .venv first when it is missing or old.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: smoke test unit lint format clean
+
+smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
+	$(BIN)/fp8-harness run --tier smoke
+
+test: $(READY)  ## run the whole test suite
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests
+
+unit: $(READY)  ## run the tests that need no torch
+	$(BIN)/python -m pytest -q tests/unit
+
+lint: $(READY)  ## ruff and mypy, as CI runs them
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## let ruff rewrite the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): pyproject.toml ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,10 @@
+"""`python -m harness` and the `fp8-harness` console script."""
+
+from __future__ import annotations
+
+import sys
+
+from harness.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""What a check may look at besides the case and its run: the things a run is compared with.
+
+Owns one value only. It does not know where a witness comes from; the workflow collects them before the ranks start.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from harness.golden import Golden
+from harness.spec.rules import Refusal
+from harness.tolerance import Tolerance
+
+
+class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything to judge one case by. A golden or tolerance that is None could not be had, which is a finding.
+
+    `refusal`: the error this case must end with, or None when it must train. `expected_fqns` (sorted) and
+    `expected_scaled_mm` (calls per rank and step) say what FP8 conversion must do.
+    """
+
+    golden: Golden | None
+    tolerance: Tolerance | None
+    refusal: Refusal | None
+    expected_fqns: tuple[str, ...]
+    expected_scaled_mm: int

@@ -1,0 +1,100 @@
+"""The `fp8-harness` command: its subcommands, and what an error looks like.
+
+Owns the exit codes of everything that goes wrong. A subcommand is imported when it is called, so that `list` does not
+pay for what only `run` needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from harness.errors import HarnessError
+from harness.verdict import ExitCode
+
+_COMMANDS = {
+    "list": "harness.cli.listing:list_command",
+    "explain": "harness.cli.explain:explain",
+    "coverage": "harness.cli.coverage:coverage_command",
+    "run": "harness.cli.run:run_command",
+    "golden": "harness.cli.golden:golden",
+    "tolerance": "harness.cli.tolerance:tolerance",
+    "version": "harness.cli.version:version_command",
+}
+
+_EPILOG = """\b
+Examples:
+  fp8-harness run smoke                       the quick check of this machine
+  fp8-harness run pr -j 4 --junit junit.xml   what a pull request is judged by
+  fp8-harness explain tp4-rowwise-v2256-f32   what a case is and which rules apply
+
+\b
+Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
+4 infrastructure, 130 interrupted.
+"""
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands are imported when they are looked up."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+def app() -> None:
+    """Correctness and regression tests for FP8 parallel training."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; errors are one line on stderr."""
+    try:
+        code = app.main(args=arguments, prog_name="fp8-harness", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return ExitCode.USAGE
+    except click.ClickException as error:
+        return _fail(_usage_text(error), ExitCode.USAGE)
+    except HarnessError as error:
+        return _fail(error.text, error_code(error))
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted.", ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output (`head`) has gone; stdout is replaced so that Python's exit does not complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+    except OSError as error:
+        return _fail(str(error), ExitCode.INFRA)
+    return code if isinstance(code, int) else ExitCode.GOOD
+
+
+def error_code(error: HarnessError) -> ExitCode:
+    """The exit code of a command that ended with this error."""
+    from harness.selection import NothingSelected
+
+    return ExitCode.NOTHING_RAN if isinstance(error, NothingSelected) else ExitCode.USAGE
+
+
+def _fail(text: str, code: ExitCode) -> int:
+    line = " ".join(text.split())
+    click.echo(f"fp8-harness: error: {line}", err=True)
+    return code
+
+
+def _usage_text(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "fp8-harness"
+    return f"{path}: {error.format_message()} Fix: see `{path} --help`."

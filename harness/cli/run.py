@@ -1,0 +1,151 @@
+"""`fp8-harness run`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from harness.cli.options import make_plan, plan_options, query_options, root_option
+from harness.durable import DiskTrouble, write_whole
+from harness.errors import HarnessError
+from harness.plan import EngineKind
+from harness.progress import open_progress
+from harness.project import find_project
+from harness.report.document import json_report
+from harness.report.junit import junit_report
+from harness.report.markdown import markdown_report
+from harness.report.text import case_block, rich_table, text_report
+from harness.report.wording import totals_line
+from harness.result import RunResult
+from harness.selection import Query
+from harness.verdict import ExitCode
+from harness.workflow import Report, rerun_query, run
+
+_EPILOG = """\b
+Examples:
+  fp8-harness run                               the smoke tier
+  fp8-harness run pr -j 4 --json result.json    tier pr, results for a program
+  fp8-harness run pr --select 'recipe=rowwise'  a part of it
+  fp8-harness run --case tp4-rowwise-v2256-f32  one case
+  fp8-harness run --rerun-failed                what was not good in the last run
+  fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
+
+\b
+Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
+4 infrastructure, 130 interrupted.
+"""
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command("run", epilog=_EPILOG)
+@query_options
+@plan_options
+@root_option
+@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank before it builds.")
+@click.option("--rerun-failed", is_flag=True, help="Run what was not good in the last run of this project.")
+@click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the results as JSON.")
+@click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
+@click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
+@click.option("--keep-logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep output and dumps of ranks.")
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing while cases run; only the totals and what failed.")
+@click.option("-v", "--verbose", is_flag=True, help="Say also when a case starts.")
+def run_command(  # noqa: PLR0913  one parameter an option
+    *,
+    sources: tuple[str, ...],
+    tiers: tuple[str, ...],
+    case_ids: tuple[str, ...],
+    expressions: tuple[str, ...],
+    device: str,
+    engine: EngineKind,
+    jobs: int,
+    slots: int | None,
+    timeout_s: float | None,
+    root: str | None,
+    inject: tuple[str, ...],
+    rerun_failed: bool,
+    json_file: Path | None,
+    junit_file: Path | None,
+    markdown_file: Path | None,
+    keep_logs: Path | None,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    """Run cases on fresh ranks and judge them."""
+    outputs: list[tuple[Path, Callable[[RunResult], bytes]]] = [
+        *([(json_file, json_report)] if json_file else []),
+        *([(junit_file, junit_report)] if junit_file else []),
+        *([(markdown_file, _markdown)] if markdown_file else []),
+    ]
+    for path, _ in outputs:
+        _check_folder(path)
+    query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions)
+    project = find_project(root)
+    if rerun_failed:
+        query = _failed_query(rerun_query(project), query)
+    plan = make_plan(
+        device=device,
+        engine=engine,
+        jobs=jobs,
+        slots=slots,
+        timeout_s=timeout_s,
+        root=root,
+        inject=inject,
+        keep_logs=keep_logs,
+    )
+    with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
+        report = run(project, query, plan, progress)
+    _print(report.result, quiet=quiet)
+    return _write(report, outputs)
+
+
+def _failed_query(failed: Query, asked: Query) -> Query:
+    """What failed, narrowed by --select; other ways to choose cases contradict --rerun-failed."""
+    if asked.sources or asked.case_ids:
+        raise HarnessError(
+            "the cases are those of the last run; none can be named besides.",
+            where="--rerun-failed",
+            fix="drop tiers, files and --case, or narrow by --select.",
+        )
+    return Query(case_ids=failed.case_ids, expressions=asked.expressions)
+
+
+def _print(result: RunResult, *, quiet: bool) -> None:
+    """The table, the blocks of what is not good, and the totals."""
+    if quiet or sys.stdout.isatty():
+        if not quiet:
+            from rich.console import Console
+
+            Console(file=sys.stdout).print(rich_table(result.results))
+        for each in result.results:
+            if not each.verdict.good:
+                click.echo(f"\n{case_block(each)}")
+        click.echo(f"\n{totals_line(result)}")
+    else:
+        click.echo(text_report(result), nl=False)
+
+
+def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes]]]) -> int:
+    """Write the files; a file that cannot be written is one line and exit code 2, after everything else was done."""
+    code: int = report.result.exit_code
+    for path, render in outputs:
+        try:
+            write_whole(path, render(report.result))
+        except DiskTrouble as error:
+            text = f"fp8-harness: error: {error.text} Every result is kept in {report.stored}."
+            click.echo(text, err=True)
+            code = ExitCode.USAGE
+    return code
+
+
+def _check_folder(path: Path) -> None:
+    """Find a mistyped path before the run, not after it."""
+    if not path.parent.is_dir():
+        raise HarnessError("there is no such folder.", where=str(path), fix=f"make {path.parent} or name another file.")
+
+
+def _markdown(result: RunResult) -> bytes:
+    return markdown_report(result).encode()

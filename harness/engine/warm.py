@@ -1,0 +1,143 @@
+"""The warm process: imports and warms a rank program once, then forks fresh ranks for every job it is given.
+
+`python -m harness.engine.warm --fd N PROGRAM [KEY=VALUE ...]`, started by `zygote.py` with one end of a socket. One
+thread, one selector loop, several jobs at a time. When its controller is gone it ends every rank and itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from harness.engine import linux
+from harness.engine.orphans import end_orphans
+from harness.engine.program import RankProgram, load_program
+from harness.engine.supervisor import Supervisor
+from harness.engine.wire import (
+    WIRE_VERSION,
+    Cancel,
+    Finished,
+    FrameReader,
+    Hello,
+    Message,
+    Submit,
+    ToWarm,
+    encode_frame,
+)
+
+FAREWELL_S = 5.0  # from losing the controller to giving up on ranks that SIGKILL does not end
+
+
+class WarmProcess:
+    """Serves one controller until it goes."""
+
+    def __init__(self, control: socket.socket, controller_pid: int, program: RankProgram) -> None:
+        self._keep_fds = linux.open_fds() - {control.fileno()}  # what the program holds open, ranks keep
+        self._control = control
+        self._program = program
+        self._reader: FrameReader[ToWarm] = FrameReader(ToWarm)
+        self._jobs: dict[int, Supervisor] = {}
+        self._serving = True
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, self._hear)
+        # A copy of the controller's socket in some child of it would hide its death: watch the process too.
+        self._controller = os.pidfd_open(controller_pid)
+        self._selector.register(self._controller, selectors.EVENT_READ, self._lose_controller)
+
+    def serve(self) -> None:
+        """Run jobs until the controller closes its end or dies; then end all ranks."""
+        self._say(Hello(version=WIRE_VERSION, pid=os.getpid()))
+        while self._serving:
+            self._turn()
+        for supervisor in self._jobs.values():
+            supervisor.abort("the controller is gone")
+        give_up_s = time.monotonic() + FAREWELL_S
+        while self._jobs and time.monotonic() < give_up_s:
+            self._turn()
+        while end_orphans(frozenset())[0] and time.monotonic() < give_up_s:
+            time.sleep(0.005)
+
+    def _turn(self) -> None:
+        wakeups = [supervisor.wakeup_s for supervisor in self._jobs.values()]
+        timeout_s = max(0.0, min(wakeups) - time.monotonic()) if wakeups else None
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        now_s = time.monotonic()
+        for ticket, supervisor in list(self._jobs.items()):
+            supervisor.tick(now_s)
+            if supervisor.outcome is not None:
+                del self._jobs[ticket]
+                self._say(Finished(ticket=ticket, outcome=supervisor.outcome))
+
+    def _hear(self) -> None:
+        try:
+            data = self._control.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._lose_controller()
+            return
+        for message in self._reader.feed(data):
+            if isinstance(message, Submit):
+                self._start(message)
+            elif isinstance(message, Cancel) and message.ticket in self._jobs:
+                self._jobs[message.ticket].abort("cancelled")
+
+    def _start(self, message: Submit) -> None:
+        supervisor = Supervisor(message.job, self._program, self._selector, self._live_pids)
+        self._jobs[message.ticket] = supervisor
+        supervisor.start(self._keep_fds)
+
+    def _live_pids(self) -> frozenset[int]:
+        return frozenset(pid for supervisor in self._jobs.values() for pid in supervisor.pids)
+
+    def _lose_controller(self) -> None:
+        if self._serving:
+            self._serving = False
+            self._selector.unregister(self._control)
+            self._selector.unregister(self._controller)
+
+    def _say(self, message: Message) -> None:
+        if self._serving:
+            try:
+                self._control.sendall(encode_frame(message))
+            except OSError:
+                self._lose_controller()
+
+
+def _die_on_hangup(control: socket.socket, *, armed: bool) -> None:
+    """While armed, losing the controller ends this process at once, even in the middle of a long import.
+
+    Until Hello the controller says nothing, so the only event on the socket is its end; SIGIO terminates by default.
+    """
+    flags = fcntl.fcntl(control, fcntl.F_GETFL)
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags & ~os.O_ASYNC)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Preload the program, say hello, serve. An exception in preload ends the process; its text goes to stderr."""
+    _, fd, name, *options = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides what Ctrl-C means
+    controller_pid = os.getppid()
+    control = socket.socket(fileno=int(fd))
+    control.set_inheritable(False)
+    _die_on_hangup(control, armed=True)
+    linux.adopt_orphans()
+    program = load_program(name)
+    program.preload(dict(option.split("=", 1) for option in options))
+    gc.collect()
+    gc.freeze()  # ranks share these pages: a collection in a rank would copy every one of them
+    _die_on_hangup(control, armed=False)
+    WarmProcess(control, controller_pid, program).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,124 @@
+"""The executor: one case to one job and back, on leased slots, in a folder of its own.
+
+Owns the engine, the leases and the job folders. It does not judge: see `casework.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from harness.engine.leases import Leases
+from harness.engine.wire import Job, JobOutcome
+from harness.plan import Plan
+from harness.project import Project
+from harness.request import RunRequest
+from harness.spec.case import Case
+from harness.spec.caseid import case_id
+
+_ID_IN_FOLDER = 80  # characters; sockets in a job folder have at most 107 for their whole path
+
+
+class Engine(Protocol):
+    """Runs jobs on fresh ranks. `run` is called from several threads; `close` ends what still runs."""
+
+    def run(self, job: Job) -> JobOutcome:
+        """Run one job to its end; never raises for what ranks do."""
+
+    def close(self) -> None:
+        """Kill every rank and the warm process."""
+
+
+class Executor:
+    """Runs cases on one engine until closed. Thread-safe."""
+
+    def __init__(self, plan: Plan, engine: Engine, leases: Leases, folder: Path) -> None:
+        self._plan = plan
+        self._engine = engine
+        self._leases = leases
+        self._folder = folder
+        self._numbers = itertools.count(1)
+        self._stopped = threading.Event()
+
+    @property
+    def stopped(self) -> bool:
+        """True after `stop`: outcomes that arrive now say nothing about their case."""
+        return self._stopped.is_set()
+
+    def execute(self, case: Case) -> JobOutcome | None:
+        """Run one case once; None when stopped before its ranks started. Waits for free slots."""
+        with self._leases.acquire(case.world_size) as slots:
+            if self.stopped:
+                return None
+            name = case_id(case)
+            try:
+                with self._job_folder(name) as folder:
+                    return self._engine.run(self._job(case, name, folder, slots))
+            except OSError as error:
+                return JobOutcome(job_id=name, status="infra", ranks=(), message=f"job folder: {error}")
+
+    def stop(self) -> None:
+        """Start nothing any more and kill every rank."""
+        self._stopped.set()
+        self._engine.close()
+
+    def _job(self, case: Case, name: str, folder: Path, slots: tuple[int, ...]) -> Job:
+        request = RunRequest(
+            case=case,
+            device=self._plan.device,
+            injections=tuple(injection.target for injection in self._plan.injections),
+        )
+        return Job(
+            job_id=name,
+            world_size=case.world_size,
+            payload=msgspec.msgpack.encode(request),
+            deadline_s=self._plan.deadline_s(case),
+            folder=str(folder),
+            devices=slots if self._plan.device == "cuda" else (),
+        )
+
+    @contextlib.contextmanager
+    def _job_folder(self, name: str) -> Iterator[Path]:
+        folder = self._folder / f"{next(self._numbers):04d}-{name[:_ID_IN_FOLDER]}"
+        folder.mkdir(parents=True)
+        try:
+            yield folder
+        finally:
+            if self._plan.logs is None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        if self._plan.logs is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def open_executor(plan: Plan, project: Project) -> Executor:
+    """An executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`."""
+    leases = Leases(project.lease_folder() / plan.device, slots=plan.slots)
+    folder = plan.logs or Path(tempfile.mkdtemp(prefix="fp8-harness-"))
+    return Executor(plan, _engine(plan), leases, folder)
+
+
+def _engine(plan: Plan) -> Engine:
+    if plan.engine == "torchrun":
+        from harness.engine.torchrun import TorchrunEngine
+
+        return TorchrunEngine(plan.program)
+    from harness.engine.zygote import ZygoteEngine
+
+    return ZygoteEngine(plan.program, {"device": plan.device})

@@ -1,0 +1,64 @@
+"""Injections: a user's function that every rank calls before the target is built, to try a patch on the whole matrix.
+
+Owns the form `FILE.py:FUNCTION` and checks it without running anything: the file is parsed, never imported here.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import HarnessError
+
+_FORM_FIX = "write --inject FILE.py:FUNCTION."
+
+
+class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function in a file. `text` is what the user wrote; `file` is absolute."""
+
+    text: str
+    file: Path
+    function: str
+
+    @property
+    def target(self) -> str:
+        """`FILE.py:FUNCTION` with an absolute path: what a rank is sent."""
+        return f"{self.file}:{self.function}"
+
+
+def parse_injection(text: str) -> Injection:
+    """The injection that `text` names; HarnessError when the form, the file or the function is wrong."""
+    where = f"--inject {text}"
+    file_name, colon, function = text.rpartition(":")
+    if not colon or not file_name.endswith(".py") or not function.isidentifier():
+        raise HarnessError("this is not FILE.py:FUNCTION.", where=where, fix=_FORM_FIX)
+    file = Path(file_name).resolve()
+    names = _top_level_names(file, where=where)
+    if function not in names:
+        offered = ", ".join(sorted(names)) or "nothing"
+        raise HarnessError(f"{file_name} defines no {function}.", where=where, fix=f"it defines {offered}.")
+    return Injection(text=text, file=file, function=function)
+
+
+def _top_level_names(file: Path, *, where: str) -> frozenset[str]:
+    """Names that the module binds at its top level and that may be functions: defs and assignments."""
+    try:
+        module = ast.parse(file.read_bytes(), filename=str(file))
+    except OSError as error:
+        raise HarnessError(f"cannot read {file}: {error.strerror}.", where=where, fix=_FORM_FIX) from error
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise HarnessError(f"{file}:{line}: {error}.", where=where, fix="mend the file.") from error
+    return frozenset(name for statement in module.body for name in _bound_names(statement))
+
+
+def _bound_names(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.FunctionDef):
+        return [statement.name]
+    if isinstance(statement, ast.Assign):
+        return [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    if isinstance(statement, ast.ImportFrom):
+        return [alias.asname or alias.name for alias in statement.names]
+    return []

@@ -1,0 +1,65 @@
+"""The machine: which device a run uses and what hardware class its goldens have. Never imports torch.
+
+Owns the meaning of `--device auto`. How many slots there are is `engine/devices.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from harness.errors import HarnessError
+from harness.golden import hardware_class
+from harness.plan import Device
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+_ASK_TIMEOUT_S = 20.0
+
+
+def resolve_device(asked: str) -> Device:
+    """The device that `auto`, `cpu` or `cuda` means here; HarnessError for `cuda` on a machine without one."""
+    if asked == "cpu":
+        return "cpu"
+    if _has_cuda():
+        return "cuda"
+    if asked == "cuda":
+        raise HarnessError("there is no CUDA device here.", where="--device cuda", fix="use --device cpu.")
+    return "cpu"
+
+
+def hardware(device: Device) -> str:
+    """The hardware class of the first device that a run uses: `cpu`, or such as `nvidia-h200`."""
+    return "cpu" if device == "cpu" else hardware_class(_cuda_name())
+
+
+def _has_cuda() -> bool:
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return (_DRIVER.is_dir() and any(_DRIVER.iterdir())) or bool(_listed_names())
+
+
+def _cuda_name() -> str:
+    """Name of the first GPU; machines with different GPUs side by side are not supported."""
+    for folder in sorted(_DRIVER.iterdir()) if _DRIVER.is_dir() else ():
+        found = re.search(r"^Model:\s*(.+?)\s*$", (folder / "information").read_text(), flags=re.MULTILINE)
+        if found:
+            return found[1]
+    names = _listed_names()
+    if not names:
+        raise HarnessError("cannot find the name of the CUDA device.", fix="see why nvidia-smi -L lists none.")
+    return names[0]
+
+
+def _listed_names() -> list[str]:
+    """GPU names that nvidia-smi lists; none without it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^GPU \d+: (.+?) \(UUID", done.stdout, flags=re.MULTILINE)

@@ -1,0 +1,141 @@
+"""The noise: measuring how far sound FP8 and BF16 runs are from their golden, over seeds, layouts and machines.
+
+Owns which cases are measured and how a distance becomes a sample. What a tolerance makes of the samples is
+`tolerance.py`'s.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from harness.golden import hardware_class, load_golden
+from harness.plan import Plan
+from harness.progress import Progress
+from harness.project import Project
+from harness.references import Soundness, needed_references
+from harness.result import CaseResult
+from harness.spec.case import Case, Layout
+from harness.spec.caseid import case_id, family_id, reference_case
+from harness.spec.rules import expected_refusal
+from harness.tolerance import SCHEMA, Evidence, Sample, ToleranceUnfounded, read_evidence, tolerance_key
+from harness.trace import RankTrace
+from harness.verdict import Verdict
+from harness.workflow import run_cases
+
+DEFAULT_ENVIRONMENT = "default"
+
+# What makes the same machine compute BF16 differently: each of them is part of a sample's environment when it is set.
+_ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS")
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """The evidence with the new samples in it, and the results of runs that gave no sample."""
+
+    evidence: Evidence
+    new_samples: int
+    failed: tuple[CaseResult, ...]
+    interrupted: bool
+
+
+def measured_cases(cases: Iterable[Case], *, layouts: int) -> tuple[Case, ...]:
+    """From these cases, for every tolerance key, cases of up to `layouts` different layouts, small to large worlds."""
+    by_key: dict[str, dict[Layout, Case]] = {}
+    for case in cases:
+        if expected_refusal(case) is None and case.checks.loss_tolerance is None:
+            by_key.setdefault(tolerance_key(case), {}).setdefault(case.layout, case)
+    return tuple(case for found in by_key.values() for case in _spread(list(found.values()), layouts))
+
+
+def over_seeds(cases: Iterable[Case], seeds: int) -> tuple[Case, ...]:
+    """The same cases with seeds 0 to `seeds` - 1."""
+    replace = msgspec.structs.replace
+    return tuple(replace(case, train=replace(case.train, seed=seed)) for seed in range(seeds) for case in cases)
+
+
+def measure(
+    project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, command: str, fresh: bool
+) -> Measurement:
+    """Run the cases and return the evidence with their distances in it, replacing samples of this environment.
+
+    `fresh` runs the BF16 reference of every case now; otherwise the stored goldens are what is measured against, which
+    is how the spread over other machines is found.
+    """
+    references = needed_references(cases) if fresh else ()
+    result = run_cases(project, _once([*references, *cases]), plan, Soundness(), progress)
+    traces = {
+        each.case_id: each.run.traces[0]
+        for each in result.results
+        if each.verdict is Verdict.PASSED and each.run is not None
+    }
+    pairs = ((case, _reference_losses(project, case, traces, fresh=fresh)) for case in cases if case_id(case) in traces)
+    samples = [_sample(case, traces[case_id(case)], losses) for case, losses in pairs if losses is not None]
+    return Measurement(
+        evidence=_merged(project, samples, list(traces.values()), command=command),
+        new_samples=len(samples),
+        failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
+        interrupted=result.interrupted,
+    )
+
+
+def environment() -> str:
+    """What limits this process' CPU arithmetic, as part of every sample: `ATEN_CPU_CAPABILITY=avx2` or `default`."""
+    limits = [f"{name}={os.environ[name]}" for name in _ENVIRONMENT if os.environ.get(name)]
+    return " ".join(limits) or DEFAULT_ENVIRONMENT
+
+
+def _spread(cases: list[Case], count: int) -> list[Case]:
+    """Up to `count` of the cases, evenly from the smallest world to the largest."""
+    ordered = sorted(cases, key=lambda case: (case.world_size, case_id(case)))
+    if len(ordered) <= count:
+        return ordered
+    last = len(ordered) - 1
+    return [ordered[round(index * last / max(1, count - 1))] for index in range(count)]
+
+
+def _once(cases: Iterable[Case]) -> tuple[Case, ...]:
+    return tuple({case_id(case): case for case in cases}.values())
+
+
+def _reference_losses(
+    project: Project, case: Case, traces: dict[str, RankTrace], *, fresh: bool
+) -> tuple[float, ...] | None:
+    """Losses that the case is measured against; None when its fresh reference failed."""
+    if fresh:
+        trace = traces.get(case_id(reference_case(case)))
+        return None if trace is None else tuple(step.loss for step in trace.steps)
+    hardware = hardware_class(traces[case_id(case)].device)
+    return load_golden(project.root, hardware, family_id(case)).losses
+
+
+def _sample(case: Case, trace: RankTrace, losses: tuple[float, ...]) -> Sample:
+    layout = msgspec.structs.replace(Case(), layout=case.layout)
+    return Sample(
+        key=tolerance_key(case),
+        case_id=case_id(case),
+        layout=case_id(layout).split("-bf16", maxsplit=1)[0],
+        seed=case.train.seed,
+        per_step=tuple(abs(step.loss - loss) for step, loss in zip(trace.steps, losses, strict=True)),
+        environment=environment(),
+    )
+
+
+def _merged(project: Project, samples: Sequence[Sample], traces: Sequence[RankTrace], *, command: str) -> Evidence:
+    """The stored evidence with these samples in place of the earlier ones of the same keys and environment."""
+    try:
+        stored = read_evidence(project.root).samples
+    except ToleranceUnfounded:
+        stored = ()
+    replaced = {(sample.key, sample.environment) for sample in samples}
+    kept = [sample for sample in stored if (sample.key, sample.environment) not in replaced]
+    return Evidence(
+        schema=SCHEMA,
+        samples=(*kept, *samples),
+        software=dict(sorted(traces[0].software.items())) if traces else {},
+        device=traces[0].device if traces else "",
+        command=command,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )

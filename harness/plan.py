@@ -1,0 +1,74 @@
+"""The plan: how cases are run, decided once before any rank starts.
+
+Owns the defaults of parallelism and time, and the command line that reproduces one case. It starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from harness.injection import Injection
+from harness.spec.case import Case
+
+PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`
+DEFAULT_PROGRAM = "harness.worker.main"
+
+Device = Literal["cpu", "cuda"]
+EngineKind = Literal["zygote", "torchrun"]
+
+# A tiny case of 8 ranks takes below 20 s on two busy cores; the rest is room for slower machines. Every rank-step adds
+# its own second because long cases (many steps) must not be called hangs.
+_BASE_TIMEOUT_S = 120.0
+_TIMEOUT_PER_RANK_STEP_S = 1.0
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How cases are run. `slots` is how many ranks (CPU) or devices (CUDA) this machine runs at the same time."""
+
+    device: Device = "cpu"
+    slots: int
+    jobs: int = 2
+    engine: EngineKind = "zygote"
+    program: str = DEFAULT_PROGRAM
+    injections: tuple[Injection, ...] = ()
+    timeout_s: float | None = None  # of every case; None scales it with the case
+    logs: Path | None = None  # keep rank logs and dumps here; None removes them
+    root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
+
+    def deadline_s(self, case: Case) -> float:
+        """Seconds that one attempt at this case may take."""
+        if self.timeout_s is not None:
+            return self.timeout_s
+        return _BASE_TIMEOUT_S + _TIMEOUT_PER_RANK_STEP_S * case.world_size * case.train.steps
+
+    def command(self, case_id: str) -> str:
+        """The one-line command that runs this case alone, the same way."""
+        words = ["fp8-harness", "run"]
+        if self.root_option is not None:
+            words += ["--root", self.root_option]
+        words += ["--case", case_id]
+        if self.device != "cpu":
+            words += ["--device", self.device]
+        if self.engine != "zygote":
+            words += ["--engine", self.engine]
+        for injection in self.injections:
+            words += ["--inject", injection.text]
+        return shlex.join(words)
+
+
+def default_program() -> str:
+    """The rank program to run: `FP8_HARNESS_PROGRAM`, else the reference target."""
+    return os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
+
+
+def default_slots() -> int:
+    """Rank slots of a CPU machine: at least 8, so that the largest usual world fits, else two ranks a core.
+
+    Ranks of a tiny model wait for each other most of the time, so more ranks than cores keep the cores busy.
+    """
+    return max(8, 2 * len(os.sched_getaffinity(0)))

@@ -1,0 +1,142 @@
+"""Cases as pytest items: `pytest cases/`, `pytest --fp8-tier pr`.
+
+Owns collection and how a verdict becomes a pytest outcome. It is loaded in every pytest of everyone who has the harness
+installed, so importing it costs nothing and it does nothing until cases are asked for. The command line does not
+depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from harness.casework import CaseWork
+    from harness.executor import Executor
+    from harness.plan import Plan
+    from harness.project import Project
+    from harness.result import CaseResult
+    from harness.spec.case import Case
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the `--fp8-...` options."""
+    group = parser.getgroup("fp8-harness", "FP8 parallel training cases")
+    group.addoption("--fp8-tier", action="append", default=[], metavar="TIER", help="run the cases of this tier")
+    group.addoption("--fp8-root", metavar="DIR", help="project root with cases/ and golden/")
+    group.addoption("--fp8-device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    group.addoption("--fp8-slots", type=int, metavar="N", help="ranks at the same time on this machine")
+    group.addoption("--fp8-inject", action="append", default=[], metavar="FILE.py:FUNCTION", help="as --inject of run")
+    group.addoption("--fp8-timeout-s", type=float, metavar="S", help="seconds for one attempt at a case")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Add the files of `--fp8-tier` to what pytest collects; alone, unless other paths were named too."""
+    tiers: list[str] = config.getoption("--fp8-tier")
+    if not tiers:
+        return
+    project = _project(config)
+    with _usage_errors():
+        paths = [str(project.case_file(tier)) for tier in tiers]
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    config.args = [*(arg for arg in config.args if named and arg not in paths), *paths]
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """A tier file is collected when it is named, or a `cases/` folder at or above it is."""
+    if file_path.suffix != ".toml" or not _is_asked_for(file_path, parent.config):
+        return None
+    return CaseFileNode.from_parent(parent, path=file_path)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Close the engine of this process, if a case started one."""
+    bench = config.stash.get(_BENCH, None)
+    if bench is not None:
+        bench.executor.stop()
+
+
+class CaseFileNode(pytest.File):
+    """One TOML file with cases."""
+
+    def collect(self) -> Iterator[CaseItem]:
+        """One item for every selected case, named by its id."""
+        from harness.errors import HarnessError
+        from harness.spec.casefile import read_case_file
+        from harness.spec.caseid import case_id
+        from harness.spec.matrix import select
+
+        try:
+            cases = select(read_case_file(self.path)).cases
+        except HarnessError as error:
+            raise self.CollectError(error.text) from None
+        for case in cases:
+            yield CaseItem.from_parent(self, name=case_id(case), case=case)
+
+
+class CaseItem(pytest.Item):
+    """One case: runs on fresh ranks of this process' warm engine."""
+
+    def __init__(self, *, case: Case, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._case = case
+
+    def runtest(self) -> None:
+        """Run and judge the case; anything but `passed` ends in an exception."""
+        from harness.verdict import Verdict
+
+        result = _bench(self.config).run(self._case)
+        self.user_properties += [("verdict", result.verdict.value), ("command", result.command)]
+        if result.verdict is Verdict.KNOWN:
+            pytest.xfail(f"known: {result.expectation}")
+        if not result.verdict.good:
+            raise CaseNotGood(result)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The findings of a case; pytest's own words for everything else."""
+        from harness.errors import HarnessError
+        from harness.report.text import case_block
+
+        if isinstance(excinfo.value, CaseNotGood):
+            return case_block(excinfo.value.result)
+        if isinstance(excinfo.value, HarnessError):
+            return excinfo.value.text
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Where the case comes from."""
+        return self.path, None, self.name
+
+
+class CaseNotGood(Exception):
+    """A case ended with a verdict that is not good."""
+
+    def __init__(self, result: CaseResult) -> None:
+        super().__init__(f"{result.case_id}: {result.verdict.value}")
+        self.result = result
+
+
+class _Bench:
+    """What this process runs cases with: made for the first case, closed at the end of the session."""
+
+    def __init__(self, project: Project, plan: Plan) -> None:
+        from harness.executor import open_executor
+
+        self._project = project
+        self._plan = plan
+        self.executor: Executor = open_executor(plan, project)
+
+    def run(self, case: Case) -> CaseResult:
+        from harness.briefs import make_briefs
+        from harness.casework import CaseWork
+        from harness.machine import hardware
+
+        briefs = make_briefs(self._project, [case], hardware=hardware(self._plan.device))
+        work = CaseWork(self._plan, self.executor, briefs, lambda text: None)
+        return work.run(case) or work.not_run(case)
+
+
+_BENCH = pytest.StashKey[_Bench]()

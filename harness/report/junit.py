@@ -1,0 +1,67 @@
+"""The JUnit XML report that CI systems read: one testcase per case.
+
+`failure`: the case was judged and is not good. `error`: it could not be judged (crash, hang, infra, not run).
+`skipped`: a recorded upstream fault showed, as it must. Everything that was not passed has its findings as text.
+"""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from harness.report.wording import failure_text, finding_text, headline, printable
+from harness.result import CaseResult, RunResult
+from harness.verdict import Verdict
+
+_ELEMENTS = {
+    Verdict.NUMERIC: "failure",
+    Verdict.INVARIANT: "failure",
+    Verdict.UNEXPECTED_PASS: "failure",
+    Verdict.CRASH: "error",
+    Verdict.HANG: "error",
+    Verdict.INFRA: "error",
+    Verdict.NOT_RUN: "error",
+    Verdict.KNOWN: "skipped",
+}
+
+
+def junit_report(run: RunResult, suite: str = "fp8-harness") -> bytes:
+    """The XML document, UTF-8. `suite` names the test suite and is the classname of every case."""
+    elements = [_ELEMENTS.get(result.verdict) for result in run.results]
+    counts = {
+        "tests": str(len(run.results)),
+        "failures": str(elements.count("failure")),
+        "errors": str(elements.count("error")),
+        "skipped": str(elements.count("skipped")),
+        "time": f"{run.wall_s:.3f}",
+    }
+    root = ElementTree.Element("testsuites", {"name": printable(suite), **counts})
+    group = ElementTree.SubElement(root, "testsuite", {"name": printable(suite), **counts})
+    _add_properties(group, run.provenance)
+    for result in run.results:
+        _add_case(group, result, suite)
+    ElementTree.indent(root)
+    return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
+
+
+def _add_case(group: ElementTree.Element, result: CaseResult, suite: str) -> None:
+    names = {"classname": printable(suite), "name": result.case_id, "time": f"{result.seconds:.3f}"}
+    case = ElementTree.SubElement(group, "testcase", names)
+    facts = {"verdict": result.verdict.value, "world_size": str(result.world_size), "command": result.command}
+    _add_properties(case, facts)
+    element = _ELEMENTS.get(result.verdict)
+    if element is not None:
+        message = headline(result) or result.verdict.phrase
+        verdict = ElementTree.SubElement(case, element, {"type": result.verdict.value, "message": message})
+        verdict.text = "\n".join(finding_text(finding) for finding in result.findings) or result.verdict.phrase
+    failures = result.run.failures if result.run else ()
+    if failures:
+        ElementTree.SubElement(case, "system-out").text = "\n\n".join(failure_text(failure) for failure in failures)
+
+
+def _add_properties(parent: ElementTree.Element, values: dict[str, str]) -> None:
+    shown = {name: value for name, value in values.items() if value}
+    if not shown:
+        return
+    properties = ElementTree.SubElement(parent, "properties")
+    for name, value in sorted(shown.items()):
+        ElementTree.SubElement(properties, "property", {"name": printable(name), "value": printable(value)})

@@ -1,0 +1,86 @@
+"""The selection: which cases were asked for, by tier, file, id and expression.
+
+Owns how the sources combine. Reading files and expanding the matrix is `spec/`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.project import Project
+from harness.spec.case import Case
+from harness.spec.caseid import case_id, parse_case_id
+from harness.spec.casefile import read_case_file
+from harness.spec.matrix import Selection, select
+from harness.spec.rules import exclusions, unsupported
+from harness.spec.selector import parse_selector
+
+DEFAULT_TIER = "smoke"
+
+
+class NothingSelected(HarnessError):
+    """Nothing is left to do: the question was understood, the answer is empty."""
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was asked for. `sources` are tiers or files; with neither sources nor ids the smoke tier is meant."""
+
+    sources: tuple[str, ...] = ()
+    case_ids: tuple[str, ...] = ()
+    expressions: tuple[str, ...] = ()  # all must hold
+
+    @property
+    def effective_sources(self) -> tuple[str, ...]:
+        """The tiers or files to read."""
+        if self.sources or self.case_ids:
+            return self.sources
+        return (DEFAULT_TIER,)
+
+
+def select_sources(project: Project, query: Query) -> tuple[Selection, ...]:
+    """The selections of the tiers and files of a query, before any expression."""
+    return tuple(select(read_case_file(project.case_file(source))) for source in query.effective_sources)
+
+
+def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
+    """The cases a query asks for, each once, in the order of its sources; HarnessError when there are none."""
+    named = [_runnable_case(text) for text in query.case_ids]
+    selections = select_sources(project, query)
+    cases = _unique([*named, *(case for selection in selections for case in selection.cases)])
+    chosen = tuple(filter(_wanted(query.expressions), cases))
+    if not chosen:
+        raise NothingSelected(
+            f"no case is selected ({len(cases)} before --select).",
+            where=_describe(query),
+            fix="see `fp8-harness list` and widen the selection.",
+        )
+    return chosen
+
+
+def _runnable_case(text: str) -> Case:
+    """The case of an id; HarnessError naming the rule that excludes it, if one does."""
+    case = parse_case_id(text)
+    for rule in (*exclusions(case), *unsupported(case)):
+        raise HarnessError(
+            f"rule {rule.name} excludes this case: {rule.reason}",
+            where=f"--case {text}",
+            fix=f"see `fp8-harness explain {text}`.",
+        )
+    return case
+
+
+def _wanted(expressions: Sequence[str]) -> Callable[[Case], bool]:
+    selectors = [parse_selector(text) for text in expressions]
+    return lambda case: all(selector.matches(case) for selector in selectors)
+
+
+def _unique(cases: Iterable[Case]) -> tuple[Case, ...]:
+    return tuple({case_id(case): case for case in cases}.values())
+
+
+def _describe(query: Query) -> str:
+    words = [*query.effective_sources, *query.case_ids, *(f"--select '{text}'" for text in query.expressions)]
+    return " ".join(words)

@@ -1,0 +1,314 @@
+"""Which combinations are excluded, not supported yet, or must be refused: every rule by name, with reason and source.
+
+An excluded case would be impossible or meaningless everywhere. A refused case is run, and it is a failure if it trains.
+A rule names the axes it reads, so that the matrix can judge it on part of a case; it must read no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from harness.spec.case import Case
+from harness.spec.gemms import OUTPUT_FQN, Gemm, converted_fqns, gemms, linear_fqns, shard_sizes
+
+_TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
+_TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
+_META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
+_MODEL_AXES = ("model", "dim", "layers", "heads", "kv_heads", "ffn_dim")
+_CONVERSION_AXES = ("recipe", "filter_fqns")
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """A named statement about cases. `axes` are the names it reads (`axes.py`); `applies` says if it holds."""
+
+    name: str
+    reason: str
+    source: str
+    axes: tuple[str, ...]
+    applies: Callable[[Case], bool]
+
+
+class Exclusion(Rule, frozen=True):
+    """A combination that is left out: impossible, meaningless, or not built yet here."""
+
+
+class Refusal(Rule, frozen=True):
+    """A combination that torch must refuse. `check` judges it; `pattern` is found (re.search) in the error message."""
+
+    check: str
+    pattern: str
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rules say about a case. `refused_gemms` are the matmuls that cause the refusal, first one first."""
+
+    exclusions: tuple[Exclusion, ...]
+    unsupported: tuple[Exclusion, ...]
+    refusal: Refusal | None
+    refused_gemms: tuple[Gemm, ...]
+
+
+def exclusions(case: Case) -> tuple[Exclusion, ...]:
+    """The rules that exclude this case everywhere, in the order of `EXCLUSIONS`."""
+    return tuple(rule for rule in EXCLUSIONS if rule.applies(case))
+
+
+def unsupported(case: Case) -> tuple[Exclusion, ...]:
+    """The rules that exclude this case because the harness cannot run it yet."""
+    return tuple(rule for rule in UNSUPPORTED if rule.applies(case))
+
+
+def expected_refusal(case: Case) -> Refusal | None:
+    """The refusal that this case must end with, the first in order of execution; None when it must train."""
+    return next((rule for rule in REFUSALS if rule.applies(case)), None)
+
+
+def explain(case: Case) -> Explanation:
+    """Everything the rules say about a case."""
+    refusal = expected_refusal(case)
+    return Explanation(
+        exclusions=exclusions(case),
+        unsupported=unsupported(case),
+        refusal=refusal,
+        refused_gemms=tuple(gemm for gemm in gemms(case) if is_misaligned(case, gemm)) if refusal else (),
+    )
+
+
+def is_misaligned(case: Case, gemm: Gemm) -> bool:
+    """True when `torch._scaled_mm` refuses this matmul: k or n is not a multiple of 16 (m may be anything).
+
+    `pad_inner_dim` pads k of both operands, never n. So it rescues an odd number of tokens (k of wgrad), but not an
+    odd weight dimension: that one is n of the forward or of dgrad.
+    """
+    k_fits = gemm.k % 16 == 0 or case.float8.pad_inner_dim
+    return not (k_fits and gemm.n % 16 == 0)
+
+
+def _misaligned_weights(case: Case, *, output: bool) -> bool:
+    return any(
+        is_misaligned(case, gemm)
+        for gemm in gemms(case)
+        if gemm.role != "wgrad" and (gemm.fqn == OUTPUT_FQN) == output
+    )
+
+
+def _misaligned_tokens(case: Case) -> bool:
+    return (
+        case.tokens_per_rank % 16 != 0
+        and not case.float8.pad_inner_dim
+        and case.float8.recipe in ("tensorwise", "rowwise")
+    )
+
+
+def _filter_misses(case: Case) -> bool:
+    fqns = linear_fqns(case)
+    return any(not any(entry in fqn for fqn in fqns) for entry in case.float8.filter_fqns)
+
+
+def _filters_a_block_linear(case: Case) -> bool:
+    return any(entry in fqn for entry in case.float8.filter_fqns for fqn in linear_fqns(case) if fqn != OUTPUT_FQN)
+
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion(
+        name="batch_divides_dp",
+        reason="every data-parallel rank gets the same number of sequences, at least one",
+        source=f"{_TORCHTITAN}/train.py",
+        axes=("global_batch", "dp_replicate", "dp_shard"),
+        applies=lambda case: case.train.global_batch % case.layout.dp != 0,
+    ),
+    Exclusion(
+        name="replicate_needs_shard",
+        reason="dp_replicate without dp_shard is DDP, which is not one of the layouts; HSDP has both above 1",
+        source=f"{_TORCHTITAN}/models/llama3/infra/parallelize.py",
+        axes=("dp_replicate", "dp_shard"),
+        applies=lambda case: case.layout.dp_replicate > 1 and case.layout.dp_shard == 1,
+    ),
+    Exclusion(
+        name="heads_divide_tp",
+        reason="TP splits attention by whole heads, so heads and kv_heads must be multiples of tp",
+        source="https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html",
+        axes=(*_MODEL_AXES, "tp"),
+        applies=lambda case: bool(
+            case.model.shape.heads % case.layout.tp or case.model.shape.kv_heads % case.layout.tp
+        ),
+    ),
+    Exclusion(
+        name="ffn_divides_tp",
+        reason="w1 and w3 split the hidden features that w2 joins: ffn_dim must be a multiple of tp",
+        source="https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html",
+        axes=(*_MODEL_AXES, "tp"),
+        applies=lambda case: case.model.shape.ffn_dim % case.layout.tp != 0,
+    ),
+    Exclusion(
+        name="vocab_fills_tp",
+        reason="every TP rank must hold at least one row of the vocabulary",
+        source="https://docs.pytorch.org/docs/stable/distributed.tensor.html",
+        axes=("vocab_size", "tp"),
+        applies=lambda case: 0 in shard_sizes(case.model.vocab_size, case.layout.tp),
+    ),
+    Exclusion(
+        name="sequence_divides_tp",
+        reason="sequence parallelism gives every TP rank the same number of positions",
+        source=f"{_TORCHTITAN}/distributed/parallel_dims.py",
+        axes=("seq_len", "tp", "sequence_parallel"),
+        applies=lambda case: case.layout.sequence_parallel and case.train.seq_len % case.layout.tp != 0,
+    ),
+    Exclusion(
+        name="all_gather_needs_fsdp",
+        reason="float8 all-gather is how FSDP2 gathers sharded weights: dp_shard must be above 1",
+        source=f"{_TORCHAO}/fsdp_utils.py",
+        axes=("fp8_all_gather", "recipe", "dp_shard"),
+        applies=lambda case: case.float8.fp8_all_gather and case.layout.dp_shard == 1,
+    ),
+    Exclusion(
+        name="all_gather_needs_tensorwise",
+        reason="enable_fsdp_float8_all_gather only supports tensorwise weight scaling (torchao asserts it)",
+        source=f"{_TORCHAO}/config.py",
+        axes=("fp8_all_gather", "recipe"),
+        applies=lambda case: case.float8.fp8_all_gather and case.float8.recipe != "tensorwise",
+    ),
+    Exclusion(
+        name="precompute_needs_all_gather",
+        reason="scales are precomputed for the float8 all-gather; without it there is nothing to hand them to",
+        source=f"{_TORCHAO}/fsdp_utils.py",
+        axes=("precompute_scale", "fp8_all_gather", "recipe"),
+        applies=lambda case: case.float8.precompute_scale and not case.float8.fp8_all_gather,
+    ),
+    Exclusion(
+        name="tp_styles_need_tp",
+        reason="float8 TP styles say how activations travel between TP ranks: tp must be above 1",
+        source=f"{_TORCHAO}/float8_tensor_parallel.py",
+        axes=("tp_styles", "recipe", "tp"),
+        applies=lambda case: case.float8.tp_styles == "float8" and case.layout.tp == 1,
+    ),
+    Exclusion(
+        name="tp_styles_need_tensorwise",
+        reason="Float8ColwiseParallel and its kin assume tensorwise scaling of activations",
+        source=f"{_TORCHAO}/float8_tensor_parallel.py",
+        axes=("tp_styles", "recipe"),
+        applies=lambda case: case.float8.tp_styles == "float8" and case.float8.recipe != "tensorwise",
+    ),
+    Exclusion(
+        name="tp_styles_need_converted_blocks",
+        reason="Float8ColwiseParallel refuses a linear that is not Float8Linear: no linear of a block may be filtered",
+        source=f"{_TORCHAO}/float8_tensor_parallel.py",
+        axes=("tp_styles", "recipe", "filter_fqns", *_MODEL_AXES),
+        applies=lambda case: case.float8.tp_styles == "float8" and _filters_a_block_linear(case),
+    ),
+    Exclusion(
+        name="filter_matches",
+        reason="an entry of filter_fqns that names no linear of the model protects nothing",
+        source=f"{_TORCHTITAN}/components/quantization/utils.py",
+        axes=("filter_fqns", "recipe", *_MODEL_AXES),
+        applies=_filter_misses,
+    ),
+    Exclusion(
+        name="filter_contradicts_output",
+        reason="filter_fqns keeps the output layer out while output_layer asks for it",
+        source=f"{_TORCHTITAN}/components/quantization/float8.py",
+        axes=("filter_fqns", "recipe", "output_layer"),
+        applies=lambda case: (
+            case.float8.output_layer and any(entry in OUTPUT_FQN for entry in case.float8.filter_fqns)
+        ),
+    ),
+    Exclusion(
+        name="something_converted",
+        reason="an FP8 recipe whose filter leaves no linear to convert is a bf16 run under another name",
+        source=f"{_TORCHTITAN}/components/quantization/float8.py",
+        axes=("recipe", "filter_fqns", "output_layer", *_MODEL_AXES),
+        applies=lambda case: case.float8.enabled and not converted_fqns(case),
+    ),
+    Exclusion(
+        name="every_reaches_a_layer",
+        reason="selective_layer with `every` above the number of layers checkpoints nothing",
+        source=f"{_TORCHTITAN}/distributed/activation_checkpoint.py",
+        axes=("checkpointing", "checkpoint_every", *_MODEL_AXES),
+        applies=lambda case: (
+            case.checkpointing.mode == "selective_layer" and case.checkpointing.every > case.model.shape.layers
+        ),
+    ),
+    Exclusion(
+        name="async_tp_needs_tp",
+        reason="async TP splits the collectives of TP: tp must be above 1",
+        source=f"{_TORCHTITAN}/distributed/tensor_parallel.py",
+        axes=("async_tp", "tp"),
+        applies=lambda case: case.layout.async_tp and case.layout.tp == 1,
+    ),
+    Exclusion(
+        name="async_tp_needs_compile",
+        reason="async TP is a pass over the compiled graph; eager runs would silently be plain TP",
+        source=f"{_TORCHTITAN}/distributed/tensor_parallel.py",
+        axes=("async_tp", "compile"),
+        applies=lambda case: case.layout.async_tp and case.compile == "none",
+    ),
+    Exclusion(
+        name="async_tp_needs_sequence_parallel",
+        reason="the pass fuses the all-gather and reduce-scatter that only sequence parallelism puts into the graph",
+        source="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/fx_passes/micro_pipeline_tp.py",
+        axes=("async_tp", "sequence_parallel", "tp"),
+        applies=lambda case: case.layout.async_tp and not case.layout.sequence_parallel,
+    ),
+)
+
+UNSUPPORTED: tuple[Exclusion, ...] = (
+    Exclusion(
+        name="no_compile_yet",
+        reason="compiled runs are not built here yet",
+        source="docs/architecture.md",
+        axes=("compile",),
+        applies=lambda case: case.compile != "none",
+    ),
+    Exclusion(
+        name="no_async_tp_yet",
+        reason="async TP is not built here yet",
+        source="docs/architecture.md",
+        axes=("async_tp",),
+        applies=lambda case: case.layout.async_tp,
+    ),
+)
+
+# Three spellings of one contract: of the meta registration ("Expected self.size(1) to be divisible by 16, ...",
+# "Expected both dimensions of mat2 to be divisible by 16 ...") and of the CUDA kernel ("Expected trailing dimension of
+# mat1 to be divisible by 16 ...", "mat2 shape (128x1128) must be divisible by 16").
+_ALIGNMENT_PATTERN = (
+    r"Expected self\.size\(1\) to be divisible by 16"
+    r"|Expected both dimensions of mat2 to be divisible by 16"
+    r"|Expected trailing dimension of mat1 to be divisible by 16"
+    r"|mat2 shape \(.*must be divisible by 16"
+)
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        name="block_alignment",
+        reason="a weight dimension of a converted linear inside a block, as one TP rank holds it, is not a multiple of "
+        "16; pad_inner_dim cannot help, because every weight dimension is an output dimension of some matmul",
+        source=_META,
+        axes=(*_MODEL_AXES, "tp", *_CONVERSION_AXES),
+        applies=lambda case: _misaligned_weights(case, output=False),
+        check="alignment",
+        pattern=_ALIGNMENT_PATTERN,
+    ),
+    Refusal(
+        name="output_alignment",
+        reason="the converted output layer holds a share of the vocabulary that is not a multiple of 16; pad_inner_dim "
+        "cannot help, because the share is the output dimension of the forward matmul",
+        source=_META,
+        axes=("vocab_size", *_MODEL_AXES, "tp", "output_layer", *_CONVERSION_AXES),
+        applies=lambda case: _misaligned_weights(case, output=True),
+        check="alignment",
+        pattern=_ALIGNMENT_PATTERN,
+    ),
+    Refusal(
+        name="token_alignment",
+        reason="tokens per rank are the inner dimension of the weight-gradient matmul and not a multiple of 16; "
+        "pad_inner_dim or rowwise_with_gw_hp (weight gradient in high precision) make it legal",
+        source=f"{_TORCHAO}/float8_linear.py",
+        axes=("global_batch", "seq_len", "dp_replicate", "dp_shard", "recipe", "pad_inner_dim"),
+        applies=_misaligned_tokens,
+        check="alignment",
+        pattern=_ALIGNMENT_PATTERN,
+    ),
+)

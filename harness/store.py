@@ -1,0 +1,84 @@
+"""Results on disk: one line of JSON per case, on the disk before the next case is reported.
+
+Whatever interrupts a run, what was finished stays readable. Owns the file `results.jsonl` of one folder; it does not
+know which folder that is (`project.py`) or what is done with the results.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+
+from harness.durable import append_line
+from harness.errors import HarnessError
+from harness.jsonform import from_json, to_json
+from harness.result import CaseResult
+
+SCHEMA = 1
+FILE_NAME = "results.jsonl"
+
+
+class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a folder holds. `damaged` names every line that could not be read: those cases are unknown, not passed."""
+
+    results: tuple[CaseResult, ...]  # one a case, the last one if it was stored more than once, in the order of storing
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def failed_ids(self) -> tuple[str, ...]:
+        """Ids of the cases that were not good, in the order of storing."""
+        return tuple(result.case_id for result in self.results if not result.verdict.good)
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True):
+    schema: int
+    result: CaseResult
+
+
+class RunStore:
+    """The results of one run, in one folder. Any thread may append."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE_NAME
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> Path:
+        """The file of results; it may not exist yet."""
+        return self._path
+
+    def append(self, result: CaseResult) -> None:
+        """Add one result and wait until it is on the disk. Raises `DiskTrouble`."""
+        with self._lock:
+            append_line(self._path, to_json(_Line(schema=SCHEMA, result=result)))
+
+    def read(self) -> StoredRun:
+        """Everything stored so far; an empty run when nothing is. Raises `HarnessError` when the file is unreadable."""
+        try:
+            lines = self._path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return StoredRun(results=())
+        except OSError as error:
+            raise HarnessError(f"cannot be read: {error.strerror}.", where=str(self._path)) from error
+        results: dict[str, CaseResult] = {}
+        damaged = []
+        for number, line in enumerate(lines, 1):
+            if not line:
+                continue
+            try:
+                result = _read_line(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                damaged.append(f"{self._path}:{number}: not a result: {error}")
+            else:
+                results.pop(result.case_id, None)
+                results[result.case_id] = result
+        return StoredRun(results=tuple(results.values()), damaged=tuple(damaged))
+
+
+def _read_line(line: bytes) -> CaseResult:
+    stored = from_json(line, _Line)
+    if stored.schema != SCHEMA:
+        raise msgspec.ValidationError(f"has schema {stored.schema}, this version reads schema {SCHEMA}")
+    return stored.result

@@ -1,0 +1,87 @@
+"""Tokens and initial weights: made from the seed alone, the same bits on every machine and for every layout.
+
+Only raw Philox words and integer or exactly rounded arithmetic are used: numpy promises the raw stream of a bit
+generator, not its distributions, and libm differs in the last bit between CPUs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int64]
+Weights = npt.NDArray[np.float32]
+
+# An outlier for each of 8 shards, growing with the shard: no two shards of any layout have the same amax, so a scale
+# taken from the wrong shard is a wrong number. Even layouts of up to 8 ranks get at least one outlier each.
+OUTLIER_SHARDS = 8
+_FOLLOW_PERCENT = 80  # how often a token is the fixed successor of the one before it: what there is to learn
+
+
+def _stream(seed: int, purpose: str) -> np.random.Philox:
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    return np.random.Philox(key=np.frombuffer(digest[:16], dtype=np.uint64))
+
+
+def make_tokens(*, steps: int, sequences: int, seq_len: int, vocab_size: int, seed: int) -> Tokens:
+    """Zipf-distributed text with a bigram rule: [steps, sequences, seq_len + 1], values in [0, vocab_size).
+
+    Every token is followed by its fixed successor in 80 of 100 cases and by a fresh draw otherwise, so that a model
+    that learns lowers its loss within a few steps.
+    """
+    words = _stream(seed, "tokens").random_raw(2 * steps * sequences * (seq_len + 1)).reshape(2, -1)
+    fresh = _zipf(words[0], vocab_size).reshape(steps, sequences, seq_len + 1)
+    follow = (words[1] % np.uint64(100) < _FOLLOW_PERCENT).reshape(fresh.shape)
+    successor = _successors(vocab_size, seed)
+    tokens = fresh.copy()
+    for position in range(1, seq_len + 1):
+        tokens[..., position] = np.where(
+            follow[..., position], successor[tokens[..., position - 1]], fresh[..., position]
+        )
+    return tokens
+
+
+def _zipf(words: npt.NDArray[np.uint64], vocab_size: int) -> Tokens:
+    ranks = np.arange(1, vocab_size + 1, dtype=np.uint64)
+    cumulative = np.cumsum(np.uint64(2**40) // ranks)  # integers: exact on every machine
+    return np.searchsorted(cumulative, words % cumulative[-1], side="right").astype(np.int64)
+
+
+def _successors(vocab_size: int, seed: int) -> Tokens:
+    keys = _stream(seed, "successors").random_raw(vocab_size)
+    return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int) -> Weights:
+    """The full initial weight of one parameter, float32.
+
+    Vectors (norms) are ones. Matrices are uniform with a bound of 1/sqrt(features in), skewed to the negative side (so
+    that a missing abs shows) and with one negative outlier per shard on the diagonal (so that a local amax shows).
+    """
+    if len(shape) == 1:
+        return np.ones(shape, dtype=np.float32)
+    count = int(np.prod(shape))
+    words = _stream(seed, f"weight/{fqn}").random_raw((count + 1) // 2).view(np.uint32)[:count]
+    unit = (words >> np.uint32(8)).astype(np.float32) * np.float32(2**-23) - np.float32(1)  # [-1, 1), exact
+    unit = np.where(unit < 0, unit * np.float32(1.5), unit).reshape(shape)
+    rows, columns = shape
+    shards = min(OUTLIER_SHARDS, rows, columns)
+    for shard in range(shards):
+        unit[(2 * shard + 1) * rows // (2 * shards), (2 * shard + 1) * columns // (2 * shards)] = -2 - shard / 2
+    return (unit * np.float32(_bound(columns))).astype(np.float32)
+
+
+def _bound(features_in: int) -> float:
+    # A power of two near 1/sqrt: scaling by it is exact, and the weights have the same bits everywhere.
+    return float(2.0 ** -round(np.log2(features_in) / 2))
+
+
+def digest(arrays: dict[str, npt.NDArray[np.generic]]) -> str:
+    """sha256 over names, shapes and bytes, in the order of names."""
+    state = hashlib.sha256()
+    for name in sorted(arrays):
+        state.update(f"{name}{arrays[name].shape}{arrays[name].dtype}".encode())
+        state.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return state.hexdigest()

@@ -1,0 +1,64 @@
+"""The rank program: what the engine preloads once and calls in every forked rank. Request in, trace out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from harness.request import RunRequest
+from harness.worker.injection import inject
+from harness.worker.train import train
+from harness.worker.virtual import device as virtual_device
+from harness.worker.warmup import warm_up
+
+if TYPE_CHECKING:
+    from harness.engine.program import RankContext
+
+_LOOPBACK = "lo"
+
+
+def preload(options: Mapping[str, str]) -> None:
+    """Pay once for what every rank needs: imports, the virtual device, and the first, slow pass through the code.
+
+    Leaves the process single-threaded and without a CUDA context, so that it can be forked.
+    """
+    torch.set_num_threads(1)
+    if options.get("device", "cpu") == "cpu":
+        virtual_device.install()
+    if options.get("warmup", "on") == "on":
+        warm_up()
+
+
+def rank_main(context: RankContext) -> bytes:
+    """Run one request on this rank. Returns the encoded `RankTrace`."""
+    request = msgspec.msgpack.decode(context.payload, type=RunRequest)
+    torch.set_num_threads(1)
+    context.report_phase("start")
+    device = start_ranks(context, request.device)
+    virtual = virtual_device.install() if request.device == "cpu" else ()
+    for spec in request.injections:
+        context.report_phase(f"injection {spec}")
+        inject(spec)
+    trace = train(request.case, device, context.report_phase, virtual)
+    return msgspec.msgpack.encode(trace)
+
+
+def start_ranks(context: RankContext, kind: str) -> torch.device:
+    """Join the process group of this job (FileStore in the job's folder) and choose this rank's device."""
+    store = dist.FileStore(str(context.folder / "rendezvous"), context.world_size)
+    if kind == "cuda":
+        assert context.device is not None, "a CUDA job has a device per rank"
+        device = torch.device("cuda", context.device)
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    else:
+        device = torch.device("cpu")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        backend = "gloo"
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
+    return device

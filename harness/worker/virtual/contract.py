@@ -1,0 +1,71 @@
+"""The CUDA contract of `torch._scaled_mm`: what a GPU would refuse, with the words a GPU user would read.
+
+The rules come from torch's own meta registration, which is asked with meta tensors (it then answers for CUDA), and
+from the two rules that only the CUDA kernel itself checks: e5m2 x e5m2 has no kernel, and rowwise scaling writes
+bfloat16 only (aten/src/ATen/native/cuda/ScaledBlas.cpp). Answers are cached by signature: a run meets few.
+
+Not modelled: 16-byte alignment of data pointers, and the reduced precision of fast accumulation.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class Operand(NamedTuple):
+    """What the contract looks at in one tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Signature(NamedTuple):
+    """One call of `_scaled_mm` without its numbers. `has_bias` and `has_scale_result` say that they were given."""
+
+    a: Operand
+    b: Operand
+    scale_a: Operand
+    scale_b: Operand
+    out_dtype: torch.dtype
+    has_bias: bool
+    has_scale_result: bool
+
+
+def operand(tensor: torch.Tensor) -> Operand:
+    """The part of `tensor` that the contract looks at."""
+    return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def refusal(signature: Signature) -> str | None:
+    """The message with which a GPU (sm89 and later) refuses this call, or None when it would run."""
+    meta_a, meta_b, meta_scale_a, meta_scale_b = (
+        torch.empty_strided(op.shape, op.stride, dtype=op.dtype, device="meta")
+        for op in (signature.a, signature.b, signature.scale_a, signature.scale_b)
+    )
+    try:
+        torch.ops.aten._scaled_mm.default(
+            meta_a, meta_b, meta_scale_a, meta_scale_b, None, None, signature.out_dtype, False
+        )
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return _kernel_refusal(signature)
+
+
+def _kernel_refusal(signature: Signature) -> str | None:
+    if signature.a.dtype == signature.b.dtype == torch.float8_e5m2:
+        return "Multiplication of two Float8_e5m2 matrices is not supported"
+    rowwise = len(signature.scale_a.shape) == 2 and signature.scale_a.shape[0] > 1
+    if rowwise and signature.out_dtype != torch.bfloat16:
+        return f"Only bf16 high precision output types are supported for row-wise scaling, got {signature.out_dtype}"
+    if signature.out_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"out_dtype {signature.out_dtype} is not supported by the virtual device"
+    if signature.has_bias and signature.out_dtype == torch.float32:
+        return "Bias is not supported when out_dtype is set to Float32"
+    if signature.has_scale_result:
+        return "scale_result is only for float8 outputs, which the virtual device does not model"
+    return None

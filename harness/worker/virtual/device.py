@@ -1,0 +1,47 @@
+"""The virtual FP8 device: gives a CPU what the GPU has, so that the real, non-emulated torchao path runs on it.
+
+The only place of the project that patches torch. `install()` puts every part in for the life of the process and
+returns their names, which go into the trace; on CUDA nothing is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from harness.worker.virtual import collectives, scaled_mm
+
+PARTS = ("collectives", "scaled_mm")
+
+
+@functools.cache
+def install() -> tuple[str, ...]:
+    """Install all parts, once per process. Returns their names, sorted."""
+    _override("aten", {"_scaled_mm": scaled_mm.scaled_mm, "_scaled_mm.out": scaled_mm.scaled_mm_out})
+    _override("c10d", collectives.CPU_KERNELS)
+    group = dist.ProcessGroup
+    for name in _REDUCE_SCATTER_NAMES:
+        if hasattr(group, name):
+            setattr(group, name, collectives.scaled_reduce_scatter(getattr(group, name)))
+    group.allreduce = collectives.scaled_allreduce(group.allreduce)
+    return PARTS
+
+
+# Until torch 2.12 the method was `_reduce_scatter_base`; 2.13 calls it `reduce_scatter_single` and keeps both.
+_REDUCE_SCATTER_NAMES = ("_reduce_scatter_base", "reduce_scatter_single")
+
+
+# torch.library drops an override when its Library object is collected.
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def _override(namespace: str, kernels: dict[str, object]) -> None:
+    library = torch.library.Library(namespace, "IMPL")
+    _LIBRARIES.append(library)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "CPU", allow_override=True)

@@ -1,0 +1,62 @@
+"""The warm-up: trains once on a fake process group, so that forked ranks inherit every lazy import and first-call cost.
+
+What must not be inherited is forgotten again: DTensor's sharding and redistribution caches are keyed by meshes, whose
+equality ignores process groups, and would hand the plans of rank 0 to every other rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
+from harness.worker.train import train
+
+_TRAIN = Train(steps=1, global_batch=4, seq_len=16)
+
+# One case per kind of machinery; together they touch what the matrix needs at the price of about two seconds.
+WARMUP_CASES = (
+    Case(
+        layout=Layout(dp_replicate=2, dp_shard=2),
+        float8=Float8(recipe="tensorwise", fp8_all_gather=True, precompute_scale=True),
+        train=_TRAIN,
+    ),
+    Case(
+        layout=Layout(dp_shard=2, tp=2),
+        float8=Float8(recipe="rowwise"),
+        checkpointing=Checkpointing(mode="selective_op"),
+        train=Train(steps=1, global_batch=4, seq_len=16, dtype="bfloat16"),
+    ),
+    Case(layout=Layout(tp=2), float8=Float8(recipe="tensorwise", tp_styles="float8"), train=_TRAIN),
+)
+
+
+def warm_up() -> None:
+    """Train every warm-up case as rank 0 of a fake world, then forget what is specific to its meshes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for case in WARMUP_CASES:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
+            try:
+                train(case, torch.device("cpu"), lambda _: None, ())
+            finally:
+                dist.destroy_process_group()
+    forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Clear every cache of torch.distributed that may hold a mesh, a placement plan or a process group."""
+    _clear_sharding_prop_cache()
+    for found in gc.get_objects():
+        if isinstance(found, _CACHED) and (found.__module__ or "").startswith("torch.distributed"):
+            found.cache_clear()
+    gc.collect()
+
+
+_CACHED = functools._lru_cache_wrapper

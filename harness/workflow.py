@@ -1,0 +1,130 @@
+"""The steps of a run, in order: the table of contents of this program.
+
+    select  ->  brief (witnesses)  ->  run on ranks  ->  judge  ->  store  ->  result
+
+Owns the order of the steps and nothing else: each step is a function or a class of the file it is imported from.
+Making references (`references.py`) is the same way with another judge.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from harness.briefs import Briefs, make_briefs
+from harness.casework import CaseWork, Judge
+from harness.durable import DiskTrouble
+from harness.executor import open_executor
+from harness.machine import hardware
+from harness.plan import Plan
+from harness.progress import Progress
+from harness.project import Project
+from harness.result import CaseResult, RunResult
+from harness.schedule import run_schedule
+from harness.selection import NothingSelected, Query, select_cases
+from harness.spec.case import Case
+from harness.store import RunStore
+from harness.verdict import Verdict
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run leaves: its result, and the file where every case result is stored."""
+
+    result: RunResult
+    stored: Path
+
+
+def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Report:
+    """Run the cases that `query` selects and return every result in the order of selection.
+
+    Raises `HarnessError` before any rank starts when the input is bad. A case that fails is a result, never an error.
+    """
+    cases = select_cases(project, query)
+    briefs = make_briefs(project, cases, hardware=hardware(plan.device))
+    _announce(briefs, progress)
+    store = RunStore(project.new_run_folder())
+    recorder = _Recorder(store, progress)
+    result = run_cases(project, cases, plan, briefs, recorder)
+    for each in result.results:
+        if each.verdict is Verdict.NOT_RUN:
+            recorder.keep(each)
+    return Report(result=result, stored=store.path)
+
+
+def rerun_query(project: Project) -> Query:
+    """The query for the cases of the last stored run that were not good, those not run included."""
+    stored = (RunStore(folder).read() for folder in reversed(project.stored_runs()))
+    last = next((run for run in stored if run.results or run.damaged), None)
+    if last is None:
+        raise NothingSelected("there is no earlier run.", where="--rerun-failed", fix="run a tier first.")
+    if not last.failed_ids:
+        raise NothingSelected("nothing failed in the last run.", where="--rerun-failed")
+    return Query(case_ids=last.failed_ids)
+
+
+def run_cases(project: Project, cases: Sequence[Case], plan: Plan, judge: Judge, progress: Progress) -> RunResult:
+    """Run the given cases on the ranks of one engine; Ctrl-C leaves the rest as `not_run`."""
+    started_s = time.monotonic()
+    progress.begin(len(cases))
+    with open_executor(plan, project) as executor:
+        work = CaseWork(plan, executor, judge, progress.note)
+        ended = run_schedule(cases, work, progress, jobs=plan.jobs)
+    results = [found or work.not_run(case) for case, found in zip(cases, ended.results, strict=True)]
+    return RunResult(
+        results=tuple(results),
+        wall_s=time.monotonic() - started_s,
+        interrupted=ended.interrupted,
+        provenance=_provenance(results, plan),
+    )
+
+
+class _Recorder:
+    """Stores every result the moment it is there, then passes it on. It is a `Progress`."""
+
+    def __init__(self, store: RunStore, progress: Progress) -> None:
+        self._store = store
+        self._progress = progress
+        self.begin = progress.begin
+        self.started = progress.started
+        self.note = progress.note
+
+    def finished(self, result: CaseResult) -> None:
+        """Store the result and pass it on."""
+        self.keep(result)
+        self._progress.finished(result)
+
+    def keep(self, result: CaseResult) -> None:
+        """Store the result; a disk that refuses it must not end a run whose results can still be reported."""
+        try:
+            self._store.append(result)
+        except DiskTrouble as error:
+            self.note(f"result not stored: {error.text}")
+
+
+def _announce(briefs: Briefs, progress: Progress) -> None:
+    """Say before the run, not after it, what will make cases fail for want of a golden."""
+    families = briefs.missing_goldens
+    if families:
+        progress.note(
+            f"{len(families)} golden(s) missing: the cases that need them will fail. "
+            'Make them by `fp8-harness golden update --missing --reason "..."`.'
+        )
+
+
+def _provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
+    """What the run was made with: versions, device, engine, rank program."""
+    traces = (trace for result in results if result.run is not None for trace in result.run.traces)
+    first = next(traces, None)
+    software = first.software if first is not None else {"python": platform.python_version()}
+    return {
+        "fp8-harness": version("fp8-harness"),
+        **dict(sorted(software.items())),
+        "device": first.device if first is not None else plan.device,
+        "engine": plan.engine,
+        "program": plan.program,
+    }

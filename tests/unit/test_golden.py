@@ -1,0 +1,270 @@
+"""Goldens: what is written is what is read, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import HarnessError
+from harness.golden import (
+    Golden,
+    GoldenDamaged,
+    GoldenMissing,
+    Provenance,
+    compare_goldens,
+    golden_path,
+    hardware_class,
+    list_goldens,
+    load_golden,
+    make_golden,
+    tree_commit,
+    write_golden,
+)
+from harness.sealed import write_sealed
+from harness.trace import RankFailure, RankTrace, Run, StepTrace
+
+FAMILY = "tiny-v2048-s3"
+
+
+def golden(losses: tuple[float, ...] = (7.5, 7.25, 7.1), *, reason: str = "first one", **changes: object) -> Golden:
+    provenance = Provenance(
+        software={"torch": "2.13.0"}, device="cpu", commit="abc", command="x", reason=reason, created="2026-01-01"
+    )
+    fields: dict[str, object] = {
+        "schema": 1,
+        "family": FAMILY,
+        "hardware": "cpu",
+        "case_id": "single-bf16-v2048-s3-b16",
+        "losses": losses,
+        "grad_norms": tuple(1.0 + index for index in range(len(losses))),
+        "data_digest": "d1",
+        "provenance": provenance,
+    }
+    return Golden(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def trace(*, device: str = "cpu", converted: tuple[str, ...] = (), calls: int = 0, rank: int = 0) -> RankTrace:
+    steps = tuple(
+        StepTrace(step=step, loss=8.0 - step, grad_norm=1.0, scaled_mm_calls=calls, seconds=0.1) for step in (1, 2)
+    )
+    return RankTrace(
+        rank=rank,
+        steps=steps,
+        converted_fqns=converted,
+        unmatched_filters=(),
+        peak_memory_bytes=1,
+        data_digest="d1",
+        software={"torch": "2.13.0", "numpy": "2.4"},
+        device=device,
+        virtual=(),
+    )
+
+
+def made(run: Run) -> Golden:
+    return make_golden(run, family=FAMILY, case_id="c", command="cmd", reason="why", commit="abc")
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(st.tuples(finite, finite), min_size=1, max_size=6).filter(lambda pairs: len({p[0] for p in pairs}) > 1))
+def test_writing_and_reading_gives_the_same_bits(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]
+) -> None:
+    root = tmp_path_factory.mktemp("root")
+    losses, norms = zip(*pairs, strict=True)
+    write_golden(root, golden(losses, grad_norms=norms))
+    found = load_golden(root, "cpu", FAMILY)
+    assert [value.hex() for value in found.losses] == [value.hex() for value in losses]
+    assert [value.hex() for value in found.grad_norms] == [value.hex() for value in norms]
+
+
+def test_the_file_is_indented_json_with_keys_in_a_stable_order(tmp_path: Path) -> None:
+    text = write_golden(tmp_path, golden()).read_text()
+    assert write_golden(tmp_path, golden()).read_text() == text
+    assert text.startswith('{\n  "schema": 1,\n') and text.endswith("}\n")
+    assert json.loads(text)["losses"] == [7.5, 7.25, 7.1]
+
+
+def test_nothing_but_the_golden_is_left_in_its_folder(tmp_path: Path) -> None:
+    path = write_golden(tmp_path, golden())
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by"),
+    [
+        (r"7\.25", "7.26"),
+        (r'"reason": "first one"', '"reason": "another"'),
+        (r'"data_digest": "d1"', '"data_digest": "d2"'),
+        (r'"digest": "\w{4}', '"digest": "0000'),
+        (r'"digest": "\w+"', '"digest": ""'),
+        (r'"schema": 1', '"schema": 2'),
+        (r'"schema": 1,', ""),
+        (r'"family"', '"famly"'),
+        (r'"losses": \[', '"losses": ["NaN", '),
+        (r"7\.1", "null"),
+    ],
+)
+def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: str) -> None:
+    path = write_golden(tmp_path, golden())
+    edited = re.sub(pattern, by, path.read_text(), count=1)
+    assert edited != path.read_text()
+    path.write_text(edited)
+    with pytest.raises(GoldenDamaged) as caught:
+        load_golden(tmp_path, "cpu", FAMILY)
+    assert caught.value.where == str(path)
+    assert f"golden update --family {FAMILY}" in (caught.value.fix or "")
+
+
+def test_a_truncated_golden_is_found_at_every_length(tmp_path: Path) -> None:
+    path = write_golden(tmp_path, golden())
+    content = path.read_bytes().rstrip()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(GoldenDamaged):
+            load_golden(tmp_path, "cpu", FAMILY)
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_damaged_and_nothing_worse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = golden_path(tmp_path_factory.mktemp("root"), "cpu", FAMILY)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(GoldenDamaged):
+        load_golden(path.parents[2], "cpu", FAMILY)
+
+
+def test_other_white_space_is_no_damage(tmp_path: Path) -> None:
+    path = write_golden(tmp_path, golden())
+    path.write_text(path.read_text().replace("\n", "\r\n"))
+    assert load_golden(tmp_path, "cpu", FAMILY).losses == (7.5, 7.25, 7.1)
+
+
+def test_a_renamed_golden_is_damaged(tmp_path: Path) -> None:
+    path = write_golden(tmp_path, golden())
+    path.rename(path.with_name("other.json"))
+    with pytest.raises(GoldenDamaged, match="copied or renamed"):
+        load_golden(tmp_path, "cpu", "other")
+    (tmp_path / "golden/nvidia-h200").mkdir()
+    write_golden(tmp_path, golden()).rename(tmp_path / f"golden/nvidia-h200/{FAMILY}.json")
+    with pytest.raises(GoldenDamaged, match="copied or renamed"):
+        load_golden(tmp_path, "nvidia-h200", FAMILY)
+
+
+def test_a_missing_golden_names_the_file_and_the_command(tmp_path: Path) -> None:
+    with pytest.raises(GoldenMissing) as caught:
+        load_golden(tmp_path, "cpu", FAMILY)
+    assert f"{FAMILY}.json" in caught.value.text
+    assert f"fp8-harness golden update --family {FAMILY} --reason" in caught.value.text
+
+
+def test_a_folder_in_place_of_a_golden_is_damaged(tmp_path: Path) -> None:
+    golden_path(tmp_path, "cpu", FAMILY).mkdir(parents=True)
+    with pytest.raises(GoldenDamaged, match="cannot be read"):
+        load_golden(tmp_path, "cpu", FAMILY)
+
+
+@pytest.mark.parametrize(
+    ("refused", "why"),
+    [
+        (golden(reason=""), "reason"),
+        (golden(reason=" \n\t"), "reason"),
+        (golden(reason='"…"'), "reason"),
+        (golden(()), "0 losses"),
+        (golden((7.0, 6.0), grad_norms=(1.0,)), "2 losses and 1"),
+        (golden((7.0, math.nan)), "not finite"),
+        (golden((7.0, math.inf)), "not finite"),
+        (golden((7.0, 6.0), grad_norms=(1.0, math.nan)), "not finite"),
+        (golden((7.0, 7.0, 7.0)), "never changes"),
+        (golden(data_digest=""), "data digest"),
+    ],
+)
+def test_what_must_not_be_stored(tmp_path: Path, refused: Golden, why: str) -> None:
+    with pytest.raises(HarnessError, match=why):
+        write_golden(tmp_path, refused)
+    assert not list_goldens(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["", "../x", "a/b", ".hidden", "a b"])
+def test_a_family_is_a_plain_file_name(tmp_path: Path, family: str) -> None:
+    with pytest.raises(HarnessError, match="cannot name a golden"):
+        load_golden(tmp_path, "cpu", family)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", "cpu"), ("NVIDIA H200", "nvidia-h200"), ("NVIDIA A100-SXM4-80GB", "nvidia-a100-sxm4-80gb")],
+)
+def test_hardware_class(device: str, expected: str) -> None:
+    assert hardware_class(device) == expected
+
+
+def test_a_device_without_a_name_has_no_class() -> None:
+    with pytest.raises(HarnessError):
+        hardware_class(" - ")
+
+
+def test_listing_is_sorted_and_leaves_evidence_out(tmp_path: Path) -> None:
+    assert list_goldens(tmp_path) == ()
+    for hardware, family in (("nvidia-h200", "a"), ("cpu", "b"), ("cpu", "a")):
+        write_golden(tmp_path, golden(hardware=hardware, family=family))
+    (tmp_path / "golden/evidence").mkdir()
+    (tmp_path / "golden/evidence/loss.json").write_text("{}")
+    found = [(key.hardware, key.family) for key in list_goldens(tmp_path)]
+    assert found == [("cpu", "a"), ("cpu", "b"), ("nvidia-h200", "a")]
+
+
+def test_old_and_new_side_by_side() -> None:
+    rows = compare_goldens(golden((7.0, 6.0, 5.0)), golden((7.0, 6.5)))
+    assert [(row.step, row.old_loss, row.new_loss, row.loss_change) for row in rows] == [
+        (1, 7.0, 7.0, 0.0),
+        (2, 6.0, 6.5, 0.5),
+        (3, 5.0, None, None),
+    ]
+    assert [(row.old_grad_norm, row.new_grad_norm) for row in rows] == [(1.0, 1.0), (2.0, 2.0), (3.0, None)]
+    assert all(row.old_loss is None and row.old_grad_norm is None for row in compare_goldens(None, golden()))
+    assert len(compare_goldens(None, golden())) == 3
+
+
+def test_a_golden_is_made_of_one_finished_bf16_rank() -> None:
+    found = made(Run(traces=(trace(device="NVIDIA H200"),), failures=()))
+    assert (found.hardware, found.losses, found.grad_norms) == ("nvidia-h200", (7.0, 6.0), (1.0, 1.0))
+    assert found.provenance.software == {"numpy": "2.4", "torch": "2.13.0"}
+    assert (found.provenance.reason, found.provenance.commit) == ("why", "abc")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(traces=(), failures=()),
+        Run(traces=(trace(), trace(rank=1)), failures=()),
+        Run(traces=(trace(converted=("output",)),), failures=()),
+        Run(traces=(trace(calls=3),), failures=()),
+        Run(
+            traces=(trace(),),
+            failures=(RankFailure(rank=1, kind="raised", message="", traceback="", phase="", consequence=False),),
+        ),
+    ],
+)
+def test_other_runs_make_no_golden(run: Run) -> None:
+    with pytest.raises(HarnessError, match="a golden"):
+        made(run)
+
+
+def test_without_git_the_commit_is_unknown(tmp_path: Path) -> None:
+    assert tree_commit(tmp_path / "nowhere") == "unknown"
+
+
+def test_a_seal_is_renewed_by_the_tool_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    first = write_sealed(path, golden())
+    again = write_sealed(path, msgspec.structs.replace(first, data_digest="d2"))
+    assert len(first.digest) == 64 and again.digest != first.digest
