@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 import tempfile
 import threading
@@ -17,8 +18,11 @@ from typing import Protocol, Self
 
 import msgspec
 
+from harness.engine.devices import cuda_names
 from harness.engine.leases import Leases
+from harness.engine.torchrun import TorchrunEngine
 from harness.engine.wire import Job, JobOutcome
+from harness.engine.zygote import ZygoteEngine
 from harness.plan import Plan
 from harness.project import Project
 from harness.request import RunRequest
@@ -71,6 +75,12 @@ class Executor:
         self._stopped.set()
         self._engine.close()
 
+    def close(self) -> None:
+        """Stop, and remove the job folders unless logs are kept."""
+        self.stop()
+        if self._plan.logs is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def _job(self, case: Case, name: str, folder: Path, slots: tuple[int, ...]) -> Job:
         request = RunRequest(
             case=case,
@@ -102,23 +112,19 @@ class Executor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
-        if self._plan.logs is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self.close()
 
 
 def open_executor(plan: Plan, project: Project) -> Executor:
     """An executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`."""
-    leases = Leases(project.lease_folder() / plan.device, slots=plan.slots)
+    names = cuda_names(os.environ)[: plan.slots] if plan.device == "cuda" else None
+    leases = Leases(project.lease_folder() / plan.device, plan.slots, names=names)
     folder = plan.logs or Path(tempfile.mkdtemp(prefix="fp8-harness-"))
     return Executor(plan, _engine(plan), leases, folder)
 
 
 def _engine(plan: Plan) -> Engine:
+    options = {"device": plan.device}
     if plan.engine == "torchrun":
-        from harness.engine.torchrun import TorchrunEngine
-
-        return TorchrunEngine(plan.program)
-    from harness.engine.zygote import ZygoteEngine
-
-    return ZygoteEngine(plan.program, {"device": plan.device})
+        return TorchrunEngine(plan.program, options)
+    return ZygoteEngine(plan.program, options)

@@ -1,6 +1,6 @@
 """The machine: which device a run uses and what hardware class its goldens have. Never imports torch.
 
-Owns the meaning of `--device auto`. How many slots there are is `engine/devices.py`'s.
+Owns the meaning of `--device auto`. Which devices may be used is `engine/devices.py`'s.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Literal
 
+from harness.engine.devices import cuda_names
 from harness.errors import HarnessError
 from harness.golden import hardware_class
-from harness.plan import Device
+
+Device = Literal["cpu", "cuda"]
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _ASK_TIMEOUT_S = 20.0
@@ -23,7 +26,7 @@ def resolve_device(asked: str) -> Device:
     """The device that `auto`, `cpu` or `cuda` means here; HarnessError for `cuda` on a machine without one."""
     if asked == "cpu":
         return "cpu"
-    if _has_cuda():
+    if cuda_names(os.environ):
         return "cuda"
     if asked == "cuda":
         raise HarnessError("there is no CUDA device here.", where="--device cuda", fix="use --device cpu.")
@@ -33,12 +36,6 @@ def resolve_device(asked: str) -> Device:
 def hardware(device: Device) -> str:
     """The hardware class of the first device that a run uses: `cpu`, or such as `nvidia-h200`."""
     return "cpu" if device == "cpu" else hardware_class(_cuda_name())
-
-
-def _has_cuda() -> bool:
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        return False
-    return (_DRIVER.is_dir() and any(_DRIVER.iterdir())) or bool(_listed_names())
 
 
 def _cuda_name() -> str:

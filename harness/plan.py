@@ -12,13 +12,15 @@ from typing import Literal
 
 import msgspec
 
-from harness.injection import Injection
+from harness.engine.devices import cuda_names, default_cpu_slots
+from harness.injection import Injection, parse_injection
+from harness.machine import Device, resolve_device
 from harness.spec.case import Case
 
 PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`
 DEFAULT_PROGRAM = "harness.worker.main"
+DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
 
-Device = Literal["cpu", "cuda"]
 EngineKind = Literal["zygote", "torchrun"]
 
 # A tiny case of 8 ranks takes below 20 s on two busy cores; the rest is room for slower machines. Every rank-step adds
@@ -32,7 +34,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     device: Device = "cpu"
     slots: int
-    jobs: int = 2
+    jobs: int = DEFAULT_JOBS
     engine: EngineKind = "zygote"
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
@@ -61,14 +63,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return shlex.join(words)
 
 
-def default_program() -> str:
-    """The rank program to run: `FP8_HARNESS_PROGRAM`, else the reference target."""
-    return os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
-
-
-def default_slots() -> int:
-    """Rank slots of a CPU machine: at least 8, so that the largest usual world fits, else two ranks a core.
-
-    Ranks of a tiny model wait for each other most of the time, so more ranks than cores keep the cores busy.
-    """
-    return max(8, 2 * len(os.sched_getaffinity(0)))
+def make_plan(
+    *,
+    device: str = "auto",
+    engine: EngineKind = "zygote",
+    jobs: int = DEFAULT_JOBS,
+    slots: int | None = None,
+    timeout_s: float | None = None,
+    injections: tuple[str, ...] = (),
+) -> Plan:
+    """The plan that options describe, on this machine. HarnessError for a device or an injection that is not there."""
+    resolved = resolve_device(device)
+    return Plan(
+        device=resolved,
+        slots=slots or (default_cpu_slots() if resolved == "cpu" else len(cuda_names(os.environ))),
+        jobs=jobs,
+        engine=engine,
+        program=os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM,
+        injections=tuple(parse_injection(text) for text in injections),
+        timeout_s=timeout_s,
+    )

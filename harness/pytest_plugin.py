@@ -7,6 +7,7 @@ depend on it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from harness.casework import CaseWork
-    from harness.executor import Executor
     from harness.plan import Plan
     from harness.project import Project
     from harness.result import CaseResult
@@ -56,7 +55,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Close the engine of this process, if a case started one."""
     bench = config.stash.get(_BENCH, None)
     if bench is not None:
-        bench.executor.stop()
+        bench.close()
 
 
 class CaseFileNode(pytest.File):
@@ -127,16 +126,66 @@ class _Bench:
 
         self._project = project
         self._plan = plan
-        self.executor: Executor = open_executor(plan, project)
+        self._executor = open_executor(plan, project)
 
     def run(self, case: Case) -> CaseResult:
+        """The result of one case."""
         from harness.briefs import make_briefs
         from harness.casework import CaseWork
         from harness.machine import hardware
 
         briefs = make_briefs(self._project, [case], hardware=hardware(self._plan.device))
-        work = CaseWork(self._plan, self.executor, briefs, lambda text: None)
+        work = CaseWork(self._plan, self._executor, briefs, lambda text: None)
         return work.run(case) or work.not_run(case)
+
+    def close(self) -> None:
+        """End the engine and remove its files."""
+        self._executor.close()
 
 
 _BENCH = pytest.StashKey[_Bench]()
+
+
+def _bench(config: pytest.Config) -> _Bench:
+    bench = config.stash.get(_BENCH, None)
+    if bench is None:
+        bench = config.stash[_BENCH] = _Bench(_project(config), _plan(config))
+    return bench
+
+
+def _project(config: pytest.Config) -> Project:
+    from harness.project import find_project
+
+    with _usage_errors():
+        return find_project(config.getoption("--fp8-root"))
+
+
+def _plan(config: pytest.Config) -> Plan:
+    from harness.plan import make_plan
+
+    with _usage_errors():
+        return make_plan(
+            device=config.getoption("--fp8-device"),
+            slots=config.getoption("--fp8-slots"),
+            timeout_s=config.getoption("--fp8-timeout-s"),
+            injections=tuple(config.getoption("--fp8-inject")),
+        )
+
+
+def _is_asked_for(path: Path, config: pytest.Config) -> bool:
+    """True for a file that was named, and for the tiers of a project whose cases/ folder was named."""
+    from harness.project import is_case_file
+
+    named = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
+    return path in named or (path.parent in named and is_case_file(path))
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turn bad input into pytest's own usage error: one line, exit code 4."""
+    from harness.errors import HarnessError
+
+    try:
+        yield
+    except HarnessError as error:
+        raise pytest.UsageError(error.text) from None

@@ -12,8 +12,8 @@ import msgspec
 from harness.errors import HarnessError
 from harness.project import Project
 from harness.spec.case import Case
-from harness.spec.caseid import case_id, parse_case_id
 from harness.spec.casefile import read_case_file
+from harness.spec.caseid import case_id, parse_case_id
 from harness.spec.matrix import Selection, select
 from harness.spec.rules import exclusions, unsupported
 from harness.spec.selector import parse_selector

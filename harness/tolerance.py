@@ -88,10 +88,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def tolerance_key(case: Case) -> str:
-    """Cases of one key share a tolerance: same model, recipe and dtype; a preset with other numbers is another model."""
+    """Cases of one key share a tolerance: same model, recipe, dtype. A changed preset is a model of its own."""
     model = case.model
     changed = [
-        f".{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
+        f"_{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
     ]
     return f"{model.preset}{''.join(changed)}-{case.float8.recipe}-{case.train.dtype}"
 

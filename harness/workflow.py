@@ -19,6 +19,7 @@ import msgspec
 from harness.briefs import Briefs, make_briefs
 from harness.casework import CaseWork, Judge
 from harness.durable import DiskTrouble
+from harness.errors import HarnessError
 from harness.executor import open_executor
 from harness.machine import hardware
 from harness.plan import Plan
@@ -28,6 +29,7 @@ from harness.result import CaseResult, RunResult
 from harness.schedule import run_schedule
 from harness.selection import NothingSelected, Query, select_cases
 from harness.spec.case import Case
+from harness.spec.caseid import case_id
 from harness.store import RunStore
 from harness.verdict import Verdict
 
@@ -45,6 +47,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     Raises `HarnessError` before any rank starts when the input is bad. A case that fails is a result, never an error.
     """
     cases = select_cases(project, query)
+    check_fits(cases, plan)
     briefs = make_briefs(project, cases, hardware=hardware(plan.device))
     _announce(briefs, progress)
     store = RunStore(project.new_run_folder())
@@ -81,6 +84,17 @@ def run_cases(project: Project, cases: Sequence[Case], plan: Plan, judge: Judge,
         interrupted=ended.interrupted,
         provenance=_provenance(results, plan),
     )
+
+
+def check_fits(cases: Sequence[Case], plan: Plan) -> None:
+    """Raise `HarnessError` when a case needs more ranks than there are slots: it would wait for ever."""
+    large = [case for case in cases if case.world_size > plan.slots]
+    if large:
+        raise HarnessError(
+            f"{len(large)} of {len(cases)} cases need more than the {plan.slots} slots there are.",
+            where=case_id(large[0]),
+            fix="give --slots N on CPU, or leave such cases out by --select.",
+        )
 
 
 class _Recorder:

@@ -26,7 +26,7 @@ def _attendance(case: Case, run: Run) -> list[Finding]:
     world = set(range(case.world_size))
     wrong = {
         "left no trace": world - set(count),
-        "do not belong to this case": set(count) - world,
+        "outside the world of this case left a trace": set(count) - world,
         "left more than one trace": {rank for rank, times in count.items() if times > 1},
     }
     return [

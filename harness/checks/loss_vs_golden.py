@@ -38,8 +38,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """True when the loss is as near as allowed. NaN on any side is never good."""
-        return abs(self.difference) <= self.allowed
+        """True when the loss is as near as allowed. NaN or infinity on any side is never good."""
+        return abs(self.difference) <= self.allowed < math.inf
 
 
 def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:

@@ -9,11 +9,11 @@ import sys
 import click
 
 from harness.briefs import make_briefs
-from harness.cli.options import make_plan, plan_options, query_options, root_option
+from harness.cli.options import plan_options, query_options, root_option
 from harness.errors import HarnessError
 from harness.golden import Golden, compare_goldens, list_goldens, load_golden, write_golden
 from harness.machine import hardware, resolve_device
-from harness.plan import EngineKind
+from harness.plan import EngineKind, make_plan
 from harness.progress import open_progress
 from harness.project import Project, find_project
 from harness.references import GoldenChange, make_goldens, needed_references
@@ -73,7 +73,7 @@ def show_command(family: str, hardware_name: str, root: str | None) -> None:
 @query_options
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @root_option
-def check_command(  # noqa: PLR0913  one parameter an option
+def check_command(
     *,
     sources: tuple[str, ...],
     tiers: tuple[str, ...],
@@ -128,7 +128,7 @@ def update_command(  # noqa: PLR0913  one parameter an option
             fix='add --reason "why they change".',
         )
     project = find_project(root)
-    plan = make_plan(device=device, engine=engine, jobs=jobs, slots=slots, timeout_s=timeout_s, root=root)
+    plan = make_plan(device=device, engine=engine, jobs=jobs, slots=slots, timeout_s=timeout_s)
     cases = _cases(project, Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions))
     references = _wanted(project, needed_references(cases), families, hardware(plan.device), missing=missing)
     with open_progress(sys.stderr, quiet=False, verbose=False) as progress:

@@ -66,35 +66,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return ExitCode.USAGE
-    except click.ClickException as error:
-        return _fail(_usage_text(error), ExitCode.USAGE)
-    except HarnessError as error:
-        return _fail(error.text, error_code(error))
-    except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted.", ExitCode.INTERRUPTED)
     except BrokenPipeError:
         # Whoever read our output (`head`) has gone; stdout is replaced so that Python's exit does not complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
-    except OSError as error:
-        return _fail(str(error), ExitCode.INFRA)
+    except (click.ClickException, click.Abort, HarnessError, KeyboardInterrupt, OSError) as error:
+        text, failure = _described(error)
+        click.echo(f"fp8-harness: error: {' '.join(text.split())}", err=True)
+        return failure
     return code if isinstance(code, int) else ExitCode.GOOD
 
 
-def error_code(error: HarnessError) -> ExitCode:
-    """The exit code of a command that ended with this error."""
+def _described(error: BaseException) -> tuple[str, ExitCode]:
+    """What the one line says, and the exit code."""
+    match error:
+        case click.UsageError(ctx=context):
+            path = context.command_path if context is not None else "fp8-harness"
+            return f"{path}: {error.format_message()} Fix: see `{path} --help`.", ExitCode.USAGE
+        case click.ClickException():
+            return error.format_message(), ExitCode.USAGE
+        case HarnessError():
+            return error.text, _code(error)
+        case OSError():
+            return str(error), ExitCode.INFRA
+        case _:
+            return "interrupted.", ExitCode.INTERRUPTED
+
+
+def _code(error: HarnessError) -> ExitCode:
     from harness.selection import NothingSelected
 
     return ExitCode.NOTHING_RAN if isinstance(error, NothingSelected) else ExitCode.USAGE
-
-
-def _fail(text: str, code: ExitCode) -> int:
-    line = " ".join(text.split())
-    click.echo(f"fp8-harness: error: {line}", err=True)
-    return code
-
-
-def _usage_text(error: click.ClickException) -> str:
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "fp8-harness"
-    return f"{path}: {error.format_message()} Fix: see `{path} --help`."

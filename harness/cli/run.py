@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
+import msgspec
 
-from harness.cli.options import make_plan, plan_options, query_options, root_option
+from harness.cli.options import plan_options, query_options, root_option
 from harness.durable import DiskTrouble, write_whole
 from harness.errors import HarnessError
-from harness.plan import EngineKind
+from harness.plan import EngineKind, make_plan
 from harness.progress import open_progress
 from harness.project import find_project
 from harness.report.document import json_report
@@ -92,10 +93,10 @@ def run_command(  # noqa: PLR0913  one parameter an option
         jobs=jobs,
         slots=slots,
         timeout_s=timeout_s,
-        root=root,
-        inject=inject,
-        keep_logs=keep_logs,
+        injections=inject,
     )
+    logs = _log_folder(keep_logs) if keep_logs else None
+    plan = msgspec.structs.replace(plan, root_option=root, logs=logs)
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
         report = run(project, query, plan, progress)
     _print(report.result, quiet=quiet)
@@ -145,6 +146,15 @@ def _check_folder(path: Path) -> None:
     """Find a mistyped path before the run, not after it."""
     if not path.parent.is_dir():
         raise HarnessError("there is no such folder.", where=str(path), fix=f"make {path.parent} or name another file.")
+
+
+def _log_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot make this folder: {error.strerror}."
+        raise HarnessError(what, where=f"--keep-logs {folder}", fix="name another one.") from error
+    return folder.resolve()
 
 
 def _markdown(result: RunResult) -> bytes:

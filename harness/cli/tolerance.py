@@ -7,9 +7,9 @@ import sys
 
 import click
 
-from harness.cli.options import make_plan, plan_options, query_options, root_option
+from harness.cli.options import plan_options, query_options, root_option
 from harness.noise import environment, measure, measured_cases, over_seeds
-from harness.plan import EngineKind
+from harness.plan import EngineKind, make_plan
 from harness.progress import open_progress
 from harness.project import find_project
 from harness.report.text import case_block
@@ -67,7 +67,7 @@ def measure_command(  # noqa: PLR0913  one parameter an option
 ) -> int:
     """Run cases over seeds and layouts and store their distances to BF16 as evidence for tolerances."""
     project = find_project(root)
-    plan = make_plan(device=device, engine=engine, jobs=jobs, slots=slots, timeout_s=timeout_s, root=root)
+    plan = make_plan(device=device, engine=engine, jobs=jobs, slots=slots, timeout_s=timeout_s)
     query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions)
     fresh = against == "fresh"
     cases = measured_cases(select_cases(project, query), layouts=layouts)

@@ -49,7 +49,7 @@ def describe_exit(returncode: int, *, returned: bool, oom_kills: int) -> tuple[R
     message = f"killed by {_signal_name(-returncode)}{after}"
     if -returncode != signal.SIGKILL:
         return "signalled", message
-    blame = f"{oom_kills} kill(s) by it during this job" if oom_kills else "it reports no kill during this job"
+    blame = f"it has killed {oom_kills} since this began" if oom_kills else "it reports no kill since this began"
     return "signalled", f"{message}, not by the harness: possibly the kernel's OOM killer ({blame}) or another user"
 
 

@@ -62,6 +62,7 @@ class WarmClient:
         self._pending: dict[int, Future[JobOutcome]] = {}
         self._death = ""  # why it serves no more; empty while it does
         self._mark = uuid.uuid4().hex
+        self._oom_kills = linux.oom_kills()
         self._reader: FrameReader[FromWarm] = FrameReader(FromWarm)
         self._listener: threading.Thread | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process runs, gone when we are
@@ -173,7 +174,7 @@ class WarmClient:
             returncode = self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
             return "it closed its connection but still runs"
-        return describe_exit(returncode, returned=False, oom_kills=0)[1]
+        return describe_exit(returncode, returned=False, oom_kills=linux.oom_kills() - self._oom_kills)[1]
 
     def _blame(self, what: str) -> str:
         output = tail(Path(f"/proc/self/fd/{self._output.fileno()}")) if not self._output.closed else ""

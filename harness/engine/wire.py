@@ -6,6 +6,7 @@ that finishes returns opaque bytes. On the wire a message is a 4-byte big-endian
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Generic, Literal, TypeVar, cast
 
 import msgspec
@@ -130,19 +131,18 @@ class FrameReader(Generic[M]):
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[M]:
-        """Returns the messages completed by `data`, in order. Raises WireError on garbage."""
+    def feed(self, data: bytes) -> Iterator[M]:
+        """Yields the messages completed by `data`, in order. Raises WireError on garbage, after what came before it."""
         self._buffer += data
-        messages: list[M] = []
         while len(self._buffer) >= 4:
             size = int.from_bytes(self._buffer[:4], "big")
             if size > MAX_FRAME_BYTES:
                 raise WireError(f"a frame of {size} bytes was announced; the largest is {MAX_FRAME_BYTES}")
             if len(self._buffer) < 4 + size:
-                break
+                return
+            body = bytes(self._buffer[4 : 4 + size])
+            del self._buffer[: 4 + size]
             try:
-                messages.append(cast("M", self._decoder.decode(self._buffer[4 : 4 + size])))
+                yield cast("M", self._decoder.decode(body))
             except msgspec.MsgspecError as error:
                 raise WireError(f"a frame could not be read: {error}") from error
-            del self._buffer[: 4 + size]
-        return messages

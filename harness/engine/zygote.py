@@ -72,10 +72,12 @@ class ZygoteEngine:
 
     def _ready_client(self) -> WarmClient:
         with self._starting:
-            if self._client is not None and self._client.serving and not self._closed:
+            if self._closed:
+                raise WarmFailure("the engine is closed")
+            if self._client is not None and self._client.serving:
                 return self._client
             if self._client is not None:
-                self._client.close("replaced")
+                self._client.close("it had died")  # and whatever outlived it
             if self._failed_starts >= START_ATTEMPTS:
                 raise WarmFailure(self._failure)
             self._client = WarmClient(self._spec)
@@ -84,7 +86,7 @@ class ZygoteEngine:
 
     def _greet(self, client: WarmClient) -> None:
         try:
-            if self._closed:
+            if self._closed:  # between the check and the spawn
                 raise WarmFailure("the engine is closed")
             client.greet(START_TIMEOUT_S)
         except WarmFailure as failure:

@@ -55,10 +55,15 @@ MODEL_PRESETS: dict[str, ModelShape] = {
 
 
 class Model(Value, frozen=True):
-    """Which model is trained: a preset, every number of which can be overridden, and the vocabulary size."""
+    """Which model is trained: a preset, every number of which can be overridden, and the vocabulary size.
+
+    `pad_vocab_to_multiple_of` adds rows to the embedding and the output layer, whose logits never take part in the
+    loss: the mathematics is that of the unpadded vocabulary, the shapes are those a GPU accepts.
+    """
 
     preset: Preset = "tiny"
     vocab_size: PositiveInt = 2048
+    pad_vocab_to_multiple_of: PositiveInt = 1
     dim: PositiveInt | None = None
     layers: PositiveInt | None = None
     heads: PositiveInt | None = None
@@ -77,12 +82,16 @@ class Model(Value, frozen=True):
             raise ValueError(f"{shape.heads} heads do not group over {shape.kv_heads} kv_heads")
 
     @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the output layer."""
+        multiple = self.pad_vocab_to_multiple_of
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
     def shape(self) -> ModelShape:
         """The preset's numbers with the overrides applied."""
         base = MODEL_PRESETS[self.preset]
-        return ModelShape(
-            **{name: getattr(self, name) or getattr(base, name) for name in ModelShape.__struct_fields__}
-        )
+        return ModelShape(**{name: getattr(self, name) or getattr(base, name) for name in ModelShape.__struct_fields__})
 
 
 class Layout(Value, frozen=True):

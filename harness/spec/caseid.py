@@ -200,24 +200,23 @@ def _number(axis: str) -> Callable[[re.Match[str]], dict[str, object]]:
     return lambda found: {axis: float(found[1])}
 
 
-_PATTERNS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], dict[str, object]]], ...] = tuple(
-    (re.compile(pattern), read)
-    for pattern, read in (
-        (r"fsdp(\d+)", _integer("dp_shard")),
-        (r"ddp(\d+)", _integer("dp_replicate")),
-        (r"hsdp(\d+)x(\d+)", lambda found: {"dp_replicate": int(found[1]), "dp_shard": int(found[2])}),
-        (r"tp(\d+)", _integer("tp")),
-        (r"atp(\d+)", lambda found: {"tp": int(found[1]), "async_tp": True}),
-        (r"ac\.layer(\d+)", lambda found: {"checkpointing": "selective_layer", "checkpoint_every": int(found[1])}),
-        (r"filter\.([a-z0-9_.+]+)", lambda found: {"filter_fqns": found[1].split("+")}),
-        (r"v(\d+)", _integer("vocab_size")),
-        *((rf"{word}\.(\d+)", _integer(name)) for name, word in _SHAPE_WORDS.items()),
-        (r"gb(\d+)", _integer("global_batch")),
-        (r"sl(\d+)", _integer("seq_len")),
-        (r"s(\d+)", _integer("steps")),
-        (r"seed(\d+)", _integer("seed")),
-        (rf"lr({_NUMBER})", _number("lr")),
-        (rf"tol\.({_NUMBER})", _number("loss_tolerance")),
-    )
+_Reader = Callable[[re.Match[str]], dict[str, object]]
+_READERS: tuple[tuple[str, _Reader], ...] = (
+    (r"fsdp(\d+)", _integer("dp_shard")),
+    (r"ddp(\d+)", _integer("dp_replicate")),
+    (r"hsdp(\d+)x(\d+)", lambda found: {"dp_replicate": int(found[1]), "dp_shard": int(found[2])}),
+    (r"tp(\d+)", _integer("tp")),
+    (r"atp(\d+)", lambda found: {"tp": int(found[1]), "async_tp": True}),
+    (r"ac\.layer(\d+)", lambda found: {"checkpointing": "selective_layer", "checkpoint_every": int(found[1])}),
+    (r"filter\.([a-z0-9_.+]+)", lambda found: {"filter_fqns": found[1].split("+")}),
+    (r"v(\d+)", _integer("vocab_size")),
+    *((rf"{word}\.(\d+)", _integer(name)) for name, word in _SHAPE_WORDS.items()),
+    (r"gb(\d+)", _integer("global_batch")),
+    (r"sl(\d+)", _integer("seq_len")),
+    (r"s(\d+)", _integer("steps")),
+    (r"seed(\d+)", _integer("seed")),
+    (rf"lr({_NUMBER})", _number("lr")),
+    (rf"tol\.({_NUMBER})", _number("loss_tolerance")),
 )
+_PATTERNS = tuple((re.compile(pattern), read) for pattern, read in _READERS)
 _EXAMPLES = ("tp4", "fsdp4", "hsdp2x2", "v2048", "gb8", "sl32", "s5", "lr0.001", "seed0", "ac.layer2", "filter.wq+wk")

@@ -88,9 +88,7 @@ def is_misaligned(case: Case, gemm: Gemm) -> bool:
 
 def _misaligned_weights(case: Case, *, output: bool) -> bool:
     return any(
-        is_misaligned(case, gemm)
-        for gemm in gemms(case)
-        if gemm.role != "wgrad" and (gemm.fqn == OUTPUT_FQN) == output
+        is_misaligned(case, gemm) for gemm in gemms(case) if gemm.role != "wgrad" and (gemm.fqn == OUTPUT_FQN) == output
     )
 
 
@@ -210,9 +208,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         reason="filter_fqns keeps the output layer out while output_layer asks for it",
         source=f"{_TORCHTITAN}/components/quantization/float8.py",
         axes=("filter_fqns", "recipe", "output_layer"),
-        applies=lambda case: (
-            case.float8.output_layer and any(entry in OUTPUT_FQN for entry in case.float8.filter_fqns)
-        ),
+        applies=lambda case: case.float8.output_layer and any(entry in OUTPUT_FQN for entry in case.float8.filter_fqns),
     ),
     Exclusion(
         name="something_converted",

@@ -72,13 +72,6 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         row = tuple(index for index in found if index is not None)
         return row if len(row) == len(found) and self.case(row) == case else None
 
-    def hit_by(self, row: Mapping[int, int], kinds: Sequence[Kind]) -> Iterator[Table]:
-        """Tables of these kinds that apply to a (partial) cell, as far as its values decide it."""
-        for table in self.tables:
-            if table.kind in kinds and all(factor in row for factor in table.factors):
-                if tuple(row[factor] for factor in table.factors) in table.hits:
-                    yield table
-
     def cells_hit(self, table: Table) -> int:
         """Number of cells that a rule applies to. Cells hit by several rules count for each of them."""
         others = [size for factor, size in enumerate(self.sizes) if factor not in table.factors]

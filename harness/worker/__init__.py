@@ -1,0 +1,1 @@
+"""Inside a rank. The only room that imports torch; nothing above imports it."""

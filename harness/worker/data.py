@@ -70,12 +70,13 @@ def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int) -> Weights:
     shards = min(OUTLIER_SHARDS, rows, columns)
     for shard in range(shards):
         unit[(2 * shard + 1) * rows // (2 * shards), (2 * shard + 1) * columns // (2 * shards)] = -2 - shard / 2
-    return (unit * np.float32(_bound(columns))).astype(np.float32)
+    return (unit * np.float32(_bound(fqn, columns))).astype(np.float32)
 
 
-def _bound(features_in: int) -> float:
-    # A power of two near 1/sqrt: scaling by it is exact, and the weights have the same bits everywhere.
-    return float(2.0 ** -round(np.log2(features_in) / 2))
+def _bound(fqn: str, features_in: int) -> float:
+    # A power of two near 1/sqrt: scaling by it is exact, and the weights have the same bits everywhere. Embeddings are
+    # of order one, as in Llama: small ones make the first norm amplify rounding into chaos within five steps.
+    return 1.0 if "embedding" in fqn else float(2.0 ** -round(np.log2(features_in) / 2))
 
 
 def digest(arrays: dict[str, npt.NDArray[np.generic]]) -> str:

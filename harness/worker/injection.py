@@ -1,4 +1,4 @@
-"""Injections: a user's function, called in every rank before the target is built, to try a patch on the whole matrix."""
+"""Injections: a function of the user, called in every rank before the target is built, to try a patch on the matrix."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from harness.request import RunRequest
 from harness.worker.injection import inject
@@ -50,7 +51,7 @@ def rank_main(context: RankContext) -> bytes:
 
 def start_ranks(context: RankContext, kind: str) -> torch.device:
     """Join the process group of this job (FileStore in the job's folder) and choose this rank's device."""
-    store = dist.FileStore(str(context.folder / "rendezvous"), context.world_size)
+    store = FileStore(str(context.folder / "rendezvous"), context.world_size)
     if kind == "cuda":
         assert context.device is not None, "a CUDA job has a device per rank"
         device = torch.device("cuda", context.device)

@@ -9,7 +9,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import torchao
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.spec.case import Case
@@ -46,8 +47,8 @@ def build(case: Case, device: torch.device) -> Target:
     """Build model, parallelism and optimizer in the order that matters: FP8, TP, checkpointing, FSDP2, weights."""
     meshes = build_meshes(case, device.type)
     with torch.device(device):
-        model = Llama(case.model.shape, vocab_size=case.model.vocab_size, seq_len=case.train.seq_len)
-    weights = initial_weights(model, case.train.seed)
+        model = Llama(case.model.shape, vocab_size=case.model.padded_vocab_size, seq_len=case.train.seq_len)
+    weights = initial_weights(model, case)
     load_weights(model, weights)
     conversion = convert(model, case.float8)
     if meshes.tp is not None:
@@ -87,16 +88,25 @@ def batch_slice(case: Case, meshes: Meshes) -> slice:
     return slice(dp_rank * case.local_batch, (dp_rank + 1) * case.local_batch)
 
 
-def initial_weights(model: nn.Module, seed: int) -> dict[str, data.Weights]:
-    """Full initial weights of every parameter by FQN, float32."""
-    return {fqn: data.make_weight(fqn, tuple(param.shape), seed=seed) for fqn, param in model.named_parameters()}
+def initial_weights(model: Llama, case: Case) -> dict[str, data.Weights]:
+    """Full initial weights of every parameter by FQN, float32, without the rows that only pad the vocabulary."""
+    vocab_size, padded = case.model.vocab_size, case.model.padded_vocab_size
+    shapes = {fqn: tuple(param.shape) for fqn, param in model.named_parameters()}
+    for fqn in VOCAB_FQNS:
+        assert shapes[fqn][0] == padded, f"{fqn} has {shapes[fqn][0]} rows, expected {padded}"
+        shapes[fqn] = (vocab_size, *shapes[fqn][1:])
+    return {fqn: data.make_weight(fqn, shape, seed=case.train.seed) for fqn, shape in shapes.items()}
+
+
+VOCAB_FQNS = ("tok_embeddings.weight", "output.weight")
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: dict[str, data.Weights]) -> None:
-    """Copy full weights into a model that is not distributed yet: every rank holds the same ones."""
+    """Copy full weights into a model that is not distributed yet: every rank holds the same ones. Padding is zero."""
     for fqn, param in model.named_parameters():
-        param.copy_(torch.from_numpy(weights[fqn]))
+        param.zero_()
+        param[: len(weights[fqn])].copy_(torch.from_numpy(weights[fqn]))
 
 
 def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
@@ -104,7 +114,12 @@ def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     groups: dict[object, list[nn.Parameter]] = {}
     for param in model.parameters():
         groups.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
-    return torch.optim.AdamW([{"params": params} for params in groups.values()], lr=case.train.lr)
+    return torch.optim.AdamW([{"params": params} for params in groups.values()], lr=case.train.lr, **LLAMA_ADAMW)
+
+
+# Llama 2 (arXiv:2307.09288, section 2.2). An eps of 1e-5 instead of torch's 1e-8 also keeps the noise small: parameters
+# whose gradient is only rounding error are not moved by a full step.
+LLAMA_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 
 
 def train(case: Case, device: torch.device, report_phase: ReportPhase, virtual: tuple[str, ...]) -> RankTrace:
@@ -135,7 +150,8 @@ def train_step(case: Case, target: Target, step: int, batch: torch.Tensor, scale
     started, calls_before = time.perf_counter(), scaled_mm.calls
     inputs, labels = batch[:, :-1], batch[:, 1:]
     with _loss_context(case):
-        loss = summed_loss(target.model(inputs), labels) / global_token_count(case)
+        logits = mask_padded_vocab(target.model(inputs), case)
+        loss = summed_loss(logits, labels) / global_token_count(case)
         loss.backward()
     reduced = reduce_over_ranks(loss.detach(), target.model, case.layout.tp)
     target.optimizer.step()
@@ -158,6 +174,22 @@ def global_token_count(case: Case) -> int:
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross entropy summed over the tokens of this rank, in float32 as torchtitan computes it."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum")
+
+
+def mask_padded_vocab(logits: torch.Tensor, case: Case) -> torch.Tensor:
+    """Logits [..., padded vocab] with those of padding rows at -inf, so that they take no probability."""
+    vocab_size = case.model.vocab_size
+    if vocab_size == case.model.padded_vocab_size:
+        return logits
+    if not isinstance(logits, DTensor):
+        return logits.index_fill(-1, torch.arange(vocab_size, logits.size(-1), device=logits.device), -torch.inf)
+    mesh, placements = logits.device_mesh, logits.placements
+    _, offsets = compute_local_shape_and_global_offset(logits.shape, mesh, placements)
+    local = logits.to_local()
+    first = min(max(vocab_size - offsets[-1], 0), local.size(-1))
+    padding = torch.arange(first, local.size(-1), device=local.device)
+    masked = local.index_fill(-1, padding, -torch.inf)
+    return DTensor.from_local(masked, mesh, placements, shape=logits.shape, stride=logits.stride())
 
 
 @contextlib.contextmanager
@@ -197,6 +229,7 @@ def _squared_norm_share(model: nn.Module) -> torch.Tensor:
             continue
         shards = 1
         if isinstance(grad, DTensor):
+            assert isinstance(param, DTensor), "a distributed gradient belongs to a distributed parameter"
             grad = grad.redistribute(placements=param.placements)  # gradients of norms arrive as partial sums
             for axis, placement in enumerate(grad.placements):
                 shards *= 1 if placement.is_replicate() else grad.device_mesh.size(axis)

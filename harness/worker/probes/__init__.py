@@ -1,0 +1,1 @@
+"""Probes: they watch a run and never change a number."""

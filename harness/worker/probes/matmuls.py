@@ -7,7 +7,7 @@ dispatch mode sees them, in eager code only.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,7 +41,7 @@ class ScaledMMCounter:
     def _observe(self, *_: torch.Tensor) -> None:
         self.calls += 1
 
-    def __enter__(self) -> ScaledMMCounter:
+    def __enter__(self) -> Self:
         if self._mode is None:
             scaled_mm.observers.append(self._observe)
         else:

@@ -49,7 +49,11 @@ def _allgather_base_(
 
 
 def _allgather_(
-    outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], group: Boxed, async_op: bool = True, timeout: int = -1
+    outputs: list[list[torch.Tensor]],
+    inputs: list[torch.Tensor],
+    group: Boxed,
+    async_op: bool = True,
+    timeout: int = -1,
 ) -> tuple[list[list[torch.Tensor]], Boxed]:
     options = _with_timeout(c10d.AllgatherOptions(), timeout, async_op)
     work = _backend(group).allgather([_all_bytes(row) for row in outputs], _all_bytes(inputs), options)
@@ -88,9 +92,7 @@ def _alltoall_base_(
     timeout: int = -1,
 ) -> Boxed:
     options = _with_timeout(c10d.AllToAllOptions(), timeout, async_op)
-    work = _backend(group).alltoall_base(
-        _bytes(output), _bytes(input), output_split_sizes, input_split_sizes, options
-    )
+    work = _backend(group).alltoall_base(_bytes(output), _bytes(input), output_split_sizes, input_split_sizes, options)
     return work.boxed()
 
 

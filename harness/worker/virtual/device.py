@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ def install() -> tuple[str, ...]:
     for name in _REDUCE_SCATTER_NAMES:
         if hasattr(group, name):
             setattr(group, name, collectives.scaled_reduce_scatter(getattr(group, name)))
-    group.allreduce = collectives.scaled_allreduce(group.allreduce)
+    setattr(group, "allreduce", collectives.scaled_allreduce(group.allreduce))  # noqa: B010 - a method is replaced
     return PARTS
 
 
@@ -38,7 +39,7 @@ _REDUCE_SCATTER_NAMES = ("_reduce_scatter_base", "reduce_scatter_single")
 _LIBRARIES: list[torch.library.Library] = []
 
 
-def _override(namespace: str, kernels: dict[str, object]) -> None:
+def _override(namespace: str, kernels: Mapping[str, object]) -> None:
     library = torch.library.Library(namespace, "IMPL")
     _LIBRARIES.append(library)
     with warnings.catch_warnings():

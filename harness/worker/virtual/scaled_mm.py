@@ -20,7 +20,7 @@ ScaledMMObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 observers: list[ScaledMMObserver] = []
 
 
-def scaled_mm(  # noqa: PLR0913 - the signature is aten's
+def scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
@@ -28,7 +28,7 @@ def scaled_mm(  # noqa: PLR0913 - the signature is aten's
     bias: torch.Tensor | None = None,
     scale_result: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,  # noqa: ARG001 - accumulation is exact here
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """`a @ b` dequantized: a [M, K] row-major, b [K, N] column-major, scales scalar or [M, 1] and [1, N].
 
@@ -57,7 +57,7 @@ def scaled_mm(  # noqa: PLR0913 - the signature is aten's
     return product.to(dtype)
 
 
-def scaled_mm_out(  # noqa: PLR0913 - the signature is aten's
+def scaled_mm_out(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,

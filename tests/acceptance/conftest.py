@@ -1,0 +1,127 @@
+"""The real command in a temporary project, with a rank program that needs no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+
+CASES = """
+description = "cases of the acceptance tests"
+
+[base]
+steps = 3
+vocab_size = 2048
+loss_tolerance = 0.05
+
+[[case]]
+axes = {recipe = "tensorwise"}
+
+[[case]]
+axes = {recipe = "rowwise", dp_shard = 2}
+
+[[case]]
+axes = {recipe = "rowwise", tp = 2, output_layer = true, vocab_size = 2256}
+
+[[case]]
+axes = {recipe = "bf16"}
+"""
+
+BAD = """
+[base]
+steps = 3
+loss_tolerance = 0.05
+
+[[case]]
+axes = {recipe = "tensorwise", dp_shard = 2}
+
+"""
+
+
+@dataclass
+class Command:
+    """Runs `fp8-harness` in a project folder of its own."""
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness", *arguments],
+            cwd=self.folder,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+            cwd=self.folder,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def tier(self, name: str, text: str) -> None:
+        (self.folder / "cases" / f"{name}.toml").write_text(text)
+
+    def _environment(self) -> dict[str, str]:
+        paths = [str(REPOSITORY), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "FP8_HARNESS_PROGRAM": "fake_program",
+            "FP8_HARNESS_STATE": str(self.folder / "state"),
+            **self.environment,
+        }
+
+
+def make_project(folder: Path) -> Command:
+    """A project with one tier `smoke` and its goldens."""
+    (folder / "cases").mkdir()
+    (folder / "golden").mkdir()
+    command = Command(folder)
+    command.tier("smoke", CASES)
+    done = command.run("golden", "update", "smoke", "--device", "cpu", "--reason", "first")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return command
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """One project for tests that do not change it."""
+    return make_project(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture
+def project(tmp_path: Path, shared: Command) -> Iterator[Command]:
+    """A project of the test's own."""
+    for name in ("cases", "golden"):
+        _copy(shared.folder / name, tmp_path / name)
+    yield Command(tmp_path)
+
+
+def _copy(source: Path, target: Path) -> None:
+    for path in source.rglob("*"):
+        if path.is_file():
+            to = target / path.relative_to(source)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_bytes(path.read_bytes())

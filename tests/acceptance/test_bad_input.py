@@ -1,0 +1,94 @@
+"""Bad input is one line on stderr (where, what, how to fix) and exit code 2, before any rank starts."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Command
+
+FILES = {
+    "malformed": ("[base\n", "bad.toml:1"),
+    "unknown axis": ('[[case]]\naxes = {recipee = "rowwise"}\n', "recipe"),
+    "impossible layout": ("[[case]]\naxes = {tp = 3}\n", "tp"),
+    "vocab 0": ("[[case]]\naxes = {vocab_size = 0}\n", "vocab_size"),
+    "steps 0": ("[[case]]\naxes = {steps = 0}\n", "steps"),
+    "NaN tolerance": ("[[case]]\naxes = {loss_tolerance = nan}\n", "loss_tolerance"),
+}
+
+ARGUMENTS = {
+    "missing file": (("run", "no/such.toml"), "no/such.toml"),
+    "unknown tier": (("run", "smok"), "did you mean smoke"),
+    "unknown option": (("run", "--jsonn", "x"), "--json"),
+    "unknown command": (("rum",), "rum"),
+    "bad case id": (("run", "--case", "tp4-nonsense"), "tp4-nonsense"),
+    "bad selector": (("run", "smoke", "--select", "tpp=4"), "tp"),
+    "bad root": (("run", "--root", "/no/such/folder"), "--root /no/such/folder"),
+    "json folder": (("run", "smoke", "--json", "/no/such/folder/x.json"), "/no/such/folder"),
+    "inject form": (("run", "smoke", "--inject", "patch"), "FILE.py:FUNCTION"),
+    "inject file": (("run", "smoke", "--inject", "nowhere.py:apply"), "nowhere.py"),
+    "golden without reason": (("golden", "update", "smoke"), "--reason"),
+    "unknown family": (("golden", "update", "smoke", "--family", "x", "--reason", "y"), "--family x"),
+    "rerun and tier": (("run", "smoke", "--rerun-failed"), "--rerun-failed"),
+    "too few slots": (("run", "smoke", "--device", "cpu", "--slots", "1"), "--slots"),
+}
+
+
+def check_line(project: Command, arguments: tuple[str, ...], words: str, *, code: int = 2) -> None:
+    done = project.run(*arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("fp8-harness: error: ")
+    assert words in lines[0]
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bad_case_file(project: Command, name: str) -> None:
+    text, words = FILES[name]
+    project.tier("bad", text)
+    check_line(project, ("run", "bad", "--device", "cpu"), words)
+    check_line(project, ("list", "bad"), words)
+
+
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "rerun and tier"])
+def test_bad_arguments(shared: Command, name: str) -> None:
+    check_line(shared, *ARGUMENTS[name])
+
+
+def test_rerun_and_tier_contradict(project: Command) -> None:
+    project.run("run", "smoke", "--device", "cpu", "--select", "recipe=bf16", "--timeout-s", "0.001")
+    check_line(project, *ARGUMENTS["rerun and tier"])
+
+
+def test_nothing_selected(shared: Command) -> None:
+    check_line(shared, ("run", "smoke", "--select", "tp=8"), "no case is selected", code=3)
+
+
+def test_damaged_golden_is_named_before_anything_runs(project: Command) -> None:
+    golden = next((project.folder / "golden" / "cpu").glob("*.json"))
+    golden.write_text(golden.read_text().replace("7.5", "7.4", 1))
+    check_line(project, ("run", "smoke", "--device", "cpu"), golden.name)
+    check = project.run("golden", "check", "smoke")
+    assert check.returncode == 1
+    assert golden.name in check.stdout
+
+
+def test_truncated_golden(project: Command) -> None:
+    golden = next((project.folder / "golden" / "cpu").glob("*.json"))
+    golden.write_text(golden.read_text()[:100])
+    check_line(project, ("run", "smoke", "--device", "cpu"), golden.name)
+
+
+def test_inject_function_that_is_not_there(project: Command) -> None:
+    (project.folder / "patch.py").write_text("def apply():\n    pass\n")
+    check_line(project, ("run", "smoke", "--inject", "patch.py:aply"), "it defines apply")
+
+
+def test_inject_file_with_a_syntax_error(project: Command) -> None:
+    (project.folder / "patch.py").write_text("def apply(:\n")
+    check_line(project, ("run", "smoke", "--inject", "patch.py:apply"), "patch.py:1")
+
+
+def test_state_folder_that_cannot_be_made(project: Command) -> None:
+    project.environment["FP8_HARNESS_STATE"] = "/proc/nowhere"
+    check_line(project, ("run", "smoke", "--device", "cpu"), "FP8_HARNESS_STATE")

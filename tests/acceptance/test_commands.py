@@ -1,0 +1,121 @@
+"""The commands that start no ranks, and those that make goldens and evidence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY, Command
+
+COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "golden show", "golden check"]
+COMMANDS += ["golden update", "tolerance", "tolerance measure", "tolerance show", "version", ""]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples(shared: Command, name: str) -> None:
+    done = shared.run(*name.split(), "--help")
+    assert done.returncode == 0
+    assert "Example" in done.stdout or name == "version"
+
+
+def test_list(shared: Command) -> None:
+    done = shared.run("list", "--select", "dp_shard=2")
+    assert done.returncode == 0
+    assert done.stdout.split()[0] == "2"
+    assert "rowwise" in done.stdout
+
+
+def test_list_imports_nothing_heavy(shared: Command) -> None:
+    code = (
+        "import sys; from harness.cli.main import main; code = main(['list', 'smoke']);"
+        "print(code, sorted({'torch', 'numpy', 'rich', 'jsonschema', 'pytest'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=shared.folder,
+        env={"PYTHONPATH": str(REPOSITORY), "HOME": str(shared.folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr.splitlines()[-1] == "0 []"
+
+
+def test_list_into_a_closed_pipe(shared: Command) -> None:
+    process = shared.start("list", "--json")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_explain_case(shared: Command) -> None:
+    case = json.loads(shared.run("list", "--json", "--select", "output_layer=true").stdout)[0]["id"]
+    done = shared.run("explain", case)
+    assert done.returncode == 0, done.stderr
+    assert "must be refused" in done.stdout
+    assert "golden family" in done.stdout
+    assert "https://" in done.stdout
+
+
+def test_explain_values(project: Command) -> None:
+    project.tier("grid", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2, 3]\nrecipe = ["bf16", "rowwise"]\n')
+    done = project.run("explain", "tp=3", "--tier", "grid")
+    assert done.returncode == 0, done.stderr
+    assert "tp=3: 2 cells in grid" in done.stdout
+    assert "excluded: 2 by" in done.stdout
+
+
+def test_explain_unknown_axis(shared: Command) -> None:
+    done = shared.run("explain", "recip=rowwise")
+    assert done.returncode == 2
+    assert "recipe" in done.stderr
+
+
+def test_coverage(project: Command) -> None:
+    project.tier("grid", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2, 3]\nrecipe = ["bf16", "rowwise"]\n')
+    done = project.run("coverage", "grid", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    assert project.run("coverage", "grid").returncode == 0
+
+
+def test_golden_update_shows_old_and_new(project: Command) -> None:
+    done = project.run("golden", "update", "smoke", "--device", "cpu", "--reason", "again")
+    assert done.returncode == 0
+    assert "unchanged" in done.stdout
+    assert "old loss" in done.stdout
+    assert project.run("golden", "update", "smoke", "--missing", "--reason", "more").returncode == 3
+    family = project.run("golden", "list").stdout.split()[1]
+    shown = project.run("golden", "show", family)
+    assert "reason    again" in shown.stdout
+    assert "7.5" in shown.stdout
+
+
+def test_golden_dry_run_stores_nothing(project: Command) -> None:
+    project.tier("new", '[[case]]\naxes = {recipe = "rowwise", steps = 4}\n')
+    done = project.run("golden", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
+    assert done.returncode == 0
+    assert "not stored" in done.stdout
+    check = project.run("golden", "check", "new", "--device", "cpu")
+    assert check.returncode == 1
+    assert "missing" in check.stdout
+
+
+def test_tolerance_measure_writes_evidence(project: Command) -> None:
+    cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}}}\n' for size in (1, 2, 4))
+    project.tier("noise", f"[base]\nsteps = 3\n{cases}")
+    project.environment["OMP_NUM_THREADS"] = ""
+    done = project.run("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "9")
+    assert "planted failure" in done.stdout  # the seeds of the fake program that fail give no samples
+    evidence = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())
+    assert {sample["environment"] for sample in evidence["samples"]} == {"default"}
+    shown = project.run("tolerance", "show")
+    assert "tiny-rowwise-float32" in shown.stdout
+
+
+def test_version(shared: Command) -> None:
+    assert "fp8-harness" in shared.run("version").stdout

@@ -1,0 +1,187 @@
+"""`fp8-harness run` as its users meet it: verdicts, reports, exit codes, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import psutil
+from conftest import BAD, REPOSITORY, Command
+
+CPU = ("--device", "cpu")
+
+
+def test_good_run(shared: Command, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    done = shared.run("run", "smoke", *CPU, "--json", str(out), "--junit", str(tmp_path / "junit.xml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 cases: 4 passed" in done.stdout
+    assert "[4/4]" in done.stderr
+    document = json.loads(out.read_text())
+    jsonschema.validate(document, json.loads((REPOSITORY / "harness/schemas/result.schema.json").read_text()))
+    assert {case["verdict"] for case in document["cases"]} == {"passed"}
+    assert len(ElementTree.parse(tmp_path / "junit.xml").findall(".//testcase")) == 4
+
+
+def test_results_are_in_the_order_of_selection(shared: Command, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    shared.run("run", "smoke", *CPU, "--json", str(out))
+    listed = json.loads(shared.run("list", "smoke", "--json").stdout)
+    assert [case["id"] for case in json.loads(out.read_text())["cases"]] == [case["id"] for case in listed]
+
+
+def test_every_result_has_a_command_that_reproduces_it(shared: Command, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    shared.run("run", "smoke", *CPU, "--json", str(out))
+    for case in json.loads(out.read_text())["cases"]:
+        assert case["command"].startswith("fp8-harness run --case ")
+        done = shared.run(*case["command"].split()[1:])
+        assert done.returncode == 0, done.stderr
+
+
+def failing(project: Command, seed: int, *arguments: str) -> tuple[int, dict[str, object], str]:
+    """Exit code, the case document and stderr of a run of one planted case."""
+    project.tier("bad", BAD.replace("tensorwise", f'tensorwise", seed = {seed}, dtype = "float32'))
+    update = project.run("golden", "update", "bad", *CPU, "--reason", "bad seed")
+    assert update.returncode == 0, update.stdout + update.stderr
+    out = project.folder / "bad.json"
+    done = project.run("run", "bad", *CPU, "--json", str(out), *arguments)
+    return done.returncode, json.loads(out.read_text())["cases"][0], done.stdout + done.stderr
+
+
+def test_rank_raises(project: Command) -> None:
+    code, case, text = failing(project, 1)
+    assert (code, case["verdict"]) == (1, "crash")
+    assert "ValueError: planted failure" in text
+    assert "reproduce: fp8-harness run --case" in text
+
+
+def test_rank_hangs(project: Command) -> None:
+    code, case, _ = failing(project, 2, "--timeout-s", "2")
+    assert (code, case["verdict"]) == (1, "hang")
+
+
+def test_nan_loss_is_reported_as_nan(project: Command) -> None:
+    code, case, text = failing(project, 3)
+    assert (code, case["verdict"]) == (1, "numeric")
+    assert case["losses"][1] == "NaN"  # type: ignore[index]
+    assert "step 2" in text
+
+
+def test_loss_far_from_golden(project: Command) -> None:
+    code, case, text = failing(project, 4)
+    assert (code, case["verdict"]) == (1, "numeric")
+    assert "from the golden at step 1" in text
+
+
+def test_rank_exits(project: Command) -> None:
+    code, case, text = failing(project, 5)
+    assert (code, case["verdict"]) == (1, "crash")
+    assert "7" in text
+
+
+def test_missing_golden_fails_and_says_how_to_make_it(project: Command) -> None:
+    project.tier("new", BAD.replace("steps = 3", "steps = 4"))
+    done = project.run("run", "new", *CPU)
+    assert done.returncode == 1
+    assert "fp8-harness golden update --family" in done.stdout
+    assert "1 golden(s) missing" in done.stderr
+
+
+def test_rerun_failed(project: Command) -> None:
+    failing(project, 1)
+    done = project.run("run", "--rerun-failed", *CPU)
+    assert done.returncode == 1
+    assert "1 cases: 1 crash" in done.stdout
+    assert project.run("run", "smoke", *CPU).returncode == 0
+    again = project.run("run", "--rerun-failed", *CPU)
+    assert again.returncode == 3
+    assert "nothing failed in the last run" in again.stderr
+
+
+def test_injection_that_raises_is_a_crash_that_names_it(project: Command) -> None:
+    patch = project.folder / "patch.py"
+    patch.write_text("def apply():\n    raise RuntimeError('no such kernel')\n")
+    done = project.run("run", "smoke", *CPU, "--select", "recipe=tensorwise", "--inject", "patch.py:apply")
+    assert done.returncode == 1
+    assert "patch.py:apply raised" in done.stdout
+    assert "--inject patch.py:apply" in done.stdout
+
+
+def test_program_that_cannot_be_imported_is_infra_tried_twice(project: Command) -> None:
+    project.environment["FP8_HARNESS_PROGRAM"] = "no_such_program"
+    out = project.folder / "result.json"
+    done = project.run("run", "smoke", *CPU, "--select", "recipe=tensorwise", "--json", str(out))
+    assert done.returncode == 4
+    assert "trying again" in done.stderr
+    case = json.loads(out.read_text())["cases"][0]
+    assert len(case["attempts"]) == 2
+    assert "no_such_program" in done.stdout
+
+
+def test_full_disk_for_json_loses_nothing(shared: Command) -> None:
+    done = shared.run("run", "smoke", *CPU, "--json", "/dev/full")
+    assert done.returncode == 2
+    assert "4 cases: 4 passed" in done.stdout
+    line = next(line for line in done.stderr.splitlines() if line.startswith("fp8-harness: error:"))
+    assert "/dev/full" in line
+    stored = Path(line.split("kept in ")[1].rstrip("."))
+    assert len(stored.read_text().splitlines()) == 4
+
+
+def test_kept_logs(project: Command) -> None:
+    done = project.run("run", "smoke", *CPU, "--keep-logs", "logs")
+    assert done.returncode == 0
+    assert len(list((project.folder / "logs").iterdir())) == 4
+
+
+def test_torchrun_engine_is_chosen(project: Command) -> None:
+    done = project.run("run", "smoke", *CPU, "--select", "dp_shard=2", "--engine", "zygote", "-v")
+    assert "started fsdp2-rowwise" in done.stderr
+
+
+def test_interrupt_leaves_a_valid_partial_result(project: Command) -> None:
+    slow = "".join(
+        f'[[case]]\naxes = {{recipe = "tensorwise", dp_shard = 2, seed = 6, lr = 0.00{number}}}\n'
+        for number in range(1, 9)
+    )
+    project.tier("slow", f"[base]\nsteps = 3\nloss_tolerance = 0.05\n{slow}")
+    assert project.run("golden", "update", "slow", *CPU, "--reason", "slow").returncode == 0
+    out = project.folder / "partial.json"
+    process = project.start("run", "slow", *CPU, "-j", "1", "--json", str(out))
+    assert process.stderr is not None
+    assert "[1/8]" in process.stderr.readline()
+    time.sleep(0.3)
+    ours = psutil.Process(process.pid).children(recursive=True)
+    assert ours
+    process.send_signal(signal.SIGINT)
+    started_s = time.monotonic()
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert time.monotonic() - started_s < 10
+    verdicts = [case["verdict"] for case in json.loads(out.read_text())["cases"]]
+    assert len(verdicts) == 8
+    assert set(verdicts) == {"passed", "not_run"}
+    assert json.loads(out.read_text())["interrupted"] is True
+    _, alive = psutil.wait_procs(ours, timeout=5)
+    assert not alive
+
+
+def test_two_runs_at_once_share_the_slots(project: Command) -> None:
+    first = project.start("run", "smoke", *CPU, "--slots", "2")
+    second = project.start("run", "smoke", *CPU, "--slots", "2")
+    for process in (first, second):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, out + err
+
+
+def test_nothing_is_left_behind(project: Command) -> None:
+    project.environment["TMPDIR"] = str(project.folder / "tmp")
+    (project.folder / "tmp").mkdir()
+    assert project.run("run", "smoke", *CPU).returncode == 0
+    assert not os.listdir(project.folder / "tmp")

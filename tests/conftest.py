@@ -1,0 +1,12 @@
+"""Settings of every test: hypothesis profiles `dev` (default) and `ci` (HYPOTHESIS_PROFILE=ci)."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# No deadline: the time of one example says nothing on a machine that other jobs use too.
+settings.register_profile("dev", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

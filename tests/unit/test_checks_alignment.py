@@ -1,0 +1,131 @@
+"""The check `alignment`: a misaligned matmul is refused by every rank, and only such a one is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.checks.alignment import check_alignment
+from harness.checks.witnesses import Witnesses
+from harness.spec.case import Case, Layout
+from harness.spec.rules import Refusal
+from harness.trace import RankFailure, RankTrace, Run
+from harness.verdict import Finding
+
+MESSAGE = "RuntimeError: Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])"
+REFUSAL = Refusal(
+    name="output_alignment",
+    reason="1128 is not a multiple of 16",
+    source="https://example.org",
+    axes=(),
+    applies=lambda case: True,
+    check="alignment",
+    pattern=r"Expected both dimensions of mat2 to be divisible by 16",
+)
+
+
+def failure(rank: int, message: str = MESSAGE, *, kind: str = "raised", consequence: bool = False) -> RankFailure:
+    return RankFailure(rank=rank, kind=kind, message=message, traceback="", phase="step 1", consequence=consequence)
+
+
+def trace(rank: int) -> RankTrace:
+    return RankTrace(
+        rank=rank,
+        steps=(),
+        converted_fqns=(),
+        unmatched_filters=(),
+        peak_memory_bytes=0,
+        data_digest="d",
+        software={},
+        device="cpu",
+        virtual=(),
+    )
+
+
+def check(*ends: RankFailure | RankTrace, refusal: Refusal | None = REFUSAL) -> list[Finding]:
+    run = Run(
+        traces=tuple(end for end in ends if isinstance(end, RankTrace)),
+        failures=tuple(end for end in ends if isinstance(end, RankFailure)),
+    )
+    witnesses = Witnesses(golden=None, tolerance=None, refusal=refusal, expected_fqns=(), expected_scaled_mm=0)
+    return check_alignment(Case(layout=Layout(tp=2)), run, witnesses)
+
+
+def test_refused_on_every_rank() -> None:
+    assert check(failure(0), failure(1)) == []
+
+
+def test_a_rank_that_is_brought_down_by_a_refused_one_is_fine() -> None:
+    assert check(failure(0, "SIGKILL", kind="signalled", consequence=True), failure(1)) == []
+
+
+def test_training_silently_is_found() -> None:
+    (found,) = check(trace(0), trace(1))
+    assert "trained silently on ranks 0-1" in found.message and found.rank == 0
+
+
+def test_training_on_one_rank_is_found() -> None:
+    (found,) = check(failure(0), trace(1))
+    assert "trained silently on rank 1" in found.message
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        failure(1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        failure(1, "RuntimeError: Expected self.size(1) to be divisible by 16, but got self.size(1)=1128"),
+        failure(1, "SIGSEGV", kind="signalled"),
+        failure(1, MESSAGE, kind="garbled"),
+        failure(1, "", kind="stuck"),
+    ],
+)
+def test_failing_differently_is_found_with_what_was_expected(other: RankFailure) -> None:
+    (found,) = check(failure(0), other)
+    assert found.rank == 1
+    assert REFUSAL.pattern in (found.expected or "")
+    assert found.found == f"{other.kind}: {other.message}"
+
+
+def test_a_rank_that_is_silent_is_found() -> None:
+    (found,) = check(failure(0))
+    assert "rank 1 neither trained nor failed" in found.message
+
+
+def test_an_empty_run_fails() -> None:
+    assert check()
+
+
+def test_a_run_that_nobody_failed_by_itself_fails() -> None:
+    (found,) = check(failure(0, consequence=True), failure(1, consequence=True))
+    assert "none was refused" in found.message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        MESSAGE,
+        "RuntimeError: Expected self.size(1) to be divisible by 16, but got self.size(1)=1128",
+        "RuntimeError: Expected mat_a stride along 0 dim to be multiple of 16 bytes, got 3.",
+    ],
+)
+def test_refusing_an_aligned_matmul_is_found(message: str) -> None:
+    (found,) = check(failure(1, message), failure(0, "x", consequence=True), refusal=None)
+    assert "although every GEMM is aligned" in found.message
+    assert (found.rank, found.found) == (1, message)
+
+
+@pytest.mark.parametrize("message", ["ValueError: no", "RuntimeError: must be divisible by 160", ""])
+def test_other_failures_are_not_its_business(message: str) -> None:
+    assert check(failure(0, message), failure(1, message), refusal=None) == []
+    assert check(failure(0, MESSAGE, consequence=True), refusal=None) == []
+
+
+def test_a_run_that_trains_as_it_should_has_no_findings() -> None:
+    assert check(trace(0), trace(1), refusal=None) == []
+
+
+@given(st.permutations([failure(0), failure(1, "SIGSEGV", kind="signalled"), trace(0), failure(0, "x")]))
+def test_the_order_of_ranks_does_not_matter(ends: list[RankFailure | RankTrace]) -> None:
+    told = {finding.message for finding in check(*ends)}
+    assert told == {finding.message for finding in check(*reversed(ends))}

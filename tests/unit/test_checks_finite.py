@@ -1,0 +1,143 @@
+"""The check `finite` finds every missing rank, missing step and number that is not one."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.checks.finite import check_finite
+from harness.checks.ranks import rank_names
+from harness.checks.witnesses import Witnesses
+from harness.spec.case import Case, Layout, Train
+from harness.trace import RankTrace, Run, StepTrace
+from harness.verdict import Finding, Verdict
+
+NOTHING = Witnesses(golden=None, tolerance=None, refusal=None, expected_fqns=(), expected_scaled_mm=0)
+
+
+def case(tp: int = 2, steps: int = 3) -> Case:
+    return Case(layout=Layout(tp=tp), train=Train(steps=steps))
+
+
+def step(number: int, *, loss: float = 7.0, grad_norm: float = 1.0) -> StepTrace:
+    return StepTrace(step=number, loss=loss, grad_norm=grad_norm, scaled_mm_calls=0, seconds=0.1)
+
+
+def trace(rank: int, steps: tuple[StepTrace, ...]) -> RankTrace:
+    return RankTrace(
+        rank=rank,
+        steps=steps,
+        converted_fqns=(),
+        unmatched_filters=(),
+        peak_memory_bytes=0,
+        data_digest="d",
+        software={},
+        device="cpu",
+        virtual=(),
+    )
+
+
+def run(world: int = 2, steps: int = 3) -> Run:
+    numbers = range(1, steps + 1)
+    return Run(traces=tuple(trace(rank, tuple(step(n) for n in numbers)) for rank in range(world)), failures=())
+
+
+def with_step(found: Run, rank: int, changed: StepTrace) -> Run:
+    traces = tuple(
+        msgspec.structs.replace(t, steps=tuple(changed if s.step == changed.step else s for s in t.steps))
+        if t.rank == rank
+        else t
+        for t in found.traces
+    )
+    return Run(traces=traces, failures=found.failures)
+
+
+def check(found: Run, of: Case | None = None) -> list[Finding]:
+    return check_finite(of or case(), found, NOTHING)
+
+
+@given(st.integers(1, 8), st.integers(1, 6))
+def test_a_whole_run_has_no_findings(tp: int, steps: int) -> None:
+    assert check(run(tp, steps), case(tp, steps)) == []
+
+
+@given(
+    st.integers(1, 3), st.integers(0, 1), st.sampled_from(["loss", "grad_norm"]),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+)  # fmt: skip
+def test_no_number_that_is_not_finite_passes(number: int, rank: int, quantity: str, value: float) -> None:
+    findings = check(with_step(run(), rank, step(number, **{quantity: value})))
+    assert len(findings) == 1
+    found = findings[0]
+    assert (found.step, found.rank, found.verdict) == (number, rank, Verdict.NUMERIC)
+    assert f"{quantity} is {value} at step {number} on rank {rank}" in found.message
+
+
+@pytest.mark.parametrize("norm", [0.0, -0.0, -1.0])
+def test_a_gradient_that_vanishes_is_found(norm: float) -> None:
+    assert [finding.step for finding in check(with_step(run(), 1, step(2, grad_norm=norm)))] == [2]
+
+
+def test_a_loss_of_zero_is_a_number() -> None:
+    assert check(with_step(run(), 1, step(2, loss=0.0))) == []
+
+
+def test_the_first_step_wins_then_the_lowest_rank_and_all_are_counted() -> None:
+    broken = run()
+    for rank, number in ((0, 3), (1, 3), (1, 2)):
+        broken = with_step(broken, rank, step(number, loss=math.nan))
+    (found,) = check(broken)
+    assert (found.step, found.rank) == (2, 1)
+    assert "3 such value(s) on ranks 0-1" in found.message
+
+
+@given(st.permutations(range(4)), st.sets(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=4))
+def test_the_order_of_ranks_does_not_matter(order: list[int], bad: set[tuple[int, int]]) -> None:
+    broken = run(4)
+    for rank, number in bad:
+        broken = with_step(broken, rank, step(number, loss=math.nan))
+    shuffled = Run(traces=tuple(broken.traces[index] for index in order), failures=())
+    assert check(shuffled, case(4)) == check(broken, case(4))
+
+
+@given(st.integers(0, 1), st.integers(1, 3))
+def test_dropping_any_step_on_any_rank_fails(rank: int, number: int) -> None:
+    broken = run()
+    traces = tuple(
+        msgspec.structs.replace(t, steps=tuple(s for s in t.steps if s.step != number)) if t.rank == rank else t
+        for t in broken.traces
+    )
+    (found,) = check(Run(traces=traces, failures=()))
+    assert found.rank == rank and found.verdict is Verdict.INVARIANT
+
+
+@pytest.mark.parametrize("numbers", [(), (1, 2), (1, 2, 3, 4), (0, 1, 2), (1, 3, 2), (1, 2, 2), (1, 1, 2, 3)])
+def test_only_steps_1_to_n_in_order_are_right(numbers: tuple[int, ...]) -> None:
+    steps = tuple(step(number) for number in numbers)
+    (found,) = check(Run(traces=(trace(0, steps), trace(1, steps)), failures=()))
+    assert "ranks 0-1 did not record steps 1 to 3" in found.message
+
+
+def test_an_empty_run_fails() -> None:
+    (found,) = check(Run(traces=(), failures=()))
+    assert "ranks 0-1 left no trace" in found.message
+
+
+def test_every_rank_must_answer_exactly_once() -> None:
+    full = run(3).traces
+    for traces, words in (
+        (full[:1], "rank 1 left no trace"),
+        (full, "rank 2 outside the world"),
+        ((full[0], full[1], full[1]), "rank 1 left more than one trace"),
+    ):
+        assert [words in finding.message for finding in check(Run(traces=traces, failures=()))] == [True]
+
+
+def test_ranks_in_words() -> None:
+    assert rank_names([3]) == "rank 3"
+    assert rank_names([6, 1, 0, 3, 2, 6]) == "ranks 0-3, 6"
+    assert rank_names([0, 2, 4]) == "ranks 0, 2, 4"

@@ -1,0 +1,248 @@
+"""The check `loss_vs_golden`: noise below the bound never fails, a deviation above it always does, NaN never passes."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from harness.checks.loss_vs_golden import check_loss_vs_golden
+from harness.checks.witnesses import Witnesses
+from harness.golden import Golden, Provenance
+from harness.spec.case import Case, Layout, Train
+from harness.spec.caseid import family_id
+from harness.tolerance import Tolerance
+from harness.trace import RankTrace, Run, StepTrace
+from harness.verdict import Finding, Verdict
+
+# Powers of two: sums and differences of these numbers are exact, so the bound itself can be tested.
+GOLDEN = (8.0, 7.5, 7.25, 7.0)
+ALLOWED = (0.125, 0.125, 0.25, 0.5)
+STEPS = len(GOLDEN)
+CASE = Case(layout=Layout(tp=2), train=Train(steps=STEPS))
+
+
+def golden(losses: tuple[float, ...] = GOLDEN, **changes: object) -> Golden:
+    fields: dict[str, object] = {
+        "schema": 1,
+        "family": family_id(CASE),
+        "hardware": "cpu",
+        "case_id": "single",
+        "losses": losses,
+        "grad_norms": (1.0,) * len(losses),
+        "data_digest": "d1",
+        "provenance": Provenance(software={}, device="cpu", commit="", command="", reason="x", created=""),
+    }
+    return Golden(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def tolerance(per_step: tuple[float, ...] = ALLOWED) -> Tolerance:
+    return Tolerance(name="loss_vs_golden", key="tiny-bf16-float32", per_step=per_step, margin=2.0, evidence="samples")
+
+
+def trace(rank: int, losses: tuple[float, ...] = GOLDEN, *, device: str = "cpu", data: str = "d1") -> RankTrace:
+    steps = tuple(
+        StepTrace(step=number, loss=loss, grad_norm=1.0, scaled_mm_calls=0, seconds=0.1)
+        for number, loss in enumerate(losses, 1)
+    )
+    return RankTrace(
+        rank=rank,
+        steps=steps,
+        converted_fqns=(),
+        unmatched_filters=(),
+        peak_memory_bytes=0,
+        data_digest=data,
+        software={},
+        device=device,
+        virtual=(),
+    )
+
+
+def check(
+    *traces: RankTrace, against: Golden | None = golden(), within: Tolerance | None = tolerance(), of: Case = CASE
+) -> list[Finding]:
+    witnesses = Witnesses(golden=against, tolerance=within, refusal=None, expected_fqns=(), expected_scaled_mm=0)
+    return check_loss_vs_golden(of, Run(traces=traces, failures=()), witnesses)
+
+
+def both(losses: tuple[float, ...]) -> tuple[RankTrace, RankTrace]:
+    return trace(0, losses), trace(1, losses)
+
+
+def moved(step: int, by: float) -> tuple[float, ...]:
+    return tuple(loss + by if number == step else loss for number, loss in enumerate(GOLDEN, 1))
+
+
+steps = st.integers(1, STEPS)
+signs = st.sampled_from([-1.0, 1.0])
+
+
+def test_the_golden_itself_passes() -> None:
+    assert check(*both(GOLDEN)) == []
+
+
+@given(st.tuples(*(st.floats(-0.999 * allowed, 0.999 * allowed) for allowed in ALLOWED)))
+def test_noise_below_the_bound_never_fails(noise: tuple[float, ...]) -> None:
+    losses = tuple(loss + delta for loss, delta in zip(GOLDEN, noise, strict=True))
+    assume(len(set(losses)) > 1)
+    assert check(*both(losses)) == []
+
+
+@given(steps, signs)
+def test_exactly_the_bound_passes(step: int, sign: float) -> None:
+    assert check(*both(moved(step, sign * ALLOWED[step - 1]))) == []
+
+
+@given(steps, signs, st.floats(1.0001, 1e6))
+def test_a_deviation_above_the_bound_always_fails_and_is_located(step: int, sign: float, times: float) -> None:
+    (found,) = check(*both(moved(step, sign * times * ALLOWED[step - 1])))
+    assert (found.step, found.rank, found.verdict) == (step, 0, Verdict.NUMERIC)
+
+
+@given(steps, signs, st.integers(0, 1), st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_what_is_not_finite_never_passes(step: int, sign: float, rank: int, value: float) -> None:
+    losses = tuple(value if number == step else loss for number, loss in enumerate(GOLDEN, 1))
+    assert check(*both(losses))
+    assert check(trace(rank, losses), trace(1 - rank))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_golden_or_tolerance_that_is_not_finite_does_not_wave_nan_through(value: float) -> None:
+    assert check(*both((8.0, math.nan, 7.25, 7.0)), against=golden((8.0, math.nan, 7.25, 7.0)))
+    assert check(*both((8.0, math.nan, 7.25, 7.0)), within=tolerance((0.1, value, 0.1, 0.1)))
+    assert check(*both(GOLDEN), within=tolerance((0.1, value, 0.1, 0.1)))
+
+
+@given(steps, st.integers(0, 1), signs)
+def test_ranks_that_differ_in_the_last_bit_fail(step: int, rank: int, sign: float) -> None:
+    odd = list(GOLDEN)
+    odd[step - 1] = math.nextafter(odd[step - 1], sign * math.inf)
+    (found,) = check(trace(rank, tuple(odd)), trace(1 - rank))
+    assert found.message == f"ranks report different global losses from step {step} on"
+    assert (found.step, found.rank) == (step, 1)
+    assert repr(odd[step - 1]) in (found.found or "")
+
+
+def test_a_deviation_on_a_high_rank_alone_is_found() -> None:
+    findings = check(trace(0), trace(1, moved(3, 1.0)))
+    assert {finding.verdict for finding in findings} == {Verdict.INVARIANT, Verdict.NUMERIC}
+    assert {finding.rank for finding in findings} == {1}
+
+
+@given(st.permutations(range(4)), st.lists(st.floats(-1, 1), min_size=4, max_size=4))
+def test_the_order_of_ranks_does_not_matter(order: list[int], noise: list[float]) -> None:
+    traces = [trace(rank, moved(2, delta)) for rank, delta in enumerate(noise)]
+    assert check(*(traces[index] for index in order)) == check(*traces)
+
+
+@given(steps, st.integers(0, 1))
+def test_dropping_any_step_on_any_rank_fails(step: int, rank: int) -> None:
+    whole = trace(rank)
+    dropped = msgspec.structs.replace(whole, steps=tuple(each for each in whole.steps if each.step != step))
+    (found,) = check(dropped, trace(1 - rank))
+    assert found.rank == rank and "did not record every step" in found.message
+
+
+def test_steps_in_another_order_are_not_compared() -> None:
+    whole = trace(0)
+    assert check(msgspec.structs.replace(whole, steps=tuple(reversed(whole.steps))))
+
+
+def test_a_step_too_many_fails() -> None:
+    assert check(*both((*GOLDEN, 6.9)))
+
+
+def test_an_empty_run_fails() -> None:
+    assert check()
+    assert check(*both(()))
+    assert check(*both(()), against=golden(()), within=tolerance(()))
+
+
+@pytest.mark.parametrize(
+    ("against", "within", "who"),
+    [
+        (golden(GOLDEN[:-1]), tolerance(), "golden"),
+        (golden((*GOLDEN, 6.9)), tolerance(), "golden"),
+        (golden(()), tolerance(), "golden"),
+        (golden(), tolerance(ALLOWED[:-1]), "tolerance"),
+        (golden(), tolerance((*ALLOWED, 1.0)), "tolerance"),
+    ],
+)
+def test_witnesses_with_other_steps_fail(against: Golden, within: Tolerance, who: str) -> None:
+    (found,) = check(*both(GOLDEN), against=against, within=within)
+    assert found.message == f"the {who} does not have the steps of the case"
+
+
+def test_a_missing_golden_names_its_command() -> None:
+    (found,) = check(*both(GOLDEN), against=None)
+    assert f"fp8-harness golden update --family {family_id(CASE)} --reason" in found.message
+
+
+def test_a_missing_tolerance_names_its_command() -> None:
+    (found,) = check(*both(GOLDEN), within=None)
+    assert "fp8-harness tolerance measure" in found.message
+
+
+def test_a_golden_of_other_hardware_is_not_used() -> None:
+    (found,) = check(trace(0, device="NVIDIA H200"), trace(1, device="NVIDIA H200"))
+    assert "other hardware" in found.message
+    assert (found.expected, found.found) == ("cpu", "nvidia-h200")
+    (found,) = check(trace(0), trace(1, device="NVIDIA H200"))
+    assert found.rank == 1
+    assert check(trace(0, device=""), trace(1))
+
+
+def test_other_data_is_found() -> None:
+    (found,) = check(trace(0), trace(1, data="d2"))
+    assert "other data" in found.message and found.rank == 1
+
+
+def test_a_golden_of_another_family_is_not_used() -> None:
+    (found,) = check(*both(GOLDEN), against=golden(family="other"))
+    assert "another family" in found.message
+
+
+def test_a_loss_that_stands_still_fails_even_within_the_tolerance() -> None:
+    (found,) = check(*both((7.75,) * STEPS), within=tolerance((0.75,) * STEPS))
+    assert "the model did not learn" in found.message
+
+
+def test_a_tolerance_as_wide_as_all_learning_proves_nothing() -> None:
+    for width, good in ((1.0, False), (0.75, True)):
+        findings = check(*both(GOLDEN), within=tolerance((width,) * STEPS))
+        assert (findings == []) is good
+    (found,) = check(*both(GOLDEN), within=tolerance((1.0,) * STEPS))
+    assert "a model that never trains would pass" in found.message
+
+
+def test_one_step_cannot_show_learning_but_is_compared() -> None:
+    one = Case(layout=Layout(tp=2), train=Train(steps=1))
+    single = golden((8.0,), family=family_id(one))
+    assert check(*both((8.0,)), of=one, against=single, within=tolerance((0.125,))) == []
+    assert check(*both((8.5,)), of=one, against=single, within=tolerance((0.125,)))
+
+
+def test_the_message_is_an_aligned_table() -> None:
+    (found,) = check(*both((8.0, 7.5, 8.25, 9.0)))
+    head, columns, *rows, basis = found.message.splitlines()
+    assert head == "the loss is +1 from the golden at step 3, allowed is 0.25"
+    assert columns.split() == ["step", "golden", "found", "difference", "allowed"]
+    assert rows[2].split() == ["3", "7.250000", "8.250000", "+1.000000", "0.250000", "<"]
+    assert len({row.removesuffix("  <").rindex("0") for row in rows}) == 1
+    assert [row.endswith("<") for row in rows] == [False, False, True, True]
+    assert basis == "2 of 4 steps are off; tolerance tiny-bf16-float32: samples"
+    assert (found.expected, found.found) == ("7.25 ± 0.25", "8.25")
+
+
+def test_a_long_table_shows_the_first_bad_step() -> None:
+    long = Case(layout=Layout(tp=2), train=Train(steps=100))
+    losses = tuple(8.0 - number / 16 for number in range(100))
+    off = tuple(loss + 1 if number == 70 else loss for number, loss in enumerate(losses, 1))
+    against = golden(losses, family=family_id(long))
+    (found,) = check(*both(off), of=long, against=against, within=tolerance((0.125,) * 100))
+    assert found.step == 70
+    assert "(88 more steps)" in found.message
+    assert any(line.split()[0] == "70" and line.endswith("<") for line in found.message.splitlines())

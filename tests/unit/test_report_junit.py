@@ -1,0 +1,74 @@
+"""The JUnit report: valid XML whatever ranks wrote, and no bad case that looks good."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.report.junit import junit_report
+from harness.result import Attempt, CaseResult, RunResult
+from harness.trace import RankFailure, Run
+from harness.verdict import Finding, Verdict
+
+
+def result(verdict: Verdict, *, text: str = "why", case_id: str = "a") -> CaseResult:
+    failure = RankFailure(rank=0, kind="raised", message=text, traceback=text, phase=text, consequence=False)
+    return CaseResult(
+        case_id=case_id,
+        verdict=verdict,
+        findings=() if verdict is Verdict.PASSED else (Finding(check="c", message=text, expected=text, rank=2),),
+        attempts=(Attempt(verdict=verdict, message=text, wall_s=1.5, cpu_s=1.0),),
+        world_size=2,
+        run=None if verdict is Verdict.PASSED else Run(traces=(), failures=(failure,)),
+        command=f"fp8-harness run --case {case_id}",
+    )
+
+
+def parsed(*results: CaseResult) -> ElementTree.Element:
+    run = RunResult(results=results, wall_s=3.0, provenance={"torch": "2.13.0", "empty": ""})
+    return ElementTree.fromstring(junit_report(run, "pr"))
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_only_what_is_good_has_no_failure_and_no_error(verdict: Verdict) -> None:
+    root = parsed(result(verdict))
+    case = root.find(".//testcase")
+    assert case is not None
+    bad = [*case.findall("failure"), *case.findall("error")]
+    assert (not bad) is verdict.good
+    assert all(element.get("type") == verdict.value and "why" in (element.text or "") for element in bad)
+    assert int(root.get("failures", "0")) + int(root.get("errors", "0")) == len(bad)
+
+
+def test_a_case_has_its_facts() -> None:
+    case = parsed(result(Verdict.CRASH)).find(".//testcase")
+    assert case is not None
+    assert (case.get("classname"), case.get("name"), case.get("time")) == ("pr", "a", "1.500")
+    facts = {each.get("name"): each.get("value") for each in case.findall("properties/property")}
+    assert facts == {"command": "fp8-harness run --case a", "verdict": "crash", "world_size": "2"}
+    assert "why" in (case.findtext("system-out") or "")
+
+
+def test_a_known_fault_is_skipped_with_its_text() -> None:
+    root = parsed(result(Verdict.KNOWN), result(Verdict.PASSED))
+    (skipped,) = root.findall(".//skipped")
+    assert skipped.get("message") == "why" and root.get("skipped") == "1" and root.get("tests") == "2"
+
+
+def test_a_bad_case_without_findings_still_says_what_it_is() -> None:
+    bare = CaseResult(case_id="a", verdict=Verdict.NOT_RUN, findings=(), attempts=(), world_size=1)
+    (error,) = parsed(bare).findall(".//error")
+    assert error.get("message") == "was not run" == error.text
+
+
+@given(st.text(st.characters(codec=None)))
+def test_any_text_gives_valid_xml(text: str) -> None:
+    case = parsed(result(Verdict.CRASH, text=text)).find(".//testcase")
+    assert case is not None
+
+
+def test_an_empty_run_is_valid() -> None:
+    assert parsed().get("tests") == "0"

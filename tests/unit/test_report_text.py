@@ -1,0 +1,160 @@
+"""The reports for people: table, blocks, markdown."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from harness.report.markdown import markdown_report
+from harness.report.text import case_block, rich_table, text_report, text_table
+from harness.report.wording import finding_text, headline, printable, totals_line
+from harness.result import Attempt, CaseResult, RunResult
+from harness.trace import RankFailure, Run
+from harness.verdict import Finding, Verdict
+
+FINDING = Finding(
+    check="fp8_on",
+    message="layers.0.w1 was not converted\nsecond line",
+    step=3,
+    rank=1,
+    module="layers.0.w1",
+    expected="converted",
+    found="plain",
+)
+
+
+def attempt(verdict: Verdict = Verdict.PASSED, message: str = "") -> Attempt:
+    return Attempt(verdict=verdict, message=message, wall_s=1.25, cpu_s=2.5)
+
+
+def failure(rank: int, *, traceback: str = "Traceback\n  boom", consequence: bool = False) -> RankFailure:
+    return RankFailure(
+        rank=rank,
+        kind="raised",
+        message="ValueError: x",
+        traceback=traceback,
+        phase="step 3",
+        consequence=consequence,
+    )
+
+
+def result(case_id: str = "single-bf16", verdict: Verdict = Verdict.PASSED, *findings: Finding) -> CaseResult:
+    return CaseResult(
+        case_id=case_id,
+        verdict=verdict,
+        findings=findings,
+        attempts=(attempt(),),
+        world_size=4,
+        command=f"fp8-harness run --case {case_id}",
+    )
+
+
+def crashed(*failures: RankFailure) -> CaseResult:
+    return CaseResult(
+        case_id="tp4",
+        verdict=Verdict.CRASH,
+        findings=(Finding(check="engine", message="rank 1 raised"),),
+        attempts=(attempt(Verdict.INFRA, "no fork"), attempt(Verdict.CRASH)),
+        world_size=4,
+        run=Run(traces=(), failures=failures),
+    )
+
+
+def run(*results: CaseResult, interrupted: bool = False) -> RunResult:
+    return RunResult(results=results, wall_s=12.34, interrupted=interrupted)
+
+
+def test_the_table() -> None:
+    table = text_table([result(), result("tp2-rowwise-v2256", Verdict.INVARIANT, FINDING, FINDING)])
+    assert table.splitlines() == [
+        "case               verdict    ranks  wall s  CPU s  note",
+        "single-bf16        passed         4     1.2    2.5",
+        "tp2-rowwise-v2256  invariant      4     1.2    2.5  layers.0.w1 was not converted (+1 more)",
+    ]
+    assert text_table([]) == ""
+
+
+def test_a_finding_says_where_what_expected_and_found() -> None:
+    assert finding_text(FINDING).splitlines() == [
+        "fp8_on [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
+        "second line",
+        "  expected: converted",
+        "  found: plain",
+    ]
+    assert finding_text(Finding(check="judge", message="no check")) == "judge: no check"
+    assert "[step 0, rank 0]" in finding_text(Finding(check="c", message="m", step=0, rank=0))
+
+
+def test_the_report_has_a_block_for_what_is_not_good_only() -> None:
+    text = text_report(run(result(), result("known", Verdict.KNOWN, FINDING), result("bad", Verdict.NUMERIC, FINDING)))
+    assert "bad computed wrong numbers" in text
+    assert "reproduce: fp8-harness run --case bad" in text
+    assert "known failed as" not in text and "run --case single" not in text
+    assert text.endswith("3 cases: 1 passed, 1 numeric, 1 known; 12.3 s wall, 7.5 s CPU\n")
+
+
+def test_a_run_without_cases_says_so() -> None:
+    assert text_report(run(interrupted=True)) == "0 cases: nothing; 12.3 s wall, 0.0 s CPU - interrupted\n"
+
+
+def test_every_verdict_that_occurred_is_counted() -> None:
+    line = totals_line(run(*(result(verdict.value, verdict) for verdict in Verdict)))
+    assert all(f"1 {verdict.value}" in line for verdict in Verdict)
+
+
+def test_retries_and_expectations_are_visible() -> None:
+    assert headline(crashed()) == "rank 1 raised"
+    block = case_block(crashed())
+    assert "2 attempts, earlier: infra: no fork" in block
+    refused = CaseResult(
+        case_id="a", verdict=Verdict.PASSED, findings=(), attempts=(attempt(),), world_size=1, expectation="alignment"
+    )
+    assert headline(refused) == "as expected: alignment"
+
+
+def test_equal_tracebacks_are_shown_once_and_consequences_are_not() -> None:
+    block = case_block(crashed(failure(1), failure(2), failure(3, traceback="other\n", consequence=True)))
+    assert block.count("boom") == 1
+    assert "rank 1 raised in step 3: ValueError: x" in block
+    assert "other" not in block
+    assert "boom" in case_block(crashed(failure(1, consequence=True)))
+
+
+def test_a_long_traceback_shows_its_end() -> None:
+    long = "\n".join(f"line {number}" for number in range(100))
+    block = case_block(crashed(failure(1, traceback=long)))
+    assert "(75 earlier lines)" in block and "line 99" in block and "line 74\n" not in block
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("\x1b[31mred\x1b[0m\x07\x00 ok\ttab\r\nline\ud800") == "red ok\ttab\nline"
+
+
+def test_the_rich_table_shows_brackets_as_they_are() -> None:
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    finding = Finding(check="c", message="torch.Size([128, 1128]) [bold]x[/bold] [/]")
+    console.print(rich_table([result("a", Verdict.NUMERIC, finding)]))
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "torch.Size([128, 1128]) [bold]x[/bold] [/]" in output and "numeric" in output
+
+
+def test_markdown_lists_what_is_not_good_and_folds_the_rest() -> None:
+    finding = Finding(check="c", message="a | b <x> & ```")
+    text = markdown_report(run(result(), result("bad", Verdict.NUMERIC, finding)))
+    assert text.startswith("## fp8-harness: not good\n")
+    assert "| `bad` | numeric | 4 | 1.2 | a \\| b &lt;x&gt; &amp; ``` |" in text
+    assert "````text\nbad computed wrong numbers" in text
+    assert text.count("<details>") == text.count("</details>") == 2
+    assert text.index("`bad`") < text.index("`single-bf16`")
+
+
+def test_markdown_of_a_good_run_is_good() -> None:
+    assert markdown_report(run(result())).startswith("## fp8-harness: good\n")
+    assert markdown_report(run()).startswith("## fp8-harness: not good\n")
+
+
+def test_markdown_stays_small() -> None:
+    text = markdown_report(run(*(result(f"case{number}", Verdict.CRASH) for number in range(250))))
+    assert "… and 50 more cases that are not good." in text
+    assert text.count("case249 crashed") == 0

@@ -1,0 +1,177 @@
+"""The JSON document of a run is what its schema says, and the schema refuses what is not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.report.document import json_report
+from harness.result import Attempt, CaseResult, RunResult
+from harness.trace import RankFailure, RankTrace, Run, StepTrace
+from harness.verdict import Finding, Verdict
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "harness/schemas/result.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+seconds = st.floats(0, 1e6)
+floats = st.floats()
+texts = st.text(max_size=10)
+some_text = st.text(min_size=1, max_size=10)
+findings = st.builds(
+    Finding,
+    check=some_text,
+    message=some_text,
+    verdict=st.sampled_from([Verdict.NUMERIC, Verdict.INVARIANT]),
+    step=st.none() | st.integers(0, 9),
+    rank=st.none() | st.integers(0, 9),
+    module=st.none() | texts,
+    expected=st.none() | texts,
+    found=st.none() | texts,
+)
+failures = st.builds(
+    RankFailure,
+    rank=st.integers(0, 9),
+    kind=st.sampled_from(["raised", "exited", "signalled", "stuck", "stopped", "garbled"]),
+    message=texts,
+    traceback=texts,
+    phase=texts,
+    consequence=st.booleans(),
+)
+attempts = st.builds(
+    Attempt,
+    verdict=st.sampled_from(Verdict),
+    message=texts,
+    wall_s=seconds,
+    cpu_s=seconds,
+    detected_s=st.none() | seconds,
+)
+
+
+def trace(rank: int, losses: list[float]) -> RankTrace:
+    return RankTrace(
+        rank=rank,
+        steps=tuple(
+            StepTrace(step=number, loss=loss, grad_norm=-loss, scaled_mm_calls=0, seconds=0.1)
+            for number, loss in enumerate(losses, 1)
+        ),
+        converted_fqns=(),
+        unmatched_filters=(),
+        peak_memory_bytes=0,
+        data_digest="d",
+        software={},
+        device="cpu",
+        virtual=(),
+    )
+
+
+traces = st.builds(trace, st.integers(0, 7), st.lists(floats, max_size=3))
+runs = st.builds(
+    Run, traces=st.lists(traces, max_size=2).map(tuple), failures=st.lists(failures, max_size=2).map(tuple)
+)
+results = st.builds(
+    CaseResult,
+    case_id=some_text,
+    verdict=st.sampled_from(Verdict),
+    findings=st.lists(findings, max_size=2).map(tuple),
+    attempts=st.lists(attempts, max_size=2).map(tuple),
+    world_size=st.integers(1, 8),
+    expectation=st.none() | texts,
+    run=st.none() | runs,
+    checks=st.lists(texts, max_size=2).map(tuple),
+    command=texts,
+)
+
+
+def document(run: RunResult) -> Any:
+    return json.loads(json_report(run))
+
+
+def example() -> Any:
+    bad = CaseResult(
+        case_id="tp2",
+        verdict=Verdict.NUMERIC,
+        findings=(Finding(check="finite", message="loss is nan", verdict=Verdict.NUMERIC, step=2, rank=0),),
+        attempts=(Attempt(verdict=Verdict.NUMERIC, message="", wall_s=2.0, cpu_s=3.0),),
+        world_size=2,
+        run=Run(
+            traces=(trace(1, [9.0, 9.0]), trace(0, [7.123456789012345, math.nan])),
+            failures=(RankFailure(rank=1, kind="stuck", message="", traceback="", phase="", consequence=True),),
+        ),
+        checks=("finite",),
+        command="fp8-harness run --case tp2",
+    )
+    return document(RunResult(results=(bad,), wall_s=4.0, provenance={"torch": "2.13.0"}))
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@given(st.lists(results, max_size=3), seconds, st.booleans())
+def test_every_document_is_valid(found: list[CaseResult], wall_s: float, interrupted: bool) -> None:
+    run = RunResult(results=tuple(found), wall_s=wall_s, interrupted=interrupted, provenance={"torch": "2"})
+    VALIDATOR.validate(document(run))
+    assert document(run)["exit_code"] == run.exit_code
+    assert sum(document(run)["totals"].values()) == len(found)
+
+
+def test_the_values_are_those_of_the_lowest_rank_in_full() -> None:
+    (case,) = example()["cases"]
+    assert case["losses"] == [7.123456789012345, "NaN"]
+    assert case["grad_norms"] == [-7.123456789012345, "NaN"]
+    assert (case["id"], case["verdict"], case["good"]) == ("tp2", "numeric", False)
+    assert (case["seconds"], case["cpu_s"], case["world_size"]) == (2.0, 3.0, 2)
+    assert case["findings"][0]["step"] == 2 and case["findings"][0]["module"] is None
+    assert case["failures"][0]["kind"] == "stuck"
+    assert (example()["exit_code"], example()["totals"]["numeric"], example()["cpu_s"]) == (1, 1, 3.0)
+
+
+def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
+    def apply(found: Any) -> None:
+        for key in path[:-1]:
+            found = found[key]
+        found[path[-1]] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        spoil("schema", value=2),
+        spoil("exit_code", value=5),
+        spoil("extra", value=1),
+        spoil("totals", value={}),
+        spoil("cases", 0, "verdict", value="fine"),
+        spoil("cases", 0, "losses", value=[None]),
+        spoil("cases", 0, "losses", value=["nan"]),
+        spoil("cases", 0, "world_size", value=0),
+        spoil("cases", 0, "id", value=""),
+        spoil("cases", 0, "extra", value=1),
+        spoil("cases", 0, "findings", 0, "verdict", value="passed"),
+        spoil("cases", 0, "findings", 0, "step", value="2"),
+        spoil("cases", 0, "attempts", 0, "wall_s", value=-1),
+        spoil("cases", 0, "failures", 0, "kind", value="lost"),
+    ],
+)
+def test_the_schema_refuses_what_no_run_writes(change: Callable[[Any], None]) -> None:
+    found = copy.deepcopy(example())
+    VALIDATOR.validate(found)
+    change(found)
+    assert not VALIDATOR.is_valid(found)
+
+
+@pytest.mark.parametrize("key", sorted(example()["cases"][0]))
+def test_no_field_of_a_case_may_be_left_out(key: str) -> None:
+    found = example()
+    del found["cases"][0][key]
+    assert not VALIDATOR.is_valid(found)

@@ -1,0 +1,242 @@
+"""Tolerances: no number without evidence, none below the noise, none far above it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import HarnessError
+from harness.spec.case import Case, Checks, Float8, Model, Train
+from harness.tolerance import (
+    EVIDENCE_FILE,
+    MAX_MARGIN,
+    MIN_LAYOUTS,
+    MIN_MARGIN,
+    MIN_SEEDS,
+    TABLE_FILE,
+    Evidence,
+    Sample,
+    ToleranceMissing,
+    ToleranceUnfounded,
+    fit,
+    measured_steps,
+    noise,
+    read_evidence,
+    tolerance_for,
+    tolerance_key,
+    validate_tolerances,
+    write_evidence,
+)
+
+KEY = "tiny-tensorwise-float32"
+NOISE = (0.01, 0.02, 0.04)
+LAYOUTS = ("single", "tp2", "fsdp2")
+
+
+def case(steps: int = 3, **checks: float) -> Case:
+    return Case(float8=Float8(recipe="tensorwise"), train=Train(steps=steps), checks=Checks(**checks))
+
+
+def sample(seed: int, layout: str, per_step: tuple[float, ...] = NOISE, key: str = KEY) -> Sample:
+    return Sample(key=key, case_id=f"{layout}-seed{seed}", layout=layout, seed=seed, per_step=per_step)
+
+
+def samples(per_step: tuple[float, ...] = NOISE, *, seeds: int = MIN_SEEDS, layouts: int = MIN_LAYOUTS) -> list[Sample]:
+    return [sample(seed, layout, per_step) for seed in range(seeds) for layout in LAYOUTS[:layouts]]
+
+
+def store(root: Path, table: str, found: list[Sample] | None = None) -> Path:
+    evidence = Evidence(
+        schema=1,
+        samples=tuple(samples() if found is None else found),
+        software={"torch": "2.13.0"},
+        device="cpu",
+        command="c",
+        created="2026-01-01T00:00:00+00:00",
+    )
+    write_evidence(root, evidence)
+    (root / TABLE_FILE).write_text(table)
+    return root
+
+
+def table(allowed: object = "[0.02, 0.04, 0.08]", margin: object = 3.0, key: str = KEY) -> str:
+    return f"[loss_vs_golden.{key}]\nallowed = {allowed}\nmargin = {margin}\n"
+
+
+def test_the_numbers_reach_the_case(tmp_path: Path) -> None:
+    store(tmp_path, table())
+    found = tolerance_for(case(), tmp_path)
+    assert (found.key, found.per_step, found.margin) == (KEY, (0.02, 0.04, 0.08), 3.0)
+    assert found.evidence == "24 samples, 8 seeds"
+    assert tolerance_for(case(steps=2), tmp_path).per_step == (0.02, 0.04)
+
+
+def test_one_number_holds_for_every_measured_step(tmp_path: Path) -> None:
+    store(tmp_path, table("0.05"))
+    assert tolerance_for(case(), tmp_path).per_step == (0.05,) * 3
+    with pytest.raises(ToleranceMissing, match="covers 3 steps, the case trains 4"):
+        tolerance_for(case(steps=4), tmp_path)
+
+
+def test_steps_beyond_the_list_are_an_error_and_not_extrapolated(tmp_path: Path) -> None:
+    store(tmp_path, table("[0.02, 0.04]"))
+    with pytest.raises(ToleranceMissing, match="covers 2 steps, the case trains 3") as caught:
+        tolerance_for(case(), tmp_path)
+    assert "tolerance measure" in (caught.value.fix or "") and "loss_tolerance" in (caught.value.fix or "")
+
+
+def test_the_number_of_the_case_wins_and_needs_no_files(tmp_path: Path) -> None:
+    found = tolerance_for(case(steps=50, loss_tolerance=0.5), tmp_path)
+    assert (found.per_step, found.margin) == ((0.5,) * 50, None)
+
+
+def test_a_kind_of_case_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ToleranceMissing, match=KEY):
+        tolerance_for(case(), tmp_path)
+    store(tmp_path, table())
+    with pytest.raises(ToleranceMissing, match="tiny-bf16-float32"):
+        tolerance_for(Case(), tmp_path)
+
+
+def test_keys_tell_models_recipes_and_dtypes_apart() -> None:
+    assert tolerance_key(case()) == KEY
+    assert tolerance_key(Case(train=Train(dtype="bfloat16"))) == "tiny-bf16-bfloat16"
+    assert tolerance_key(Case(model=Model(preset="debug", layers=3))) == "debug_layers3-bf16-float32"
+    assert tolerance_key(Case(model=Model(vocab_size=2560))) == tolerance_key(Case())
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (table("[0.02, 0.019, 0.08]"), "step 2: 0.019 is below the measured noise 0.02"),
+        (table("[0.02, 0.0601, 0.08]"), "step 2: 0.0601 is above 0.06"),
+        (table("0.039"), "0.039 is below the measured noise 0.04"),
+        (table("0.121"), "0.121 is above 0.12"),
+        (table("[0.02, nan, 0.08]"), "step 2: nan is below"),
+        (table("nan"), "nan is below"),
+        (table("inf"), "inf is above"),
+        (table("[]"), "the list is empty"),
+        (table("[0.02, 0.04, 0.08, 0.08]"), "names 4 steps, the evidence covers 3"),
+        (table(margin=1.0), "margin 1.0 is not between"),
+        (table(margin=5.1), "margin 5.1 is not between"),
+        (table(margin="nan"), "margin nan is not between"),
+        (table() + table(key="tiny-rowwise-float32"), "tiny-rowwise-float32: no step was measured"),
+        ("", "holds no tolerance"),
+        ("[loss_vs_golden]", "holds no tolerance"),
+        ("[loss]\n", "no check is called 'loss'"),
+        ("[loss_vs_golden", "is not readable"),
+        ("[loss_vs_golden.x]\nallowed = 1\n", "is not readable"),
+        ("[loss_vs_golden.x]\nallowed = 1\nmargin = 2\nmargins = 3\n", "is not readable"),
+        ("[loss_vs_golden.x]\nallowed = '1'\nmargin = 2\n", "is not readable"),
+    ],
+)
+def test_a_number_that_its_evidence_does_not_carry_is_named(tmp_path: Path, text: str, why: str) -> None:
+    store(tmp_path, text)
+    with pytest.raises(ToleranceUnfounded, match=why.replace("[", r"\[")):
+        validate_tolerances(tmp_path)
+
+
+@pytest.mark.parametrize("allowed", ["[0.01, 0.02, 0.04]", "[0.03, 0.06, 0.12]", "0.04", "0.12"])
+def test_the_bounds_themselves_are_carried(tmp_path: Path, allowed: str) -> None:
+    validate_tolerances(store(tmp_path, table(allowed)))
+    validate_tolerances(store(tmp_path, table("[0.011, 0.02, 0.04]", margin=MIN_MARGIN)))
+    validate_tolerances(store(tmp_path, table("[0.011, 0.02, 0.04]", margin=MAX_MARGIN)))
+
+
+def test_an_unfounded_number_is_not_used_for_a_case(tmp_path: Path) -> None:
+    store(tmp_path, table("[0.02, 0.04, 9.0]"))
+    with pytest.raises(ToleranceUnfounded, match="step 3"):
+        tolerance_for(case(), tmp_path)
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    store(tmp_path, table("[0.0, 0.04, 9.0]"))
+    with pytest.raises(ToleranceUnfounded, match="step 1: .*step 3: "):
+        validate_tolerances(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("found", "steps"),
+    [
+        ([], 0),
+        (samples(), 3),
+        (samples(seeds=MIN_SEEDS - 1), 0),
+        (samples(layouts=MIN_LAYOUTS - 1), 0),
+        ([*samples(), sample(99, "tp8", (0.01,) * 9)], 3),
+        ([*samples(), *samples((0.1,) * 5)], 5),
+        ([*samples((0.1,)), *samples((0.1,) * 5, seeds=MIN_SEEDS - 1)], 1),
+    ],
+)
+def test_a_step_counts_as_measured_with_enough_seeds_and_layouts(found: list[Sample], steps: int) -> None:
+    assert measured_steps(found) == steps
+    assert len(noise(found)) == steps
+
+
+def test_noise_is_the_largest_sample_and_never_falls() -> None:
+    found = [*samples((0.01, 0.02, 0.005)), sample(3, "tp2", (0.001, 0.03, 0.001))]
+    assert noise(found) == (0.01, 0.03, 0.03)
+
+
+distances = st.floats(0, 10) | st.floats(1e-12, 1e-3)
+
+
+@given(st.lists(st.tuples(distances, distances), min_size=24, max_size=24), st.floats(MIN_MARGIN, MAX_MARGIN))
+def test_what_is_fitted_is_carried_by_its_samples(
+    tmp_path_factory: pytest.TempPathFactory, measured: list[tuple[float, float]], margin: float
+) -> None:
+    root = tmp_path_factory.mktemp("root")
+    found = [sample(index // 3, LAYOUTS[index % 3], pair) for index, pair in enumerate(measured)]
+    fitted = fit(found, margin)
+    assert all(low <= value <= low * margin for low, value in zip(noise(found), fitted, strict=True))
+    validate_tolerances(store(root, table(list(fitted), margin), found))
+
+
+@pytest.mark.parametrize("per_step", [(), (math.nan,), (math.inf,), (-0.1,)])
+def test_what_is_no_distance_is_not_stored(tmp_path: Path, per_step: tuple[float, ...]) -> None:
+    with pytest.raises(ToleranceUnfounded, match="no distance"):
+        store(tmp_path, table(), [sample(0, "single", per_step)])
+
+
+def test_samples_are_stored_in_one_order(tmp_path: Path) -> None:
+    store(tmp_path, table(), samples())
+    first = (tmp_path / EVIDENCE_FILE).read_bytes()
+    store(tmp_path, table(), list(reversed(samples())))
+    assert (tmp_path / EVIDENCE_FILE).read_bytes() == first
+
+
+def test_evidence_that_was_edited_is_found(tmp_path: Path) -> None:
+    store(tmp_path, table())
+    path = tmp_path / EVIDENCE_FILE
+    path.write_text(path.read_text().replace("0.04", "0.4", 1))
+    for read in (read_evidence, validate_tolerances, lambda root: tolerance_for(case(), root)):
+        with pytest.raises(ToleranceUnfounded, match="digest"):
+            read(tmp_path)
+
+
+def test_a_number_without_any_evidence_file_is_an_error(tmp_path: Path) -> None:
+    store(tmp_path, table())
+    (tmp_path / EVIDENCE_FILE).unlink()
+    for read in (validate_tolerances, lambda root: tolerance_for(case(), root)):
+        with pytest.raises(ToleranceUnfounded, match="cannot be read"):
+            read(tmp_path)
+
+
+@given(st.binary(max_size=60))
+def test_any_table_reads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    root = tmp_path_factory.mktemp("root")
+    (root / TABLE_FILE).parent.mkdir()
+    (root / TABLE_FILE).write_bytes(content)
+    with pytest.raises(HarnessError):
+        tolerance_for(case(), root)
+
+
+PROJECT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not (PROJECT / TABLE_FILE).exists(), reason="no tolerance is written yet")
+def test_the_numbers_of_this_project_are_carried_by_their_evidence() -> None:
+    validate_tolerances(PROJECT)

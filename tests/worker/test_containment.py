@@ -1,0 +1,327 @@
+"""Whatever a rank does, its job ends with the right status, the right culprit and its stacks, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.engine.wire import Job, JobOutcome
+from harness.engine.zygote import ZygoteEngine
+
+HERE = Path(__file__).parent
+DEADLINE_S = 0.6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _toy_is_importable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HERE)
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(_toy_is_importable: None) -> Iterator[ZygoteEngine]:
+    with ZygoteEngine("toyprogram") as engine:
+        yield engine
+
+
+class Runner:
+    """Runs a toy job: `run({"0": "raise", "*": "sleep"})`."""
+
+    def __init__(self, engine: ZygoteEngine, folder: Path) -> None:
+        self._engine = engine
+        self._folder = folder
+
+    def __call__(
+        self,
+        ways: dict[str, str],
+        *,
+        world_size: int = 3,
+        deadline_s: float = 10.0,
+        devices: tuple[int, ...] = (),
+        folder: Path | None = None,
+    ) -> JobOutcome:
+        return self._engine.run(
+            Job(
+                job_id="toy",
+                world_size=world_size,
+                payload=json.dumps(ways).encode(),
+                deadline_s=deadline_s,
+                folder=str(folder or self._folder),
+                devices=devices,
+            )
+        )
+
+
+@pytest.fixture
+def run(engine: ZygoteEngine, tmp_path: Path) -> Runner:
+    return Runner(engine, tmp_path)
+
+
+def warm_process() -> psutil.Process:
+    """The one warm process that has a toy program preloaded and this process as its parent."""
+    (warm,) = (child for child in psutil.Process().children() if "harness.engine.warm" in child.cmdline())
+    return warm
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 2.0) -> float:
+    began_s = time.monotonic()
+    while not true():
+        assert time.monotonic() - began_s < timeout_s, "did not happen in time"
+        time.sleep(0.005)
+    return time.monotonic() - began_s
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    assert [child for child in left if "harness.engine.warm" not in child.cmdline()] == []
+    assert [child for child in left if child.ppid() != os.getpid()] == [], "no rank outlives its job"
+
+
+def test_all_return(run: Runner) -> None:
+    outcome = run({}, devices=(4, 2, 7))
+    assert (outcome.status, outcome.message, outcome.detected_s) == ("ok", "", None)
+    assert [rank.payload for rank in outcome.ranks] == [b"0/3/4", b"1/3/2", b"2/3/7"]
+    assert {rank.status for rank in outcome.ranks} == {"returned"}
+    assert outcome.cpu_s > 0
+
+
+def test_ranks_are_fresh_and_settled(run: Runner, tmp_path: Path) -> None:
+    facts = [json.loads(rank.payload or b"") for rank in run({"*": "surroundings"}).ranks]
+    assert len({fact["pid"] for fact in facts}) == 3
+    for fact in facts:
+        assert fact["session"] == fact["pid"]
+        assert fact["stdin"] == ""
+        assert fact["tempdir"] == str(tmp_path / "tmp")
+        assert fact["sigint"]
+        assert fact["threads"] == "1"
+        assert fact["fds"].count("socket") == 1, "its own socket and nobody else's"
+        assert len(fact["fds"]) <= 6, fact["fds"]  # 0, 1, 2, its socket, its dump file, the listing itself
+
+
+def test_large_results_come_whole(run: Runner) -> None:
+    outcome = run({"*": "return_big"})
+    assert [rank.payload for rank in outcome.ranks] == [bytes([rank]) * (5 << 20) for rank in range(3)]
+
+
+def test_output_is_kept_in_order(run: Runner) -> None:
+    (rank,) = run({"*": "print"}, world_size=1).ranks
+    assert rank.log_tail.splitlines() == ["to stdout", "to stderr", "from below Python"]
+
+
+FAILURES = [
+    ("raise", "raised", "ValueError: rank 1 has a problem"),
+    ("sys_exit", "raised", "SystemExit: 3"),
+    ("wrong_type", "raised", "TypeError: rank_main returned str, not bytes"),
+    ("exit7", "exited", "exited with code 7 without a result"),
+    ("exit0", "exited", "exited with code 0 without a result"),
+    ("sigkill", "signalled", "killed by SIGKILL, not by the harness: possibly the kernel's OOM killer"),
+    ("segfault", "signalled", "killed by SIGSEGV"),
+    ("garbage", "raised", "sent unreadable data to its supervisor"),
+]
+
+
+@pytest.mark.parametrize(("way", "status", "message"), FAILURES)
+def test_failure_of_one_rank_ends_the_job(run: Runner, way: str, status: str, message: str) -> None:
+    outcome = run({"1": way, "*": "sleep"})
+    assert outcome.status == "crash"
+    assert outcome.message.startswith(f"rank 1 in 'doing {way}': {message}")
+    assert outcome.detected_s is not None
+    assert outcome.detected_s < 1.0
+    assert outcome.wall_s < outcome.detected_s + 1.5
+    first, culprit, last = outcome.ranks
+    assert (culprit.status, culprit.consequence, culprit.payload) == (status, False, None)
+    for peer in (first, last):
+        assert (peer.status, peer.consequence) == ("stuck", True)
+        assert "in _sleep" in peer.traceback
+
+
+def test_tracebacks_and_last_words_are_kept(run: Runner) -> None:
+    raised, exited, faulted = (run({"*": way}, world_size=1).ranks[0] for way in ("raise", "exit7", "segfault"))
+    assert "in _raise" in raised.traceback
+    assert exited.log_tail == "last words"
+    assert "Segmentation fault" in faulted.traceback
+    assert "in _segfault" in faulted.traceback
+
+
+HANGS = [
+    ("spin", "stuck", "in _spin"),
+    ("sleep", "stuck", "in _sleep"),
+    ("lock", "stuck", "in _lock"),
+    ("block_with_gil", "stuck", "in _block_with_gil"),
+    ("sigstop", "stopped", "in kill"),
+]
+
+
+@pytest.mark.parametrize(("way", "status", "place"), HANGS)
+def test_hang_is_found_at_the_deadline_with_stacks(run: Runner, way: str, status: str, place: str) -> None:
+    outcome = run({"1": way, "*": "return"}, deadline_s=DEADLINE_S)
+    assert outcome.status == "hang"
+    assert outcome.message == f"deadline of 0.6 s passed: rank 1 in 'doing {way}' {status}; 2 of 3 ranks had returned"
+    assert outcome.detected_s == pytest.approx(DEADLINE_S, abs=0.3)
+    stuck = outcome.ranks[1]
+    assert (stuck.status, stuck.consequence) == (status, False)
+    assert place in stuck.traceback
+    assert [outcome.ranks[rank].payload for rank in (0, 2)] == [b"0/3/None", b"2/3/None"]
+
+
+def test_stopped_rank_is_the_cause_of_its_stuck_peers(run: Runner) -> None:
+    outcome = run({"1": "sigstop", "*": "sleep"}, deadline_s=DEADLINE_S)
+    assert [rank.status for rank in outcome.ranks] == ["stuck", "stopped", "stuck"]
+    assert [rank.consequence for rank in outcome.ranks] == [True, False, True]
+
+
+@pytest.mark.parametrize("way", ["raise", "exit7", "sigkill"])
+def test_first_failure_in_time_is_the_cause(run: Runner, way: str) -> None:
+    outcome = run({"2": way, "*": "raise_later"})
+    assert outcome.message.startswith("rank 2 ")
+    assert [rank.consequence for rank in outcome.ranks] == [True, True, False]
+    assert outcome.ranks[0].message == "RuntimeError: connection closed by peer"
+    assert outcome.wall_s < 1.5, "all have reported: nobody waits for a grace period"
+
+
+def test_what_ranks_leave_behind_is_ended(run: Runner) -> None:
+    assert run({"*": "children"}, world_size=2).status == "ok"
+    outcome = run({"0": "children_then_sleep", "1": "raise_later"}, world_size=2)
+    assert outcome.status == "crash"
+    assert warm_process().children(recursive=True) == []
+
+
+def test_jobs_run_side_by_side(run: Runner, tmp_path: Path) -> None:
+    outcomes: dict[str, JobOutcome] = {}
+
+    def start(name: str, ways: dict[str, str], deadline_s: float) -> None:
+        outcomes[name] = run(ways, deadline_s=deadline_s, folder=tmp_path / name)
+
+    plan = [("good", {}, 10.0), ("bad", {"1": "exit7", "*": "sleep"}, 10.0), ("slow", {"*": "spin"}, DEADLINE_S)]
+    threads = [threading.Thread(target=start, args=entry) for entry in plan]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {"good": "ok", "bad": "crash", "slow": "hang"}
+
+
+def test_unusable_folder_is_infra(run: Runner, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    outcome = run({}, folder=tmp_path / "file")
+    assert (outcome.status, outcome.ranks) == ("infra", ())
+    assert "could not start rank 0 of 3" in outcome.message
+
+
+def test_no_growth_over_many_jobs(run: Runner) -> None:
+    for _ in range(20):
+        run({}, world_size=2)
+    here, warm = psutil.Process(), warm_process()
+
+    def size() -> tuple[int, int, int, int]:
+        return here.num_fds(), warm.num_fds(), warm.memory_info().rss >> 20, len(list(Path("/dev/shm").iterdir()))
+
+    fds, warm_fds, warm_mib, shm = size()
+    for number in range(300):
+        assert run({"1": "exit7"} if number % 100 == 99 else {}, world_size=2).status in ("ok", "crash")
+    after = size()
+    assert after[:2] == (fds, warm_fds)
+    assert after[2] <= warm_mib + 1
+    assert after[3] == shm
+
+
+def own_engine(**options: str) -> ZygoteEngine:
+    return ZygoteEngine("toyprogram", options)
+
+
+def test_failing_preload_is_infra_and_tried_twice(tmp_path: Path) -> None:
+    with own_engine(**{"raise": "no such library"}) as broken:
+        outcomes = [Runner(broken, tmp_path)({}) for _ in range(3)]
+    for outcome in outcomes:
+        assert outcome.status == "infra"
+        assert "the warm process did not start: exited with code 1" in outcome.message
+        assert "ImportError: no such library" in outcome.message
+
+
+def test_missing_program_is_infra(tmp_path: Path) -> None:
+    with ZygoteEngine("no_such_program") as broken:
+        assert "No module named 'no_such_program'" in Runner(broken, tmp_path)({}).message
+
+
+def test_missing_interpreter_is_infra(tmp_path: Path) -> None:
+    with ZygoteEngine("toyprogram", python="/no/such/python") as broken:
+        outcome = Runner(broken, tmp_path)({})
+    assert outcome.status == "infra"
+    assert "/no/such/python" in outcome.message
+
+
+def test_threads_in_the_warm_process_are_infra(tmp_path: Path) -> None:
+    with own_engine(thread="yes") as threaded:
+        outcome = Runner(threaded, tmp_path)({})
+    assert outcome.status == "infra"
+    assert "single-threaded" in outcome.message
+
+
+def test_death_of_the_warm_process_is_infra_and_it_is_replaced(tmp_path: Path) -> None:
+    with own_engine(own="1") as mine:
+        run = Runner(mine, tmp_path)
+        assert run({}).status == "ok"
+        before = {child.pid for child in psutil.Process().children()}
+        (victim,) = (child for child in psutil.Process().children() if "own=1" in child.cmdline())
+        killer = threading.Timer(0.3, victim.kill)
+        killer.start()
+        outcome = run({"*": "children_then_sleep"})
+        killer.join()
+        assert outcome.status == "infra"
+        assert "the warm process died: killed by SIGKILL" in outcome.message
+        assert run({}).status == "ok"
+        assert {child.pid for child in psutil.Process().children()} - before, "it is another process"
+
+
+def test_close_ends_jobs_in_flight(tmp_path: Path) -> None:
+    mine = own_engine()
+    threading.Timer(0.5, mine.close).start()
+    outcome = Runner(mine, tmp_path)({"*": "sleep"}, deadline_s=30)
+    assert (outcome.status, outcome.message) == ("infra", "the engine was closed")
+    assert Runner(mine, tmp_path)({}).message == "the engine is closed"
+
+
+def test_close_does_not_wait_for_the_preload(tmp_path: Path) -> None:
+    mine = own_engine(sleep_s="30")
+    threading.Timer(0.5, mine.close).start()
+    began_s = time.monotonic()
+    assert Runner(mine, tmp_path)({}).status == "infra"
+    assert time.monotonic() - began_s < 3
+
+
+CONTROLLER = """
+import json, sys
+from harness.engine.wire import Job
+from harness.engine.zygote import ZygoteEngine
+options = json.loads(sys.argv[2])
+engine = ZygoteEngine("toyprogram", options)
+ways = json.dumps({"0": "spin", "*": "children_then_sleep"}).encode()
+engine.run(Job(job_id="toy", world_size=3, payload=ways, deadline_s=60, folder=sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("options", "at_least"), [({}, 8), ({"sleep_s": "60"}, 1)], ids=["running", "preloading"])
+def test_nothing_survives_a_killed_controller(tmp_path: Path, options: dict[str, str], at_least: int) -> None:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+    command = [sys.executable, "-c", CONTROLLER, str(tmp_path), json.dumps(options)]
+    controller = subprocess.Popen(command, env=environ)
+    tree = psutil.Process(controller.pid)
+    wait_until(lambda: len(tree.children(recursive=True)) >= at_least, 10)
+    time.sleep(0.2)  # let the grandchildren detach
+    family = [*tree.children(recursive=True)]
+    controller.send_signal(signal.SIGKILL)
+    controller.wait()
+    wait_until(lambda: not any(member.is_running() and member.status() != "zombie" for member in family), 1.0)

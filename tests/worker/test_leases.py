@@ -1,0 +1,199 @@
+"""Leases and device names: all or nothing, no starvation, freed by death, shared between processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.engine.devices import cuda_names, default_cpu_slots
+from harness.engine.leases import Leases
+from harness.errors import HarnessError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from harness.engine.leases import Leases
+with Leases(Path(sys.argv[1]), 4).acquire(int(sys.argv[2])) as slots:
+    print(*slots, flush=True)
+    time.sleep(60)
+"""
+
+
+def start_holder(folder: Path, count: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLDER, str(folder), str(count)]
+    root = Path(__file__).parents[2]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env={"PYTHONPATH": str(root)})
+    assert holder.stdout is not None
+    assert holder.stdout.readline(), "the holder has its slots"
+    return holder
+
+
+def end(holder: subprocess.Popen[str]) -> None:
+    holder.kill()
+    holder.communicate()
+
+
+def test_slots_are_distinct_and_freed(tmp_path: Path) -> None:
+    leases = Leases(tmp_path, 4)
+    with leases.acquire(3) as first, leases.acquire(1) as second:
+        assert (first, second) == ((0, 1, 2), (3,))
+    with leases.acquire(4) as every:
+        assert every == (0, 1, 2, 3)
+
+
+def test_zero_slots_wait_for_nobody(tmp_path: Path) -> None:
+    with Leases(tmp_path, 1).acquire(1), Leases(tmp_path, 1).acquire(0, timeout_s=1) as none:
+        assert none == ()
+
+
+def test_more_than_there_are_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="5 slots are needed and there are 4"), Leases(tmp_path, 4).acquire(5):
+        pass
+
+
+def test_timeout_gives_back_what_was_collected(tmp_path: Path) -> None:
+    leases = Leases(tmp_path, 4)
+    with leases.acquire(2):
+        with pytest.raises(HarnessError, match="did not become free"), leases.acquire(3, timeout_s=0.05):
+            pass
+        with leases.acquire(2, timeout_s=1) as rest:
+            assert rest == (2, 3)
+
+
+def test_unusable_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HarnessError, match="lease folder cannot be used"), Leases(tmp_path / "file", 1).acquire(1):
+        pass
+
+
+def test_an_exception_frees_the_slots(tmp_path: Path) -> None:
+    leases = Leases(tmp_path, 2)
+    with pytest.raises(ValueError, match="inside"), leases.acquire(2):
+        raise ValueError("inside")
+    with leases.acquire(2, timeout_s=1):
+        pass
+
+
+def test_same_name_is_the_same_slot(tmp_path: Path) -> None:
+    """CUDA_VISIBLE_DEVICES=2,3 and =3,4 share device 3, which is slot 1 of one job and slot 0 of the other."""
+    with Leases(tmp_path, 2, names=("2", "3")).acquire(2):
+        other = Leases(tmp_path, 2, names=("3", "4"))
+        with other.acquire(1, timeout_s=1) as slots:
+            assert slots == (1,)
+
+
+def test_other_processes_count_and_death_frees(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path, 3)
+    leases = Leases(tmp_path, 4)
+    try:
+        with leases.acquire(1, timeout_s=1) as slots:
+            assert slots == (3,)
+        with pytest.raises(HarnessError), leases.acquire(2, timeout_s=0.05):
+            pass
+    finally:
+        end(holder)
+    began_s = time.monotonic()
+    with leases.acquire(4, timeout_s=5):
+        assert time.monotonic() - began_s < 0.5
+
+
+def test_a_child_process_does_not_keep_the_lease(tmp_path: Path) -> None:
+    leases = Leases(tmp_path, 1)
+    with leases.acquire(1):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with leases.acquire(1, timeout_s=1):
+            pass
+    finally:
+        child.communicate(b"\n")
+
+
+def test_large_requests_do_not_starve(tmp_path: Path) -> None:
+    """Eight threads keep asking for one slot of four; the one that wants all four gets them all the same."""
+    leases = Leases(tmp_path, 4)
+    stop = threading.Event()
+
+    def keep_asking() -> None:
+        while not stop.is_set():
+            with leases.acquire(1):
+                time.sleep(0.01)
+
+    threads = [threading.Thread(target=keep_asking) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            with leases.acquire(4, timeout_s=10):
+                pass
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_no_slot_is_ever_held_twice(tmp_path: Path) -> None:
+    leases = Leases(tmp_path, 4)
+    held = [threading.Lock() for _ in range(4)]
+    clashes: list[int] = []
+
+    def use(count: int) -> None:
+        for _ in range(5):
+            with leases.acquire(count) as slots:
+                mine = [slot for slot in slots if held[slot].acquire(blocking=False)]
+                clashes.extend(set(slots) - set(mine))
+                time.sleep(0.001)
+                for slot in mine:
+                    held[slot].release()
+
+    threads = [threading.Thread(target=use, args=(count,)) for count in (1, 1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert clashes == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("", ()),
+        ("0", ("0",)),
+        ("2,0", ("2", "0")),
+        (" 1 , 3", ("1", "3")),
+        ("0,-1,1", ("0",)),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("0,0", ()),
+        ("GPU-8932f937,MIG-1", ("GPU-8932f937", "MIG-1")),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(visible: str, names: tuple[str, ...]) -> None:
+    assert cuda_names({"CUDA_VISIBLE_DEVICES": visible}) == names
+
+
+def test_without_visible_devices_the_driver_is_asked(tmp_path: Path) -> None:
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+    assert cuda_names({}, proc=tmp_path) == ("0", "1")
+
+
+def test_without_a_driver_there_are_no_devices(tmp_path: Path) -> None:
+    assert cuda_names({"PATH": str(tmp_path)}, proc=tmp_path / "missing") == ()
+
+
+def test_cpu_slots_hold_the_widest_worlds() -> None:
+    assert default_cpu_slots() >= 8
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="0123-, GPUabc", max_size=20))
+def test_any_visible_devices_gives_distinct_names(visible: str) -> None:
+    names = cuda_names({"CUDA_VISIBLE_DEVICES": visible})
+    assert len(set(names)) == len(names)
