@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +37,14 @@ def resolve_device(asked: str) -> Device:
 def hardware(device: Device) -> str:
     """The hardware class of the first device that a run uses: `cpu`, or such as `nvidia-h200`."""
     return "cpu" if device == "cpu" else hardware_class(_cuda_name())
+
+
+def installed_version(distribution: str) -> str:
+    """Version of an installed distribution, without importing it; `not installed` when it is not."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _cuda_name() -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from harness.casework import CaseWork, Judge
 from harness.durable import DiskTrouble
 from harness.errors import HarnessError
 from harness.executor import open_executor
-from harness.machine import hardware
+from harness.machine import hardware, installed_version
 from harness.plan import Plan
 from harness.progress import Progress
 from harness.project import Project
@@ -136,7 +135,7 @@ def _provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
     first = next(traces, None)
     software = first.software if first is not None else {"python": platform.python_version()}
     return {
-        "fp8-harness": version("fp8-harness"),
+        "fp8-harness": installed_version("fp8-harness"),
         **dict(sorted(software.items())),
         "device": first.device if first is not None else plan.device,
         "engine": plan.engine,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 import click
+
+from harness.machine import installed_version
 
 _SHOWN = ("fp8-harness", "torch", "torchao", "numpy")
 
@@ -13,8 +13,4 @@ _SHOWN = ("fp8-harness", "torch", "torchao", "numpy")
 def version_command() -> None:
     """Print the version of the harness and of what it runs on; imports none of them."""
     for name in _SHOWN:
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            found = "not installed"
-        click.echo(f"{name} {found}")
+        click.echo(f"{name} {installed_version(name)}")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.engine import linux
+from harness.engine import linux, sharedmem
 from harness.engine.ending import JobEnd, conclude
 from harness.engine.folder import JobFolder
 from harness.engine.orphans import end_orphans
@@ -62,6 +62,8 @@ class Supervisor:
         self._hung = False
         self._infra = ""
         self._orphans_cpu_s = 0.0
+        self._shm_before = sharedmem.names()
+        self._shm: frozenset[str] = frozenset()  # files in /dev/shm that our ranks made and have not removed
         self._steps: dict[Stage, Callable[[float], None]] = {
             Stage.RUNNING: self._run,
             Stage.GRACE: self._grace,
@@ -137,6 +139,7 @@ class Supervisor:
             self._see_failure(now_s)
             self._enter(Stage.GRACE, GRACE_S)
         elif self._reported:
+            self._note_shared_memory()
             for rank in self._ranks:
                 rank.release()
             self._enter(Stage.RELEASED, RELEASE_S)
@@ -160,7 +163,13 @@ class Supervisor:
         if self._reported or now_s >= self._until_s:
             self._kill()
 
+    def _note_shared_memory(self) -> None:
+        appeared = sharedmem.names() - self._shm_before
+        if appeared:
+            self._shm |= sharedmem.used_by(self.pids, appeared)
+
     def _kill(self) -> None:
+        self._note_shared_memory()
         for rank in self._ranks:
             rank.kill()
         self._enter(Stage.KILLED, DEATH_S)
@@ -193,6 +202,7 @@ class Supervisor:
         for rank in self._ranks:
             if rank.alive:
                 rank.forget()
+        sharedmem.remove(self._shm)
         end = JobEnd(
             endings=tuple(rank.ending for rank in self._ranks if rank.ending is not None),
             hung=self._hung,

@@ -60,6 +60,7 @@ class WarmClient:
         self._sending = threading.Lock()
         self._tickets = 0
         self._pending: dict[int, Future[JobOutcome]] = {}
+        self._closing = ""  # why it is being closed
         self._death = ""  # why it serves no more; empty while it does
         self._mark = uuid.uuid4().hex
         self._oom_kills = linux.oom_kills()
@@ -93,7 +94,7 @@ class WarmClient:
     @property
     def serving(self) -> bool:
         """False once it has died or was closed."""
-        return not self._death
+        return not (self._death or self._closing)
 
     def greet(self, timeout_s: float) -> None:
         """Wait until the program is preloaded. Raises WarmFailure; the caller closes then."""
@@ -104,7 +105,7 @@ class WarmClient:
         except (OSError, WireError) as error:
             raise WarmFailure(self._blame(f"did not greet: {error}")) from error
         if hello is None:
-            raise WarmFailure(self._blame(f"did not start: {self._describe_exit()}"))
+            raise WarmFailure(self._blame(f"did not start: {self._end_process()}"))
         if hello.version != WIRE_VERSION:
             text = f"speaks wire version {hello.version}, this controller {WIRE_VERSION}: two versions of fp8-harness"
             raise WarmFailure(self._blame(text))
@@ -153,7 +154,8 @@ class WarmClient:
                         self._deliver(message)
         except (OSError, WireError) as error:
             reason = f"broke the connection: {error}"
-        self._bury(self._blame(reason or f"died: {self._describe_exit()}"))
+        ended = self._end_process()
+        self._bury(self._blame(reason or f"died: {ended}"))
 
     def _deliver(self, message: Finished) -> None:
         with self._lock:
@@ -162,19 +164,26 @@ class WarmClient:
             future.set_result(message.outcome)
 
     def _bury(self, reason: str) -> None:
-        """Serve no more; every job in hand fails with the reason that was first."""
+        """Serve no more; every job in hand fails with the reason that was first. Called when nothing is left."""
         with self._lock:
-            self._death = self._death or reason
+            self._death = self._death or self._closing or reason
             pending, self._pending = self._pending, {}
         for future in pending.values():
             future.set_exception(WarmFailure(self._death))
 
-    def _describe_exit(self) -> str:
+    def _end_process(self) -> str:
+        """Wait for it, or kill it, and end everything it started; returns how it ended."""
         try:
             returncode = self._process.wait(CLOSE_S)
+            ended = describe_exit(returncode, returned=False, oom_kills=linux.oom_kills() - self._oom_kills)[1]
         except subprocess.TimeoutExpired:
-            return "it closed its connection but still runs"
-        return describe_exit(returncode, returned=False, oom_kills=linux.oom_kills() - self._oom_kills)[1]
+            self._process.kill()
+            self._process.wait()
+            ended = "it lost its connection and did not leave"
+        give_up_s = time.monotonic() + CLOSE_S
+        while linux.kill_marked(MARK, self._mark) and time.monotonic() < give_up_s:
+            time.sleep(0.005)  # ranks die with the warm process, but not what ranks have started
+        return ended
 
     def _blame(self, what: str) -> str:
         output = tail(Path(f"/proc/self/fd/{self._output.fileno()}")) if not self._output.closed else ""
@@ -182,22 +191,12 @@ class WarmClient:
 
     def close(self, reason: str) -> None:
         """End it and everything it started; jobs in hand fail with `reason`. Returns when nothing is left."""
-        self._bury(reason)
+        self._closing = self._closing or reason
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._end_survivors()
-        if self._listener is not None and self._listener is not threading.current_thread():
+        self._end_process()
+        self._bury(reason)
+        if self._listener is not None:
             self._listener.join()
         self._socket.close()
         self._output.close()
-
-    def _end_survivors(self) -> None:
-        """What a killed warm process left: ranks die with it, but not what ranks have started."""
-        give_up_s = time.monotonic() + CLOSE_S
-        while linux.kill_marked(MARK, self._mark) and time.monotonic() < give_up_s:
-            time.sleep(0.005)

@@ -32,16 +32,21 @@ def combinations_in(rows: Iterable[Row], strength: int) -> set[Combination]:
     return found
 
 
-def possible_combinations(space: Space, strength: int, avoid: Sequence[Table]) -> dict[Combination, None]:
-    """The combinations that some cell contains which no table in `avoid` hits, in the order of `combinations`."""
-    witnessed: set[Combination] = set()
+def possible_combinations(
+    space: Space, strength: int, avoid: Sequence[Table], *, witnessed: Collection[Combination] = ()
+) -> dict[Combination, None]:
+    """The combinations that some cell contains which no table in `avoid` hits, in the order of `combinations`.
+
+    `witnessed` are combinations already known to be possible.
+    """
+    known = set(witnessed)
     possible: dict[Combination, None] = {}
     for combination in combinations(space, strength):
-        if combination not in witnessed:
+        if combination not in known:
             row = space.complete(dict(combination), avoid)
             if row is None:
                 continue
-            witnessed |= combinations_in([row], strength)
+            known |= combinations_in([row], strength)
         possible[combination] = None
     return possible
 

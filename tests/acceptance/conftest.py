@@ -17,32 +17,17 @@ REPOSITORY = HERE.parents[1]
 CASES = """
 description = "cases of the acceptance tests"
 
-[base]
-steps = 3
-vocab_size = 2048
-loss_tolerance = 0.05
+[[case]]
+axes = {recipe = "tensorwise", steps = 3, loss_tolerance = 0.05}
 
 [[case]]
-axes = {recipe = "tensorwise"}
-
-[[case]]
-axes = {recipe = "rowwise", dp_shard = 2}
+axes = {recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05}
 
 [[case]]
 axes = {recipe = "rowwise", tp = 2, output_layer = true, vocab_size = 2256}
 
 [[case]]
-axes = {recipe = "bf16"}
-"""
-
-BAD = """
-[base]
-steps = 3
-loss_tolerance = 0.05
-
-[[case]]
-axes = {recipe = "tensorwise", dp_shard = 2}
-
+axes = {recipe = "bf16", steps = 3, loss_tolerance = 0.05}
 """
 
 
@@ -52,6 +37,7 @@ class Command:
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    repository: Path = REPOSITORY
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -82,6 +68,11 @@ class Command:
 
     def tier(self, name: str, text: str) -> None:
         (self.folder / "cases" / f"{name}.toml").write_text(text)
+
+    def planted(self, name: str, seed: int, *, steps: int = 3) -> None:
+        """A tier of one case of two ranks whose seed says what goes wrong (`fake_program.py`)."""
+        axes = f'recipe = "tensorwise", dp_shard = 2, seed = {seed}, steps = {steps}, loss_tolerance = 0.05'
+        self.tier(name, f"[[case]]\naxes = {{{axes}}}\n")
 
     def _environment(self) -> dict[str, str]:
         paths = [str(REPOSITORY), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
-from conftest import Command
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 FILES = {
     "malformed": ("[base\n", "bad.toml:1"),

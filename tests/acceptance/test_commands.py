@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
-from conftest import REPOSITORY, Command
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "golden show", "golden check"]
 COMMANDS += ["golden update", "tolerance", "tolerance measure", "tolerance show", "version", ""]
@@ -35,7 +38,7 @@ def test_list_imports_nothing_heavy(shared: Command) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=shared.folder,
-        env={"PYTHONPATH": str(REPOSITORY), "HOME": str(shared.folder)},
+        env={"PYTHONPATH": str(shared.repository), "HOME": str(shared.folder)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -106,8 +109,8 @@ def test_golden_dry_run_stores_nothing(project: Command) -> None:
 
 
 def test_tolerance_measure_writes_evidence(project: Command) -> None:
-    cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}}}\n' for size in (1, 2, 4))
-    project.tier("noise", f"[base]\nsteps = 3\n{cases}")
+    cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}, steps = 3}}\n' for size in (1, 2, 4))
+    project.tier("noise", cases)
     project.environment["OMP_NUM_THREADS"] = ""
     done = project.run("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "9")
     assert "planted failure" in done.stdout  # the seeds of the fake program that fail give no samples

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
-from conftest import BAD, Command
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 PLUGIN = ("-p", "harness.pytest_plugin", "-q", "--fp8-device", "cpu")
 
@@ -32,7 +35,7 @@ def test_not_asked_for(project: Command) -> None:
 
 
 def test_failure_shows_findings(project: Command, tmp_path: Path) -> None:
-    project.tier("bad", BAD.replace("tensorwise", 'tensorwise", seed = 1, dtype = "float32'))
+    project.planted("bad", 1)
     done = project.pytest(*PLUGIN, "cases/bad.toml", "--junitxml", str(tmp_path / "junit.xml"))
     assert done.returncode == 1
     assert "planted failure" in done.stdout

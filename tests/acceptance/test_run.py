@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import jsonschema
 import psutil
-from conftest import BAD, REPOSITORY, Command
+
+if TYPE_CHECKING:
+    from conftest import Command
 
 CPU = ("--device", "cpu")
 
@@ -23,7 +25,7 @@ def test_good_run(shared: Command, tmp_path: Path) -> None:
     assert "4 cases: 4 passed" in done.stdout
     assert "[4/4]" in done.stderr
     document = json.loads(out.read_text())
-    jsonschema.validate(document, json.loads((REPOSITORY / "harness/schemas/result.schema.json").read_text()))
+    jsonschema.validate(document, json.loads((shared.repository / "harness/schemas/result.schema.json").read_text()))
     assert {case["verdict"] for case in document["cases"]} == {"passed"}
     assert len(ElementTree.parse(tmp_path / "junit.xml").findall(".//testcase")) == 4
 
@@ -44,9 +46,9 @@ def test_every_result_has_a_command_that_reproduces_it(shared: Command, tmp_path
         assert done.returncode == 0, done.stderr
 
 
-def failing(project: Command, seed: int, *arguments: str) -> tuple[int, dict[str, object], str]:
+def failing(project: Command, seed: int, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, the case document and stderr of a run of one planted case."""
-    project.tier("bad", BAD.replace("tensorwise", f'tensorwise", seed = {seed}, dtype = "float32'))
+    project.planted("bad", seed)
     update = project.run("golden", "update", "bad", *CPU, "--reason", "bad seed")
     assert update.returncode == 0, update.stdout + update.stderr
     out = project.folder / "bad.json"
@@ -69,7 +71,7 @@ def test_rank_hangs(project: Command) -> None:
 def test_nan_loss_is_reported_as_nan(project: Command) -> None:
     code, case, text = failing(project, 3)
     assert (code, case["verdict"]) == (1, "numeric")
-    assert case["losses"][1] == "NaN"  # type: ignore[index]
+    assert case["losses"][1] == "NaN"
     assert "step 2" in text
 
 
@@ -86,7 +88,7 @@ def test_rank_exits(project: Command) -> None:
 
 
 def test_missing_golden_fails_and_says_how_to_make_it(project: Command) -> None:
-    project.tier("new", BAD.replace("steps = 3", "steps = 4"))
+    project.planted("new", 0, steps=4)
     done = project.run("run", "new", *CPU)
     assert done.returncode == 1
     assert "fp8-harness golden update --family" in done.stdout
@@ -146,11 +148,9 @@ def test_torchrun_engine_is_chosen(project: Command) -> None:
 
 
 def test_interrupt_leaves_a_valid_partial_result(project: Command) -> None:
-    slow = "".join(
-        f'[[case]]\naxes = {{recipe = "tensorwise", dp_shard = 2, seed = 6, lr = 0.00{number}}}\n'
-        for number in range(1, 9)
-    )
-    project.tier("slow", f"[base]\nsteps = 3\nloss_tolerance = 0.05\n{slow}")
+    axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
+    cases = "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in range(1, 9))
+    project.tier("slow", cases)
     assert project.run("golden", "update", "slow", *CPU, "--reason", "slow").returncode == 0
     out = project.folder / "partial.json"
     process = project.start("run", "slow", *CPU, "-j", "1", "--json", str(out))
@@ -184,4 +184,4 @@ def test_nothing_is_left_behind(project: Command) -> None:
     project.environment["TMPDIR"] = str(project.folder / "tmp")
     (project.folder / "tmp").mkdir()
     assert project.run("run", "smoke", *CPU).returncode == 0
-    assert not os.listdir(project.folder / "tmp")
+    assert not list((project.folder / "tmp").iterdir())

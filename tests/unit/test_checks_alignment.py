@@ -115,6 +115,13 @@ def test_refusing_an_aligned_matmul_is_found(message: str) -> None:
     assert (found.rank, found.found) == (1, message)
 
 
+def test_findings_name_the_lowest_rank() -> None:
+    (found,) = check(failure(1, MESSAGE), failure(0, MESSAGE), refusal=None)
+    assert "on ranks 0-1" in found.message and found.rank == 0
+    (found,) = check(refusal=REFUSAL)
+    assert "ranks 0-1 neither" in found.message and found.rank == 0
+
+
 @pytest.mark.parametrize("message", ["ValueError: no", "RuntimeError: must be divisible by 160", ""])
 def test_other_failures_are_not_its_business(message: str) -> None:
     assert check(failure(0, message), failure(1, message), refusal=None) == []

@@ -141,3 +141,18 @@ def test_ranks_in_words() -> None:
     assert rank_names([3]) == "rank 3"
     assert rank_names([6, 1, 0, 3, 2, 6]) == "ranks 0-3, 6"
     assert rank_names([0, 2, 4]) == "ranks 0, 2, 4"
+    assert rank_names([16, 1]) == "ranks 1, 16"
+
+
+def test_the_words_of_the_findings() -> None:
+    (lost,) = check(run(1), case(3))
+    assert (lost.message, lost.rank, lost.found) == ("ranks 1-2 left no trace", 1, "1 traces")
+    (none, *_) = check(run(2, steps=0))
+    assert none.found == "0 steps: none"
+    (short,) = check(run(2, steps=12), case(steps=13))
+    assert short.found == "12 steps: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
+    assert (short.expected or "").endswith("11, 12, …")
+    (bad,) = check(with_step(run(), 0, step(2, loss=math.nan)))
+    assert (bad.expected, bad.found) == ("a finite number", "nan")
+    (bad,) = check(with_step(run(), 0, step(2, grad_norm=0.0)))
+    assert (bad.expected, bad.found) == ("a finite number above 0", "0.0")

@@ -142,3 +142,26 @@ def test_a_gpu_has_no_stand_ins() -> None:
     assert check(real) == []
     (found,) = check(msgspec.structs.replace(real, virtual=("scaled_mm",)))
     assert "replace the real one" in found.message
+
+
+def test_findings_come_in_one_order_whatever_the_order_of_the_records() -> None:
+    names = tuple(f"layers.{number}.{name}" for number in range(8) for name in ("w1", "w2"))
+    lacking = check(trace(0, fqns=()), trace(1, fqns=()), fqns=tuple(reversed(names)))
+    assert [finding.module for finding in lacking] == sorted(names)
+    extra = check(trace(0, fqns=tuple(reversed(names))), trace(1, fqns=names), fqns=("other",))
+    assert [finding.module for finding in extra] == ["other", *sorted(names)]
+    twice = check(trace(0, fqns=names + names), fqns=names)
+    assert [finding.module for finding in twice] == sorted(names)
+
+
+def test_the_words_about_the_virtual_device() -> None:
+    (found,) = check(trace(0, virtual=()), trace(1, virtual=()))
+    assert found.message == "the virtual FP8 device lacks collectives, scaled_mm on ranks 0-1"
+    assert (found.expected, found.found) == ("collectives, scaled_mm", "nothing")
+    (found,) = check(trace(0, virtual=("x", "a")), trace(1, virtual=("a", "x")))
+    assert found.found == "a, x"
+
+
+def test_ranks_without_steps_are_named() -> None:
+    (found,) = check(trace(0, calls=()), trace(1, calls=()))
+    assert found.message == "no step was counted on ranks 0-1" and found.rank == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from harness.spec.known import KnownFault
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from harness.engine.wire import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.golden import Golden, Provenance
 from harness.spec.case import Case, Float8, Layout, Train
 from harness.spec.caseid import family_id
-from harness.spec.known import KnownFault
 from harness.spec.rules import Refusal
 from harness.tolerance import Tolerance
 from harness.trace import RankFailure, RankTrace, Run, StepTrace

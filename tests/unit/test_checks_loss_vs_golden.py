@@ -61,8 +61,11 @@ def trace(rank: int, losses: tuple[float, ...] = GOLDEN, *, device: str = "cpu",
     )
 
 
+STORED, WITHIN = golden(), tolerance()
+
+
 def check(
-    *traces: RankTrace, against: Golden | None = golden(), within: Tolerance | None = tolerance(), of: Case = CASE
+    *traces: RankTrace, against: Golden | None = STORED, within: Tolerance | None = WITHIN, of: Case = CASE
 ) -> list[Finding]:
     witnesses = Witnesses(golden=against, tolerance=within, refusal=None, expected_fqns=(), expected_scaled_mm=0)
     return check_loss_vs_golden(of, Run(traces=traces, failures=()), witnesses)
@@ -216,6 +219,17 @@ def test_a_tolerance_as_wide_as_all_learning_proves_nothing() -> None:
         assert (findings == []) is good
     (found,) = check(*both(GOLDEN), within=tolerance((1.0,) * STEPS))
     assert "a model that never trains would pass" in found.message
+    assert (found.expected, found.found) == ("allowed below 1", "1")
+
+
+def test_two_steps_must_show_learning() -> None:
+    two = Case(layout=Layout(tp=2), train=Train(steps=2))
+    against = golden((8.0, 7.0), family=family_id(two))
+    (found,) = check(*both((7.5, 7.5)), of=two, against=against, within=tolerance((0.5, 0.5)))
+    assert "the model did not learn" in found.message
+    (found,) = check(*both((8.0, 7.5)), of=two, against=against, within=tolerance((2.0, 1.0)))
+    assert "never trains" in found.message
+    assert (found.expected, found.found) == ("allowed below 1", "2")
 
 
 def test_one_step_cannot_show_learning_but_is_compared() -> None:

@@ -28,6 +28,7 @@ LEVELS = [
 ]
 VALUES = {"spec", "trace", "request", "result", "verdict", "errors", "durable"}
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}
+PROGRAMS = {"harness.engine.warm", "harness.engine.torchrun_rank"}  # run by `python -m`
 TORCH = {"torch", "torchao", "torchtitan"}
 
 
@@ -100,7 +101,11 @@ def test_only_front_ends_talk_and_exit(path: Path) -> None:
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in {"print", "click.echo", "exit", "quit"}, f"{path}:{node.lineno}"
-            is_program = module_name(path) in {"harness.engine.warm", "harness.engine.rank", "harness.engine.torchrun_rank"}
+            is_program = module_name(path) in {
+                "harness.engine.warm",
+                "harness.engine.rank",
+                "harness.engine.torchrun_rank",
+            }
             assert called != "sys.exit" or is_program, f"{path}:{node.lineno}"
 
 
@@ -113,10 +118,12 @@ def test_no_shell_and_no_pickles(path: Path) -> None:
             assert ast.unparse(node.func) not in {"os.system", "os.popen", "eval", "exec"}, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("module", ["harness.cli.main", "harness.cli.listing", "harness.cli.explain", "harness.workflow"])
+@pytest.mark.parametrize(
+    "module", ["harness.cli.main", "harness.cli.listing", "harness.cli.explain", "harness.workflow"]
+)
 def test_front_ends_start_without_heavy_libraries(module: str) -> None:
     heavy = ["torch", "torchao", "numpy", "rich", "jsonschema", "pytest", "hypothesis"]
-    code = f"import sys, {module}; print(sorted(set({heavy}) & set(sys.modules)))"
+    code = f"import sys, harness.{module}; print(sorted(set({heavy}) & set(sys.modules)))"
     assert _printed(code) == "[]"
 
 

@@ -155,7 +155,7 @@ def test_an_unfounded_number_is_not_used_for_a_case(tmp_path: Path) -> None:
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     store(tmp_path, table("[0.0, 0.04, 9.0]"))
-    with pytest.raises(ToleranceUnfounded, match="step 1: .*step 3: "):
+    with pytest.raises(ToleranceUnfounded, match=r"step 1: .*step 3: "):
         validate_tolerances(tmp_path)
 
 

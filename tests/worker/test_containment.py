@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.engine.torchrun import TorchrunEngine
 from harness.engine.wire import Job, JobOutcome
 from harness.engine.zygote import ZygoteEngine
 
@@ -199,6 +200,13 @@ def test_what_ranks_leave_behind_is_ended(run: Runner) -> None:
     assert warm_process().children(recursive=True) == []
 
 
+def test_shared_memory_of_ranks_is_removed(run: Runner) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    assert run({"*": "shared_memory"}).status == "ok"
+    assert run({"*": "shared_memory_then_sleep"}, deadline_s=DEADLINE_S).status == "hang"
+    assert {path.name for path in set(Path("/dev/shm").iterdir()) - before if "fp8-harness-test" in path.name} == set()
+
+
 def test_jobs_run_side_by_side(run: Runner, tmp_path: Path) -> None:
     outcomes: dict[str, JobOutcome] = {}
 
@@ -211,7 +219,11 @@ def test_jobs_run_side_by_side(run: Runner, tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {name: outcome.status for name, outcome in outcomes.items()} == {"good": "ok", "bad": "crash", "slow": "hang"}
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {
+        "good": "ok",
+        "bad": "crash",
+        "slow": "hang",
+    }
 
 
 def test_unusable_folder_is_infra(run: Runner, tmp_path: Path) -> None:
@@ -270,6 +282,15 @@ def test_threads_in_the_warm_process_are_infra(tmp_path: Path) -> None:
     assert "single-threaded" in outcome.message
 
 
+def test_machine_out_of_resources_is_infra_and_passes(tmp_path: Path) -> None:
+    with own_engine(files="24") as small:
+        run = Runner(small, tmp_path)
+        outcome = run({"*": "sleep"}, world_size=40)
+        assert outcome.status == "infra"
+        assert "of 40: [Errno 24] Too many open files" in outcome.message
+        assert run({}).status == "ok", "nothing of it is left, so a small job fits"
+
+
 def test_death_of_the_warm_process_is_infra_and_it_is_replaced(tmp_path: Path) -> None:
     with own_engine(own="1") as mine:
         run = Runner(mine, tmp_path)
@@ -300,6 +321,31 @@ def test_close_does_not_wait_for_the_preload(tmp_path: Path) -> None:
     began_s = time.monotonic()
     assert Runner(mine, tmp_path)({}).status == "infra"
     assert time.monotonic() - began_s < 3
+
+
+def run_under_torchrun(folder: Path, ways: dict[str, str], deadline_s: float) -> JobOutcome:
+    payload = json.dumps(ways).encode()
+    job = Job(job_id="toy", world_size=2, payload=payload, deadline_s=deadline_s, folder=str(folder))
+    with TorchrunEngine("toyprogram") as engine:
+        return engine.run(job)
+
+
+def test_torchrun_returns_the_same(tmp_path: Path) -> None:
+    outcome = run_under_torchrun(tmp_path, {}, 60)
+    assert (outcome.status, [rank.payload for rank in outcome.ranks]) == ("ok", [b"0/2/None", b"1/2/None"])
+    assert outcome.cpu_s > 0
+
+
+def test_torchrun_names_the_rank_that_raised(tmp_path: Path) -> None:
+    outcome = run_under_torchrun(tmp_path, {"0": "sleep", "1": "raise"}, 60)
+    assert (outcome.status, outcome.message) == ("crash", "rank 1 in 'doing raise': ValueError: rank 1 has a problem")
+    assert [rank.consequence for rank in outcome.ranks] == [True, False]
+
+
+def test_torchrun_is_ended_at_the_deadline(tmp_path: Path) -> None:
+    outcome = run_under_torchrun(tmp_path, {"*": "children_then_sleep"}, 8)
+    assert outcome.status == "hang"
+    assert all("in _sleep" in rank.traceback for rank in outcome.ranks)
 
 
 CONTROLLER = """

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from harness.engine.program import RankContext
 
@@ -23,6 +27,8 @@ def preload(options: Mapping[str, str]) -> None:
         raise ImportError(options["raise"])
     if "thread" in options:
         threading.Thread(target=time.sleep, args=(60,), name="unwanted", daemon=True).start()
+    if "files" in options:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(options["files"]), int(options["files"])))
     if "sleep_s" in options:
         time.sleep(float(options["sleep_s"]))
 
@@ -43,8 +49,8 @@ def _return_big(context: RankContext) -> bytes:
 
 
 def _print(context: RankContext) -> bytes:
-    print("to stdout")
-    print("to stderr", file=sys.stderr)
+    sys.stdout.write("to stdout\n")
+    sys.stderr.write("to stderr\n")
     os.write(1, b"from below Python\n")
     return b""
 
@@ -57,15 +63,20 @@ def _surroundings(context: RankContext) -> bytes:
         "tempdir": tempfile.gettempdir(),
         "pid": os.getpid(),
         "session": os.getsid(0),
-        "fds": sorted(os.readlink(f"/proc/self/fd/{fd}").partition(":")[0] for fd in _fds()),
+        "fds": sorted(target.partition(":")[0] for target in _open_files().values()),
         "sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
         "threads": os.environ["OMP_NUM_THREADS"],
     }
     return json.dumps(facts).encode()
 
 
-def _fds() -> list[str]:
-    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+def _open_files() -> dict[int, str]:
+    """What each file descriptor is: a path, `socket:[...]`, `anon_inode:[...]`."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own is gone by now
+            found[int(entry.name)] = str(entry.readlink())
+    return found
 
 
 def _raise(context: RankContext) -> bytes:
@@ -87,7 +98,7 @@ def _wrong_type(context: RankContext) -> bytes:
 
 def _exit(code: int) -> Callable[[RankContext], bytes]:
     def leave(context: RankContext) -> bytes:
-        print("last words")
+        sys.stdout.write("last words\n")
         os._exit(code)
 
     return leave
@@ -151,10 +162,28 @@ def _children_then_sleep(context: RankContext) -> bytes:
     return _sleep(context)
 
 
+def _shared_memory(context: RankContext) -> bytes:
+    """Made and mapped, removed by nobody: os._exit comes before the atexit handlers that would."""
+    name = f"/fp8-harness-test-{os.getpid()}"
+    fd = os.open(f"/dev/shm{name}", os.O_RDWR | os.O_CREAT)
+    os.truncate(fd, 4096)
+    _kept.append(mmap.mmap(fd, 4096))
+    os.close(fd)
+    return b""
+
+
+_kept: list[object] = []
+
+
+def _shared_memory_then_sleep(context: RankContext) -> bytes:
+    _shared_memory(context)
+    return _sleep(context)
+
+
 def _garbage(context: RankContext) -> bytes:
-    for fd in _fds():
-        if os.readlink(f"/proc/self/fd/{fd}").startswith("socket"):
-            os.write(int(fd), b"\x00\x00\x00\x04oops")
+    for fd, target in _open_files().items():
+        if target.startswith("socket"):
+            os.write(fd, b"\x00\x00\x00\x04oops")
     return _sleep(context)
 
 
@@ -178,5 +207,7 @@ _WAYS: dict[str, Callable[[RankContext], bytes]] = {
     "block_with_gil": _block_with_gil,
     "children": _children,
     "children_then_sleep": _children_then_sleep,
+    "shared_memory": _shared_memory,
+    "shared_memory_then_sleep": _shared_memory_then_sleep,
     "garbage": _garbage,
 }

@@ -1,0 +1,148 @@
+"""Prints the containment table: what a rank does, how its job ends, how soon that is seen, what is left behind.
+
+    python ci/bench/containment.py [--ranks 4] [--deadline-s 2]
+
+One of the ranks misbehaves, the others block as if in a collective. `seen` is from the start of the job to the
+detection (a hang is seen at the deadline), `over` to the outcome with the stacks of all ranks, `left` counts processes
+and files in /dev/shm that were not there before. Exit code 1 when a verdict is wrong or anything is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from harness.engine.wire import Job, JobOutcome
+from harness.engine.zygote import ZygoteEngine
+
+TOY_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "worker"
+
+WAYS = [
+    ("return", "ok", "every rank returns"),
+    ("raise", "crash", "raises"),
+    ("exit7", "crash", "os._exit(7)"),
+    ("exit0", "crash", "os._exit(0)"),
+    ("sigkill", "crash", "SIGKILL"),
+    ("segfault", "crash", "SIGSEGV"),
+    ("spin", "hang", "infinite Python loop"),
+    ("lock", "hang", "waits for a lock"),
+    ("block_with_gil", "hang", "blocked in C, holds the GIL"),
+    ("sigstop", "hang", "SIGSTOP"),
+    ("children_then_sleep", "hang", "leaves child processes"),
+]
+
+CONTROLLER = """
+import json, sys
+from harness.engine.wire import Job
+from harness.engine.zygote import ZygoteEngine
+job = Job(job_id="toy", world_size=int(sys.argv[2]), payload=b'{"0": "spin", "*": "children_then_sleep"}',
+          deadline_s=600, folder=sys.argv[1])
+ZygoteEngine("toyprogram").run(job)
+"""
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    verdict: str
+    seen_ms: float | None
+    over_ms: float | None
+    left: int
+    good: bool
+
+
+def things() -> set[str]:
+    """Every process that could be ours and every shared memory file."""
+    processes = {f"{p.pid} {p.create_time()}" for p in psutil.process_iter() if "toyprogram" in " ".join(cmdline(p))}
+    return processes | {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    """Command line of a process; empty when it is gone."""
+    try:
+        return list(process.cmdline()) if process.status() != psutil.STATUS_ZOMBIE else []
+    except psutil.NoSuchProcess:
+        return []
+
+
+def one_way(engine: ZygoteEngine, way: str, expected: str, what: str, options: argparse.Namespace) -> Row:
+    """Let rank 1 end in this way while the others block."""
+    ways = {} if way == "return" else {"1": way, "*": "sleep"}
+    with tempfile.TemporaryDirectory() as folder:
+        before = things()
+        began_s = time.monotonic()
+        outcome = engine.run(
+            Job(
+                job_id=way,
+                world_size=options.ranks,
+                payload=json.dumps(ways).encode(),
+                deadline_s=options.deadline_s,
+                folder=folder,
+            )
+        )
+        over_s = time.monotonic() - began_s
+        left = len(things() - before)
+    seen_ms = None if outcome.detected_s is None else outcome.detected_s * 1e3
+    good = outcome.status == expected and left == 0 and explained(outcome)
+    return Row(f"rank 1: {what}", outcome.status, seen_ms, over_s * 1e3, left, good)
+
+
+def explained(outcome: JobOutcome) -> bool:
+    """True when every rank that was stuck or stopped shows its stacks."""
+    return all(rank.traceback for rank in outcome.ranks if rank.status in ("stuck", "stopped", "raised"))
+
+
+def killed_parent(victim: str, options: argparse.Namespace) -> Row:
+    """SIGKILL the controller, or the warm process under it, while ranks and their children run."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOY_FOLDER.parents[1]), str(TOY_FOLDER)])}
+    with tempfile.TemporaryDirectory() as folder:
+        before = things()
+        command = [sys.executable, "-c", CONTROLLER, folder, str(options.ranks)]
+        controller = subprocess.Popen(command, env=environ)
+        tree = psutil.Process(controller.pid)
+        while len(tree.children(recursive=True)) < 1 + options.ranks + 2:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        family = tree.children(recursive=True)
+        began_s = time.monotonic()
+        os.kill(controller.pid if victim == "controller" else tree.children()[0].pid, signal.SIGKILL)
+        while any(cmdline(member) for member in family) and time.monotonic() - began_s < 10:
+            time.sleep(0.002)
+        over_s = time.monotonic() - began_s
+        controller.wait()
+        left = len(things() - before) + sum(bool(cmdline(member)) for member in family)
+    return Row(f"{victim}: SIGKILL", "all ended", None, over_s * 1e3, left, left == 0 and over_s < 1)
+
+
+def main() -> int:
+    """Measure all ways and print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--deadline-s", type=float, default=2.0)
+    options = parser.parse_args()
+    sys.path.insert(0, str(TOY_FOLDER))
+    with tempfile.TemporaryDirectory() as folder, ZygoteEngine("toyprogram") as engine:
+        engine.run(Job(job_id="start", world_size=1, payload=b"{}", deadline_s=10, folder=folder))
+        rows = [one_way(engine, way, expected, what, options) for way, expected, what in WAYS]
+    rows += [killed_parent(victim, options) for victim in ("controller", "warm process")]
+    print(f"{options.ranks} ranks, deadline {options.deadline_s:g} s\n")
+    print("| what | verdict | seen, ms | over, ms | left |\n|---|---|---:|---:|---:|")
+    for row in rows:
+        seen = "" if row.seen_ms is None else f"{row.seen_ms:.0f}"
+        print(f"| {row.what} | {row.verdict} | {seen} | {row.over_ms:.0f} | {row.left} |{'' if row.good else ' WRONG'}")
+    return 0 if all(row.good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

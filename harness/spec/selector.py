@@ -1,0 +1,119 @@
+"""Selectors: short expressions that pick cases by axis values and ids, as in `--select "tp=4,8 recipe!=bf16"`.
+
+Terms are separated by blanks and all must hold: `axis=value[,value...]`, `axis!=value[,value...]`, `axis>=number` and
+its kin, `id~glob`, and a bare word, which is a part of the id.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.spec.axes import AXES, axis_type, axis_values, checked_value, choices, suggestion
+from harness.spec.case import Case
+from harness.spec.caseid import case_id
+
+_TERM = re.compile(r"([A-Za-z_0-9]+)(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
+_BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+
+
+class Term(msgspec.Struct, frozen=True, kw_only=True):
+    """One condition. `axis` is None for conditions on the id, whose only value is the glob or the part."""
+
+    axis: str | None
+    operator: str
+    values: tuple[object, ...]
+
+    def matches(self, case: Case) -> bool:
+        """True when the case meets the condition."""
+        if self.axis is None:
+            return fnmatch.fnmatchcase(case_id(case), str(self.values[0]))
+        found = axis_values(case)[self.axis]
+        return _OPERATORS[self.operator](found, self.values)
+
+
+class Selector(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed expression; without terms it matches every case."""
+
+    text: str
+    terms: tuple[Term, ...]
+
+    def matches(self, case: Case) -> bool:
+        """True when every term holds."""
+        return all(term.matches(case) for term in self.terms)
+
+
+def parse_selector(text: str) -> Selector:
+    """The selector that `text` spells; HarnessError with a suggestion on an unknown axis or an impossible value."""
+    return Selector(text=text, terms=tuple(_term(word, text) for word in text.split()))
+
+
+def _term(word: str, text: str) -> Term:
+    found = _TERM.fullmatch(word)
+    if found is None:
+        return _id_part(word, text)
+    axis, operator, value = found.groups()
+    if axis == "id" and operator == "~":
+        return Term(axis=None, operator="~", values=(value,))
+    try:
+        return _axis_term(axis, operator, value)
+    except HarnessError as error:
+        raise HarnessError(error.what, where=f"selector '{text}'", fix=error.fix) from error
+
+
+def _id_part(word: str, text: str) -> Term:
+    if re.fullmatch(r"[A-Za-z0-9._+-]+", word) is None:
+        raise HarnessError(
+            f"'{word}' is neither a condition nor part of an id.",
+            where=f"selector '{text}'",
+            fix="write axis=value, axis!=value, axis>=number, id~glob or a part of an id.",
+        )
+    return Term(axis=None, operator="~", values=(f"*{word}*",))
+
+
+def _axis_term(axis: str, operator: str, value: str) -> Term:
+    if axis not in AXES:
+        raise HarnessError(f"unknown axis '{axis}'.", fix=suggestion(axis, ("id", *AXES)))
+    if operator == "~":
+        raise HarnessError("~ compares with the id alone.", fix=f"write id~{value} or {axis}={value}.")
+    ordered = operator not in ("=", "!=")
+    if ordered and axis_type(axis) not in (int, float):
+        raise HarnessError(f"axis '{axis}' has no order.", fix=f"use {axis}= or {axis}!=.")
+    values = tuple(_value(axis, part) for part in ([value] if ordered else value.split(",")))
+    return Term(axis=axis, operator=operator, values=values)
+
+
+def _value(axis: str, text: str) -> object:
+    """The value that a word means on an axis; texts may be given as `a+b` where an axis holds several."""
+    kind = axis_type(axis)
+    try:
+        if kind is bool:
+            return _BOOLS[text.lower()]
+        if kind is tuple:
+            parts = [] if text in ("", "none") else text.split("+")
+            return tuple(sorted(set(checked_value(axis, parts))))  # type: ignore[call-overload]
+        number = kind in (int, float)
+        return checked_value(axis, kind(text) if number else text)  # type: ignore[call-arg]
+    except (KeyError, ValueError) as error:
+        known = [str(choice).lower() for choice in choices(axis)]
+        fix = suggestion(text, known) if known else f"write a number ({kind.__name__})."
+        raise HarnessError(f"axis '{axis}' cannot be '{text}'.", fix=fix) from error
+
+
+def _compare(operator: Callable[[float, float], bool]) -> Callable[[object, tuple[object, ...]], bool]:
+    """An ordered comparison; a value that is not set (None) meets none."""
+    return lambda found, values: isinstance(found, int | float) and operator(found, float(str(values[0])))
+
+
+_OPERATORS: dict[str, Callable[[object, tuple[object, ...]], bool]] = {
+    "=": lambda found, values: found in values,
+    "!=": lambda found, values: found not in values,
+    ">=": _compare(lambda found, limit: found >= limit),
+    "<=": _compare(lambda found, limit: found <= limit),
+    ">": _compare(lambda found, limit: found > limit),
+    "<": _compare(lambda found, limit: found < limit),
+}

@@ -1,0 +1,120 @@
+"""A rank program that runs every collective the virtual device touches and reports which results are right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ReduceOp
+
+from harness.engine.program import RankContext
+from harness.worker.main import start_ranks
+from harness.worker.virtual import device
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16)
+
+
+def preload(options: Mapping[str, str]) -> None:
+    torch.set_num_threads(1)
+    device.install()
+
+
+def values(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(1, 9) * (rank + 1)).float().to(dtype)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.dtype == expected.dtype and torch.equal(found.float(), expected.float())
+
+
+def _functional_gather(mine: torch.Tensor, everyone: torch.Tensor) -> bool:
+    group = dist.group.WORLD.group_name
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(mine, dist.get_world_size(), group)
+    return same(torch.ops._c10d_functional.wait_tensor(gathered), everyone)
+
+
+def _gather_into(mine: torch.Tensor, everyone: torch.Tensor) -> bool:
+    out = torch.empty_like(everyone)
+    dist.all_gather_into_tensor(out, mine)
+    return same(out, everyone)
+
+
+def _gather_list(mine: torch.Tensor, everyone: torch.Tensor) -> bool:
+    outs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(outs, mine)
+    return same(torch.cat(outs), everyone)
+
+
+def _alltoall(mine: torch.Tensor, everyone: torch.Tensor) -> bool:
+    out, world, rank = torch.empty_like(mine), dist.get_world_size(), dist.get_rank()
+    dist.all_to_all_single(out, mine)
+    part = len(mine) // world
+    return same(out, torch.cat([values(other, mine.dtype)[rank * part : (rank + 1) * part] for other in range(world)]))
+
+
+def _broadcast(mine: torch.Tensor, everyone: torch.Tensor) -> bool:
+    out = mine.clone()
+    dist.broadcast(out, src=1)
+    return same(out, values(1, mine.dtype))
+
+
+def _scatter(mine: torch.Tensor, everyone: torch.Tensor) -> bool:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out = torch.empty_like(mine)
+    dist.scatter(out, [values(other, mine.dtype) for other in range(world)] if rank == 0 else None, src=0)
+    return same(out, mine)
+
+
+def _gather(mine: torch.Tensor, everyone: torch.Tensor) -> bool:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outs = [torch.empty_like(mine) for _ in range(world)] if rank == 0 else None
+    dist.gather(mine, outs, dst=0)
+    return outs is None or same(torch.cat(outs), everyone)
+
+
+MOVES: dict[str, Callable[[torch.Tensor, torch.Tensor], bool]] = {
+    "functional all-gather": _functional_gather,
+    "all_gather_into_tensor": _gather_into,
+    "all_gather": _gather_list,
+    "all_to_all_single": _alltoall,
+    "broadcast": _broadcast,
+    "scatter": _scatter,
+    "gather": _gather,
+}
+
+
+def _reductions() -> dict[str, bool]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = values(rank, torch.float32)
+    total = torch.stack([values(other, torch.float32) for other in range(world)]).sum(0)
+    part = slice(rank * len(mine) // world, (rank + 1) * len(mine) // world)
+    results = {}
+    for name, op, factor in (
+        ("SUM", ReduceOp.SUM, 1.0),
+        ("AVG", ReduceOp.AVG, 1 / world),
+        ("PREMUL_SUM", c10d._make_nccl_premul_sum(0.25), 0.25),
+    ):
+        out = torch.empty_like(mine[part])
+        dist.reduce_scatter_tensor(out, mine.clone(), op=op)
+        results[f"reduce_scatter {name}"] = same(out, (total * factor)[part])
+        everywhere = mine.clone()
+        dist.all_reduce(everywhere, op=op)
+        results[f"all_reduce {name}"] = same(everywhere, total * factor)
+    kept = mine.clone()
+    dist.reduce_scatter_tensor(torch.empty_like(mine[part]), kept, op=c10d._make_nccl_premul_sum(0.25))
+    results["PREMUL_SUM leaves its input alone"] = same(kept, mine)
+    return results
+
+
+def rank_main(context: RankContext) -> bytes:
+    start_ranks(context, "cpu")
+    results = {}
+    for dtype in DTYPES:
+        mine = values(context.rank, dtype)
+        everyone = torch.cat([values(rank, dtype) for rank in range(context.world_size)])
+        for name, move in MOVES.items():
+            results[f"{name} {dtype}"] = move(mine, everyone)
+    return json.dumps(results | _reductions()).encode()

@@ -1,0 +1,60 @@
+"""Data and weights: the same bits for ever, learnable, and built so that scale faults are visible."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.worker import data
+
+
+def test_the_bits_never_change():
+    """Every golden rests on these bits. If this fails, the data changed and every golden must be made again."""
+    tokens = data.make_tokens(steps=2, sequences=3, seq_len=8, vocab_size=100, seed=7)
+    weight = data.make_weight("layers.0.attention.wq.weight", (32, 16), seed=7)
+    assert data.digest({"tokens": tokens, "weight": weight}) == DIGEST
+
+
+DIGEST = "46d05d29f482ba788ddaeb6271672a495535bee97e168c930363bcfa8e9ae62b"
+
+
+@settings(max_examples=30)
+@given(vocab_size=st.integers(1, 3000), seed=st.integers(0, 2**32 - 1))
+def test_tokens_are_in_range_and_follow_their_rule(vocab_size, seed):
+    tokens = data.make_tokens(steps=1, sequences=2, seq_len=64, vocab_size=vocab_size, seed=seed)
+    assert tokens.shape == (1, 2, 65)
+    assert tokens.min() >= 0
+    assert tokens.max() < vocab_size
+
+
+def test_tokens_are_zipf_distributed_and_mostly_predictable():
+    tokens = data.make_tokens(steps=4, sequences=16, seq_len=128, vocab_size=500, seed=0)
+    pairs = np.stack([tokens[..., :-1].ravel(), tokens[..., 1:].ravel()])
+    followers: dict[int, list[int]] = {}
+    for before, after in pairs.T:
+        followers.setdefault(int(before), []).append(int(after))
+    predictable = sum(max(followers[key].count(value) for value in set(followers[key])) for key in followers)
+    assert 0.75 < predictable / pairs.shape[1] < 0.9
+    fresh = data.make_tokens(steps=1, sequences=4000, seq_len=1, vocab_size=500, seed=0)[..., 0]
+    assert (fresh == 0).mean() > 4 * (fresh == 9).mean() > 0
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("shape", [(128, 128), (256, 128), (2256, 128)])
+def test_every_shard_has_its_own_amax_and_it_is_negative(shards, axis, shape):
+    """Otherwise a scale taken from one shard, or without abs, would be right by luck."""
+    weight = data.make_weight("w", shape, seed=0)
+    pieces = np.array_split(weight, shards, axis=axis)
+    amaxes = [float(np.abs(piece).max()) for piece in pieces]
+    assert len(set(amaxes)) == shards
+    assert all(piece.min() == -amax for piece, amax in zip(pieces, amaxes, strict=True))
+    assert weight.max() < max(amaxes) / 2
+
+
+def test_vectors_are_ones_and_names_decide_the_bits():
+    assert (data.make_weight("norm", (8,), seed=0) == 1).all()
+    first, second = (data.make_weight(name, (16, 16), seed=0) for name in ("a", "b"))
+    assert not np.array_equal(first, second)

@@ -1,0 +1,138 @@
+"""The virtual `_scaled_mm`: the arithmetic of the stock kernel, the refusals of a GPU, in every role of a linear."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from harness.worker.probes.matmuls import ScaledMMCounter
+from harness.worker.virtual import device
+from harness.worker.virtual.scaled_mm import scaled_mm
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ONE = torch.tensor(1.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    device.install()
+
+
+def operands(m: int, k: int, n: int, *, a_dtype=E4M3, b_dtype=E4M3, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    a = (torch.randn(m, k, generator=generator) * 30).to(a_dtype)
+    b = (torch.randn(n, k, generator=generator) * 30).to(b_dtype).t()
+    return a, b
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+def test_tensorwise_equals_dequantized_float64(out_dtype, a_dtype, b_dtype):
+    a, b = operands(32, 48, 16, a_dtype=a_dtype, b_dtype=b_dtype)
+    scale_a, scale_b = torch.tensor(0.125), torch.tensor(0.03)
+    exact = (a.double() @ b.double()) * (scale_a.double() * scale_b.double())
+    result = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
+    assert result.dtype == out_dtype
+    assert torch.equal(result, exact.to(out_dtype))
+
+
+def test_rowwise_applies_the_scale_of_every_row_and_column():
+    a, b = operands(32, 48, 16)
+    scale_a, scale_b = torch.rand(32, 1) + 0.5, torch.rand(1, 16) + 0.5
+    exact = a.double() @ b.double() * scale_a.double() * scale_b.double()
+    result = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+    assert torch.allclose(result.double(), exact, rtol=2**-8, atol=0)
+    assert not torch.allclose(result.double(), a.double() @ b.double() * scale_a[0].double(), rtol=0.05, atol=0)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6), cut=st.integers(1, 15))
+def test_a_shard_of_the_free_dims_has_the_same_bits(seed, cut):
+    a, b = operands(32, 64, 256, seed=seed)
+    whole = scaled_mm(a, b, ONE, ONE, out_dtype=torch.float32)
+    columns = scaled_mm(a, b[:, 16 * cut :], ONE, ONE, out_dtype=torch.float32)
+    rows = scaled_mm(a[cut:], b, ONE, ONE, out_dtype=torch.float32)
+    assert torch.equal(whole[:, 16 * cut :], columns)
+    assert torch.equal(whole[cut:], rows)
+
+
+def test_the_thread_count_and_the_order_of_summation_do_not_matter():
+    a, b = operands(64, 512, 64)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = scaled_mm(a, b, ONE, ONE, out_dtype=torch.float32)
+        torch.set_num_threads(2)
+        double = scaled_mm(a, b, ONE, ONE, out_dtype=torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+    order = torch.randperm(512)
+    shuffled = scaled_mm(a[:, order].contiguous(), b[order].t().contiguous().t(), ONE, ONE, out_dtype=torch.float32)
+    assert torch.equal(single, double)
+    assert torch.equal(single, shuffled)
+
+
+def refusal(a, b, scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
+    return str(caught.value)
+
+
+def test_what_a_gpu_refuses_is_refused_with_its_words():
+    a, b = operands(32, 48, 32)
+    assert "self.size(1) to be divisible by 16" in refusal(*operands(32, 40, 32))
+    assert "both dimensions of mat2 to be divisible by 16" in refusal(*operands(32, 48, 24))
+    assert "mat2 must be col_major" in refusal(a, b.contiguous())
+    assert "self must be row_major" in refusal(a.t().contiguous().t(), b)
+    assert "must be float (fp32)" in refusal(a, b, ONE.double(), ONE.double())
+    assert "scaling" in refusal(a, b, torch.rand(16, 1), torch.rand(1, 32))
+    assert "contiguous" in refusal(a, b, torch.rand(32, 2)[:, :1], torch.rand(1, 32))
+    assert "Float8_e5m2" in refusal(a.to(E5M2), b.to(E5M2))
+    assert "row-wise" in refusal(a, b, torch.rand(32, 1), torch.rand(1, 32), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "n", "gemm"),
+    [
+        (32, 32, 32, None),
+        (32, 32, 1128, "forward"),
+        (33, 32, 32, "wgrad"),
+        (8, 32, 32, "wgrad"),
+        (32, 40, 32, "forward"),
+    ],
+)
+def test_forward_dgrad_and_wgrad_are_all_checked(tokens, k, n, gemm):
+    """Tokens that are no multiple of 16 pass forward and dgrad: a check of the forward alone is blind to them."""
+    model = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False))
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    x = torch.randn(tokens, k, requires_grad=True)
+    seen = None
+    try:
+        out = model(x)
+        seen = "wgrad"
+        out.sum().backward()
+        seen = None
+    except RuntimeError as error:
+        assert "divisible by 16" in str(error)
+        seen = seen or "forward"
+    assert seen == gemm
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_both_ways_of_counting_agree(recipe):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False), torch.nn.Linear(32, 32, bias=False))
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+    cpu = torch.device("cpu")
+    with ScaledMMCounter(cpu) as by_kernel, ScaledMMCounter(cpu, dispatch=True) as by_dispatch:
+        model(torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert by_kernel.calls == by_dispatch.calls == (4 if recipe == "rowwise_with_gw_hp" else 6)
+
+
+def test_the_out_variant_writes_what_the_other_returns():
+    a, b = operands(32, 48, 16)
+    out = torch.empty(32, 16, dtype=torch.bfloat16)
+    torch._scaled_mm(a, b, scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16, out=out)
+    assert torch.equal(out, torch._scaled_mm(a, b, scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16))
