@@ -15,6 +15,7 @@ from harness.checks.judge import Judgement, judge
 from harness.checks.witnesses import Witnesses
 from harness.engine.wire import JobStatus
 from harness.golden import Golden, GoldenMissing, load_golden
+from harness.machine import installed_version
 from harness.project import Project
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, family_id
@@ -97,8 +98,15 @@ def make_briefs(project: Project, cases: Iterable[Case], *, hardware: str) -> Br
     Raises `HarnessError` for a damaged golden, an unfounded tolerance or an unreadable record of known faults.
     """
     shelf = _Shelf(project.root, hardware)
-    known = read_known(project.known) if project.known.exists() else ()
+    known = known_here(project)
     return Briefs({case_id(case): _brief(case, shelf, known) for case in cases})
+
+
+def known_here(project: Project) -> tuple[KnownFault, ...]:
+    """The recorded upstream faults of the torch that is installed; all of them where none is."""
+    recorded = read_known(project.known) if project.known.exists() else ()
+    torch = installed_version("torch")
+    return tuple(fault for fault in recorded if torch is None or fault.hits_torch(torch))
 
 
 def _brief(case: Case, shelf: _Shelf, known: tuple[KnownFault, ...]) -> Brief:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -39,12 +38,14 @@ def hardware(device: Device) -> str:
     return "cpu" if device == "cpu" else hardware_class(_cuda_name())
 
 
-def installed_version(distribution: str) -> str:
-    """Version of an installed distribution, without importing it; `not installed` when it is not."""
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, without importing it; None when it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(distribution)
     except PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def _cuda_name() -> str:

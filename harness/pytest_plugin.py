@@ -161,15 +161,18 @@ def _project(config: pytest.Config) -> Project:
 
 
 def _plan(config: pytest.Config) -> Plan:
+    import msgspec
+
     from harness.plan import make_plan
 
     with _usage_errors():
-        return make_plan(
+        plan = make_plan(
             device=config.getoption("--fp8-device"),
             slots=config.getoption("--fp8-slots"),
             timeout_s=config.getoption("--fp8-timeout-s"),
             injections=tuple(config.getoption("--fp8-inject")),
         )
+    return msgspec.structs.replace(plan, root_option=config.getoption("--fp8-root"))
 
 
 def _is_asked_for(path: Path, config: pytest.Config) -> bool:

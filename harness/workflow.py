@@ -135,7 +135,7 @@ def _provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
     first = next(traces, None)
     software = first.software if first is not None else {"python": platform.python_version()}
     return {
-        "fp8-harness": installed_version("fp8-harness"),
+        "fp8-harness": installed_version("fp8-harness") or "not installed",
         **dict(sorted(software.items())),
         "device": first.device if first is not None else plan.device,
         "engine": plan.engine,

@@ -118,10 +118,10 @@ def _with_known(found: Judgement, known: KnownFault) -> Judgement:
     record = f"the recorded fault {known.name} ({known.link})"
     if found.verdict is Verdict.PASSED:
         message = f"{record} did not show: close the record"
-        finding = Finding(check=JUDGE, message=message, expected=Verdict(known.verdict).value, found="passed")
+        finding = Finding(check=JUDGE, message=message, expected=known.verdict.value, found="passed")
         return Judgement(verdict=Verdict.UNEXPECTED_PASS, findings=(finding,), checks=found.checks)
     explained = all(_mentions(finding, known.pattern) for finding in found.findings)
-    if found.verdict is Verdict(known.verdict) and found.verdict is not Verdict.INFRA and found.findings and explained:
+    if found.verdict is known.verdict and found.verdict is not Verdict.INFRA and found.findings and explained:
         return msgspec.structs.replace(found, verdict=Verdict.KNOWN)
     return found
 

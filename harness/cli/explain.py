@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import click
 
+from harness.briefs import known_here
 from harness.cli.options import root_option
 from harness.errors import HarnessError
 from harness.project import Project, find_project
@@ -13,7 +14,7 @@ from harness.spec.axes import axis_type, axis_values, case_from_axes, known_axis
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, family_id, parse_case_id, reference_case
 from harness.spec.gemms import converted_fqns, scaled_mm_calls
-from harness.spec.known import match_known, read_known
+from harness.spec.known import match_known
 from harness.spec.rules import Rule
 from harness.spec.rules import explain as explain_rules
 
@@ -69,7 +70,7 @@ def _print_rules(project: Project, case: Case) -> None:
         _print_each("must be refused", [found.refusal])
         for gemm in found.refused_gemms:
             click.echo(f"    {gemm.fqn} {gemm.role}: m {gemm.m}, n {gemm.n}, k {gemm.k}")
-    fault = match_known(read_known(project.known) if project.known.exists() else (), case)
+    fault = match_known(known_here(project), case)
     if fault is not None:
         click.echo(f"  known fault: {fault.name}: {fault.reason} ({fault.link})")
     if not (found.exclusions or found.unsupported or found.refusal or fault):

@@ -13,4 +13,4 @@ _SHOWN = ("fp8-harness", "torch", "torchao", "numpy")
 def version_command() -> None:
     """Print the version of the harness and of what it runs on; imports none of them."""
     for name in _SHOWN:
-        click.echo(f"{name} {installed_version(name)}")
+        click.echo(f"{name} {installed_version(name) or 'not installed'}")

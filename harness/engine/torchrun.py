@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -61,7 +62,8 @@ class TorchrunEngine:
         try:
             folder.prepare()
             for rank in range(job.world_size):
-                ending_path(folder, rank).unlink(missing_ok=True)
+                for path_of in (ending_path, pid_path, phase_path):
+                    path_of(folder, rank).unlink(missing_ok=True)
             orders = RankFile(program=self._program, options=self._options, job=job, started_s=started_s)
             job_path(folder).write_bytes(msgspec.msgpack.encode(orders))
             return _Launch(job, folder, started_s).run(self._command(job, folder))
@@ -141,7 +143,8 @@ class _Launch:
         for rank in range(self._job.world_size):
             path = pid_path(self._folder, rank)
             if path.exists() and not ending_path(self._folder, rank).exists():
-                os.kill(int(path.read_text()), signal.SIGUSR1)
+                with suppress(ProcessLookupError, ValueError):  # it has just ended, or just begun to write
+                    os.kill(int(path.read_text()), signal.SIGUSR1)
 
     def _end_all(self, pid: int) -> None:
         """torchrun gives every rank a session of its own, so its group is not enough: find all by their mark."""

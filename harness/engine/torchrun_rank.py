@@ -41,8 +41,8 @@ class _Program:
 
 def main(folder: JobFolder, rank: int) -> int:
     """Run this rank; returns the exit code: 0 when the program returned."""
-    pid_path(folder, rank).write_text(str(os.getpid()))
     _redirect(folder, rank)
+    pid_path(folder, rank).write_text(str(os.getpid()))  # from now on we can be asked for our stacks
     orders = msgspec.msgpack.decode(job_path(folder).read_bytes(), type=RankFile)
     phases: list[str] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import select
 import selectors
 import signal
 import socket
@@ -120,6 +121,8 @@ def _die_on_hangup(control: socket.socket, *, armed: bool) -> None:
     flags = fcntl.fcntl(control, fcntl.F_GETFL)
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags & ~os.O_ASYNC)
+    if armed and select.select([control], [], [], 0)[0]:
+        sys.exit("the controller was gone before the warm process had started")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from harness.spec.case import Case, ModelShape
 AXES: dict[str, tuple[str, ...]] = {
     "model": ("model", "preset"),
     "vocab_size": ("model", "vocab_size"),
+    "pad_vocab_to_multiple_of": ("model", "pad_vocab_to_multiple_of"),
     "dim": ("model", "dim"),
     "layers": ("model", "layers"),
     "heads": ("model", "heads"),

@@ -10,6 +10,8 @@ import difflib
 import re
 from collections.abc import Callable
 
+import msgspec
+
 from harness.errors import HarnessError
 from harness.spec.axes import case_from_axes
 from harness.spec.case import Case, Float8, Layout, Model, Train
@@ -51,7 +53,7 @@ def case_id(case: Case) -> str:
             *_checkpointing_tokens(case),
             *([] if case.compile == "none" else [case.compile]),
             *_model_tokens(case.model),
-            f"v{case.model.vocab_size}",
+            *_vocab_tokens(case.model),
             *_train_tokens(case.train),
             _DTYPES[case.train.dtype],
             *([] if case.checks.loss_tolerance is None else [f"tol.{case.checks.loss_tolerance!r}"]),
@@ -76,8 +78,8 @@ def parse_case_id(text: str) -> Case:
 def family_id(case: Case) -> str:
     """The name of the golden that this case is compared with: everything that decides data, weights and updates.
 
-    Layout, float8, checkpointing, compile, dtype and checks are not part of it. No default is left out, so that a
-    changed default cannot give an old golden a new meaning.
+    Layout, float8, checkpointing, compile, dtype, padding of the vocabulary and checks are not part of it. No default
+    is left out, so that a changed default cannot give an old golden a new meaning.
     """
     train = case.train
     return "-".join(
@@ -95,10 +97,10 @@ def family_id(case: Case) -> str:
 
 
 def reference_case(case: Case) -> Case:
-    """The run that makes this case's golden: bf16 on one rank, without checkpointing, compilation or own checks."""
+    """The run that makes this case's golden: bf16 on one rank, without checkpointing, compile, padding, own checks."""
     train = case.train
     return Case(
-        model=case.model,
+        model=msgspec.structs.replace(case.model, pad_vocab_to_multiple_of=1),
         train=Train(
             steps=train.steps,
             global_batch=train.global_batch,
@@ -148,6 +150,11 @@ def _checkpointing_tokens(case: Case) -> list[str]:
 def _model_tokens(model: Model) -> list[str]:
     preset = [] if model.preset == "tiny" else [_PRESETS[model.preset]]
     return [*preset, *_override_tokens(model)]
+
+
+def _vocab_tokens(model: Model) -> list[str]:
+    multiple = model.pad_vocab_to_multiple_of
+    return [f"v{model.vocab_size}", *([] if multiple == 1 else [f"vpad{multiple}"])]
 
 
 def _override_tokens(model: Model) -> list[str]:
@@ -210,6 +217,7 @@ _READERS: tuple[tuple[str, _Reader], ...] = (
     (r"ac\.layer(\d+)", lambda found: {"checkpointing": "selective_layer", "checkpoint_every": int(found[1])}),
     (r"filter\.([a-z0-9_.+]+)", lambda found: {"filter_fqns": found[1].split("+")}),
     (r"v(\d+)", _integer("vocab_size")),
+    (r"vpad(\d+)", _integer("pad_vocab_to_multiple_of")),
     *((rf"{word}\.(\d+)", _integer(name)) for name, word in _SHAPE_WORDS.items()),
     (r"gb(\d+)", _integer("global_batch")),
     (r"sl(\d+)", _integer("seq_len")),

@@ -13,8 +13,6 @@ from harness.spec.space import Row, Space, Table
 
 Combination = tuple[tuple[int, int], ...]  # (factor, value) pairs, ascending by factor
 
-_TRIES = {2: 12}  # starting points tried for a cell; more make the array smaller and the wait longer
-
 
 def combinations(space: Space, strength: int) -> Iterator[Combination]:
     """Every combination of values of `strength` factors (all factors when there are fewer), possible or not."""
@@ -59,9 +57,7 @@ def covering_rows(space: Space, strength: int, avoid: Sequence[Table], wanted: I
     missing = dict.fromkeys(wanted)
     rows = []
     while missing:
-        starts = itertools.islice(missing, _TRIES.get(strength, 1))
-        tried = [_grown(space, start, avoid, missing.keys(), strength) for start in starts]
-        row = max(tried, key=lambda row: sum(found in missing for found in combinations_in([row], strength)))
+        row = _grown(space, next(iter(missing)), avoid, missing.keys(), strength)
         rows.append(row)
         for combination in combinations_in([row], strength):
             missing.pop(combination, None)

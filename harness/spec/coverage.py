@@ -23,8 +23,8 @@ class Tuple(msgspec.Struct, frozen=True, kw_only=True):
     """One combination of values and what became of it.
 
     covered: a selected case that must train contains it. refused: none can train, and a selected case that must be
-    refused contains it. skipped: possible, but neither of the two. unsupported, excluded: impossible because of `rules`; one name
-    when a single rule forbids it, several when only together they leave no cell.
+    refused contains it. skipped: possible, but neither of the two. unsupported, excluded: impossible because of
+    `rules`, one name when a single rule forbids it, several when only together they leave no cell.
     """
 
     block: str

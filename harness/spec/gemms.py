@@ -140,5 +140,5 @@ def _features(case: Case, name: str) -> tuple[int, int]:
         "feed_forward.w1": (shape.dim, shape.ffn_dim),
         "feed_forward.w3": (shape.dim, shape.ffn_dim),
         "feed_forward.w2": (shape.ffn_dim, shape.dim),
-        OUTPUT_FQN: (shape.dim, case.model.vocab_size),
+        OUTPUT_FQN: (shape.dim, case.model.padded_vocab_size),
     }[name]

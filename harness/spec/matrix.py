@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from harness.errors import HarnessError
 from harness.spec.case import Case
 from harness.spec.casefile import CaseFile, Strength
 from harness.spec.caseid import case_id
@@ -39,7 +40,10 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 def select(file: CaseFile) -> Selection:
     """The selection of a case file; the same for the same file, always. HarnessError on an impossible matrix."""
-    spaces = spaces_of(file.blocks, file.max_world_size)
+    try:
+        spaces = spaces_of(file.blocks, file.max_world_size)
+    except HarnessError as error:
+        raise HarnessError(error.what, where=f"{file.where}: {error.where}", fix=error.fix) from error
     runnable = [case for case in file.cases if not unsupported(case)]
     cases = {case_id(case): case for case in runnable}
     for space in spaces:
@@ -77,7 +81,7 @@ def _chosen_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> list
     rows = covering_rows(space, strength, training, [c for c in trainable if c not in seen])
     assert trainable.keys() <= seen | combinations_in(rows, strength), "the covering array has a hole"
     seen = combinations_in((row for row in seeds if not is_hit(row, barred)), strength)
-    refusable = possible_combinations(space, strength, barred)
+    refusable = possible_combinations(space, strength, barred, witnessed=trainable.keys() | seen)
     only_refused = [c for c in refusable if c not in trainable and c not in seen]
     return rows + covering_rows(space, strength, barred, only_refused)
 

@@ -144,8 +144,17 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         name="vocab_fills_tp",
         reason="every TP rank must hold at least one row of the vocabulary",
         source="https://docs.pytorch.org/docs/stable/distributed.tensor.html",
-        axes=("vocab_size", "tp"),
-        applies=lambda case: 0 in shard_sizes(case.model.vocab_size, case.layout.tp),
+        axes=("vocab_size", "pad_vocab_to_multiple_of", "tp"),
+        applies=lambda case: 0 in shard_sizes(case.model.padded_vocab_size, case.layout.tp),
+    ),
+    Exclusion(
+        name="vocab_padding_pads",
+        reason="a vocabulary that is a multiple of pad_vocab_to_multiple_of already is not padded: the same run as 1",
+        source="docs/architecture.md",
+        axes=("vocab_size", "pad_vocab_to_multiple_of"),
+        applies=lambda case: (
+            case.model.pad_vocab_to_multiple_of > 1 and case.model.padded_vocab_size == case.model.vocab_size
+        ),
     ),
     Exclusion(
         name="sequence_divides_tp",
@@ -290,9 +299,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         name="output_alignment",
         reason="the converted output layer holds a share of the vocabulary that is not a multiple of 16; pad_inner_dim "
-        "cannot help, because the share is the output dimension of the forward matmul",
+        "cannot help, because the share is the output dimension of the forward matmul; padding the vocabulary to a "
+        "multiple of 16 * tp can",
         source=_META,
-        axes=("vocab_size", *_MODEL_AXES, "tp", "output_layer", *_CONVERSION_AXES),
+        axes=("vocab_size", "pad_vocab_to_multiple_of", *_MODEL_AXES, "tp", "output_layer", *_CONVERSION_AXES),
         applies=lambda case: _misaligned_weights(case, output=True),
         check="alignment",
         pattern=_ALIGNMENT_PATTERN,

@@ -7,6 +7,7 @@ its kin, `id~glob`, and a bare word, which is a part of the id.
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Callable
 
@@ -83,8 +84,19 @@ def _axis_term(axis: str, operator: str, value: str) -> Term:
     ordered = operator not in ("=", "!=")
     if ordered and axis_type(axis) not in (int, float):
         raise HarnessError(f"axis '{axis}' has no order.", fix=f"use {axis}= or {axis}!=.")
-    values = tuple(_value(axis, part) for part in ([value] if ordered else value.split(",")))
+    values = (_limit(axis, value),) if ordered else tuple(_value(axis, part) for part in value.split(","))
     return Term(axis=axis, operator=operator, values=values)
+
+
+def _limit(axis: str, text: str) -> float:
+    """A number to compare with; it need not be one that the axis can have."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not math.isfinite(limit):
+        raise HarnessError(f"axis '{axis}' cannot be compared with '{text}'.", fix="write a finite number.")
+    return limit
 
 
 def _value(axis: str, text: str) -> object:

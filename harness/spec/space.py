@@ -89,17 +89,12 @@ def spaces_of(blocks: Sequence[Block], max_world_size: int | None) -> tuple[Spac
     kinds: list[tuple[Rule, Kind]] = [(rule, "excluded") for rule in rules]
     kinds += [(rule, "unsupported") for rule in UNSUPPORTED]
     kinds += [(rule, "refused") for rule in REFUSALS]
-    return tuple(
-        Space(
-            block=block,
-            tables=tuple(
-                table
-                for table in (*_ignored_tables(block), *(_tabulate(block, rule, kind) for rule, kind in kinds))
-                if table.hits
-            ),
-        )
-        for block in blocks
-    )
+    return tuple(_space(block, kinds) for block in blocks)
+
+
+def _space(block: Block, kinds: Sequence[tuple[Rule, Kind]]) -> Space:
+    tables = (*_ignored_tables(block), *(_tabulate(block, rule, kind) for rule, kind in kinds))
+    return Space(block=block, tables=tuple(table for table in tables if table.hits))
 
 
 def _limit(max_world_size: int | None) -> list[Exclusion]:
@@ -135,6 +130,7 @@ def _ignored_tables(block: Block) -> Iterator[Table]:
         for combination in _combinations(block.groups, factors):
             values = {name: value for name, value in _merged(block, combination).items() if name in names}
             asked = {name for factor, index in combination.items() for name in block.groups[factor].values[index]}
+            _build(block, values)
             if asked.intersection(ignored_axes(values)):
                 hits.append(tuple(combination.values()))
         yield Table(rule=IGNORED_OPTION, kind="excluded", factors=factors, hits=frozenset(hits))
@@ -165,40 +161,49 @@ def _build(block: Block, values: dict[str, object]) -> Case:
         raise HarnessError(error.what, where=f"matrix '{block.name}'", fix=error.fix) from error
 
 
-def _search(domains: list[tuple[int, ...]], avoid: Sequence[Table]) -> Row | None:
-    """Depth-first over the factor with the fewest values left, pruning what `avoid` forbids."""
-    pruned = _prune(domains, avoid)
+def _search(
+    domains: list[tuple[int, ...]], avoid: Sequence[Table], settled: frozenset[int] | None = None
+) -> Row | None:
+    """Depth-first over the factor with the fewest values left. `settled`: what changed; None means everything did."""
+    pruned = _prune(domains, avoid, settled)
     if pruned is None:
         return None
     open_factors = [i for i, domain in enumerate(pruned) if len(domain) > 1]
     if not open_factors:
         return tuple(domain[0] for domain in pruned)
-    factor = min(open_factors, key=lambda i: (len(pruned[i]), i))
+    factor = min(open_factors, key=lambda i: len(pruned[i]))
     for value in pruned[factor]:
-        found = _search([(value,) if i == factor else domain for i, domain in enumerate(pruned)], avoid)
+        narrowed = [*pruned[:factor], (value,), *pruned[factor + 1 :]]
+        found = _search(narrowed, avoid, frozenset((factor,)))
         if found is not None:
             return found
     return None
 
 
-def _prune(domains: list[tuple[int, ...]], avoid: Sequence[Table]) -> list[tuple[int, ...]] | None:
+def _prune(
+    domains: list[tuple[int, ...]], avoid: Sequence[Table], settled: frozenset[int] | None
+) -> list[tuple[int, ...]] | None:
     """Drop values that a table forbids once all but one of its factors are decided; None when nothing is left."""
     domains = list(domains)
-    changed = True
-    while changed:
-        changed = False
-        for table in avoid:
-            undecided = [factor for factor in table.factors if len(domains[factor]) > 1]
-            if len(undecided) > 1:
-                continue
-            target = undecided[0] if undecided else table.factors[0]
-            kept = tuple(value for value in domains[target] if _row(table, domains, target, value) not in table.hits)
-            if not kept:
-                return None
-            changed |= len(kept) < len(domains[target])
+    waiting = [table for table in avoid if settled is None or not settled.isdisjoint(table.factors)]
+    while waiting:
+        table = waiting.pop()
+        undecided = [factor for factor in table.factors if len(domains[factor]) > 1]
+        if len(undecided) > 1:
+            continue
+        target = undecided[0] if undecided else table.factors[0]
+        kept = _allowed(table, domains, target)
+        if not kept:
+            return None
+        if len(kept) < len(domains[target]):
             domains[target] = kept
+            waiting += [other for other in avoid if other is not table and target in other.factors]
     return domains
 
 
-def _row(table: Table, domains: Sequence[tuple[int, ...]], target: int, value: int) -> Row:
-    return tuple(value if factor == target else domains[factor][0] for factor in table.factors)
+def _allowed(table: Table, domains: Sequence[tuple[int, ...]], target: int) -> tuple[int, ...]:
+    """Values of `target` that the table does not forbid next to the decided values of its other factors."""
+    position = table.factors.index(target)
+    row = [domains[factor][0] for factor in table.factors]
+    before, after = tuple(row[:position]), tuple(row[position + 1 :])
+    return tuple(value for value in domains[target] if (*before, value, *after) not in table.hits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -14,13 +13,12 @@ from torch._C._distributed_c10d import FileStore
 from harness.request import RunRequest
 from harness.worker.injection import inject
 from harness.worker.train import train
+from harness.worker.virtual import collectives
 from harness.worker.virtual import device as virtual_device
 from harness.worker.warmup import warm_up
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
-
-_LOOPBACK = "lo"
 
 
 def preload(options: Mapping[str, str]) -> None:
@@ -31,8 +29,8 @@ def preload(options: Mapping[str, str]) -> None:
     torch.set_num_threads(1)
     if options.get("device", "cpu") == "cpu":
         virtual_device.install()
-    if options.get("warmup", "on") == "on":
-        warm_up()
+        if options.get("warmup", "on") == "on":
+            warm_up()
 
 
 def rank_main(context: RankContext) -> bytes:
@@ -59,7 +57,7 @@ def start_ranks(context: RankContext, kind: str) -> torch.device:
         backend = "nccl"
     else:
         device = torch.device("cpu")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-        backend = "gloo"
+        collectives.FABRIC.connect(context.folder)
+        backend = collectives.BACKEND
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
     return device

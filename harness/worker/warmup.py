@@ -1,4 +1,4 @@
-"""The warm-up: trains once on a fake process group, so that forked ranks inherit every lazy import and first-call cost.
+"""The warm-up: trains once on a fabric that loops back, so that forked ranks inherit lazy imports and first-call costs.
 
 What must not be inherited is forgotten again: DTensor's sharding and redistribution caches are keyed by meshes, whose
 equality ignores process groups, and would hand the plans of rank 0 to every other rank.
@@ -12,11 +12,12 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
 from harness.worker.train import train
+from harness.worker.virtual import collectives
 
 _TRAIN = Train(steps=1, global_batch=4, seq_len=16)
 
@@ -38,15 +39,17 @@ WARMUP_CASES = (
 
 
 def warm_up() -> None:
-    """Train every warm-up case as rank 0 of a fake world, then forget what is specific to its meshes."""
+    """Train every warm-up case as rank 0 of a world without peers, then forget what is specific to its meshes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in WARMUP_CASES:
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
+            collectives.FABRIC.loop_back()
+            dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=case.world_size)
             try:
                 train(case, torch.device("cpu"), lambda _: None, ())
             finally:
                 dist.destroy_process_group()
+                collectives.FABRIC.disconnect()
     forget_meshes()
 
 

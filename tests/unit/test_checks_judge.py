@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from harness.spec.known import KnownFault
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from harness.engine.wire import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.golden import Golden, Provenance
 from harness.spec.case import Case, Float8, Layout, Train
 from harness.spec.caseid import family_id
+from harness.spec.known import KnownFault
 from harness.spec.rules import Refusal
 from harness.tolerance import Tolerance
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
@@ -158,12 +158,14 @@ def test_ranks_that_failed_alike_are_one_finding() -> None:
 
 
 def test_a_crash_status_stands_even_with_whole_traces() -> None:
-    assert judge(CASE, GOOD, "crash", witnesses()).verdict is Verdict.CRASH
+    found = judge(CASE, GOOD, "crash", witnesses())
+    assert (found.verdict, found.checks) == (Verdict.CRASH, ("alignment",))
 
 
 def test_a_failed_rank_is_a_crash_even_when_the_engine_says_ok() -> None:
     run = Run(traces=(trace(0),), failures=(failure(1),))
-    assert judge(CASE, run, "ok", witnesses()).verdict is Verdict.CRASH
+    found = judge(CASE, run, "ok", witnesses())
+    assert (found.verdict, found.checks) == (Verdict.CRASH, ("alignment",))
 
 
 def test_an_uncalled_for_refusal_is_explained() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
@@ -52,7 +54,8 @@ def golden(losses: tuple[float, ...] = (7.5, 7.25, 7.1), *, reason: str = "first
 
 def trace(*, device: str = "cpu", converted: tuple[str, ...] = (), calls: int = 0, rank: int = 0) -> RankTrace:
     steps = tuple(
-        StepTrace(step=step, loss=8.0 - step, grad_norm=1.0, scaled_mm_calls=calls, seconds=0.1) for step in (1, 2)
+        StepTrace(step=step, loss=8.0 - step, grad_norm=1.0, scaled_mm_calls=count, seconds=0.1)
+        for step, count in ((1, 0), (2, calls))
     )
     return RankTrace(
         rank=rank,
@@ -74,6 +77,7 @@ def made(run: Run) -> Golden:
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(finite, finite), min_size=1, max_size=6).filter(lambda pairs: len({p[0] for p in pairs}) > 1))
 def test_writing_and_reading_gives_the_same_bits(
     tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]
@@ -124,15 +128,27 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
     assert f"golden update --family {FAMILY}" in (caught.value.fix or "")
 
 
+def test_another_schema_is_named(tmp_path: Path) -> None:
+    write_sealed(golden_path(tmp_path, "cpu", FAMILY), golden(schema=2))
+    with pytest.raises(GoldenDamaged, match="has schema 2, this version reads schema 1"):
+        load_golden(tmp_path, "cpu", FAMILY)
+
+
+def test_one_step_is_enough_for_a_golden(tmp_path: Path) -> None:
+    write_golden(tmp_path, golden((7.5,)))
+    assert load_golden(tmp_path, "cpu", FAMILY).losses == (7.5,)
+
+
 def test_a_truncated_golden_is_found_at_every_length(tmp_path: Path) -> None:
     path = write_golden(tmp_path, golden())
     content = path.read_bytes().rstrip()
-    for length in range(len(content)):
+    for length in range(0, len(content), 3):
         path.write_bytes(content[:length])
         with pytest.raises(GoldenDamaged):
             load_golden(tmp_path, "cpu", FAMILY)
 
 
+@settings(max_examples=30)
 @given(st.binary(max_size=80))
 def test_any_bytes_are_damaged_and_nothing_worse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = golden_path(tmp_path_factory.mktemp("root"), "cpu", FAMILY)
@@ -237,7 +253,7 @@ def test_old_and_new_side_by_side() -> None:
 def test_a_golden_is_made_of_one_finished_bf16_rank() -> None:
     found = made(Run(traces=(trace(device="NVIDIA H200"),), failures=()))
     assert (found.hardware, found.losses, found.grad_norms) == ("nvidia-h200", (7.0, 6.0), (1.0, 1.0))
-    assert found.provenance.software == {"numpy": "2.4", "torch": "2.13.0"}
+    assert list(found.provenance.software.items()) == [("numpy", "2.4"), ("torch", "2.13.0")]
     assert (found.provenance.reason, found.provenance.commit) == ("why", "abc")
 
 
@@ -261,6 +277,23 @@ def test_other_runs_make_no_golden(run: Run) -> None:
 
 def test_without_git_the_commit_is_unknown(tmp_path: Path) -> None:
     assert tree_commit(tmp_path / "nowhere") == "unknown"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_says_when_files_differ_from_it(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    git("init")
+    assert tree_commit(tmp_path) == "unknown"
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "first")
+    clean = tree_commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{40}", clean)
+    (tmp_path / "file").write_text("two")
+    assert tree_commit(tmp_path) == f"{clean}-dirty"
 
 
 def test_a_seal_is_renewed_by_the_tool_only(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_no_shell_and_no_pickles(path: Path) -> None:
 )
 def test_front_ends_start_without_heavy_libraries(module: str) -> None:
     heavy = ["torch", "torchao", "numpy", "rich", "jsonschema", "pytest", "hypothesis"]
-    code = f"import sys, harness.{module}; print(sorted(set({heavy}) & set(sys.modules)))"
+    code = f"import sys, {module}; print(sorted(set({heavy}) & set(sys.modules)))"
     assert _printed(code) == "[]"
 
 

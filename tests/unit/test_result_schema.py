@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.report.document import json_report
@@ -116,6 +116,7 @@ def test_the_schema_is_a_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
+@settings(max_examples=30)
 @given(st.lists(results, max_size=3), seconds, st.booleans())
 def test_every_document_is_valid(found: list[CaseResult], wall_s: float, interrupted: bool) -> None:
     run = RunResult(results=tuple(found), wall_s=wall_s, interrupted=interrupted, provenance={"torch": "2"})

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
@@ -184,18 +184,28 @@ def test_noise_is_the_largest_sample_and_never_falls() -> None:
 distances = st.floats(0, 10) | st.floats(1e-12, 1e-3)
 
 
-@given(st.lists(st.tuples(distances, distances), min_size=24, max_size=24), st.floats(MIN_MARGIN, MAX_MARGIN))
-def test_what_is_fitted_is_carried_by_its_samples(
-    tmp_path_factory: pytest.TempPathFactory, measured: list[tuple[float, float]], margin: float
-) -> None:
-    root = tmp_path_factory.mktemp("root")
-    found = [sample(index // 3, LAYOUTS[index % 3], pair) for index, pair in enumerate(measured)]
+@given(
+    st.lists(st.tuples(distances, distances), min_size=MIN_SEEDS, max_size=MIN_SEEDS), st.floats(MIN_MARGIN, MAX_MARGIN)
+)
+def test_what_is_fitted_lies_between_noise_and_margin(measured: list[tuple[float, float]], margin: float) -> None:
+    found = [sample(seed, layout, pair) for seed, pair in enumerate(measured) for layout in LAYOUTS]
     fitted = fit(found, margin)
+    assert len(fitted) == 2
     assert all(low <= value <= low * margin for low, value in zip(noise(found), fitted, strict=True))
-    validate_tolerances(store(root, table(list(fitted), margin), found))
 
 
-@pytest.mark.parametrize("per_step", [(), (math.nan,), (math.inf,), (-0.1,)])
+def test_what_is_fitted_has_three_digits() -> None:
+    assert fit(samples((0.0, 0.0123456, 0.5)), 2.0) == (0.0, 0.0246, 1.0)
+
+
+@pytest.mark.parametrize("measured", [(0.0, 0.0, 0.0), (1e-9, 0.001234567, 7.0), (0.5, 0.1, 0.3)])
+@pytest.mark.parametrize("margin", [MIN_MARGIN, 2.7182818, MAX_MARGIN])
+def test_what_is_fitted_is_carried_by_its_samples(tmp_path: Path, measured: tuple[float, ...], margin: float) -> None:
+    found = samples(measured)
+    validate_tolerances(store(tmp_path, table(list(fit(found, margin)), margin), found))
+
+
+@pytest.mark.parametrize("per_step", [(), (math.nan,), (math.inf,), (-0.1,), (0.1, math.nan), (-0.1, 0.1)])
 def test_what_is_no_distance_is_not_stored(tmp_path: Path, per_step: tuple[float, ...]) -> None:
     with pytest.raises(ToleranceUnfounded, match="no distance"):
         store(tmp_path, table(), [sample(0, "single", per_step)])
@@ -225,6 +235,7 @@ def test_a_number_without_any_evidence_file_is_an_error(tmp_path: Path) -> None:
             read(tmp_path)
 
 
+@settings(max_examples=30)
 @given(st.binary(max_size=60))
 def test_any_table_reads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     root = tmp_path_factory.mktemp("root")

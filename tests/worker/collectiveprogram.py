@@ -105,12 +105,40 @@ def _reductions() -> dict[str, bool]:
         results[f"all_reduce {name}"] = same(everywhere, total * factor)
     kept = mine.clone()
     dist.reduce_scatter_tensor(torch.empty_like(mine[part]), kept, op=c10d._make_nccl_premul_sum(0.25))
+    for name, op, expected in (
+        ("MAX", ReduceOp.MAX, values(world - 1, torch.float32)),
+        ("MIN", ReduceOp.MIN, values(0, torch.float32)),
+    ):
+        everywhere = mine.clone()
+        dist.all_reduce(everywhere, op=op)
+        results[f"all_reduce {name}"] = same(everywhere, expected)
+    reduced = mine.clone()
+    dist.reduce(reduced, dst=1)
+    results["reduce"] = same(reduced, total if rank == 1 else mine)
+    halves = torch.full((8,), 1.0 + 2**-8 * rank, dtype=torch.bfloat16)
+    dist.all_reduce(halves)
+    rounded_once = sum(torch.full((8,), 1.0 + 2**-8 * other).bfloat16().float() for other in range(world))
+    results["bfloat16 sums are rounded once"] = same(halves, rounded_once.bfloat16())
+    strided = torch.zeros(8, 2)
+    dist.all_reduce(strided[:, 0].copy_(mine))
+    results["strided tensors are written"] = same(strided[:, 0], total)
+    lists = [torch.empty(4) for _ in range(world)]
+    dist.all_to_all(lists, [torch.full((4,), 10.0 * rank + other) for other in range(world)])
+    results["all_to_all"] = all(same(got, torch.full((4,), 10.0 * other + rank)) for other, got in enumerate(lists))
+    dist.barrier()
     results["PREMUL_SUM leaves its input alone"] = same(kept, mine)
     return results
 
 
+def _mismatch() -> None:
+    size = 4 if dist.get_rank() == 0 else 3
+    dist.all_gather_into_tensor(torch.empty(size * dist.get_world_size()), torch.zeros(size))
+
+
 def rank_main(context: RankContext) -> bytes:
     start_ranks(context, "cpu")
+    if context.payload == b"mismatch":
+        _mismatch()
     results = {}
     for dtype in DTYPES:
         mine = values(context.rank, dtype)

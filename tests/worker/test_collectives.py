@@ -1,8 +1,9 @@
-"""The virtual collectives on real gloo ranks: float8 moves, AVG and PREMUL_SUM reduce, nothing else changes."""
+"""The virtual collectives on real ranks: float8 moves, every reduction is right, a mismatch is named."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,31 @@ from harness.engine.wire import Job
 from harness.engine.zygote import ZygoteEngine
 
 
-def test_every_collective_is_right_for_every_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    with ZygoteEngine("collectiveprogram") as engine:
-        job = Job(job_id="collectives", world_size=4, payload=b"", deadline_s=60, folder=str(tmp_path))
-        outcome = engine.run(job)
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ZygoteEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent)
+        with ZygoteEngine("collectiveprogram") as warm:
+            yield warm
+
+
+def job(folder: Path, payload: bytes = b"") -> Job:
+    return Job(job_id="collectives", world_size=4, payload=payload, deadline_s=60, folder=str(folder))
+
+
+def test_ranks_that_disagree_are_told_so_at_once(engine: ZygoteEngine, tmp_path: Path):
+    outcome = engine.run(job(tmp_path, b"mismatch"))
+    assert outcome.status == "crash"
+    assert "all_gather of 16 bytes" in outcome.message
+    assert "all_gather of 12 bytes" in outcome.message
+    assert not list(tmp_path.glob("fabric-*"))
+
+
+def test_every_collective_is_right_for_every_dtype(engine: ZygoteEngine, tmp_path: Path):
+    outcome = engine.run(job(tmp_path))
     assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
     reports = [json.loads(rank.payload or b"") for rank in outcome.ranks]
     assert len(reports) == 4
-    assert len(reports[0]) == 4 * 7 + 7
+    assert len(reports[0]) == 4 * 7 + 13
     wrong = {(rank, name) for rank, report in enumerate(reports) for name, right in report.items() if not right}
     assert not wrong

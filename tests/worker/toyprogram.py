@@ -29,6 +29,8 @@ def preload(options: Mapping[str, str]) -> None:
         threading.Thread(target=time.sleep, args=(60,), name="unwanted", daemon=True).start()
     if "files" in options:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(options["files"]), int(options["files"])))
+    if "ready" in options:
+        Path(options["ready"]).touch()
     if "sleep_s" in options:
         time.sleep(float(options["sleep_s"]))
 

@@ -1,99 +1,202 @@
-"""What gloo lacks and NCCL has: float8 tensors in collectives, and the PREMUL_SUM reduction.
+"""The collectives of the virtual device: what NCCL does, on CPU tensors, over the fabric.
 
-Float8 moves as bytes: the CPU kernels of the c10d operators hand float8 tensors to the stock backend as uint8 views,
-so that DeviceMesh, FSDP2, functional collectives and compiled graphs all work unchanged. PREMUL_SUM (what FSDP2's
-`set_gradient_divide_factor` asks for) never reaches the dispatcher, so the `ProcessGroup` methods scale a copy of the
-input and ask for SUM. Reductions of float8 are refused, as NCCL refuses them.
+The CPU kernels of the c10d operators are replaced, so that DeviceMesh, FSDP2, functional collectives and compiled
+graphs all work unchanged. Unlike gloo they carry float8, AVG and PREMUL_SUM. Sums run in rank order, those of 16-bit
+floats in float32 with one rounding at the end, so every rank gets the same bits. Everything is complete when the call
+returns. Point-to-point operations (pipeline parallelism) are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, Work
+from torch.distributed import ReduceOp
 
-FLOAT8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
-_CPU = torch.device("cpu")
-Boxed = Any  # a ScriptObject around a ProcessGroup or a Work
+from harness.worker.virtual.fabric import Fabric, Group, Loopback
+
+BACKEND = "virtual"
+Boxed = Any  # a ScriptObject around a ProcessGroup, a Work or a ReduceOp
+
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def create_backend(common: Any, options: Any) -> Any:
+    """The process group behind the kernels: it only knows its rank and size."""
+    return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # type: ignore[call-arg]
+
+
+def _group(boxed: Boxed) -> Group | Loopback:
+    group = dist.ProcessGroup.unbox(boxed)
+    return FABRIC.group(group.group_name, lambda: dist.get_process_group_ranks(group), group.rank)
+
+
+def _done() -> Boxed:
+    return Work.boxed(FakeWork())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype in FLOAT8_DTYPES else tensor
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _all_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [_bytes(tensor) for tensor in tensors]
+def _like(payload: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return payload.view(tensor.dtype)
 
 
-def _backend(group: Boxed) -> Any:
-    return dist.ProcessGroup.unbox(group)._get_backend(_CPU)
+def _share(group: Group | Loopback, kind: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Everyone's flattened `tensor`, in rank order."""
+    return [_like(payload, tensor) for payload in group.exchange(kind, _bytes(tensor))]
 
 
-def _with_timeout(options: Any, timeout_ms: int, async_op: bool) -> Any:
-    if timeout_ms > 0:
-        options.timeout = timedelta(milliseconds=timeout_ms)
-    options.asyncOp = async_op
-    return options
+def _write(target: torch.Tensor, flat: torch.Tensor) -> None:
+    # copy_ between equal float8 dtypes is exact, and the target may be strided
+    target.copy_(flat.view(target.shape))
+
+
+def _gather_into(output: torch.Tensor, tensor: torch.Tensor, group: Group | Loopback) -> None:
+    _write(
+        output, torch.cat([part.view(torch.uint8) for part in _share(group, "all_gather", tensor)]).view(output.dtype)
+    )
 
 
 def _allgather_base_(
-    output: torch.Tensor, input: torch.Tensor, group: Boxed, async_op: bool = True, timeout: int = -1
+    output: torch.Tensor, tensor: torch.Tensor, group: Boxed, async_op: bool = True, timeout: int = -1
 ) -> tuple[torch.Tensor, Boxed]:
-    options = _with_timeout(c10d.AllgatherOptions(), timeout, async_op)
-    work = _backend(group)._allgather_base(_bytes(output), _bytes(input), options)
-    return output, work.boxed()
+    _gather_into(output, tensor, _group(group))
+    return output, _done()
+
+
+def _allgather_into_tensor_coalesced_(
+    outputs: list[torch.Tensor], tensors: list[torch.Tensor], group: Boxed, async_op: bool = True
+) -> Boxed:
+    for output, tensor in zip(outputs, tensors, strict=True):
+        _gather_into(output, tensor, _group(group))
+    return _done()
 
 
 def _allgather_(
     outputs: list[list[torch.Tensor]],
-    inputs: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     group: Boxed,
     async_op: bool = True,
     timeout: int = -1,
 ) -> tuple[list[list[torch.Tensor]], Boxed]:
-    options = _with_timeout(c10d.AllgatherOptions(), timeout, async_op)
-    work = _backend(group).allgather([_all_bytes(row) for row in outputs], _all_bytes(inputs), options)
-    return outputs, work.boxed()
+    for row, tensor in zip(outputs, tensors, strict=True):
+        for output, part in zip(row, _share(_group(group), "all_gather", tensor), strict=True):
+            _write(output, part)
+    return outputs, _done()
 
 
 def _allgather_coalesced_(
-    outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], group: Boxed, async_op: bool = True
+    outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], group: Boxed, async_op: bool = True
 ) -> Boxed:
-    options = _with_timeout(c10d.AllgatherOptions(), -1, async_op)
-    rows = [_all_bytes(row) for row in outputs]
-    return _backend(group).allgather_coalesced(rows, _all_bytes(inputs), options).boxed()
+    return _allgather_(outputs, tensors, group)[1]
 
 
-def _allgather_into_tensor_coalesced_(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Boxed, async_op: bool = True
-) -> Boxed:
-    # gloo's Python face lacks the coalesced call; one gather per tensor, in order, is what its C++ side does too.
-    backend, work = _backend(group), None
-    for output, tensor in zip(outputs, inputs, strict=True):
-        if work is not None:
-            work.wait()
-        options = _with_timeout(c10d.AllgatherOptions(), -1, async_op)
-        work = backend._allgather_base(_bytes(output), _bytes(tensor), options)
-    assert work is not None, "a coalesced gather of no tensors"
-    return work.boxed()
+def _reduce(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
+    """Reduce in rank order; returns a new tensor of the dtype of `parts`."""
+    dtype = parts[0].dtype
+    if dtype in _FLOAT8:
+        raise TypeError(f"{dtype} cannot be reduced, as with NCCL: cast it first")
+    total = parts[0].to(_WIDER.get(dtype, dtype), copy=True)
+    combine = _COMBINE.get(op)
+    if combine is None:
+        raise NotImplementedError(f"the virtual device does not reduce with {op}")
+    for part in parts[1:]:
+        combine(total, part.to(total.dtype))
+    if op == ReduceOp.AVG:
+        total /= len(parts)
+    return total.to(dtype)
 
 
-def _alltoall_base_(
-    output: torch.Tensor,
-    input: torch.Tensor,
+_COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    ReduceOp.SUM: torch.Tensor.add_,
+    ReduceOp.AVG: torch.Tensor.add_,
+    ReduceOp.PRODUCT: torch.Tensor.mul_,
+    ReduceOp.MAX: lambda total, part: torch.maximum(total, part, out=total),
+    ReduceOp.MIN: lambda total, part: torch.minimum(total, part, out=total),
+}
+
+
+def _all_reduce(tensor: torch.Tensor, group: Group | Loopback, op: Boxed) -> None:
+    _write(tensor, _reduce(_share(group, "all_reduce", tensor), op.op()))
+
+
+def _allreduce_(
+    tensors: list[torch.Tensor],
     group: Boxed,
-    output_split_sizes: list[int],
-    input_split_sizes: list[int],
+    op: Boxed,
+    sparse_indices: torch.Tensor | None = None,
+    async_op: bool = True,
+    timeout: int = -1,
+) -> tuple[list[torch.Tensor], Boxed]:
+    for tensor in tensors:
+        _all_reduce(tensor, _group(group), op)
+    return tensors, _done()
+
+
+def _allreduce_coalesced_(
+    tensors: list[torch.Tensor], group: Boxed, op: Boxed, async_op: bool = True, timeout: int = -1
+) -> Boxed:
+    return _allreduce_(tensors, group, op)[1]
+
+
+def _reduce_(
+    tensors: list[torch.Tensor],
+    group: Boxed,
+    op: Boxed,
+    root_rank: int,
+    root_tensor: int,
     async_op: bool = True,
     timeout: int = -1,
 ) -> Boxed:
-    options = _with_timeout(c10d.AllToAllOptions(), timeout, async_op)
-    work = _backend(group).alltoall_base(_bytes(output), _bytes(input), output_split_sizes, input_split_sizes, options)
-    return work.boxed()
+    for tensor in tensors:
+        parts = _share(_group(group), "reduce", tensor)
+        if _group(group).rank == root_rank:
+            _write(tensor, _reduce(parts, op.op()))
+    return _done()
+
+
+def _reduce_scatter_into(output: torch.Tensor, tensor: torch.Tensor, group: Group | Loopback, op: Boxed) -> None:
+    mine = slice(group.rank * output.numel(), (group.rank + 1) * output.numel())
+    _write(output, _reduce([part[mine] for part in _share(group, "reduce_scatter", tensor)], op.op()))
+
+
+def _reduce_scatter_base_(
+    output: torch.Tensor, tensor: torch.Tensor, group: Boxed, op: Boxed, async_op: bool = True, timeout: int = -1
+) -> tuple[torch.Tensor, Boxed]:
+    _reduce_scatter_into(output, tensor, _group(group), op)
+    return output, _done()
+
+
+def _reduce_scatter_tensor_coalesced_(
+    outputs: list[torch.Tensor],
+    tensors: list[torch.Tensor],
+    group: Boxed,
+    op: Boxed,
+    async_op: bool = True,
+    timeout: int = -1,
+) -> Boxed:
+    for output, tensor in zip(outputs, tensors, strict=True):
+        _reduce_scatter_into(output, tensor, _group(group), op)
+    return _done()
+
+
+def _reduce_scatter_(
+    outputs: list[torch.Tensor],
+    rows: list[list[torch.Tensor]],
+    group: Boxed,
+    op: Boxed,
+    async_op: bool = True,
+    timeout: int = -1,
+) -> tuple[list[torch.Tensor], Boxed]:
+    for output, row in zip(outputs, rows, strict=True):
+        _reduce_scatter_into(output, torch.stack(list(row)), _group(group), op)
+    return outputs, _done()
 
 
 def _broadcast_(
@@ -104,53 +207,130 @@ def _broadcast_(
     async_op: bool = True,
     timeout: int = -1,
 ) -> tuple[list[torch.Tensor], Boxed]:
-    options = _with_timeout(c10d.BroadcastOptions(), timeout, async_op)
-    options.rootRank, options.rootTensor = root_rank, root_tensor
-    return tensors, _backend(group).broadcast(_all_bytes(tensors), options).boxed()
+    for tensor in tensors:
+        _write(tensor, _share(_group(group), "broadcast", tensor)[root_rank])
+    return tensors, _done()
 
 
 def _scatter_(
     outputs: list[torch.Tensor],
-    inputs: list[list[torch.Tensor]],
+    rows: list[list[torch.Tensor]],
     group: Boxed,
     root_rank: int,
     async_op: bool = True,
     timeout: int = -1,
 ) -> tuple[list[torch.Tensor], Boxed]:
-    options = _with_timeout(c10d.ScatterOptions(), timeout, async_op)
-    options.rootRank = root_rank
-    work = _backend(group).scatter(_all_bytes(outputs), [_all_bytes(row) for row in inputs], options)
-    return outputs, work.boxed()
+    fabric = _group(group)
+    payload = torch.cat([_bytes(part) for part in rows[0]]) if rows else torch.empty(0, dtype=torch.uint8)
+    sent = fabric.exchange("scatter", payload, same_size=False)[root_rank]
+    _write(outputs[0], _like(sent.chunk(fabric.size)[fabric.rank], outputs[0]))
+    return outputs, _done()
 
 
 def _gather_(
     outputs: list[list[torch.Tensor]],
-    inputs: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     group: Boxed,
     root_rank: int,
     async_op: bool = True,
     timeout: int = -1,
 ) -> Boxed:
-    options = _with_timeout(c10d.GatherOptions(), timeout, async_op)
-    options.rootRank = root_rank
-    return _backend(group).gather([_all_bytes(row) for row in outputs], _all_bytes(inputs), options).boxed()
+    parts = _share(_group(group), "gather", tensors[0])
+    for row in outputs:  # empty on every rank but the root
+        for output, part in zip(row, parts, strict=True):
+            _write(output, part)
+    return _done()
+
+
+def _alltoall_base_(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: Boxed,
+    output_split_sizes: list[int],
+    input_split_sizes: list[int],
+    async_op: bool = True,
+    timeout: int = -1,
+) -> Boxed:
+    fabric = _group(group)
+    rows = tensor.size(0) if tensor.dim() else 1
+    splits = list(input_split_sizes) or [rows // fabric.size] * fabric.size
+    row_bytes = tensor.numel() * tensor.itemsize // max(rows, 1)
+    table = torch.tensor([split * row_bytes for split in splits], dtype=torch.int64).view(torch.uint8)
+    received = []
+    for payload in fabric.exchange("all_to_all", torch.cat([table, _bytes(tensor)]), same_size=False):
+        counts = payload[: table.numel()].clone().view(torch.int64).tolist()
+        begin = table.numel() + sum(counts[: fabric.rank])
+        received.append(payload[begin : begin + counts[fabric.rank]])
+    _write(output, torch.cat(received).view(output.dtype))
+    return _done()
+
+
+def _alltoall_(
+    outputs: list[torch.Tensor], tensors: list[torch.Tensor], group: Boxed, async_op: bool = True, timeout: int = -1
+) -> tuple[list[torch.Tensor], Boxed]:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    received = torch.empty(sum(output.numel() for output in outputs), dtype=flat.dtype)
+    _alltoall_base_(
+        received, flat, group, [output.numel() for output in outputs], [tensor.numel() for tensor in tensors]
+    )
+    for output, part in zip(outputs, received.split([output.numel() for output in outputs]), strict=True):
+        _write(output, part)
+    return outputs, _done()
+
+
+def _barrier(
+    tensor: torch.Tensor, group: Boxed, device_ids: list[int], async_op: bool = True, timeout: int = -1
+) -> Boxed:
+    _group(group).exchange("barrier", torch.empty(0, dtype=torch.uint8))
+    return _done()
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def kernel(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"c10d::{name} is not part of the virtual device")
+
+    return kernel
 
 
 CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "_allgather_base_": _allgather_base_,
+    "_reduce_scatter_base_": _reduce_scatter_base_,
     "allgather_": _allgather_,
     "allgather_coalesced_": _allgather_coalesced_,
     "allgather_into_tensor_coalesced_": _allgather_into_tensor_coalesced_,
+    "allreduce_": _allreduce_,
+    "allreduce_coalesced_": _allreduce_coalesced_,
+    "alltoall_": _alltoall_,
     "alltoall_base_": _alltoall_base_,
+    "barrier": _barrier,
     "broadcast_": _broadcast_,
-    "scatter_": _scatter_,
     "gather_": _gather_,
+    "reduce_": _reduce_,
+    "reduce_scatter_": _reduce_scatter_,
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter_tensor_coalesced_,
+    "scatter_": _scatter_,
+    **{name: _refused(name) for name in ("monitored_barrier_", "recv_", "recv_any_source_", "send")},
 }
+
+FABRIC = Fabric(
+    (
+        "open",
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "barrier",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "scatter",
+    )
+)
 
 
 def premul_factor(op: Any) -> float | None:
     """The factor of a PREMUL_SUM reduction, or None for every other reduction."""
-    if op != dist.ReduceOp.PREMUL_SUM:
+    if op != ReduceOp.PREMUL_SUM:
         return None
     _, factor = op.__getstate__()
     assert isinstance(factor, float), f"PREMUL_SUM by a tensor is not supported, got {factor!r}"
@@ -158,14 +338,14 @@ def premul_factor(op: Any) -> float | None:
 
 
 def scaled_reduce_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`ProcessGroup.reduce_scatter_single` that understands PREMUL_SUM."""
+    """`ProcessGroup.reduce_scatter_single` that understands PREMUL_SUM, which the operators below cannot see."""
 
-    def method(group: Any, output: torch.Tensor, input: torch.Tensor, options: Any) -> Any:
+    def method(group: Any, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Any:
         factor = premul_factor(options.reduceOp)
         if factor is not None:
-            input = input if factor == 1.0 else input * factor
-            options.reduceOp = dist.ReduceOp.SUM
-        return stock(group, output, input, options)
+            tensor = tensor if factor == 1.0 else tensor * factor
+            options.reduceOp = ReduceOp.SUM
+        return stock(group, output, tensor, options)
 
     return method
 
@@ -180,7 +360,7 @@ def scaled_allreduce(stock: Callable[..., Any]) -> Callable[..., Any]:
         if factor is not None:
             for tensor in tensors:
                 tensor.mul_(factor)
-            options.reduceOp = dist.ReduceOp.SUM
+            options.reduceOp = ReduceOp.SUM
         return stock(group, tensors, options)
 
     return method

@@ -23,6 +23,7 @@ def install() -> tuple[str, ...]:
     """Install all parts, once per process. Returns their names, sorted."""
     _override("aten", {"_scaled_mm": scaled_mm.scaled_mm, "_scaled_mm.out": scaled_mm.scaled_mm_out})
     _override("c10d", collectives.CPU_KERNELS)
+    dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     group = dist.ProcessGroup
     for name in _REDUCE_SCATTER_NAMES:
         if hasattr(group, name):

@@ -1,0 +1,164 @@
+"""What the front end makes of options, files and folders."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.cells import count_cells
+from harness.errors import HarnessError
+from harness.injection import parse_injection
+from harness.noise import environment, measured_cases, over_seeds
+from harness.plan import Plan, make_plan
+from harness.project import Project, find_project, is_case_file
+from harness.selection import Query, select_cases
+from harness.spec.case import Case, Float8, Layout, Model, Train
+from harness.spec.casefile import parse_case_file
+from harness.spec.caseid import case_id
+from harness.spec.space import spaces_of
+
+GRID = """
+[[matrix]]
+name = "grid"
+[matrix.axes]
+tp = [1, 2, 3]
+recipe = ["bf16", "rowwise", "tensorwise"]
+all_gather = [{fp8_all_gather = false}, {fp8_all_gather = true}]
+"""
+
+
+def make_project(folder: Path) -> Project:
+    (folder / "cases").mkdir(exist_ok=True)
+    (folder / "golden").mkdir(exist_ok=True)
+    return Project(root=folder, state=folder / "state")
+
+
+def test_nearest_root_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_project(tmp_path)
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    monkeypatch.setenv("FP8_HARNESS_STATE", str(tmp_path / "state"))
+    assert find_project() == Project(root=tmp_path.resolve(), state=(tmp_path / "state").resolve())
+
+
+def test_root_without_cases(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="not a project root"):
+        find_project(tmp_path)
+
+
+def test_tiers_leave_out_records(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    for name in ("pr", "smoke", "known", "required"):
+        (project.cases / f"{name}.toml").write_text("")
+    assert project.tiers == ("pr", "smoke")
+    assert is_case_file(project.cases / "pr.toml")
+    assert not is_case_file(project.cases / "known.toml")
+    assert not is_case_file(tmp_path / "pr.toml")
+
+
+def test_old_runs_are_removed(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    folders = [project.new_run_folder() for _ in range(25)]
+    assert project.stored_runs() == tuple(folders[-20:])
+
+
+@pytest.mark.parametrize("text", ["", "x", "x.py", "x.py:", ":f", "x.py:1f", "x.txt:f"])
+def test_injection_form(text: str) -> None:
+    with pytest.raises(HarnessError, match=r"FILE\.py:FUNCTION"):
+        parse_injection(text)
+
+
+@given(st.binary(max_size=40))
+def test_injection_reads_any_file(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    file = tmp_path_factory.mktemp("inject") / "patch.py"
+    file.write_bytes(content)
+    with contextlib.suppress(HarnessError):
+        parse_injection(f"{file}:apply")
+
+
+def test_injection_is_absolute_and_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "patch.py").write_text("raise SystemExit\ndef apply():\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    injection = parse_injection("patch.py:apply")
+    assert injection.target == f"{tmp_path.resolve()}/patch.py:apply"
+
+
+def test_deadline_grows_with_the_case() -> None:
+    small, large = Case(), Case(layout=Layout(tp=8), train=Train(steps=100))
+    plan = Plan(slots=8)
+    assert plan.deadline_s(small) < plan.deadline_s(large)
+    assert Plan(slots=8, timeout_s=3.0).deadline_s(large) == 3.0
+
+
+def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my patch.py").write_text("def apply(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(device="cpu", engine="torchrun", injections=("my patch.py:apply",))
+    assert plan.command("x") == "fp8-harness run --case x --engine torchrun --inject 'my patch.py:apply'"
+
+
+def test_cuda_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(HarnessError, match="no CUDA device"):
+        make_plan(device="cuda")
+    assert make_plan(device="auto").device == "cpu"
+
+
+def test_a_case_is_selected_once(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    (project.cases / "a.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
+    name = case_id(Case(float8=Float8(recipe="rowwise")))
+    assert len(select_cases(project, Query(sources=("a", "a"), case_ids=(name,)))) == 1
+
+
+def test_an_excluded_id_names_its_rule(tmp_path: Path) -> None:
+    case = Case(layout=Layout(dp_shard=3), train=Train(global_batch=8))
+    with pytest.raises(HarnessError, match="batch_divides_dp"):
+        select_cases(make_project(tmp_path), Query(case_ids=(case_id(case),)))
+
+
+@pytest.mark.parametrize("name", ["tp", "recipe", "fp8_all_gather"])
+def test_census_parts_add_up(name: str) -> None:
+    """Cells and rule counts of all values of an axis add up to those of the whole matrix."""
+    file = parse_case_file(GRID, where="grid.toml")
+    values: dict[str, list[object]] = {
+        "tp": [1, 2, 3],
+        "recipe": ["bf16", "rowwise", "tensorwise"],
+        "fp8_all_gather": [False, True],
+    }
+    whole = count_cells(file, {})
+    parts = [count_cells(file, {name: value}) for value in values[name]]
+    assert whole.cells == math.prod(spaces_of(file.blocks, None)[0].sizes)
+    assert sum(part.cells for part in parts) == whole.cells
+    for count in whole.counts:
+        found = [each.cells for part in parts for each in part.counts if each.rule.name == count.rule.name]
+        assert sum(found) == count.cells
+
+
+def test_census_of_a_value_the_matrix_does_not_have() -> None:
+    assert count_cells(parse_case_file(GRID, where="grid.toml"), {"dtype": "bfloat16"}).cells == 0
+
+
+def test_measured_cases_spread_over_layouts_and_leave_out_refusals() -> None:
+    rowwise = Float8(recipe="rowwise")
+    cases = [Case(layout=Layout(dp_shard=size), float8=rowwise) for size in (1, 2, 4, 8)]
+    refused = Case(
+        model=Model(vocab_size=2256), layout=Layout(tp=2), float8=Float8(recipe="rowwise", output_layer=True)
+    )
+    chosen = measured_cases([*cases, refused], layouts=3)
+    assert [case.world_size for case in chosen] == [1, 4, 8]
+    assert [case.train.seed for case in over_seeds(chosen, 2)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_environment_names_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment() == "default"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert environment() == "ATEN_CPU_CAPABILITY=avx2"

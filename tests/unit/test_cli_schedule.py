@@ -1,0 +1,98 @@
+"""The schedule: order, threads, interruption and errors, with work that needs no ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import HarnessError
+from harness.result import CaseResult
+from harness.schedule import run_schedule
+from harness.spec.case import Case, Layout, Train
+from harness.spec.caseid import case_id
+from harness.verdict import Verdict
+
+
+def make_case(dp_shard: int = 1, seed: int = 0) -> Case:
+    return Case(layout=Layout(dp_shard=dp_shard), train=Train(seed=seed))
+
+
+def make_result(case: Case) -> CaseResult:
+    return CaseResult(
+        case_id=case_id(case), verdict=Verdict.PASSED, findings=(), attempts=(), world_size=case.world_size
+    )
+
+
+class FakeWork:
+    """Records what it is asked to do; interrupts or raises at the given position."""
+
+    def __init__(self, *, interrupt_at: int | None = None, raise_at: int | None = None) -> None:
+        self.order: list[Case] = []
+        self.stopped = threading.Event()
+        self._interrupt_at = interrupt_at
+        self._raise_at = raise_at
+
+    def run(self, case: Case) -> CaseResult | None:
+        self.order.append(case)
+        if self._raise_at == len(self.order):
+            raise HarnessError("planted")
+        if self._interrupt_at == len(self.order):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert self.stopped.wait(10)
+            return None
+        return make_result(case)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+class FakeObserver:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def started(self, case: Case) -> None:
+        assert threading.current_thread() is threading.main_thread()
+
+    def finished(self, result: CaseResult) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.seen.append(result.case_id)
+
+
+@given(st.lists(st.integers(1, 8), max_size=12), st.integers(1, 4))
+def test_results_keep_the_order_of_selection(sizes: list[int], jobs: int) -> None:
+    cases = [make_case(size, seed) for seed, size in enumerate(sizes)]
+    observer = FakeObserver()
+    ended = run_schedule(cases, FakeWork(), observer, jobs=jobs)
+    assert [result and result.case_id for result in ended.results] == [case_id(case) for case in cases]
+    assert sorted(observer.seen) == sorted(case_id(case) for case in cases)
+    assert not ended.interrupted
+
+
+def test_largest_world_first_then_order_of_selection() -> None:
+    cases = [make_case(2, 0), make_case(8, 1), make_case(4, 2), make_case(8, 3)]
+    work = FakeWork()
+    run_schedule(cases, work, FakeObserver(), jobs=1)
+    assert [case.train.seed for case in work.order] == [1, 3, 2, 0]
+
+
+def test_interrupt_keeps_what_is_finished_and_starts_nothing() -> None:
+    cases = [make_case(seed=seed) for seed in range(6)]
+    work = FakeWork(interrupt_at=3)
+    before = signal.getsignal(signal.SIGINT)
+    ended = run_schedule(cases, work, FakeObserver(), jobs=1)
+    assert ended.interrupted
+    assert [result is not None for result in ended.results] == [True, True, False, False, False, False]
+    assert len(work.order) == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_in_a_thread_stops_the_run_and_is_raised() -> None:
+    work = FakeWork(raise_at=2)
+    with pytest.raises(HarnessError, match="planted"):
+        run_schedule([make_case(seed=seed) for seed in range(6)], work, FakeObserver(), jobs=1)
+    assert work.stopped.is_set()

@@ -1,0 +1,74 @@
+"""Recorded upstream faults: they are read strictly, hit the right cases, and only the recorded versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.spec.caseid import parse_case_id
+from harness.spec.known import match_known, read_known
+from harness.verdict import Verdict
+
+RECORD = """\
+[[fault]]
+name = "nan-scale"
+where = "tp>1 recipe=rowwise"
+verdict = "crash"
+pattern = "scale .* nan"
+link = "https://github.com/pytorch/ao/issues/1"
+torch = ">=2.13,<2.14"
+reason = "An example."
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "known.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_record_hits_its_cases(tmp_path: Path) -> None:
+    (fault,) = faults = read_known(write(tmp_path, RECORD))
+    assert fault.verdict is Verdict.CRASH
+    assert match_known(faults, parse_case_id("tp2-rowwise-v2048-f32")) is fault
+    assert match_known(faults, parse_case_id("tp2-tensorwise-v2048-f32")) is None
+    assert match_known((), parse_case_id("tp2-rowwise-v2048-f32")) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "hit"),
+    [("2.13.0+cpu", True), ("2.13.1", True), ("2.12.9", False), ("2.14.0", False), ("2.13.0a0+git12", True)],
+)
+def test_a_record_hits_its_versions(tmp_path: Path, version: str, hit: bool) -> None:
+    (fault,) = read_known(write(tmp_path, RECORD))
+    assert fault.hits_torch(version) is hit
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("nan-scale", "", "known.toml:2: 'name' must be a text"),
+        ('reason = "An example."', "", "known.toml:1: 'reason' must be a text"),
+        ("crash", "crahs", "known.toml:4: verdict 'crahs' is not a failure. Fix: did you mean crash"),
+        ("crash", "passed", "verdict 'passed' is not a failure"),
+        ("scale .* nan", "(", "known.toml:5: not a regular expression"),
+        ("tp>1", "tpp>1", "unknown axis 'tpp'"),
+        (">=2.13,<2.14", "2.13", "'2.13' is no version limit"),
+        ("link =", "links =", "known.toml:6: unknown key 'links'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(HarnessError) as caught:
+        read_known(write(tmp_path, RECORD.replace(old, new, 1)))
+    assert message in caught.value.text
+
+
+def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="two faults are named 'nan-scale'"):
+        read_known(write(tmp_path, RECORD + RECORD))
+
+
+def test_the_records_of_the_project_are_readable() -> None:
+    read_known(Path(__file__).parents[2] / "cases" / "known.toml")

@@ -1,0 +1,165 @@
+"""The matrix: every possible combination is covered, nothing impossible is selected, and it is always the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.errors import HarnessError
+from harness.spec.axes import axis_values
+from harness.spec.case import Case
+from harness.spec.casefile import AxisGroup, Block, CaseFile, Strength, parse_case_file, read_case_file
+from harness.spec.caseid import case_id, family_id
+from harness.spec.cover import combinations_in
+from harness.spec.matrix import Selection, select
+from harness.spec.rules import exclusions, expected_refusal, unsupported
+from harness.spec.space import Row, Space, spaces_of
+
+CASES = Path(__file__).parents[2] / "cases"
+
+_VALUES: dict[str, list[object]] = {
+    "tp": [1, 2, 4, 3],
+    "dp_shard": [1, 2, 8],
+    "recipe": ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"],
+    "fp8_all_gather": [False, True],
+    "output_layer": [False, True],
+    "pad_inner_dim": [False, True],
+    "vocab_size": [2048, 2256, 2050],
+    "seq_len": [32, 40],
+    "compile": ["none", "graph"],
+    "loss_parallel": [True, False],
+}
+
+
+@functools.cache
+def tier_selection(tier: str) -> Selection:
+    return select(read_case_file(CASES / f"{tier}.toml"))
+
+
+def make_file(axes: dict[str, list[object]], *, strength: Strength = 2, cases: tuple[Case, ...] = ()) -> CaseFile:
+    groups = tuple(
+        AxisGroup(name=name, values=tuple({name: value} for value in values)) for name, values in axes.items()
+    )
+    block = Block(name="block", base={}, groups=groups)
+    return CaseFile(name="test", where="test.toml", strength=strength, max_world_size=8, blocks=(block,), cases=cases)
+
+
+def all_rows(space: Space) -> list[Row]:
+    return list(itertools.product(*map(range, space.sizes)))
+
+
+def possible(space: Space, row: Row) -> bool:
+    """Judged on the whole case, without the space's tables."""
+    case = space.case(row)
+    asked = {name: value for i, group in enumerate(space.block.groups) for name, value in group.values[row[i]].items()}
+    kept = axis_values(case)
+    meaningful = all(kept[name] == value for name, value in asked.items())
+    return meaningful and case.world_size <= 8 and not exclusions(case) and not unsupported(case)
+
+
+@settings(max_examples=25)
+@given(st.data(), st.sampled_from([2, 3]))
+def test_the_cover_against_brute_force(data: st.DataObject, strength: Strength) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(_VALUES)), min_size=1, max_size=5, unique=True))
+    file = make_file({name: _VALUES[name] for name in names}, strength=strength)
+    (space,) = spaces_of(file.blocks, file.max_world_size)
+    assert isinstance(strength, int)
+    rows = [row for row in all_rows(space) if possible(space, row)]
+    training = [row for row in rows if expected_refusal(space.case(row)) is None]
+    selection = select(file)
+    chosen = [row for case in selection.cases if (row := space.row_of(case)) is not None]
+    assert len(chosen) == len(selection.cases)
+    assert set(chosen) <= set(rows)
+    trained = [row for row in chosen if row in set(training)]
+    assert combinations_in(trained, strength) == combinations_in(training, strength)
+    assert combinations_in(chosen, strength) == combinations_in(rows, strength)
+
+
+def test_full_takes_every_possible_cell() -> None:
+    file = make_file({"tp": [1, 2, 3], "recipe": ["bf16", "rowwise"], "output_layer": [False, True]}, strength="full")
+    (space,) = spaces_of(file.blocks, file.max_world_size)
+    assert [space.row_of(case) for case in select(file).cases] == [r for r in all_rows(space) if possible(space, r)]
+
+
+def test_cells_are_counted_by_rule() -> None:
+    selection = select(make_file({"tp": [1, 3], "recipe": ["bf16", "rowwise"], "compile": ["none", "graph"]}))
+    assert selection.candidates == 8
+    assert selection.excluded == {"ffn_divides_tp": 4, "heads_divide_tp": 4, "sequence_divides_tp": 4}
+    assert selection.unsupported == {"no_compile_yet": 4}
+    assert [case_id(case) for case in selection.cases] == ["single-bf16-v2048-f32", "single-rowwise-v2048-f32"]
+
+
+def test_must_run_cases_come_first_and_once() -> None:
+    must = (Case(), *select(make_file({"recipe": ["rowwise"], "tp": [2]})).cases)
+    selection = select(make_file({"tp": [1, 2], "recipe": ["rowwise", "bf16"]}, cases=must))
+    assert selection.cases[: len(must)] == must
+    assert len(set(map(case_id, selection.cases))) == len(selection.cases) == 4
+
+
+def test_a_combination_that_is_always_refused_is_still_run() -> None:
+    cases = select(
+        make_file({"recipe": ["tensorwise"], "vocab_size": [2048, 2050], "output_layer": [False, True]})
+    ).cases
+    assert [case_id(case) for case in cases if expected_refusal(case)] == ["single-tensorwise-head.fp8-v2050-f32"]
+    assert len(cases) == 4
+
+
+def test_nothing_possible_is_an_empty_selection() -> None:
+    assert select(make_file({"tp": [3]})).empty
+    assert not select(make_file({"tp": [1]})).empty
+
+
+@pytest.mark.parametrize("tier", ["smoke", "pr", "nightly"])
+def test_tiers(tier: str) -> None:
+    selection = tier_selection(tier)
+    ids = [case_id(case) for case in selection.cases]
+    assert len(set(ids)) == len(ids)
+    assert selection.cases[: len(selection.file.cases)] == selection.file.cases
+    assert not any(exclusions(case) or unsupported(case) for case in selection.cases)
+    assert max(case.world_size for case in selection.cases) <= 8
+    sizes = {"smoke": (6, 10), "pr": (35, 70), "nightly": (200, 400)}
+    low, high = sizes[tier]
+    assert low <= len(ids) <= high
+    assert len({family_id(case) for case in selection.cases}) <= 24
+
+
+def test_the_matrix_tiers_hold_every_layout_of_the_project() -> None:
+    layouts = {
+        *((1, 1, tp) for tp in (1, 2, 4, 8)),
+        *((1, shard, 1) for shard in (2, 3, 4, 5, 6, 8)),
+        *((2, 2, 1), (2, 4, 1), (4, 2, 1)),
+        *((1, 2, 2), (1, 2, 4), (1, 4, 2), (2, 2, 2)),
+    }
+    for tier in ("pr", "nightly"):
+        cases = [case.layout for case in tier_selection(tier).cases]
+        assert {(layout.dp_replicate, layout.dp_shard, layout.tp) for layout in cases} == layouts
+
+
+def test_the_selection_does_not_depend_on_the_hash_seed() -> None:
+    code = (
+        "import sys, pathlib; from harness.spec.casefile import read_case_file; from harness.spec.matrix import select;"
+        "from harness.spec.caseid import case_id; assert 'torch' not in sys.modules and 'numpy' not in sys.modules;"
+        "print(*map(case_id, select(read_case_file(pathlib.Path(sys.argv[1]))).cases))"
+    )
+    here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(CASES / "pr.toml")]
+    first, second = (
+        subprocess.run(command, env=here | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        for seed in ("1", "2")
+    )
+    assert first == second
+    assert len(first.split()) > 30
+
+
+def test_a_matrix_whose_sizes_do_not_fit_is_refused() -> None:
+    file = parse_case_file('[[matrix]]\nname = "m"\naxes = {heads = [3, 4], tp = [1, 2]}\n', where="f.toml")
+    with pytest.raises(HarnessError, match=r"f.toml: matrix 'm': .*does not split into 3 heads"):
+        select(file)

@@ -1,0 +1,227 @@
+"""Rules and shape arithmetic: what is excluded, what must be refused, and how many scaled matmuls a step has."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from harness.errors import HarnessError
+from harness.spec.axes import AXES, axis_values, case_from_axes
+from harness.spec.case import Case
+from harness.spec.caseid import parse_case_id
+from harness.spec.gemms import converted_fqns, gemms, recomputed_calls, scaled_mm_calls, shard_sizes
+from harness.spec.rules import (
+    EXCLUSIONS,
+    REFUSALS,
+    UNSUPPORTED,
+    Rule,
+    exclusions,
+    expected_refusal,
+    explain,
+    is_misaligned,
+    unsupported,
+)
+
+RULES: tuple[Rule, ...] = (*EXCLUSIONS, *UNSUPPORTED, *REFUSALS)
+
+
+def excluded_by(**axes: object) -> set[str]:
+    return {rule.name for rule in exclusions(case_from_axes(axes))}
+
+
+def refused_by(text: str) -> str | None:
+    refusal = expected_refusal(parse_case_id(text))
+    return refusal.name if refusal else None
+
+
+@settings(max_examples=60)
+@given(st.from_type(Case), st.from_type(Case))
+def test_rules_read_only_the_axes_they_name(case: Case, other: Case) -> None:
+    values, others = axis_values(case), axis_values(other)
+    for rule in RULES:
+        try:
+            grafted = case_from_axes({name: (values if name in rule.axes else others)[name] for name in AXES})
+        except HarnessError:
+            continue
+        kept = axis_values(grafted)
+        if all(kept[name] == values[name] for name in rule.axes):
+            assert rule.applies(grafted) == rule.applies(case), rule.name
+
+
+def test_rules_have_different_names_reasons_and_sources() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert rule.reason
+        assert rule.source
+        assert set(rule.axes) <= set(AXES)
+
+
+EXAMPLES: list[tuple[str, dict[str, object]]] = [
+    ("batch_divides_dp", {"dp_shard": 3}),
+    ("replicate_needs_shard", {"dp_replicate": 2}),
+    ("heads_divide_tp", {"tp": 4, "kv_heads": 2}),
+    ("heads_divide_tp", {"tp": 3}),
+    ("ffn_divides_tp", {"tp": 4, "ffn_dim": 258}),
+    ("vocab_fills_tp", {"tp": 4, "vocab_size": 5}),
+    ("vocab_padding_pads", {"vocab_size": 2048, "pad_vocab_to_multiple_of": 16}),
+    ("sequence_divides_tp", {"tp": 4, "seq_len": 30}),
+    ("all_gather_needs_fsdp", {"recipe": "tensorwise", "fp8_all_gather": True}),
+    ("all_gather_needs_tensorwise", {"recipe": "rowwise", "fp8_all_gather": True, "dp_shard": 2}),
+    ("precompute_needs_all_gather", {"recipe": "tensorwise", "precompute_scale": True, "dp_shard": 2}),
+    ("tp_styles_need_tp", {"recipe": "tensorwise", "tp_styles": "float8"}),
+    ("tp_styles_need_tensorwise", {"recipe": "rowwise", "tp_styles": "float8", "tp": 2}),
+    (
+        "tp_styles_need_converted_blocks",
+        {"recipe": "tensorwise", "tp_styles": "float8", "tp": 2, "filter_fqns": ["wq"]},
+    ),
+    ("filter_matches", {"recipe": "rowwise", "filter_fqns": ["w9"]}),
+    ("filter_contradicts_output", {"recipe": "rowwise", "filter_fqns": ["output"], "output_layer": True}),
+    ("something_converted", {"recipe": "rowwise", "filter_fqns": ["layers"]}),
+    ("every_reaches_a_layer", {"checkpointing": "selective_layer", "checkpoint_every": 3}),
+    ("async_tp_needs_tp", {"async_tp": True, "compile": "graph"}),
+    ("async_tp_needs_compile", {"async_tp": True, "tp": 2}),
+    (
+        "async_tp_needs_sequence_parallel",
+        {"async_tp": True, "tp": 2, "compile": "graph", "sequence_parallel": False},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "axes"), EXAMPLES)
+def test_each_exclusion(name: str, axes: dict[str, object]) -> None:
+    assert name in excluded_by(**axes)
+
+
+def test_every_exclusion_has_an_example() -> None:
+    assert {name for name, _ in EXAMPLES} == {rule.name for rule in EXCLUSIONS}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "single-tensorwise-v2048-f32",
+        "tp8-bf16-v2050-f32",
+        "fsdp2-tensorwise-ag.fp8pre-v2048-f32",
+        "hsdp2x2-tp2-tensorwise-ag.fp8-tpstyle.fp8-head.fp8-pad-ac.full-v2048-b16",
+        "tp4-nosp-nolp-rowwise-filter.wq-v2048-sl30-f32",
+    ],
+)
+def test_sound_cases_are_not_excluded(text: str) -> None:
+    assert exclusions(parse_case_id(text)) == ()
+    assert unsupported(parse_case_id(text)) == ()
+
+
+def test_what_is_not_built_yet() -> None:
+    case = case_from_axes({"async_tp": True, "tp": 2, "compile": "graph"})
+    assert exclusions(case) == ()
+    assert [rule.name for rule in unsupported(case)] == ["no_compile_yet", "no_async_tp_yet"]
+
+
+# Every line agrees with torchao 0.18 on torch 2.13, called with these shapes on the meta device.
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("tp2-tensorwise-head.fp8-v2256-f32", "output_alignment"),
+        ("tp4-tensorwise-head.fp8-v2256-f32", "output_alignment"),
+        ("tp8-rowwise-head.fp8-v2256-f32", "output_alignment"),
+        ("tp2-tensorwise-head.fp8-pad-v2256-f32", "output_alignment"),
+        ("tp8-tensorwise-head.fp8-pad-v2256-f32", "output_alignment"),
+        ("single-tensorwise-head.fp8-v2256-f32", None),
+        ("fsdp8-tensorwise-head.fp8-v2256-f32", None),
+        ("tp8-tensorwise-v2256-f32", None),
+        ("tp8-tensorwise-head.fp8-v2560-f32", None),
+        ("tp8-tensorwise-head.fp8-v2256-vpad128-f32", None),
+        ("tp8-tensorwise-head.fp8-v2256-vpad64-f32", None),
+        ("tp8-tensorwise-head.fp8-v2256-vpad20-f32", "output_alignment"),
+        ("tp8-bf16-v2256-f32", None),
+        ("tp4-tensorwise-head.fp8-v2114-f32", "output_alignment"),
+        ("fsdp8-tensorwise-v2048-sl40-f32", "token_alignment"),
+        ("fsdp8-rowwise-v2048-sl40-f32", "token_alignment"),
+        ("fsdp8-tensorwise-pad-v2048-sl40-f32", None),
+        ("fsdp8-rowwise_with_gw_hp-v2048-sl40-f32", None),
+        ("tp8-rowwise-ffn.320-v2048-f32", "block_alignment"),
+        ("tp8-rowwise-filter.w1+w2+w3-ffn.320-v2048-f32", None),
+        ("tp8-tensorwise-pad-ffn.320-v2048-f32", "block_alignment"),
+    ],
+)
+def test_the_alignment_contract(text: str, refusal: str | None) -> None:
+    assert refused_by(text) == refusal
+
+
+@given(st.from_type(Case))
+def test_a_refusal_is_exactly_a_misaligned_matmul(case: Case) -> None:
+    assume(not exclusions(case))
+    explanation = explain(case)
+    assert (explanation.refusal is not None) == any(is_misaligned(case, gemm) for gemm in gemms(case))
+    assert bool(explanation.refused_gemms) == (explanation.refusal is not None)
+
+
+def test_the_first_refused_matmul_is_named() -> None:
+    first = explain(parse_case_id("tp2-tensorwise-head.fp8-v2256-f32")).refused_gemms[0]
+    assert (first.fqn, first.role, first.m, first.k, first.n) == ("output", "forward", 256, 128, 1128)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Expected self.size(1) to be divisible by 16, but got self.size(1)=40",
+        "Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])",
+        "Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: (128x40).",
+        "mat2 shape (128x1128) must be divisible by 16",
+    ],
+)
+def test_refusals_know_the_messages_of_torch(message: str) -> None:
+    assert all(re.search(rule.pattern, f"RuntimeError: {message}") for rule in REFUSALS)
+    assert not any(re.search(rule.pattern, "RuntimeError: CUDA out of memory") for rule in REFUSALS)
+
+
+def test_converted_linears() -> None:
+    assert converted_fqns(Case()) == ()
+    assert len(converted_fqns(parse_case_id("single-rowwise-v2048-f32"))) == 14
+    fqns = converted_fqns(parse_case_id("single-rowwise-head.fp8-filter.layers.0+wk-v2048-f32"))
+    assert "output" in fqns
+    assert list(fqns) == sorted(fqns)
+    assert len(fqns) == 7
+    assert not any("wk" in fqn or "layers.0" in fqn for fqn in fqns)
+
+
+# Counted with torchao 0.18 and torchtitan's checkpointing on two blocks of seven linears.
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("single-bf16-ac.full-v2048-f32", 0),
+        ("single-tensorwise-v2048-f32", 42),
+        ("single-tensorwise-head.fp8-v2048-f32", 45),
+        ("tp2-rowwise-ac.full-v2048-f32", 56),
+        ("tp2-rowwise-ac.op-v2048-f32", 48),
+        ("single-rowwise_with_gw_hp-v2048-f32", 28),
+        ("single-rowwise_with_gw_hp-ac.full-v2048-f32", 42),
+        ("single-rowwise_with_gw_hp-ac.op-v2048-f32", 34),
+        ("single-tensorwise-ac.layer2-v2048-f32", 49),
+        ("single-tensorwise-ac.layer1-v2048-f32", 56),
+        ("single-tensorwise-filter.wq-ac.op-v2048-f32", 42),
+        ("single-tensorwise-filter.wk-ac.op-v2048-f32", 40),
+        ("single-tensorwise-filter.w2-ac.op-v2048-f32", 42),
+        ("single-tensorwise-filter.wk+wo-ac.op-v2048-f32", 32),
+        ("single-tensorwise-filter.wk-ac.full-v2048-f32", 48),
+    ],
+)
+def test_scaled_matmuls_of_a_step(text: str, calls: int) -> None:
+    assert scaled_mm_calls(parse_case_id(text)) == calls
+
+
+@given(st.from_type(Case))
+def test_matmuls_and_calls_agree(case: Case) -> None:
+    even = case_from_axes(axis_values(case) | {"tp": 1})
+    assert len(gemms(even)) + recomputed_calls(even) == scaled_mm_calls(even)
+
+
+@given(st.integers(1, 1000), st.integers(1, 16))
+def test_shards_add_up(total: int, ranks: int) -> None:
+    sizes = shard_sizes(total, ranks)
+    assert sum(sizes) == total
+    assert len(sizes) == ranks
+    assert list(sizes) == sorted(sizes, reverse=True)
