@@ -1,4 +1,4 @@
-"""The trace: what a run recorded, one value per rank. Plain numbers and strings, no torch.
+"""The run: what every rank recorded, or how it failed.
 
 Written inside a rank (`worker/`), read by `checks/`. Every probe adds its own part as an optional field: a part that
 is None was not recorded, which is different from recorded-and-empty.
@@ -6,11 +6,10 @@ is None was not recorded, which is different from recorded-and-empty.
 
 from __future__ import annotations
 
-import msgspec
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything recorded: immutable, keyword-only, unknown keys refused."""
+from harness.trace.operands import OperandTrace
+from harness.trace.record import Record
+from harness.trace.sketches import TensorSketch
+from harness.trace.traffic import SavedMemory, TrafficRecord
 
 
 class StepTrace(Record, frozen=True):
@@ -35,6 +34,10 @@ class RankTrace(Record, frozen=True):
     software: dict[str, str]  # torch, torchao, numpy, python
     device: str  # "cpu" or the CUDA device name
     virtual: tuple[str, ...]  # parts of the virtual FP8 device that were installed, sorted
+    sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
+    operands: OperandTrace | None = None
+    traffic: tuple[TrafficRecord, ...] | None = None
+    saved_memory: tuple[SavedMemory, ...] | None = None
 
 
 class RankFailure(Record, frozen=True):

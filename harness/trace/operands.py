@@ -1,0 +1,78 @@
+"""Operands: every cast to float8 and every scaled matmul of a rank, in execution order.
+
+Recorded by `worker/probes/operands.py`. Numbers are of the local tensor of this rank unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from harness.trace.record import Record
+
+Role = Literal["input", "weight", "grad_output"]
+CastPhase = Literal["forward", "recompute", "backward", "all_gather"]
+Gemm = Literal["forward", "dgrad", "wgrad", "recompute"]
+
+
+class ScaleSummary(Record, frozen=True):
+    """A scale tensor (torchao's meaning: what the high-precision value is multiplied by), without its values."""
+
+    shape: tuple[int, ...]
+    dtype: str  # "float32"
+    minimum: float
+    maximum: float
+    total: float  # sum in float64: adds up over shards
+    digest: str  # of the bytes
+    power_of_two: bool  # every value is an exact power of two
+
+
+class CastRecord(Record, frozen=True):
+    """One cast of a high-precision tensor to float8."""
+
+    index: int  # execution order on this rank, over the whole run, shared with matmuls
+    step: int  # 1-based
+    fqn: str  # of the linear, or of the module whose input or output is cast
+    role: Role
+    phase: CastPhase
+    shape: tuple[int, ...]  # of the logical tensor
+    local_shape: tuple[int, ...]
+    placements: tuple[str, ...]  # "Shard(0)", "Replicate()", ... per mesh axis; empty for a plain tensor
+    mesh_axes: tuple[str, ...]  # names of the mesh axes that `placements` speaks of
+    source_dtype: str  # "float32", "bfloat16"
+    target_dtype: str  # "float8_e4m3fn", "float8_e5m2"
+    axiswise_dim: int | None  # None: one scale for the tensor
+    scale: ScaleSummary
+    amax: float  # largest magnitude of the local high-precision tensor
+    scaled_amax_minimum: float  # smallest over the scales of (amax of its row) * scale, rows of zeros left out
+    scaled_amax_maximum: float
+    saturated: int  # elements whose scaled magnitude exceeds the largest float8 value
+    flushed: int  # elements that are not zero and became zero
+    nonfinite: int  # elements of the float8 result that are NaN or infinite
+    mismatched: int  # elements of the float8 result that are not the cast of their own source by their own scale
+    elements: int
+    data_digest: str
+
+
+class MatmulRecord(Record, frozen=True):
+    """One scaled matmul: [m, k] x [k, n] on this rank."""
+
+    index: int
+    step: int
+    fqn: str
+    gemm: Gemm
+    m: int
+    k: int
+    n: int
+    a_dtype: str
+    b_dtype: str
+    a_scale: ScaleSummary  # torch's meaning: what the float8 value is multiplied by
+    b_scale: ScaleSummary
+    a_digest: str
+    b_digest: str
+
+
+class OperandTrace(Record, frozen=True):
+    """Everything the operand probe saw on one rank."""
+
+    casts: tuple[CastRecord, ...]
+    matmuls: tuple[MatmulRecord, ...]

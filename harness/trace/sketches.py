@@ -1,0 +1,34 @@
+"""Sketches: gradients and parameters, small enough to keep, exact enough to compare.
+
+A sketch is SKETCH_SIZE signed sums of all elements of the logical tensor, with signs that depend on the position of an
+element alone. Sketches are linear: those of the shards add up to that of the tensor, and the distance between two
+tensors is estimated by the distance between their sketches, within about a fifth. Recorded by
+`worker/probes/sketches.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from harness.trace.record import Record
+
+SKETCH_SIZE = 64
+
+
+class TensorSketch(Record, frozen=True):
+    """What one rank holds of one gradient or parameter at one step.
+
+    `owner` is True on the one rank of several replicas that counts; `sums` and `norm_squared` of owners add up to those
+    of the logical tensor. Replicas of the same piece (`offset`) must have the same `digest`.
+    """
+
+    fqn: str
+    kind: Literal["grad", "param"]  # param: after the optimizer step
+    step: int
+    shape: tuple[int, ...]  # of the logical tensor
+    offset: tuple[int, ...]  # of this rank's piece
+    local_shape: tuple[int, ...]
+    owner: bool
+    norm_squared: float
+    sums: bytes  # SKETCH_SIZE little-endian float64
+    digest: str  # of the bytes of this rank's piece
