@@ -2,7 +2,7 @@
 
 A sketch is SKETCH_SIZE signed sums of all elements of the logical tensor, with signs that depend on the position of an
 element alone. Sketches are linear: those of the shards add up to that of the tensor, and the distance between two
-tensors is estimated by the distance between their sketches, within about a fifth. Recorded by
+tensors is estimated by the distance between their sketches, within about a quarter. Recorded by
 `worker/probes/sketches.py`.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 from harness.trace.record import Record
 
-SKETCH_SIZE = 64
+SKETCH_SIZE = 32
 
 
 class TensorSketch(Record, frozen=True):

@@ -43,7 +43,7 @@ def rank_main(context: RankContext) -> bytes:
     for spec in request.injections:
         context.report_phase(f"injection {spec}")
         inject(spec)
-    trace = train(request.case, device, context.report_phase, virtual)
+    trace = train(request.case, device, context.report_phase, virtual, probes=request.probes, solo_witness=request.solo)
     return msgspec.msgpack.encode(trace)
 
 

@@ -1,0 +1,86 @@
+"""What a probe is, and the set of probes that watch one run. Probes never change a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+
+from harness.spec.case import Case
+from harness.worker.parallel import Meshes
+
+
+class Probe(Protocol):
+    """Watches one run from before the model is built. Methods that a probe does not need have empty bodies."""
+
+    def __enter__(self) -> Self:
+        """Install observers."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove them."""
+
+    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+        """The model is built: converted, distributed, wrapped."""
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` (1-based) starts; nothing of it has run."""
+
+    def after_backward(self, model: nn.Module) -> None:
+        """The gradients of this step are there, the optimizer has not run."""
+
+    def after_update(self, model: nn.Module) -> None:
+        """The optimizer and what follows it have run."""
+
+    def result(self) -> Any:
+        """What was recorded: the value of the field of `RankTrace` that has this probe's name."""
+
+
+ProbeFactory = Callable[[Case, torch.device], Probe]
+
+
+class ProbeSet:
+    """Several probes as one context; `results` are keyed by the name each probe was asked for."""
+
+    def __init__(self, names: Sequence[str], factories: dict[str, ProbeFactory], case: Case, device: torch.device):
+        unknown = sorted(set(names) - set(factories))
+        assert not unknown, f"unknown probes {unknown}; there are {sorted(factories)}"
+        self._probes = {name: factories[name](case, device) for name in names}
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        for probe in self._probes.values():
+            self._entered.enter_context(probe)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+
+    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+        """Tell every probe that the model is built."""
+        for probe in self._probes.values():
+            probe.attach(model, meshes)
+
+    def begin_step(self, step: int) -> None:
+        """Tell every probe that a step starts."""
+        for probe in self._probes.values():
+            probe.begin_step(step)
+
+    def after_backward(self, model: nn.Module) -> None:
+        """Tell every probe that the gradients are there."""
+        for probe in self._probes.values():
+            probe.after_backward(model)
+
+    def after_update(self, model: nn.Module) -> None:
+        """Tell every probe that the parameters are updated."""
+        for probe in self._probes.values():
+            probe.after_update(model)
+
+    def results(self) -> dict[str, Any]:
+        """What every probe recorded, by its name."""
+        return {name: probe.result() for name, probe in self._probes.items()}

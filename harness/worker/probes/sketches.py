@@ -1,0 +1,120 @@
+"""Sketches gradients after every backward, and parameters after the last update. See `harness/trace/sketches.py`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from harness.spec.case import Case
+from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from harness.worker.parallel import Meshes
+
+_ROWS_SEED, _COLUMNS_SEED = 1, 2
+
+
+class SketchProbe:
+    """Records a `TensorSketch` of every gradient of every step and of every final parameter."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self._last_step = case.train.steps
+        self._step = 0
+        self._sketches: list[TensorSketch] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing was installed."""
+
+    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+        """Nothing to learn from the model."""
+
+    def begin_step(self, step: int) -> None:
+        """Remember which step it is."""
+        self._step = step
+
+    @torch.no_grad()
+    def after_backward(self, model: nn.Module) -> None:
+        """Sketch every gradient; a parameter without one is left out, which parity reports."""
+        for fqn, param in model.named_parameters():
+            if param.grad is not None:
+                grad = param.grad
+                if isinstance(grad, DTensor) and isinstance(param, DTensor):
+                    grad = grad.redistribute(placements=param.placements)
+                self._sketches.append(sketch(clean_fqn(fqn), "grad", self._step, grad))
+
+    @torch.no_grad()
+    def after_update(self, model: nn.Module) -> None:
+        """Sketch every parameter after the last step."""
+        if self._step == self._last_step:
+            for fqn, param in model.named_parameters():
+                self._sketches.append(sketch(clean_fqn(fqn), "param", self._step, param))
+
+    def result(self) -> tuple[TensorSketch, ...]:
+        """All sketches in the order they were made."""
+        return tuple(self._sketches)
+
+
+def clean_fqn(fqn: str) -> str:
+    """The FQN without what checkpointing wrappers add to it."""
+    return fqn.replace("_checkpoint_wrapped_module.", "")
+
+
+def sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor) -> TensorSketch:
+    """Sketch what this rank holds of `tensor`, a matrix or a vector, distributed or not."""
+    shape, offset, owner = tuple(tensor.shape), (0,) * tensor.dim(), True
+    if isinstance(tensor, DTensor):
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        coordinate = tensor.device_mesh.get_coordinate() or ()
+        owner = all(
+            place == 0 or not placement.is_replicate()
+            for place, placement in zip(coordinate, tensor.placements, strict=True)
+        )
+        tensor = tensor.to_local()
+    local = getattr(tensor, "_tensor", tensor).detach()  # torchao's weight wrapper keeps the real one inside
+    values = local.double()
+    return TensorSketch(
+        fqn=fqn,
+        kind=kind,
+        step=step,
+        shape=shape,
+        offset=tuple(offset),
+        local_shape=tuple(local.shape),
+        owner=owner,
+        norm_squared=values.square().sum().item(),
+        sums=_signed_sums(values, tuple(offset)).cpu().numpy().astype("<f8").tobytes(),
+        digest=hashlib.blake2b(_bytes(local), digest_size=8).hexdigest(),
+    )
+
+
+def _signed_sums(values: torch.Tensor, offset: tuple[int, ...]) -> torch.Tensor:
+    if values.numel() == 0:
+        return torch.zeros(SKETCH_SIZE, dtype=torch.float64)
+    rows = _signs(_ROWS_SEED, offset[0], len(values)).to(values.device)
+    if values.dim() == 1:
+        return rows @ values
+    columns = _signs(_COLUMNS_SEED, offset[1], values.size(1)).to(values.device)
+    return (rows @ values * columns).sum(1)
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(seed: int, begin: int, count: int) -> torch.Tensor:
+    """+1 or -1 for positions `begin` to `begin + count` of one dim: [SKETCH_SIZE, count], float64."""
+    generator = np.random.Philox(key=seed)
+    words = generator.random_raw(begin + count)[begin:]
+    bits = (words[None, :] >> np.arange(SKETCH_SIZE, dtype=np.uint64)[:, None]) & np.uint64(1)
+    return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
