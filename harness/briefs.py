@@ -22,8 +22,16 @@ from harness.spec.caseid import case_id, family_id
 from harness.spec.gemms import converted_fqns, scaled_mm_calls
 from harness.spec.known import KnownFault, match_known, read_known
 from harness.spec.rules import expected_refusal
-from harness.tolerance import Tolerance, ToleranceMissing, tolerance_for, tolerance_key
+from harness.tolerance import (
+    Tolerance,
+    ToleranceMissing,
+    parity_key,
+    parity_tolerance_for,
+    tolerance_for,
+    tolerance_key,
+)
 from harness.trace import Run
+from harness.witness import WitnessBench
 
 
 class Brief(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,10 +66,13 @@ class Briefs:
         refusal = brief.witnesses.refusal
         return refusal.name if refusal is not None else None
 
-    def judge(self, case: Case, run: Run, status: JobStatus) -> Judgement:
+    def judge(self, case: Case, run: Run, status: JobStatus, bench: WitnessBench) -> Judgement:
         """The verdict on what came back from the ranks."""
         brief = self._briefs[case_id(case)]
-        return judge(case, run, status, brief.witnesses, brief.known)
+        witnesses = brief.witnesses
+        if run.complete and witnesses.refusal is None and all(trace.sketches is not None for trace in run.traces):
+            witnesses = msgspec.structs.replace(witnesses, solo=bench.solo(case))
+        return judge(case, run, status, witnesses, brief.known)
 
 
 class _Shelf:
@@ -71,6 +82,7 @@ class _Shelf:
         self._root = root
         self._hardware = hardware
         self._goldens: dict[str, Golden | None] = {}
+        self._parity: dict[tuple[str, int], Tolerance | None] = {}
         self._tolerances: dict[tuple[str, int, float | None], Tolerance | None] = {}
 
     def golden(self, case: Case) -> Golden | None:
@@ -81,6 +93,15 @@ class _Shelf:
             except GoldenMissing:
                 self._goldens[family] = None
         return self._goldens[family]
+
+    def parity_tolerance(self, case: Case) -> Tolerance | None:
+        key = (parity_key(case), case.train.steps)
+        if key not in self._parity:
+            try:
+                self._parity[key] = parity_tolerance_for(case, self._root)
+            except ToleranceMissing:
+                self._parity[key] = None
+        return self._parity[key]
 
     def tolerance(self, case: Case) -> Tolerance | None:
         key = (tolerance_key(case), case.train.steps, case.checks.loss_tolerance)
@@ -114,6 +135,7 @@ def _brief(case: Case, shelf: _Shelf, known: tuple[KnownFault, ...]) -> Brief:
     witnesses = Witnesses(
         golden=shelf.golden(case) if refusal is None else None,
         tolerance=shelf.tolerance(case) if refusal is None else None,
+        parity_tolerance=shelf.parity_tolerance(case) if refusal is None else None,
         refusal=refusal,
         expected_fqns=converted_fqns(case),
         expected_scaled_mm=scaled_mm_calls(case),

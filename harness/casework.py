@@ -21,6 +21,7 @@ from harness.spec.case import Case
 from harness.spec.caseid import case_id
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
+from harness.witness import WitnessBench
 
 MAX_ATTEMPTS = 2  # the second one only after `infra`: what ranks did is never tried again until it passes
 
@@ -31,15 +32,18 @@ class Judge(Protocol):
     def expectation(self, case: Case) -> str | None:
         """Name of the refusal or the known fault that the case must show, if any."""
 
-    def judge(self, case: Case, run: Run, status: JobStatus) -> Judgement:
-        """The verdict on what came back from the ranks."""
+    def judge(self, case: Case, run: Run, status: JobStatus, bench: WitnessBench) -> Judgement:
+        """The verdict on what came back from the ranks; witnesses that have to be run come from `bench`."""
 
 
 class CaseWork:
     """Runs cases to their results; thread-safe. It is the `Work` of `schedule.py`."""
 
-    def __init__(self, plan: Plan, executor: Executor, judge: Judge, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: Plan, executor: Executor, judge: Judge, bench: WitnessBench, note: Callable[[str], None]
+    ) -> None:
         self._plan = plan
+        self._bench = bench
         self._executor = executor
         self._judge = judge
         self._note = note
@@ -71,7 +75,7 @@ class CaseWork:
         run: Run | None = None
         try:
             run = run_from_outcome(outcome)
-            judgement = _explained(self._judge.judge(case, run, outcome.status), run, outcome)
+            judgement = _explained(self._judge.judge(case, run, outcome.status, self._bench), run, outcome)
         except Exception as error:  # a fault of the harness in one case must not lose the results of the others
             judgement = _broken_judgement(error)
         attempt = Attempt(
@@ -94,7 +98,7 @@ class CaseWork:
             attempts=attempts,
             world_size=case.world_size,
             expectation=self._judge.expectation(case),
-            run=run,
+            run=run.slim if run is not None else None,
             checks=tuple(judgement.checks),
             command=self._plan.command(name),
         )

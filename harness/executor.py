@@ -60,13 +60,31 @@ class Executor:
 
     def execute(self, case: Case) -> JobOutcome | None:
         """Run one case once; None when stopped before its ranks started. Waits for free slots."""
-        with self._leases.acquire(case.world_size) as slots:
+        return self._serve(
+            RunRequest(
+                case=case,
+                device=self._plan.device,
+                injections=tuple(injection.target for injection in self._plan.injections),
+                probes=self._plan.probes,
+            )
+        )
+
+    def execute_solo(self, case: Case) -> JobOutcome | None:
+        """Run the solo witness of a case, without the injections: it says what the case should compute."""
+        return self._serve(RunRequest(case=case, device=self._plan.device, probes=self._plan.probes, solo=True))
+
+    def execute_plain(self, case: Case) -> JobOutcome | None:
+        """Run one case without injections and probes."""
+        return self._serve(RunRequest(case=case, device=self._plan.device))
+
+    def _serve(self, request: RunRequest) -> JobOutcome | None:
+        with self._leases.acquire(request.world_size) as slots:
             if self.stopped:
                 return None
-            name = case_id(case)
+            name = f"{'solo-' if request.solo else ''}{case_id(request.case)}"
             try:
                 with self._job_folder(name) as folder:
-                    return self._engine.run(self._job(case, name, folder, slots))
+                    return self._engine.run(self._job(request, name, folder, slots))
             except OSError as error:
                 return JobOutcome(job_id=name, status="infra", ranks=(), message=f"job folder: {error}")
 
@@ -81,17 +99,12 @@ class Executor:
         if self._plan.logs is None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _job(self, case: Case, name: str, folder: Path, slots: tuple[int, ...]) -> Job:
-        request = RunRequest(
-            case=case,
-            device=self._plan.device,
-            injections=tuple(injection.target for injection in self._plan.injections),
-        )
+    def _job(self, request: RunRequest, name: str, folder: Path, slots: tuple[int, ...]) -> Job:
         return Job(
             job_id=name,
-            world_size=case.world_size,
+            world_size=request.world_size,
             payload=msgspec.msgpack.encode(request),
-            deadline_s=self._plan.deadline_s(case),
+            deadline_s=self._plan.deadline_s(request.case),
             folder=str(folder),
             devices=slots if self._plan.device == "cuda" else (),
         )

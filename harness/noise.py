@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from harness.checks.judge import Judgement
+from harness.checks.parity import worst_distance
+from harness.engine.wire import JobStatus
 from harness.golden import hardware_class, load_golden
 from harness.plan import Plan
 from harness.progress import Progress
@@ -21,9 +24,20 @@ from harness.result import CaseResult
 from harness.spec.case import Case, Layout
 from harness.spec.caseid import case_id, family_id, reference_case
 from harness.spec.rules import expected_refusal
-from harness.tolerance import SCHEMA, Evidence, Sample, ToleranceUnfounded, read_evidence, tolerance_key
-from harness.trace import RankTrace
+from harness.tolerance import (
+    LOSS_VS_GOLDEN,
+    PARITY,
+    SCHEMA,
+    Evidence,
+    Sample,
+    evidence_path,
+    parity_key,
+    read_evidence,
+    tolerance_key,
+)
+from harness.trace import RankTrace, Run
 from harness.verdict import Verdict
+from harness.witness import WitnessBench
 from harness.workflow import run_cases
 
 DEFAULT_ENVIRONMENT = "default"
@@ -33,12 +47,29 @@ _ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUC
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """The evidence with the new samples in it, and the results of runs that gave no sample."""
+    """The evidence of every check with the new samples in it, and the results of runs that gave no sample."""
 
-    evidence: Evidence
+    evidence: dict[str, Evidence]
     new_samples: int
     failed: tuple[CaseResult, ...]
     interrupted: bool
+
+
+class Distances(Soundness):
+    """Judges soundness, and keeps how far the gradients of `cases` are from those of their solo witness."""
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        self._wanted = {case_id(case) for case in cases}
+        self.parity: dict[str, tuple[float, ...]] = {}  # the worst relative distance of every step, by case id
+
+    def judge(self, case: Case, run: Run, status: JobStatus, bench: WitnessBench) -> Judgement:
+        """Soundness; the distances are kept on the side."""
+        judgement = super().judge(case, run, status, bench)
+        solo = bench.solo(case) if judgement.verdict is Verdict.PASSED and case_id(case) in self._wanted else None
+        if solo is not None:
+            steps = range(1, case.train.steps + 1)
+            self.parity[case_id(case)] = tuple(worst_distance(run, solo, step=step) for step in steps)
+        return judgement
 
 
 def measured_cases(cases: Iterable[Case], *, layouts: int) -> tuple[Case, ...]:
@@ -65,17 +96,31 @@ def measure(
     is how the spread over other machines is found.
     """
     references = needed_references(cases) if fresh else ()
-    result = run_cases(project, _once([*references, *cases]), plan, Soundness(), progress)
+    judge = Distances(cases)
+    result = run_cases(project, _once([*references, *cases]), plan, judge, progress)
     traces = {
         each.case_id: each.run.traces[0]
         for each in result.results
         if each.verdict is Verdict.PASSED and each.run is not None
     }
     pairs = ((case, _reference_losses(project, case, traces, fresh=fresh)) for case in cases if case_id(case) in traces)
-    samples = [_sample(case, traces[case_id(case)], losses) for case, losses in pairs if losses is not None]
+    samples = [
+        _sample(case, tolerance_key(case), _distances(traces[case_id(case)], losses))
+        for case, losses in pairs
+        if losses is not None
+    ]
+    parity = [
+        _sample(case, parity_key(case), judge.parity[case_id(case)])
+        for case in cases
+        if case_id(case) in traces and case_id(case) in judge.parity
+    ]
     return Measurement(
-        evidence=_merged(project, samples, list(traces.values()), command=command),
-        new_samples=len(samples),
+        evidence={
+            check: _merged(project, check, found, list(traces.values()), command=command)
+            for check, found in ((LOSS_VS_GOLDEN, samples), (PARITY, parity))
+            if found
+        },
+        new_samples=len(samples) + len(parity),
         failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
         interrupted=result.interrupted,
     )
@@ -111,24 +156,27 @@ def _reference_losses(
     return load_golden(project.root, hardware, family_id(case)).losses
 
 
-def _sample(case: Case, trace: RankTrace, losses: tuple[float, ...]) -> Sample:
+def _distances(trace: RankTrace, losses: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(abs(step.loss - loss) for step, loss in zip(trace.steps, losses, strict=True))
+
+
+def _sample(case: Case, key: str, per_step: tuple[float, ...]) -> Sample:
     layout = msgspec.structs.replace(Case(), layout=case.layout)
     return Sample(
-        key=tolerance_key(case),
+        key=key,
         case_id=case_id(case),
         layout=case_id(layout).split("-bf16", maxsplit=1)[0],
         seed=case.train.seed,
-        per_step=tuple(abs(step.loss - loss) for step, loss in zip(trace.steps, losses, strict=True)),
+        per_step=per_step,
         environment=environment(),
     )
 
 
-def _merged(project: Project, samples: Sequence[Sample], traces: Sequence[RankTrace], *, command: str) -> Evidence:
+def _merged(
+    project: Project, check: str, samples: Sequence[Sample], traces: Sequence[RankTrace], *, command: str
+) -> Evidence:
     """The stored evidence with these samples in place of the earlier ones of the same keys and environment."""
-    try:
-        stored = read_evidence(project.root).samples
-    except ToleranceUnfounded:
-        stored = ()
+    stored = read_evidence(project.root, check).samples if evidence_path(project.root, check).exists() else ()
     replaced = {(sample.key, sample.environment) for sample in samples}
     kept = [sample for sample in stored if (sample.key, sample.environment) not in replaced]
     return Evidence(

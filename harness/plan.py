@@ -38,6 +38,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine: EngineKind = "zygote"
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
+    probes: tuple[str, ...] = ("sketches",)  # what ranks record besides losses: fields of `RankTrace`
     timeout_s: float | None = None  # of every case; None scales it with the case
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case

@@ -88,6 +88,10 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Folders of the stored runs, oldest first."""
         return tuple(sorted(self.runs.iterdir())) if self.runs.is_dir() else ()
 
+    def witness_folder(self) -> Path:
+        """Where witness runs are kept; made when the first one is written."""
+        return self.state / "witnesses"
+
     def lease_folder(self) -> Path:
         """Make (if needed) and return the lease folder."""
         try:

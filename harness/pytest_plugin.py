@@ -123,10 +123,14 @@ class _Bench:
 
     def __init__(self, project: Project, plan: Plan) -> None:
         from harness.executor import open_executor
+        from harness.witness import WitnessBench
 
         self._project = project
         self._plan = plan
         self._executor = open_executor(plan, project)
+        self._witnesses = WitnessBench(
+            self._executor, project.witness_folder(), program=plan.program, probes=plan.probes
+        )
 
     def run(self, case: Case) -> CaseResult:
         """The result of one case."""
@@ -135,7 +139,7 @@ class _Bench:
         from harness.machine import hardware
 
         briefs = make_briefs(self._project, [case], hardware=hardware(self._plan.device))
-        work = CaseWork(self._plan, self._executor, briefs, lambda text: None)
+        work = CaseWork(self._plan, self._executor, briefs, self._witnesses, lambda text: None)
         return work.run(case) or work.not_run(case)
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from harness.spec.gemms import converted_fqns, scaled_mm_calls
 from harness.spec.rules import expected_refusal
 from harness.trace import Run
 from harness.verdict import Verdict
+from harness.witness import WitnessBench
 from harness.workflow import run_cases
 
 
@@ -53,7 +54,7 @@ class Soundness:
     def expectation(self, case: Case) -> None:
         """Nothing is expected of a reference but that it trains."""
 
-    def judge(self, case: Case, run: Run, status: JobStatus) -> Judgement:
+    def judge(self, case: Case, run: Run, status: JobStatus, bench: WitnessBench) -> Judgement:
         """Passed when a reference or a noise sample may be taken from this run."""
         witnesses = Witnesses(
             golden=None,

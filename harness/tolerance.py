@@ -27,9 +27,10 @@ from harness.sealed import Sealed, read_sealed, write_sealed
 from harness.spec.case import Case, ModelShape
 
 SCHEMA = 1
-CHECK = "loss_vs_golden"
+LOSS_VS_GOLDEN = "loss_vs_golden"  # |loss - golden| in nats
+PARITY = "parity"  # largest relative distance of a gradient to that of the solo witness
+CHECKS = (LOSS_VS_GOLDEN, PARITY)
 TABLE_FILE = "golden/tolerances.toml"
-EVIDENCE_FILE = f"golden/evidence/{CHECK}.json"
 MEASURE = "run `fp8-harness tolerance measure`"
 
 # A step counts as measured when that many seeds and layouts reached it: the largest of 8 independent samples of a
@@ -39,6 +40,10 @@ MIN_LAYOUTS = 3
 
 # A margin above this is no longer about noise. At 1.0 every new seed that is a little noisier would fail.
 MIN_MARGIN, MAX_MARGIN = 1.1, 5.0
+
+# Below this a number need not be close to the noise: no fault is so small. The smallest planted one that changes a
+# number at all changes a gradient by 1e-4.
+EXACT = 1e-8
 
 
 class ToleranceMissing(HarnessError):
@@ -50,9 +55,9 @@ class ToleranceUnfounded(HarnessError):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measured run: its distance to the golden of its own family and seed, |loss - golden| in nats, per step."""
+    """One measured run: its distance to the witness of the check, per step, in the unit of the check."""
 
-    key: str  # `tolerance_key` of the case
+    key: str  # `tolerance_key` or `parity_key` of the case
     case_id: str
     layout: str  # layout part of the case id
     seed: int
@@ -71,7 +76,7 @@ class Evidence(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
-    """The distances allowed to one case: nats, one number a step. `evidence` says in words what they rest on."""
+    """The distances allowed to one case, one number a step. `evidence` says in words what they rest on."""
 
     name: str  # check that uses it
     key: str
@@ -96,8 +101,20 @@ def tolerance_key(case: Case) -> str:
     return f"{model.preset}{''.join(changed)}-{case.float8.recipe}-{case.train.dtype}"
 
 
+def parity_key(case: Case) -> str:
+    """Cases of one key are equally close to their solo witness.
+
+    In float64 every layout is (`exact`). Otherwise layouts that add up in the order of the witness are (`ordered`); the
+    others differ in the last bit, which flips the rounding of some float8 value within a step or two.
+    """
+    if case.train.dtype == "float64":
+        return "exact"
+    ordered = case.layout.tp == 1 and case.layout.dp_replicate == 1
+    return "ordered" if ordered else f"{case.float8.recipe}-{case.train.dtype}"
+
+
 def tolerance_for(case: Case, root: Path) -> Tolerance:
-    """The distances allowed to a case; its own `loss_tolerance` wins over the table.
+    """How far the losses of a case may be from its golden, in nats; its own `loss_tolerance` wins over the table.
 
     Raises `ToleranceMissing` when nothing was measured for its kind or for as many steps (noise grows with every
     step, so nothing is extrapolated), and `ToleranceUnfounded` when the number does not fit its evidence.
@@ -105,12 +122,22 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
     key, steps = tolerance_key(case), case.train.steps
     own = case.checks.loss_tolerance
     if own is not None:
-        return Tolerance(name=CHECK, key=key, per_step=(own,) * steps, margin=None, evidence="loss_tolerance of case")
-    entry = _read_table(root).get(key)
+        words = "loss_tolerance of case"
+        return Tolerance(name=LOSS_VS_GOLDEN, key=key, per_step=(own,) * steps, margin=None, evidence=words)
+    return _tolerance(LOSS_VS_GOLDEN, key, steps, root)
+
+
+def parity_tolerance_for(case: Case, root: Path) -> Tolerance:
+    """How far any gradient of a case may be from that of its solo witness, relative to its norm. Raises as above."""
+    return _tolerance(PARITY, parity_key(case), case.train.steps, root)
+
+
+def _tolerance(check: str, key: str, steps: int, root: Path) -> Tolerance:
+    entry = _read_table(root).get(check, {}).get(key)
     way_out = f"{MEASURE} with such cases, or set `loss_tolerance` in the case."
     if entry is None:
-        raise ToleranceMissing(f"there is no tolerance for {key}.", where=TABLE_FILE, fix=way_out)
-    samples = [sample for sample in read_evidence(root).samples if sample.key == key]
+        raise ToleranceMissing(f"there is no {check} tolerance for {key}.", where=TABLE_FILE, fix=way_out)
+    samples = [sample for sample in read_evidence(root, check).samples if sample.key == key]
     problems = _problems(key, entry, samples)
     if problems:
         raise ToleranceUnfounded("; ".join(problems) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")
@@ -119,7 +146,7 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
         what = f"the tolerance of {key} covers {len(per_step)} steps, the case trains {steps}."
         raise ToleranceMissing(what, where=TABLE_FILE, fix=way_out)
     words = f"{len(samples)} samples, {len({sample.seed for sample in samples})} seeds"
-    return Tolerance(name=CHECK, key=key, per_step=per_step[:steps], margin=entry.margin, evidence=words)
+    return Tolerance(name=check, key=key, per_step=per_step[:steps], margin=entry.margin, evidence=words)
 
 
 def validate_tolerances(root: Path) -> None:
@@ -127,14 +154,18 @@ def validate_tolerances(root: Path) -> None:
     table = _read_table(root)
     if not table:
         raise ToleranceUnfounded("holds no tolerance.", where=TABLE_FILE, fix=f"{MEASURE} and write the numbers.")
-    samples = read_evidence(root).samples
-    problems = [
-        problem
-        for key, entry in table.items()
-        for problem in _problems(key, entry, [sample for sample in samples if sample.key == key])
-    ]
+    problems = [problem for check, entries in table.items() for problem in _unfounded(check, entries, root)]
     if problems:
         raise ToleranceUnfounded("; ".join(problems) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the numbers.")
+
+
+def _unfounded(check: str, entries: dict[str, Entry], root: Path) -> list[str]:
+    samples = read_evidence(root, check).samples
+    return [
+        problem
+        for key, entry in entries.items()
+        for problem in _problems(key, entry, [sample for sample in samples if sample.key == key])
+    ]
 
 
 def measured_steps(samples: Sequence[Sample]) -> int:
@@ -148,7 +179,7 @@ def measured_steps(samples: Sequence[Sample]) -> int:
 
 
 def noise(samples: Sequence[Sample]) -> tuple[float, ...]:
-    """The largest distance measured up to each step, in nats: never falling, as errors of training only add up."""
+    """The largest distance measured up to each step: never falling, as errors of training only add up."""
     peaks = [
         max(sample.per_step[step] for sample in samples if len(sample.per_step) > step)
         for step in range(measured_steps(samples))
@@ -157,13 +188,18 @@ def noise(samples: Sequence[Sample]) -> tuple[float, ...]:
 
 
 def fit(samples: Sequence[Sample], margin: float) -> tuple[float, ...]:
-    """The numbers to write for these samples: noise times margin, rounded down to three digits, nats per step."""
+    """The numbers to write for these samples: noise times margin, rounded down to three digits, one a step."""
     return tuple(_round_down(value * margin) for value in noise(samples))
 
 
-def read_evidence(root: Path) -> Evidence:
+def evidence_path(root: Path, check: str) -> Path:
+    """Where the evidence of a check is stored."""
+    return root / "golden" / "evidence" / f"{check}.json"
+
+
+def read_evidence(root: Path, check: str = LOSS_VS_GOLDEN) -> Evidence:
     """The measured samples. Raises `ToleranceUnfounded` when there are none or the file is damaged."""
-    path, way_out = root / EVIDENCE_FILE, f"restore it or {MEASURE}."
+    path, way_out = evidence_path(root, check), f"restore it or {MEASURE}."
     try:
         evidence = read_sealed(path, Evidence, schema=SCHEMA, damaged=ToleranceUnfounded, fix=way_out)
     except OSError as error:
@@ -171,18 +207,18 @@ def read_evidence(root: Path) -> Evidence:
     return evidence
 
 
-def write_evidence(root: Path, evidence: Evidence) -> Path:
+def write_evidence(root: Path, evidence: Evidence, check: str = LOSS_VS_GOLDEN) -> Path:
     """Store the samples, sorted, and return the path. Refuses distances that are negative or not finite."""
     for sample in evidence.samples:
         if not sample.per_step or not all(math.isfinite(value) and value >= 0 for value in sample.per_step):
             raise ToleranceUnfounded(f"measured {sample.per_step}, which is no distance.", where=sample.case_id)
     ordered = sorted(evidence.samples, key=lambda item: (item.key, item.seed, item.case_id, item.environment))
-    path = root / EVIDENCE_FILE
+    path = evidence_path(root, check)
     write_sealed(path, msgspec.structs.replace(evidence, samples=tuple(ordered)))
     return path
 
 
-def _read_table(root: Path) -> dict[str, Entry]:
+def _read_table(root: Path) -> dict[str, dict[str, Entry]]:
     path = root / TABLE_FILE
     try:
         table = msgspec.toml.decode(path.read_bytes(), type=dict[str, dict[str, Entry]])
@@ -192,10 +228,11 @@ def _read_table(root: Path) -> dict[str, Entry]:
         return {}  # nothing is allowed yet: every key is missing
     except OSError as error:
         raise ToleranceUnfounded(f"cannot be read: {error.strerror}.", where=str(path), fix="restore it.") from error
-    unknown = sorted(set(table) - {CHECK})
+    unknown = sorted(set(table) - set(CHECKS))
     if unknown:
-        raise ToleranceUnfounded(f"no check is called {unknown[0]!r}.", where=str(path), fix=f"use [{CHECK}.KEY].")
-    return table.get(CHECK, {})
+        use = " or ".join(f"[{check}.KEY]" for check in CHECKS)
+        raise ToleranceUnfounded(f"no check is called {unknown[0]!r}.", where=str(path), fix=f"use {use}.")
+    return table
 
 
 def _problems(key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
@@ -222,7 +259,7 @@ def _off(key: str, entry: Entry, step: int, low: float) -> list[str]:
     at = f"{key}, step {step}" if isinstance(entry.allowed, tuple) else key
     if not value >= low:
         return [f"{at}: {value:g} is below the measured noise {low:g}"]
-    if not value <= high:
+    if not value <= max(high, EXACT):
         return [f"{at}: {value:g} is above {high:g}, the noise {low:g} times the margin {entry.margin:g}"]
     return []
 

@@ -31,6 +31,7 @@ from harness.spec.case import Case
 from harness.spec.caseid import case_id
 from harness.store import RunStore
 from harness.verdict import Verdict
+from harness.witness import WitnessBench
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +75,8 @@ def run_cases(project: Project, cases: Sequence[Case], plan: Plan, judge: Judge,
     started_s = time.monotonic()
     progress.begin(len(cases))
     with open_executor(plan, project) as executor:
-        work = CaseWork(plan, executor, judge, progress.note)
+        bench = WitnessBench(executor, project.witness_folder(), program=plan.program, probes=plan.probes)
+        work = CaseWork(plan, executor, judge, bench, progress.note)
         ended = run_schedule(cases, work, progress, jobs=plan.jobs)
     results = [found or work.not_run(case) for case, found in zip(cases, ended.results, strict=True)]
     return RunResult(

@@ -29,6 +29,8 @@ from harness.checks.fp8_on import NAME as FP8_ON
 from harness.checks.fp8_on import check_fp8_on
 from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
 from harness.checks.loss_vs_golden import check_loss_vs_golden
+from harness.checks.parity import NAME as PARITY
+from harness.checks.parity import check_parity
 from harness.checks.ranks import rank_names
 from harness.checks.witnesses import Witnesses
 from harness.engine.wire import JobOutcome, JobStatus, RankOutcome
@@ -49,12 +51,14 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     ask: Question
     explains_failures: bool = False
+    needs: str | None = None  # the part of a trace that it reads: not asked of runs that did not record it
 
 
 CHECKS: tuple[Check, ...] = (
     Check(name=FINITE, ask=check_finite),
     Check(name=LOSS_VS_GOLDEN, ask=check_loss_vs_golden),
     Check(name=FP8_ON, ask=check_fp8_on),
+    Check(name=PARITY, ask=check_parity, needs="sketches"),
     Check(name=ALIGNMENT, ask=check_alignment, explains_failures=True),
 )
 
@@ -102,7 +106,11 @@ def _applicable(run: Run, status: JobStatus, witnesses: Witnesses) -> list[Check
         return [check for check in CHECKS if check.name == witnesses.refusal.check]
     if status == "crash" or run.failures:
         return [check for check in CHECKS if check.explains_failures]
-    return list(CHECKS)
+    return [check for check in CHECKS if check.needs is None or _recorded(run, check.needs)]
+
+
+def _recorded(run: Run, part: str) -> bool:
+    return any(getattr(trace, part) is not None for trace in run.traces)
 
 
 def _worst(findings: tuple[Finding, ...]) -> Verdict:

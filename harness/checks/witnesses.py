@@ -10,6 +10,7 @@ import msgspec
 from harness.golden import Golden
 from harness.spec.rules import Refusal
 from harness.tolerance import Tolerance
+from harness.trace import Run
 
 
 class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,9 @@ class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
 
     golden: Golden | None
     tolerance: Tolerance | None
+    solo: Run | None = None  # the solo witness; None when it could not be had
+    twin: Run | None = None  # BF16 with the same layout, run only when a loss is off
+    parity_tolerance: Tolerance | None = None
     refusal: Refusal | None
     expected_fqns: tuple[str, ...]
     expected_scaled_mm: int

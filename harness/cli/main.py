@@ -23,6 +23,7 @@ _COMMANDS = {
     "run": "harness.cli.run:run_command",
     "golden": "harness.cli.golden:golden",
     "tolerance": "harness.cli.tolerance:tolerance",
+    "conformance": "harness.cli.conformance:conformance_command",
     "version": "harness.cli.version:version_command",
 }
 

@@ -14,7 +14,7 @@ from harness.progress import open_progress
 from harness.project import find_project
 from harness.report.text import case_block
 from harness.selection import NothingSelected, Query, select_cases
-from harness.tolerance import Sample, fit, measured_steps, noise, read_evidence, write_evidence
+from harness.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
 from harness.verdict import ExitCode
 
 _MEASURE_EPILOG = """\b
@@ -86,9 +86,10 @@ def measure_command(  # noqa: PLR0913  one parameter an option
         return ExitCode.INTERRUPTED  # half a measurement would replace a whole one
     if not done.new_samples:
         raise NothingSelected("no run gave a sample.", where="tolerance measure")
-    path = write_evidence(project.root, done.evidence)
-    _show(done.evidence.samples)
-    click.echo(f"\n{done.new_samples} new samples ({environment()}) in {path}, {len(done.failed)} runs failed")
+    for check, evidence in done.evidence.items():
+        click.echo(f"\n{check}: {write_evidence(project.root, evidence, check)}")
+        _show(evidence.samples)
+    click.echo(f"\n{done.new_samples} new samples ({environment()}), {len(done.failed)} runs failed")
     return ExitCode.FAILED if done.failed else ExitCode.GOOD
 
 
@@ -98,12 +99,14 @@ def measure_command(  # noqa: PLR0913  one parameter an option
 )
 @root_option
 def show_command(margin: float, root: str | None) -> None:
-    """Show the measured noise of every key, and the numbers that a margin on it would allow."""
-    _show(read_evidence(find_project(root).root).samples, margin=margin)
+    """Show the measured noise of every check and key, and the numbers that a margin on it would allow."""
+    for check in CHECKS:
+        click.echo(f"{check}:")
+        _show(read_evidence(find_project(root).root, check).samples, margin=margin)
 
 
 def _show(samples: tuple[Sample, ...], *, margin: float | None = None) -> None:
-    """One block a key: how much was measured, and the noise in nats per step."""
+    """One block a key: how much was measured, and the noise per step."""
     for key in sorted({sample.key for sample in samples}):
         own = [sample for sample in samples if sample.key == key]
         counts = (len(own), len({sample.seed for sample in own}), len({sample.layout for sample in own}))

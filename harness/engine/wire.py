@@ -22,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every message: immutable, keyword-only, unknown keys refused."""
 
 
-class Job(Message, frozen=True):
+class Job(Message, frozen=True, kw_only=True):
     """One run of `world_size` fresh ranks. `folder` is theirs alone (rendezvous, logs, dumps, TMPDIR)."""
 
     job_id: str
@@ -33,7 +33,7 @@ class Job(Message, frozen=True):
     devices: tuple[int, ...] = ()  # CUDA device indices, one per rank; empty on CPU
 
 
-class RankOutcome(Message, frozen=True):
+class RankOutcome(Message, frozen=True, kw_only=True):
     """How one rank ended. `payload` is what the program returned; the rest says why there is none."""
 
     rank: int
@@ -47,7 +47,7 @@ class RankOutcome(Message, frozen=True):
     log_tail: str = ""  # last lines of its stdout and stderr
 
 
-class JobOutcome(Message, frozen=True):
+class JobOutcome(Message, frozen=True, kw_only=True):
     """How a job ended: `ok` when every rank returned. `message` names the first failure in time."""
 
     job_id: str

@@ -18,7 +18,7 @@ from msgspec import Meta
 Recipe = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CheckpointMode = Literal["none", "full", "selective_op", "selective_layer"]
 CompileMode = Literal["none", "graph", "inductor"]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float64", "float32", "bfloat16"]
 Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -30,7 +30,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of every part of a case: immutable, keyword-only, unknown keys refused."""
 
 
-class ModelShape(Value, frozen=True):
+class ModelShape(Value, frozen=True, kw_only=True):
     """The numbers of a Llama: `dim` and `ffn_dim` in features, the rest are counts."""
 
     dim: PositiveInt
@@ -54,7 +54,7 @@ MODEL_PRESETS: dict[str, ModelShape] = {
 }
 
 
-class Model(Value, frozen=True):
+class Model(Value, frozen=True, kw_only=True):
     """Which model is trained: a preset, every number of which can be overridden, and the vocabulary size.
 
     `pad_vocab_to_multiple_of` adds rows to the embedding and the output layer, whose logits never take part in the
@@ -94,7 +94,7 @@ class Model(Value, frozen=True):
         return ModelShape(**{name: getattr(self, name) or getattr(base, name) for name in ModelShape.__struct_fields__})
 
 
-class Layout(Value, frozen=True):
+class Layout(Value, frozen=True, kw_only=True):
     """How the run is parallel. Degrees are sizes of mesh axes; the world is their product.
 
     `dp_replicate` > 1 with `dp_shard` > 1 is HSDP. `sequence_parallel` and `loss_parallel` say how TP is laid out and
@@ -124,7 +124,7 @@ class Layout(Value, frozen=True):
         return self.dp * self.tp
 
 
-class Float8(Value, frozen=True):
+class Float8(Value, frozen=True, kw_only=True):
     """How linears are converted. `bf16` converts none and ignores every other field, which then keeps its default.
 
     `output_layer`: convert the output layer too. `tp_styles`: `float8` uses torchao's Float8ColwiseParallel,
@@ -162,7 +162,7 @@ _FLOAT8_DEFAULTS: dict[str, object] = {
 }
 
 
-class Checkpointing(Value, frozen=True):
+class Checkpointing(Value, frozen=True, kw_only=True):
     """Activation checkpointing. `every` is the n of `selective_layer` and keeps its default otherwise."""
 
     mode: CheckpointMode = "none"
@@ -173,11 +173,14 @@ class Checkpointing(Value, frozen=True):
             msgspec.structs.force_setattr(self, "every", 2)
 
 
-class Train(Value, frozen=True):
+class Train(Value, frozen=True, kw_only=True):
     """What is trained on and how long: sizes in sequences and tokens, AdamW at a constant learning rate.
 
-    `dtype` is the compute dtype of activations and parameters. `bfloat16` is FSDP2 mixed precision (float32 masters,
-    gradients reduced in float32); `float32` leaves FP8 rounding as the only low-precision step.
+    `dtype` is the compute dtype of activations and parameters. `bfloat16` is what users run: FSDP2 mixed precision
+    (float32 masters, gradients reduced in float32). `float64` exists on the virtual device only and is for proofs: it
+    leaves FP8 rounding as the only rounding that matters, so that two ways of computing the same thing agree to about
+    1e-15 at every step. In `float32` their difference of 1e-7 flips the rounding of some FP8 value within a step or
+    two, and gradients are then 2 % apart.
     """
 
     steps: Annotated[int, Meta(ge=1, le=100_000)] = 5
@@ -192,7 +195,7 @@ class Train(Value, frozen=True):
             raise ValueError(f"lr {self.lr} is not a finite number")
 
 
-class Checks(Value, frozen=True):
+class Checks(Value, frozen=True, kw_only=True):
     """What is judged differently from the defaults: a wider or tighter loss tolerance (absolute, in nats)."""
 
     loss_tolerance: Annotated[float, Meta(gt=0, le=100)] | None = None
@@ -202,7 +205,7 @@ class Checks(Value, frozen=True):
             raise ValueError(f"loss_tolerance {self.loss_tolerance} is not a finite number")
 
 
-class Case(Value, frozen=True):
+class Case(Value, frozen=True, kw_only=True):
     """One training run, fully described: two equal cases are the same run."""
 
     model: Model = Model()

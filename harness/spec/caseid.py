@@ -14,9 +14,9 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.spec.axes import case_from_axes
-from harness.spec.case import Case, Float8, Layout, Model, Train
+from harness.spec.case import Case, Checkpointing, Checks, Float8, Layout, Model, Train
 
-_DTYPES = {"float32": "f32", "bfloat16": "b16"}
+_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "b16"}
 _PRESETS = {"tiny": "tiny", "debug": "debug", "llama3-8b-layer": "llama3.8b.layer"}  # `-` separates tokens
 _RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 _SHAPE_WORDS = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kvheads", "ffn_dim": "ffn"}
@@ -93,6 +93,29 @@ def family_id(case: Case) -> str:
             f"lr{train.lr!r}",
             f"seed{train.seed}",
         )
+    )
+
+
+def solo_case(case: Case) -> Case:
+    """The case whose solo witness stands for `case`: everything that must not change a number is left out.
+
+    Tensor parallel, its styles, checkpointing and how dp ranks are split between shards and replicas must not.
+    """
+    return msgspec.structs.replace(
+        case,
+        layout=Layout(dp_shard=case.layout.dp),
+        float8=msgspec.structs.replace(case.float8, tp_styles="plain"),
+        checkpointing=Checkpointing(),
+        compile="none",
+        checks=Checks(),
+    )
+
+
+def twin_case(case: Case) -> Case:
+    """The BF16 twin of a case: the same layout without FP8 and checkpointing, in bfloat16."""
+    train = msgspec.structs.replace(case.train, dtype="bfloat16")
+    return msgspec.structs.replace(
+        case, float8=Float8(), checkpointing=Checkpointing(), compile="none", train=train, checks=Checks()
     )
 
 

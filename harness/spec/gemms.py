@@ -24,7 +24,7 @@ BLOCK_LINEARS = (
     "feed_forward.w2",
 )
 OUTPUT_FQN = "output"
-_ROWWISE = frozenset({"attention.wo", "feed_forward.w2"})  # sharded along the input features; the rest along the output
+ROWWISE = frozenset({"attention.wo", "feed_forward.w2"})  # sharded along the input features; the rest along the output
 
 
 class Gemm(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +104,11 @@ def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(size, total - rank * size)) for rank in range(ranks))
 
 
+def is_checkpointed(case: Case, layer: int) -> bool:
+    """True when anything of this block (from 0) is recomputed in backward."""
+    return any(_is_recomputed(case, layer, position) for position in range(1, len(BLOCK_LINEARS) + 1))
+
+
 def _is_recomputed(case: Case, layer: int, position: int) -> bool:
     """`position` counts the matmuls of a block from 1."""
     match case.checkpointing.mode:
@@ -120,15 +125,15 @@ def _is_recomputed(case: Case, layer: int, position: int) -> bool:
 def _local(case: Case, fqn: str) -> tuple[_Linear, ...]:
     """The linear as TP ranks hold it, one for every distinct shard size, largest first."""
     name = fqn.split(".", 2)[-1]
-    inputs, outputs = _features(case, name)
-    split = inputs if name in _ROWWISE else outputs
+    inputs, outputs = linear_features(case, name)
+    split = inputs if name in ROWWISE else outputs
     sizes = sorted(set(shard_sizes(split, case.layout.tp)), reverse=True)
-    if name in _ROWWISE:
+    if name in ROWWISE:
         return tuple(_Linear(fqn, size, outputs) for size in sizes)
     return tuple(_Linear(fqn, inputs, size) for size in sizes)
 
 
-def _features(case: Case, name: str) -> tuple[int, int]:
+def linear_features(case: Case, name: str) -> tuple[int, int]:
     """Input and output features of the whole linear."""
     shape = case.model.shape
     kv_dim = shape.kv_heads * shape.head_dim

@@ -10,11 +10,13 @@ from typing import Literal
 from harness.trace.record import Record
 
 Role = Literal["input", "weight", "grad_output"]
-CastPhase = Literal["forward", "recompute", "backward", "all_gather"]
+# all_gather: the cast of this rank's shard before FSDP2 gathers it. gathered: no cast, but the gathered weight as a
+# linear is about to use it: this rank's own rows of it, held against its master weights of that moment.
+CastPhase = Literal["forward", "recompute", "backward", "all_gather", "gathered"]
 Gemm = Literal["forward", "dgrad", "wgrad", "recompute"]
 
 
-class ScaleSummary(Record, frozen=True):
+class ScaleSummary(Record, frozen=True, kw_only=True):
     """A scale tensor (torchao's meaning: what the high-precision value is multiplied by), without its values."""
 
     shape: tuple[int, ...]
@@ -26,7 +28,7 @@ class ScaleSummary(Record, frozen=True):
     power_of_two: bool  # every value is an exact power of two
 
 
-class CastRecord(Record, frozen=True):
+class CastRecord(Record, frozen=True, kw_only=True):
     """One cast of a high-precision tensor to float8."""
 
     index: int  # execution order on this rank, over the whole run, shared with matmuls
@@ -53,7 +55,7 @@ class CastRecord(Record, frozen=True):
     data_digest: str
 
 
-class MatmulRecord(Record, frozen=True):
+class MatmulRecord(Record, frozen=True, kw_only=True):
     """One scaled matmul: [m, k] x [k, n] on this rank."""
 
     index: int
@@ -71,7 +73,7 @@ class MatmulRecord(Record, frozen=True):
     b_digest: str
 
 
-class OperandTrace(Record, frozen=True):
+class OperandTrace(Record, frozen=True, kw_only=True):
     """Everything the operand probe saw on one rank."""
 
     casts: tuple[CastRecord, ...]

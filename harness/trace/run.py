@@ -6,13 +6,15 @@ is None was not recorded, which is different from recorded-and-empty.
 
 from __future__ import annotations
 
+import msgspec
+
 from harness.trace.operands import OperandTrace
 from harness.trace.record import Record
 from harness.trace.sketches import TensorSketch
 from harness.trace.traffic import SavedMemory, TrafficRecord
 
 
-class StepTrace(Record, frozen=True):
+class StepTrace(Record, frozen=True, kw_only=True):
     """One optimizer step. `loss` is the token-weighted mean over the global batch, in nats, before the update."""
 
     step: int  # 1-based
@@ -22,7 +24,7 @@ class StepTrace(Record, frozen=True):
     seconds: float
 
 
-class RankTrace(Record, frozen=True):
+class RankTrace(Record, frozen=True, kw_only=True):
     """Everything one rank recorded in one run."""
 
     rank: int
@@ -39,8 +41,13 @@ class RankTrace(Record, frozen=True):
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None
 
+    @property
+    def slim(self) -> RankTrace:
+        """The same without what only checks need: small enough to store."""
+        return msgspec.structs.replace(self, sketches=None, operands=None, traffic=None, saved_memory=None)
 
-class RankFailure(Record, frozen=True):
+
+class RankFailure(Record, frozen=True, kw_only=True):
     """How a rank ended when it did not finish: an exception, an exit, a signal, or stuck."""
 
     rank: int
@@ -51,11 +58,16 @@ class RankFailure(Record, frozen=True):
     consequence: bool  # True when another rank failed first
 
 
-class Run(Record, frozen=True):
+class Run(Record, frozen=True, kw_only=True):
     """What came back from one run of one case: a trace for every rank that finished, a failure for every other."""
 
     traces: tuple[RankTrace, ...]
     failures: tuple[RankFailure, ...]
+
+    @property
+    def slim(self) -> Run:
+        """The same without what only checks need."""
+        return msgspec.structs.replace(self, traces=tuple(trace.slim for trace in self.traces))
 
     @property
     def complete(self) -> bool:

@@ -15,7 +15,7 @@ from harness.trace.record import Record
 SKETCH_SIZE = 32
 
 
-class TensorSketch(Record, frozen=True):
+class TensorSketch(Record, frozen=True, kw_only=True):
     """What one rank holds of one gradient or parameter at one step.
 
     `owner` is True on the one rank of several replicas that counts; `sums` and `norm_squared` of owners add up to those

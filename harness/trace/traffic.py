@@ -9,7 +9,7 @@ from __future__ import annotations
 from harness.trace.record import Record
 
 
-class TrafficRecord(Record, frozen=True):
+class TrafficRecord(Record, frozen=True, kw_only=True):
     """`count` collectives of one kind over one mesh axis in one step.
 
     `payload_bytes` is what this rank put in, summed: the shard for all_gather, the full input for reduce_scatter and
@@ -20,13 +20,14 @@ class TrafficRecord(Record, frozen=True):
     axis: str  # "dp_shard", "dp_replicate", "tp", "world", or several joined by "+"
     group_size: int
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", ...
+    op: str = ""  # "sum", "max", ... of a reduction: every "max" is an amax or the largest logit
     dtype: str  # "float32", "bfloat16", "uint8" for float8 gathered as bytes by FSDP2, ...
     count: int
     payload_bytes: int
     scalars: int  # how many of them carried a single element: amax reductions of tensorwise scaling
 
 
-class SavedMemory(Record, frozen=True):
+class SavedMemory(Record, frozen=True, kw_only=True):
     """What autograd kept for the backward pass of one step on this rank, parameters and buffers left out."""
 
     step: int

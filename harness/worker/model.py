@@ -23,8 +23,8 @@ def rope_cache(head_dim: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of neighbouring features: x [batch, seq, heads, head_dim], in float32, back in the dtype of x."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    """Rotate pairs of neighbouring features: x [batch, seq, heads, head_dim], at least in float32; keeps its dtype."""
+    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[None, :, None, :], sin[None, :, None, :]
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return rotated.flatten(-2).to(x.dtype)

@@ -44,6 +44,8 @@ def build(case: Case, device: torch.device, *, solo_witness: bool = False) -> Ta
     with torch.device(device):
         model = Llama(case.model.shape, vocab_size=case.model.padded_vocab_size, seq_len=case.train.seq_len)
     weights = initial_weights(model, case)
+    if case.train.dtype == "float64":
+        model.double()
     load_weights(model, weights)
     conversion = convert(model, case.float8)
     if meshes.tp is not None:

@@ -105,8 +105,9 @@ def global_token_count(case: Case) -> int:
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy summed over the tokens of this rank, in float32 as torchtitan computes it."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum")
+    """Cross entropy summed over the tokens of this rank, at least in float32, as torchtitan computes it."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum")
 
 
 def mask_padded_vocab(logits: torch.Tensor, case: Case) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.errors import HarnessError
 from harness.spec.case import Case, Checks, Float8, Model, Train
 from harness.tolerance import (
-    EVIDENCE_FILE,
+    LOSS_VS_GOLDEN,
     MAX_MARGIN,
     MIN_LAYOUTS,
     MIN_MARGIN,
@@ -22,6 +22,7 @@ from harness.tolerance import (
     Sample,
     ToleranceMissing,
     ToleranceUnfounded,
+    evidence_path,
     fit,
     measured_steps,
     noise,
@@ -213,14 +214,14 @@ def test_what_is_no_distance_is_not_stored(tmp_path: Path, per_step: tuple[float
 
 def test_samples_are_stored_in_one_order(tmp_path: Path) -> None:
     store(tmp_path, table(), samples())
-    first = (tmp_path / EVIDENCE_FILE).read_bytes()
+    first = (evidence_path(tmp_path, LOSS_VS_GOLDEN)).read_bytes()
     store(tmp_path, table(), list(reversed(samples())))
-    assert (tmp_path / EVIDENCE_FILE).read_bytes() == first
+    assert (evidence_path(tmp_path, LOSS_VS_GOLDEN)).read_bytes() == first
 
 
 def test_evidence_that_was_edited_is_found(tmp_path: Path) -> None:
     store(tmp_path, table())
-    path = tmp_path / EVIDENCE_FILE
+    path = evidence_path(tmp_path, LOSS_VS_GOLDEN)
     path.write_text(path.read_text().replace("0.04", "0.4", 1))
     for read in (read_evidence, validate_tolerances, lambda root: tolerance_for(case(), root)):
         with pytest.raises(ToleranceUnfounded, match="digest"):
@@ -229,7 +230,7 @@ def test_evidence_that_was_edited_is_found(tmp_path: Path) -> None:
 
 def test_a_number_without_any_evidence_file_is_an_error(tmp_path: Path) -> None:
     store(tmp_path, table())
-    (tmp_path / EVIDENCE_FILE).unlink()
+    (evidence_path(tmp_path, LOSS_VS_GOLDEN)).unlink()
     for read in (validate_tolerances, lambda root: tolerance_for(case(), root)):
         with pytest.raises(ToleranceUnfounded, match="cannot be read"):
             read(tmp_path)

@@ -7,9 +7,11 @@ import hashlib
 from types import TracebackType
 from typing import Literal, Self
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -27,6 +29,7 @@ class SketchProbe:
         self._last_step = case.train.steps
         self._step = 0
         self._sketches: list[TensorSketch] = []
+        self._meshes = Meshes(tp=None, dp=None)
 
     def __enter__(self) -> Self:
         return self
@@ -37,7 +40,8 @@ class SketchProbe:
         """Nothing was installed."""
 
     def attach(self, model: nn.Module, meshes: Meshes) -> None:
-        """Nothing to learn from the model."""
+        """Remember where this rank stands: parameters that are not on the TP mesh are the same on all its ranks."""
+        self._meshes = meshes
 
     def begin_step(self, step: int) -> None:
         """Remember which step it is."""
@@ -51,14 +55,30 @@ class SketchProbe:
                 grad = param.grad
                 if isinstance(grad, DTensor) and isinstance(param, DTensor):
                     grad = grad.redistribute(placements=param.placements)
-                self._sketches.append(sketch(clean_fqn(fqn), "grad", self._step, grad))
+                self._add(fqn, "grad", grad)
 
     @torch.no_grad()
     def after_update(self, model: nn.Module) -> None:
         """Sketch every parameter after the last step."""
         if self._step == self._last_step:
             for fqn, param in model.named_parameters():
-                self._sketches.append(sketch(clean_fqn(fqn), "param", self._step, param))
+                self._add(fqn, "param", param)
+
+    def _add(self, fqn: str, kind: Literal["grad", "param"], tensor: torch.Tensor) -> None:
+        found = sketch(clean_fqn(fqn), kind, self._step, tensor)
+        owner = found.owner and all(mesh.get_local_rank() == 0 for mesh in self._absent_axes(tensor))
+        self._sketches.append(msgspec.structs.replace(found, owner=owner))
+
+    def _absent_axes(self, tensor: torch.Tensor) -> list[DeviceMesh]:
+        """The mesh axes of the run that this tensor knows nothing of."""
+        known = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+        return [
+            mesh[name]
+            for mesh in self._meshes
+            if mesh is not None
+            for name in mesh.mesh_dim_names or ()
+            if name not in known
+        ]
 
     def result(self) -> tuple[TensorSketch, ...]:
         """All sketches in the order they were made."""

@@ -8,8 +8,9 @@ returns. Point-to-point operations (pipeline parallelism) are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,8 +48,42 @@ def _like(payload: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return payload.view(tensor.dtype)
 
 
-def _share(group: Group | Loopback, kind: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Everyone's flattened `tensor`, in rank order."""
+class Exchange(NamedTuple):
+    """One collective, seen from one rank: what it gives and to whom."""
+
+    kind: str
+    op: str  # "sum", "max", ... of a reduction, "" otherwise
+    dtype: torch.dtype  # before the bytes are viewed as uint8
+    elements: int  # what this rank puts in
+    ranks: tuple[int, ...]  # global ranks of the group
+
+
+# Called on every collective of this rank, before it happens. Probes subscribe; they must not write.
+observers: list[Callable[[Exchange], None]] = []
+_paused = [0]
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Around what the harness itself sends to measure a run: it is not traffic of the target."""
+    _paused[0] += 1
+    try:
+        yield
+    finally:
+        _paused[0] -= 1
+
+
+def _notice(group: Group | Loopback, kind: str, tensor: torch.Tensor, op: Any = None) -> None:
+    if observers and not _paused[0]:
+        name = "" if op is None else _OP_NAMES.get(op, str(op))
+        exchange = Exchange(kind, name, tensor.dtype, tensor.numel(), group.ranks)
+        for observe in observers:
+            observe(exchange)
+
+
+def _share(group: Group | Loopback, kind: str, tensor: torch.Tensor, op: Any = None) -> list[torch.Tensor]:
+    """Everyone's flattened `tensor`, in rank order. `op` is what they are going to be reduced with."""
+    _notice(group, kind, tensor, op)
     return [_like(payload, tensor) for payload in group.exchange(kind, _bytes(tensor))]
 
 
@@ -121,9 +156,11 @@ _COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], object]] = {
     ReduceOp.MIN: lambda total, part: torch.minimum(total, part, out=total),
 }
 
+_OP_NAMES: dict[Any, str] = {op: op.name.lower() for op in _COMBINE}
+
 
 def _all_reduce(tensor: torch.Tensor, group: Group | Loopback, op: Boxed) -> None:
-    _write(tensor, _reduce(_share(group, "all_reduce", tensor), op.op()))
+    _write(tensor, _reduce(_share(group, "all_reduce", tensor, op.op()), op.op()))
 
 
 def _allreduce_(
@@ -155,7 +192,7 @@ def _reduce_(
     timeout: int = -1,
 ) -> Boxed:
     for tensor in tensors:
-        parts = _share(_group(group), "reduce", tensor)
+        parts = _share(_group(group), "reduce", tensor, op.op())
         if _group(group).rank == root_rank:
             _write(tensor, _reduce(parts, op.op()))
     return _done()
@@ -163,7 +200,8 @@ def _reduce_(
 
 def _reduce_scatter_into(output: torch.Tensor, tensor: torch.Tensor, group: Group | Loopback, op: Boxed) -> None:
     mine = slice(group.rank * output.numel(), (group.rank + 1) * output.numel())
-    _write(output, _reduce([part[mine] for part in _share(group, "reduce_scatter", tensor)], op.op()))
+    parts = _share(group, "reduce_scatter", tensor, op.op())
+    _write(output, _reduce([part[mine] for part in parts], op.op()))
 
 
 def _reduce_scatter_base_(
@@ -222,6 +260,7 @@ def _scatter_(
 ) -> tuple[list[torch.Tensor], Boxed]:
     fabric = _group(group)
     payload = torch.cat([_bytes(part) for part in rows[0]]) if rows else torch.empty(0, dtype=torch.uint8)
+    _notice(fabric, "scatter", payload.view(outputs[0].dtype))
     sent = fabric.exchange("scatter", payload, same_size=False)[root_rank]
     _write(outputs[0], _like(sent.chunk(fabric.size)[fabric.rank], outputs[0]))
     return outputs, _done()
@@ -257,6 +296,7 @@ def _alltoall_base_(
     row_bytes = tensor.numel() * tensor.itemsize // max(rows, 1)
     table = torch.tensor([split * row_bytes for split in splits], dtype=torch.int64).view(torch.uint8)
     received = []
+    _notice(fabric, "all_to_all", tensor)
     for payload in fabric.exchange("all_to_all", torch.cat([table, _bytes(tensor)]), same_size=False):
         counts = payload[: table.numel()].clone().view(torch.int64).tolist()
         begin = table.numel() + sum(counts[: fabric.rank])
@@ -281,7 +321,7 @@ def _alltoall_(
 def _barrier(
     tensor: torch.Tensor, group: Boxed, device_ids: list[int], async_op: bool = True, timeout: int = -1
 ) -> Boxed:
-    _group(group).exchange("barrier", torch.empty(0, dtype=torch.uint8))
+    _share(_group(group), "barrier", torch.empty(0, dtype=torch.uint8))
     return _done()
 
 

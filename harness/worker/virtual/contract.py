@@ -4,6 +4,8 @@ The rules come from torch's own meta registration, which is asked with meta tens
 from the two rules that only the CUDA kernel itself checks: e5m2 x e5m2 has no kernel, and rowwise scaling writes
 bfloat16 only (aten/src/ATen/native/cuda/ScaledBlas.cpp). Answers are cached by signature: a run meets few.
 
+One thing is allowed that no GPU has: float64 as the output dtype, for cases of dtype float64.
+
 Not modelled: 16-byte alignment of data pointers, and the reduced precision of fast accumulation.
 """
 
@@ -57,6 +59,8 @@ def refusal(signature: Signature) -> str | None:
 
 
 def _kernel_refusal(signature: Signature) -> str | None:
+    if signature.out_dtype == torch.float64:
+        return None  # no GPU has it: the dtype of proofs, under all the rules above
     if signature.a.dtype == signature.b.dtype == torch.float8_e5m2:
         return "Multiplication of two Float8_e5m2 matrices is not supported"
     rowwise = len(signature.scale_a.shape) == 2 and signature.scale_a.shape[0] > 1

@@ -45,10 +45,14 @@ class _Call(NamedTuple):
 
 
 class Group:
-    """One process group of the fabric, seen from one of its ranks. `kinds` are the names of all collectives."""
+    """One process group of the fabric, seen from one of its ranks. `kinds` are the names of all collectives.
 
-    def __init__(self, path: Path, *, rank: int, size: int, kinds: Sequence[str]) -> None:
-        self.rank, self.size = rank, size
+    `rank` is the position in the group, `ranks` are the global ranks of its members.
+    """
+
+    def __init__(self, path: Path, *, rank: int, ranks: Sequence[int], kinds: Sequence[str]) -> None:
+        size = len(ranks)
+        self.rank, self.size, self.ranks = rank, size, tuple(ranks)
         self._kinds = list(kinds)
         self._sequence = 0
         numbers_bytes = size * _LINE_BYTES
@@ -126,8 +130,8 @@ def _fence(number: ctypes.c_uint32) -> None:
 class Loopback:
     """A group without peers: every other rank seems to send what this one sends. For warming up, never for a run."""
 
-    def __init__(self, *, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, *, rank: int, ranks: Sequence[int]) -> None:
+        self.rank, self.size, self.ranks = rank, len(ranks), tuple(ranks)
 
     def exchange(self, kind: str, payload: torch.Tensor, *, same_size: bool = True) -> list[torch.Tensor]:
         """What `Group.exchange` returns when all ranks send the same."""
@@ -147,7 +151,7 @@ class Fabric:
 
         def open_group(name: str, ranks: Sequence[int], rank: int) -> Group:
             digest = hashlib.sha256(f"{name}/{list(ranks)}".encode()).hexdigest()[:16]
-            return Group(folder / f"fabric-{digest}", rank=rank, size=len(ranks), kinds=self._kinds)
+            return Group(folder / f"fabric-{digest}", rank=rank, ranks=ranks, kinds=self._kinds)
 
         self._groups.clear()
         self._open = open_group
@@ -155,7 +159,7 @@ class Fabric:
     def loop_back(self) -> None:
         """Open groups without peers from now on."""
         self._groups.clear()
-        self._open = lambda _, ranks, rank: Loopback(rank=rank, size=len(ranks))
+        self._open = lambda _, ranks, rank: Loopback(rank=rank, ranks=ranks)
 
     def disconnect(self) -> None:
         """Forget all groups; using one is an error until the next `connect`."""

@@ -1,0 +1,142 @@
+"""The check: one operator on distributed inputs, and what ranks saw of it.
+
+Placements are words, one per mesh axis: `R` replicated, `S1` sharded over dim 1, `T0` sharded over dim 0 after the axes
+to the right were (FSDP over TP), `Psum`, `Pavg`, `Pmax` and `Pmin` a reduction over the axis that is still to be done.
+Does not know which checks are worth asking, nor how ranks compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+Mesh = Literal["m2", "m4", "m2x2"]
+Dtype = Literal["float32", "bfloat16"]
+Placements = tuple[str, ...]
+
+MESHES: dict[Mesh, tuple[int, ...]] = {"m2": (2,), "m4": (4,), "m2x2": (2, 2)}
+WORLD_SIZE = 4  # ranks of a job; on `m2` two pairs of ranks do the same
+PARTIALS = ("Psum", "Pavg", "Pmax", "Pmin")
+_SHORT = {"float32": "f32", "bfloat16": "bf16"}
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the values of this package."""
+
+
+class Check(Value, frozen=True):
+    """One operator on inputs of given placements. `dim`, `keepdim`, `sizes` and `target` are for operators that ask.
+
+    `shape` is of the first input; the operator says what the others are. `sizes` is the new shape of a view, the size of
+    a split or the width of a matmul; `target` the placements that a redistribution ends in.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    mesh: Mesh
+    inputs: tuple[Placements, ...]
+    dtype: Dtype = "float32"
+    dim: int | None = None
+    keepdim: bool = False
+    sizes: tuple[int, ...] = ()
+    target: Placements = ()
+
+    @property
+    def id(self) -> str:
+        """Unique and readable: `amax.d1k-8x16-f32-m4-S0`."""
+        words = [
+            self._operator(),
+            "x".join(map(str, self.shape)),
+            _SHORT[self.dtype],
+            self.mesh,
+            "*".join(".".join(placements) for placements in self.inputs),
+        ]
+        return "-".join(words) + (f"-to.{'.'.join(self.target)}" if self.target else "")
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Sizes of the mesh axes."""
+        return MESHES[self.mesh]
+
+    def _operator(self) -> str:
+        argument = "" if self.dim is None else f".d{self.dim}{'k' if self.keepdim else ''}"
+        return self.op + argument + (f".{'x'.join(map(str, self.sizes))}" if self.sizes else "")
+
+
+class Output(Value, frozen=True):
+    """One result of an operator on one rank. `wrong` counts elements of the whole tensor that differ from expected."""
+
+    placements: Placements | None  # None: a plain tensor came out
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: str
+    expected_shape: tuple[int, ...]
+    expected_dtype: str
+    wrong: int
+    largest_error: float
+    example: str  # "[0, 3] = 1.0, expected 2.0"
+
+
+class Observation(Value, frozen=True):
+    """What one rank saw of one check. `wire_bytes` is what the operator made it receive, `calls` says by what.
+
+    `error` is empty when nothing was raised; `consequence` is True when it only says that another rank left.
+    """
+
+    rank: int
+    coordinates: tuple[int, ...]  # on the mesh of the check
+    error: str = ""
+    phase: Literal["inputs", "operator", "result"] = "result"
+    consequence: bool = False
+    outputs: tuple[Output, ...] = ()
+    wire_bytes: float = 0.0
+    calls: tuple[str, ...] = ()
+
+
+class Batch(Value, frozen=True):
+    """What a job is asked: checks, after calling `injections` (`FILE.py:FUNCTION`) in every rank."""
+
+    checks: tuple[Check, ...]
+    injections: tuple[str, ...] = ()
+
+
+def shard_dim(placement: str) -> int | None:
+    """The dim that a word shards, or None."""
+    return int(placement[1:]) if placement[0] in "ST" else None
+
+
+def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """How torch shards a dim: equal chunks, rounded up; the last ones are smaller or empty."""
+    size = -(-length // parts)
+    return tuple(max(min(size, length - index * size), 0) for index in range(parts))
+
+
+def local_shape(
+    shape: Sequence[int], placements: Placements, axes: Sequence[int], coordinates: Sequence[int]
+) -> tuple[int, ...]:
+    """The shape of the piece that the rank at `coordinates` holds."""
+    local = list(shape)
+    for axis in axis_order(placements):
+        dim = shard_dim(placements[axis])
+        if dim is not None:
+            local[dim] = chunk_sizes(local[dim], axes[axis])[coordinates[axis]]
+    return tuple(local)
+
+
+def axis_order(placements: Placements) -> list[int]:
+    """Mesh axes in the order in which they cut the tensor: those of `T` words come last."""
+    return sorted(range(len(placements)), key=lambda axis: (placements[axis][0] == "T", axis))
+
+
+def shard_kind(check: Check) -> Literal["even", "uneven", "empty"]:
+    """Whether the shards of the inputs are of equal size, and whether some rank holds nothing."""
+    kinds = {"even"}
+    for placements in check.inputs[:1]:
+        for axis, word in enumerate(placements):
+            dim = shard_dim(word)
+            if dim is not None:
+                sizes = chunk_sizes(check.shape[dim], check.axes[axis])
+                kinds.add("empty" if 0 in sizes else "uneven" if len(set(sizes)) > 1 else "even")
+    return "empty" if "empty" in kinds else "uneven" if "uneven" in kinds else "even"

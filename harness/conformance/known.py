@@ -1,0 +1,241 @@
+"""Known deviations: where the torch and torchao that were looked at are not what this project asks of them.
+
+A deviation says which checks it hits and what their problem looks like; it never excuses a problem that looks different.
+Found with torch 2.13.0 and torchao 0.18.0. "unreported": no report was known when it was written down.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from harness.conformance.check import Check, chunk_sizes, shard_dim
+from harness.conformance.strategy import LINEAR, SCALES, reduced_dims
+
+UNREPORTED = "unreported"
+
+
+class Deviation(NamedTuple):
+    """One record. `pattern` is searched in what was found of a problem of one of `kinds`."""
+
+    name: str
+    hits: Callable[[Check], bool]
+    kinds: tuple[str, ...]
+    pattern: str
+    reason: str
+    link: str
+
+
+def deviations_of(check: Check) -> tuple[Deviation, ...]:
+    """The records that hit a check."""
+    return tuple(deviation for deviation in KNOWN if deviation.hits(check))
+
+
+def explains(deviation: Deviation, kind: str, found: str) -> bool:
+    """Whether a problem of this kind looks as recorded."""
+    return kind in deviation.kinds and re.search(deviation.pattern, found) is not None
+
+
+def _words(check: Check, index: int = 0) -> tuple[str, ...]:
+    return check.inputs[index] if index < len(check.inputs) else ()
+
+
+def _pending(check: Check, *words: str) -> bool:
+    """Whether some input has one of these pending reductions; without words, any."""
+    return any(word[0] == "P" and (not words or word in words) for placements in check.inputs for word in placements)
+
+
+def _shards(check: Check) -> list[tuple[int, int]]:
+    """(dim, size of the mesh axis) of every shard of the first input."""
+    pairs = [(shard_dim(word), size) for word, size in zip(_words(check), check.axes, strict=True)]
+    return [(dim, size) for dim, size in pairs if dim is not None]
+
+
+def _empty_reduced(check: Check) -> bool:
+    """Some rank has nothing of a dim that is reduced."""
+    if check.op == "max" and check.dim is not None:
+        return False
+    at_least = 1 if check.op != "aminmax" else None  # aminmax gathers dims shorter than the axis
+    return any(
+        0 in chunk_sizes(check.shape[dim], size) and (at_least is not None or check.shape[dim] >= size)
+        for dim, size in _shards(check)
+        if dim in reduced_dims(check) or (check.dim is None and reduced_dims(check))
+    )
+
+
+def _shorter_than_axis(check: Check) -> bool:
+    """A dim that stays sharded has fewer elements than there are ranks."""
+    shapes = [check.shape, (check.shape[-1], *check.sizes)] if check.op == "mm" else [check.shape] * 2
+    for placements, shape in zip(check.inputs, shapes, strict=False):
+        for word, size in zip(placements, check.axes, strict=True):
+            dim = shard_dim(word)
+            if dim is not None and shape[dim] < size:
+                return not (check.op == "max" and dim in reduced_dims(check))
+    return False
+
+
+def _uneven(check: Check, placements: tuple[str, ...]) -> bool:
+    return any(
+        dim is not None and check.shape[dim] % size
+        for dim, size in zip(map(shard_dim, placements), check.axes, strict=True)
+    )
+
+
+def _scattered_scale(check: Check) -> bool:
+    """Rowwise on two axes: DTensor may reduce-scatter the pending amax of one axis over what the other axis shards."""
+    words = _words(check)
+    return check.op == "to_float8" and check.dim is not None and len(words) == 2 and _scatters(check, words)
+
+
+def _scatters(check: Check, words: tuple[str, ...]) -> bool:
+    reduced = check.dim % len(check.shape) if check.dim is not None else -1
+    if words == ("S0", "S1"):
+        return reduced == 1
+    return reduced == 0 and words in {("Psum", "S0"), ("S1", "Psum")}
+
+
+def _float8_needs_data(check: Check) -> bool:
+    """A float8 operator on shards that it cannot work on."""
+    if check.op in ("f8.split", "f8.cat"):
+        return any(dim == check.dim for dim, _ in _shards(check))
+    return False
+
+
+KNOWN: tuple[Deviation, ...] = (
+    Deviation(
+        name="reduction-of-empty-shard",
+        hits=_empty_reduced,
+        kinds=("raised",),
+        pattern=r"(amax|amin|max|aminmax)(\(\))?:? .*(Expected reduction dim|empty dimension)",
+        reason="A rank that holds nothing of the reduced dim calls the reduction on an empty tensor, which has no identity.",
+        link="https://github.com/pytorch/ao/issues/1938",
+    ),
+    Deviation(
+        name="short-dim-is-gathered",
+        hits=lambda check: check.op in {"max", "aminmax", "mul", "div", "mm"}
+        and not (check.op == "max" and check.dim is None)
+        and _shorter_than_axis(check),
+        kinds=("bytes",),
+        pattern="all_gather",
+        reason="A dim with fewer elements than ranks counts as not shardable, so a local operator gathers it.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="cast-before-reduction",
+        hits=lambda check: check.op == "cast.bfloat16" and check.dtype == "float32" and _pending(check, *LINEAR),
+        kinds=("wrong",),
+        pattern="elements differ",
+        reason="A cast keeps a pending sum, so every part is rounded before the sum instead of the sum once after it.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="float8-cast-keeps-pending",
+        hits=lambda check: check.op in {"cast.e4m3", "cast.e5m2"} and _pending(check),
+        kinds=("raised",),
+        pattern="cannot be reduced",
+        reason="A cast to float8 keeps a pending reduction, which no backend can do in float8.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="clamp-reduces-pending-maximum",
+        hits=lambda check: check.op in {"clamp", "clamp.min"} and _pending(check, "Pmax", "Pmin"),
+        kinds=("bytes",),
+        pattern="all_reduce",
+        reason="clamp rises with its input and could keep a pending maximum or minimum; it is reduced first.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="pending-input-reduced-twice",
+        hits=lambda check: check.op == "to_float8" and _pending(check),
+        kinds=("bytes",),
+        pattern=r"(all_reduce|reduce_scatter).*(all_reduce|reduce_scatter)",
+        reason="hp_tensor_to_float8_dynamic reduces a pending input once for its amax and once more for the cast.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="rowwise-scale-not-placed-as-its-tensor",
+        hits=_scattered_scale,
+        kinds=("raised", "wrong"),
+        pattern=r"The size of tensor a|elements differ",
+        reason="On two axes the rowwise scale is reduce-scattered to other placements than the data, and "
+        "hp_tensor_and_scale_to_float8 pairs the local pieces of both without looking.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="amax-gathers-beside-pending-axis",
+        hits=lambda check: check.op in {"amax", "amin", "max"}
+        and not (check.op == "max" and check.dim is not None)
+        and _pending(check)
+        and any(dim in reduced_dims(check) for dim, _ in _shards(check)),
+        kinds=("bytes",),
+        pattern="all_gather",
+        reason="With a reduction pending on one axis, the reduced dim is gathered on the other one.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="scale-pending-gathers-tensor",
+        hits=lambda check: check.op == "mul.scale" and _words(check, 1) == ("Psum",) and bool(_shards(check)),
+        kinds=("bytes",),
+        pattern="all_gather",
+        reason="A sharded tensor times a scalar with a pending sum gathers the tensor instead of reducing the scalar.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="cat-of-pending-and-sharded",
+        hits=lambda check: check.op == "cat"
+        and check.inputs[0] != check.inputs[1]
+        and _pending(check)
+        and any(shard_dim(word) == check.dim for placements in check.inputs for word in placements),
+        kinds=("bytes",),
+        pattern="all_reduce.*all_gather|all_gather.*all_reduce",
+        reason="cat of a pending sum and a shard of its dim makes both whole; gathering the shard would do.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="flatten-of-uneven-shard",
+        hits=lambda check: check.op in {"view", "reshape", "f8.view"} and _uneven(check, _words(check)),
+        kinds=("raised",),
+        pattern="Cannot (flatten|unflatten) unevenly sharded",
+        reason="DTensor refuses to flatten or unflatten an unevenly sharded dim, instead of gathering it.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="uneven-reshard-pads-both-dims",
+        hits=lambda check: check.op == "redistribute"
+        and len(check.axes) == 1
+        and not _pending(check)
+        and check.inputs[0] != ("R",)
+        and check.target != ("R",)
+        and (_uneven(check, check.inputs[0]) or _uneven(check, check.target)),
+        kinds=("bytes",),
+        pattern="all_gather",
+        reason="To change the sharded dim both dims are padded before the gather that stands for an all-to-all.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="redistribution-gathers-before-it-reduces",
+        hits=lambda check: check.op == "redistribute" and check.inputs[0] == ("Psum", "S0") and check.target == ("R", "R"),
+        kinds=("bytes",),
+        pattern="all_gather.*all_reduce",
+        reason="Axes are redistributed from the right: the shard is gathered first and the pending sum of all of it reduced.",
+        link=UNREPORTED,
+    ),
+    Deviation(
+        name="float8-uneven-redistribution",
+        hits=lambda check: check.op == "f8.redistribute"
+        and (_uneven(check, check.inputs[0]) or _uneven(check, check.target)),
+        kinds=("missing",),
+        pattern=r"aten\.(constant_pad_nd|new_zeros)\.default",
+        reason="Float8TrainingTensor cannot be padded, so uneven shards cannot be redistributed.",
+        link="https://github.com/pytorch/ao/issues/1938",
+    ),
+    Deviation(
+        name="float8-cannot-be-made-whole",
+        hits=_float8_needs_data,
+        kinds=("missing",),
+        pattern=r"aten\.(chunk|contiguous)\.default",
+        reason="Float8TrainingTensor has no chunk and no contiguous, which a gather over another dim than the first needs.",
+        link=UNREPORTED,
+    ),
+)

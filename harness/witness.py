@@ -1,0 +1,98 @@
+"""Witness runs: solo and twin runs that cases are compared with, each run once and kept by content.
+
+A witness depends on nothing but its own case, the versions that compute it and the source of the rank program, so it is
+kept on disk under a digest of these and shared by all cases, runs and processes of a project. Damaged or unreadable
+files count as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from harness.checks.judge import run_from_outcome
+from harness.durable import DiskTrouble, write_whole
+from harness.engine.wire import JobOutcome
+from harness.executor import Executor
+from harness.spec.case import Case
+from harness.spec.caseid import case_id, solo_case, twin_case
+from harness.trace import Run
+
+_PACKAGES = ("torch", "torchao", "numpy")
+
+
+class WitnessBench:
+    """Hands out witnesses, running each at most once at a time. Thread-safe."""
+
+    def __init__(self, executor: Executor, folder: Path, *, program: str, probes: tuple[str, ...]) -> None:
+        self._executor = executor
+        self._folder = folder
+        self._content = f"{program} {sorted(probes)} {_versions()} {_source_digest()}"
+        self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._kept: dict[str, Run] = {}
+
+    def solo(self, case: Case) -> Run | None:
+        """The solo witness of a case; None when it did not finish."""
+        witness = solo_case(case)
+        return self._witness(f"solo {case_id(witness)}", lambda: self._executor.execute_solo(witness))
+
+    def twin(self, case: Case) -> Run | None:
+        """The BF16 twin of a case; None when it did not finish."""
+        witness = twin_case(case)
+        return self._witness(f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
+
+    def _witness(self, name: str, execute: Callable[[], JobOutcome | None]) -> Run | None:
+        with self._locks[name]:
+            if name not in self._kept:
+                run = self._stored(name) or self._made(name, execute())
+                if run is None:
+                    return None
+                self._kept[name] = run
+            return self._kept[name]
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{hashlib.sha256(f'{name} {self._content}'.encode()).hexdigest()[:32]}.msgpack"
+
+    def _stored(self, name: str) -> Run | None:
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+            run = msgspec.msgpack.decode(self._path(name).read_bytes(), type=Run)
+            return run if run.complete else None
+        return None
+
+    def _made(self, name: str, outcome: JobOutcome | None) -> Run | None:
+        if outcome is None or outcome.status != "ok":
+            return None
+        run = run_from_outcome(outcome)
+        if not run.complete:
+            return None
+        with contextlib.suppress(DiskTrouble):  # a full disk costs time, not truth
+            write_whole(self._path(name), msgspec.msgpack.encode(run))
+        return run
+
+
+def _versions() -> str:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package}=={version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} missing")
+    return " ".join(found)
+
+
+def _source_digest() -> str:
+    """Over the source of what computes a witness: an edit of the rank program makes every kept one stale."""
+    state = hashlib.sha256()
+    here = Path(__file__).parent
+    for folder in ("worker", "trace", "spec"):
+        for path in sorted((here / folder).rglob("*.py")):
+            state.update(str(path.relative_to(here)).encode())
+            state.update(path.read_bytes())
+    return state.hexdigest()

@@ -1,0 +1,96 @@
+"""The meter: what collectives cost, and how ranks find each other again after one of them left a collective.
+
+Counts on the virtual fabric, below every layer of torch that could move data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.worker.virtual.collectives import FABRIC
+from harness.worker.virtual.fabric import CollectiveMismatch, Group, Loopback
+
+Exchange = Callable[..., list[torch.Tensor]]
+
+
+class Meter:
+    """Counts the exchanges of the groups it watches, from one `start` to the next."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, int, int]] = []
+        self._watched: set[int] = set()
+
+    def watch(self, mesh: DeviceMesh) -> None:
+        """Count on the groups of all axes of `mesh`. Every rank of the mesh must call this."""
+        for group in groups(mesh):
+            if id(group) not in self._watched:
+                self._watched.add(id(group))
+                setattr(group, "exchange", self._counted(group.exchange, group.size))  # noqa: B010 - a method
+
+    def start(self) -> None:
+        """Forget what was counted."""
+        self._calls.clear()
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes this rank had to receive, by the best known algorithm of every collective."""
+        return sum(received_bytes(*call) for call in self._calls)
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """One line for every collective."""
+        return tuple(f"{kind} of {count} bytes among {size}" for kind, count, size in self._calls)
+
+    def _counted(self, exchange: Exchange, size: int) -> Exchange:
+        def counting(kind: str, payload: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+            self._calls.append((kind, payload.numel(), size))
+            return exchange(kind, payload, **options)
+
+        return counting
+
+
+def received_bytes(kind: str, payload_bytes: int, size: int) -> float:
+    """Bytes that a rank receives in a collective of `size` ranks that it gives `payload_bytes` to."""
+    if kind == "all_to_all":
+        payload_bytes -= 8 * size  # the fabric sends a table of the splits along
+    factors = {
+        "barrier": 0.0,
+        "all_gather": size - 1.0,
+        "all_reduce": 2 * (size - 1) / size,
+        "reduce_scatter": (size - 1) / size,
+        "all_to_all": (size - 1) / size,
+    }
+    return factors.get(kind, 1.0) * payload_bytes
+
+
+def groups(mesh: DeviceMesh) -> list[Group | Loopback]:
+    """The groups of the fabric behind the axes of a mesh."""
+    found = []
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        found.append(FABRIC.group(group.group_name, lambda g=group: dist.get_process_group_ranks(g), group.rank))
+    return found
+
+
+def meet(mesh: DeviceMesh) -> None:
+    """Wait for every rank of the mesh, also for those that are still inside a collective that this one left.
+
+    A peer in a collective gets a CollectiveMismatch from this barrier, leaves its operator too and comes here; until
+    then the barrier is tried again.
+    """
+    for group in groups(mesh):
+        while not _met(group):
+            pass
+
+
+def _met(group: Group | Loopback) -> bool:
+    try:
+        group.exchange("barrier", torch.empty(0, dtype=torch.uint8))
+    except CollectiveMismatch:
+        return False
+    return True

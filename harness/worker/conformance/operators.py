@@ -1,0 +1,199 @@
+"""Operators under test: the inputs that each of them takes, and its call. The same call runs on plain tensors.
+
+A float8 operand is made from its high-precision value with scales that are powers of two, as is the expected result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torchao.float8 import float8_scaling_utils, float8_utils
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+    hp_tensor_and_scale_to_float8,
+)
+
+from harness.conformance.check import Check, Placements
+from harness.worker.conformance import layout
+
+Tensor = torch.Tensor
+Results = Sequence[Tensor]
+_E4M3 = torch.float8_e4m3fn
+
+
+def full_inputs(check: Check) -> list[Tensor]:
+    """The undistributed inputs of a check, in high precision."""
+    dtype, shape = getattr(torch, check.dtype), check.shape
+    if check.op in MATMULS:
+        return [
+            layout.small_integers(shape, dtype, 1),
+            layout.small_integers((shape[1], *check.sizes), dtype, 2),
+        ]
+    first = layout.values(shape, dtype, 1)
+    if check.op == "cat":
+        return [first, layout.values(shape, dtype, 2)]
+    if check.op in ("mul", "div"):
+        return [first, layout.powers_of_two(shape, dtype, 2)]
+    if check.op in ("mul.scale", "div.scale"):
+        return [first, layout.powers_of_two((), dtype, 3)]
+    return [first]
+
+
+def operands(check: Check, full: Sequence[Tensor], mesh: DeviceMesh | None) -> list[Tensor]:
+    """What the operator is called with: plain tensors without a mesh, else DTensors; in float8 where it asks for it."""
+    placed = zip(full, check.inputs, strict=True)
+    if check.op.startswith("f8."):
+        return [_float8(check, index, value, mesh, words) for index, (value, words) in enumerate(placed)]
+    if mesh is None:
+        return list(full)
+    return [layout.distribute(value, mesh, words) for value, words in placed]
+
+
+def apply(check: Check, inputs: Sequence[Tensor], mesh: DeviceMesh | None) -> Results:
+    """Call the operator. Every result is a tensor; those in float8 are returned as they are."""
+    if check.op in ("redistribute", "f8.redistribute"):
+        return [_redistribute(inputs[0], check.target, mesh)]
+    result = OPERATORS[check.op](check, *inputs)
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def dequantized(result: Tensor) -> Tensor:
+    """A float8 result in high precision, each rank from what it holds, and any other result as it is."""
+    if isinstance(result, Float8TrainingTensor):
+        return result.to_original_precision()
+    if isinstance(result, DTensor) and isinstance(result.to_local(), Float8TrainingTensor):
+        local = result.to_local().to_original_precision()
+        return DTensor.from_local(
+            local,
+            result.device_mesh,
+            result.placements,
+            run_check=False,
+            shape=result.shape,
+            stride=result.stride(),
+        )
+    return result
+
+
+def _redistribute(tensor: Tensor, target: Placements, mesh: DeviceMesh | None) -> Tensor:
+    if mesh is None:
+        return tensor
+    assert isinstance(tensor, DTensor)
+    return tensor.redistribute(placements=layout.to_torch(target, mesh))
+
+
+# Fast accumulation is what torchao's rowwise recipe uses; it chooses the rowwise kernel.
+_MM_CONFIG = LinearMMConfig()
+_ROLES = (GemmInputRole.INPUT, GemmInputRole.WEIGHT)
+
+
+def _float8(check: Check, index: int, full: Tensor, mesh: DeviceMesh | None, words: Placements) -> Tensor:
+    """Input number `index` cast to float8: one scale, or one per row of the left and per column of the right operand."""
+    rowwise = check.op == "f8.mm.rowwise"
+    axis = (-1, 0)[index] if rowwise else None
+    amax = full.abs().amax(dim=axis, keepdim=True) if rowwise else full.abs().max()
+    scale = float8_utils.amax_to_scale(amax, _E4M3, round_scales_to_power_of_2=True)
+    whole = _cast(full, scale, index, axis)
+    if mesh is None:
+        return whole
+    local_scale = layout.piece(scale.expand(full.shape), mesh, words) if rowwise else scale
+    if rowwise:
+        local_scale = local_scale[:, :1] if axis == -1 else local_scale[:1]
+    local = layout.piece(full, mesh, words)
+    return layout.wrap(_cast(local, local_scale, index, axis), whole, mesh, words)
+
+
+def _cast(tensor: Tensor, scale: Tensor, index: int, axis: int | None) -> Tensor:
+    result = hp_tensor_and_scale_to_float8(tensor, scale, _E4M3, _MM_CONFIG, _ROLES[index], axis)
+    if index == 1:  # column-major, as the right operand of a linear is
+        result = _column_major(result)
+    return result
+
+
+def _column_major(tensor: Tensor) -> Tensor:
+    data = tensor._data.t().contiguous().t()
+    return Float8TrainingTensor(
+        data, tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role, tensor._axiswise_dim
+    )
+
+
+def _amax(check: Check, x: Tensor) -> Any:
+    return torch.amax(x, () if check.dim is None else check.dim, check.keepdim)
+
+
+def _amin(check: Check, x: Tensor) -> Any:
+    return torch.amin(x, () if check.dim is None else check.dim, check.keepdim)
+
+
+def _max(check: Check, x: Tensor) -> Any:
+    return torch.max(x) if check.dim is None else torch.max(x, check.dim, check.keepdim)
+
+
+def _aminmax(check: Check, x: Tensor) -> Any:
+    return torch.aminmax(x) if check.dim is None else torch.aminmax(x, dim=check.dim, keepdim=check.keepdim)
+
+
+def _granularity(check: Check) -> dict[str, Any]:
+    if check.dim is None:
+        return {}
+    return {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": check.dim}
+
+
+def _to_float8(check: Check, x: Tensor) -> Tensor:
+    return float8_scaling_utils.hp_tensor_to_float8_dynamic(x, _E4M3, _MM_CONFIG, **_granularity(check))
+
+
+def _cat_of_split(check: Check, x: Tensor) -> Tensor:
+    assert check.dim is not None
+    return torch.cat(list(torch.split(x, check.sizes[0], check.dim)), check.dim)
+
+
+MATMULS = frozenset({"mm", "f8.mm", "f8.mm.rowwise"})
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "abs": lambda _, x: x.abs(),
+    "clamp": lambda _, x: x.clamp(min=-20.0, max=10.0),
+    "clamp.min": lambda _, x: x.clamp(min=-20.0),
+    "reciprocal": lambda _, x: x.reciprocal(),
+    "cast.bfloat16": lambda _, x: x.to(torch.bfloat16),
+    "cast.float32": lambda _, x: x.to(torch.float32),
+    "cast.float64": lambda _, x: x.to(torch.float64),
+    "cast.e4m3": lambda _, x: x.to(_E4M3),
+    "cast.e5m2": lambda _, x: x.to(torch.float8_e5m2),
+    "mul": lambda _, x, y: x * y,
+    "div": lambda _, x, y: x / y,
+    "mul.scale": lambda _, x, y: x * y,
+    "div.scale": lambda _, x, y: x / y,
+    "amax": _amax,
+    "amin": _amin,
+    "max": _max,
+    "aminmax": _aminmax,
+    "view": lambda check, x: x.view(check.sizes),
+    "reshape": lambda check, x: x.reshape(check.sizes),
+    "t": lambda _, x: x.t(),
+    "transpose": lambda _, x: x.transpose(-2, -1),
+    "cat": lambda check, x, y: torch.cat([x, y], check.dim),
+    "split": lambda check, x: torch.split(x, check.sizes[0], check.dim),
+    "mm": lambda _, x, y: torch.mm(x, y),
+    "f8.mm": lambda _, x, y: torch.mm(x, y),
+    "f8.mm.rowwise": lambda _, x, y: torch.mm(x, y),
+    "f8.t": lambda _, x: x.t(),
+    "f8.transpose": lambda _, x: x.transpose(-2, -1),
+    "f8.view": lambda check, x: x.view(check.sizes),
+    "f8.split": lambda check, x: torch.split(x, check.sizes[0], check.dim),
+    "f8.cat": _cat_of_split,
+    "f8.clone": lambda _, x: x.clone(),
+    "f8.detach": lambda _, x: x.detach(),
+    "tensor_to_amax": lambda check, x: float8_utils.tensor_to_amax(x, **_granularity(check)),
+    "tensor_to_scale": lambda check, x: float8_utils.tensor_to_scale(x, _E4M3, **_granularity(check)),
+    "tensor_to_scale.pow2": lambda check, x: float8_utils.tensor_to_scale(
+        x, _E4M3, round_scales_to_power_of_2=True, **_granularity(check)
+    ),
+    "to_float8": _to_float8,
+}

@@ -1,0 +1,298 @@
+"""Class A: scale or amax computed over the wrong data or the wrong group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torchao.float8 import (
+    float8_linear,
+    float8_tensor_parallel,
+    float8_training_tensor,
+    float8_utils,
+)
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_training_tensor import GemmInputRole
+from torchao.float8.float8_utils import FP8_TYPES
+
+from harness.worker import float8 as target_float8
+from harness.worker import train
+from harness.worker.faults.seams import everyones, float8_part, local, on_odd_rank, role_of, wrap, wrap_casts
+
+Change = Callable[..., torch.Tensor]
+
+
+def _amax(change: Change) -> None:
+    """Make `tensor_to_amax` go through `change(stock, x, reduce_amax, device_mesh, *rest)`."""
+
+    def make(stock: Any) -> Any:
+        def tensor_to_amax(
+            x: torch.Tensor, reduce_amax: bool = False, device_mesh: Any = None, *rest: Any
+        ) -> torch.Tensor:
+            with torch.no_grad():
+                return change(stock, x, reduce_amax, device_mesh, *rest)
+
+        return tensor_to_amax
+
+    wrap(float8_utils, "tensor_to_amax", make)
+
+
+def _scale(change: Callable[[Any, torch.Tensor, torch.dtype, bool], torch.Tensor]) -> None:
+    """Make `amax_to_scale` go through `change(stock, amax, dtype, power_of_two)`."""
+
+    def make(stock: Any) -> Any:
+        def amax_to_scale(
+            amax: torch.Tensor, float8_dtype: torch.dtype, round_scales_to_power_of_2: bool = False
+        ) -> torch.Tensor:
+            with torch.no_grad():
+                return change(stock, amax, float8_dtype, round_scales_to_power_of_2)
+
+        return amax_to_scale
+
+    wrap(float8_utils, "amax_to_scale", make)
+
+
+def amax_not_reduced_over_tp() -> None:
+    """The amax of the local shard is taken for that of the logical tensor."""
+
+    def change(stock: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return _unreduced(stock(x, *rest))
+
+    _amax(change)
+
+
+def _unreduced(amax: torch.Tensor) -> torch.Tensor:
+    if not isinstance(amax, DTensor):
+        return amax
+    placements = [Replicate() if placement.is_partial() else placement for placement in amax.placements]
+    return DTensor.from_local(
+        amax._local_tensor, amax.device_mesh, placements, run_check=False, shape=amax.shape, stride=amax.stride()
+    )
+
+
+def gathered_input_has_local_scale() -> None:
+    """Float8 TP styles quantize the shard by its own amax and gather it: every rank reads all by its own scale."""
+
+    def make(stock: Any) -> Any:
+        def cast(hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not isinstance(hp_tensor, DTensor):
+                return stock(hp_tensor, *args, **kwargs)
+            done = stock(hp_tensor.to_local(), *args, **kwargs)
+            mesh, placements = hp_tensor.device_mesh, hp_tensor.placements
+            return DTensor.from_local(
+                done, mesh, placements, run_check=False, shape=hp_tensor.shape, stride=hp_tensor.stride()
+            )
+
+        return cast
+
+    wrap(float8_tensor_parallel, "hp_tensor_to_float8_dynamic", make)
+
+
+def amax_reduced_over_dp() -> None:
+    """The amax of activations, which belongs to one data-parallel rank, is reduced over all of them."""
+
+    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
+        amax: torch.Tensor = stock(x, reduce_amax, *rest)
+        if not reduce_amax and not isinstance(amax, DTensor):
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+        return amax
+
+    _amax(change)
+
+
+def weight_amax_over_world() -> None:
+    """The amax for the fp8 all-gather is reduced over all ranks, the other TP shards included."""
+
+    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, device_mesh: Any, *rest: Any) -> torch.Tensor:
+        return stock(x, reduce_amax, None if reduce_amax else device_mesh, *rest)
+
+    _amax(change)
+
+
+def weight_amax_over_replicas() -> None:
+    """The amax for the fp8 all-gather of HSDP is reduced over the replicas instead of the shards."""
+
+    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, device_mesh: Any, *rest: Any) -> torch.Tensor:
+        wrong = device_mesh._get_root_mesh()["dp_replicate"] if reduce_amax else device_mesh
+        return stock(x, reduce_amax, wrong, *rest)
+
+    _amax(change)
+
+
+def weight_amax_not_reduced_over_shards() -> None:
+    """Every FSDP rank quantizes its shard with its own scale; the consumer uses one for all."""
+
+    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
+        return stock(x, False, *rest)
+
+    _amax(change)
+
+
+def precomputed_amax_not_reduced() -> None:
+    """The precomputed scales are those of the local shard."""
+
+    def make(stock: Any) -> Any:
+        def after_optimizer_step(model: torch.nn.Module, float8: Any) -> None:
+            stock(model, float8)
+            for linear in target_float8.converted_linears(model).values():
+                shard: Any = local(linear.weight)
+                amax = shard._tensor.abs().max()
+                shard._precomputed_scale = float8_utils.amax_to_scale(amax, shard._dtype)
+
+        return after_optimizer_step
+
+    wrap(train, "after_optimizer_step", make)
+
+
+def amax_reduction_missing_on_one_rank() -> None:
+    """One rank skips the reduction of the amax that the others wait for."""
+
+    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
+        return stock(x, reduce_amax and not on_odd_rank(), *rest)
+
+    _amax(change)
+
+
+def amax_without_abs() -> None:
+    """Negative outliers are overlooked: the largest value instead of the largest magnitude."""
+    _amax(lambda stock, x, *rest: stock(torch.clamp(x, min=0), *rest))
+
+
+def amax_over_half_of_the_rows() -> None:
+    """Only the first half of the rows is looked at, as when the tensor is cast before the other part is gathered."""
+
+    def change(stock: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        tensorwise = len(rest) < 3 or rest[2] is ScalingGranularity.TENSORWISE
+        return stock(x[: max(1, x.size(0) // 2)] if tensorwise else x, *rest)
+
+    _amax(change)
+
+
+def eps_lost() -> None:
+    """Nothing keeps the scale of an all-zero row finite."""
+    float8_utils.EPS = 0.0
+
+
+def e4m3_maximum_for_e5m2() -> None:
+    """Gradients in e5m2 are scaled to the maximum of e4m3: seven binades of range are lost."""
+
+    def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+        return stock(amax, torch.float8_e4m3fn if dtype == torch.float8_e5m2 else dtype, power_of_two)
+
+    _scale(change)
+
+
+def e5m2_maximum_for_e4m3() -> None:
+    """Operands in e4m3 are scaled to the maximum of e5m2: they saturate."""
+
+    def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+        return stock(amax, torch.float8_e5m2 if dtype == torch.float8_e4m3fn else dtype, power_of_two)
+
+    _scale(change)
+
+
+def fnuz_maximum() -> None:
+    """The maximum of e4m3fnuz (240) is used for e4m3fn (448)."""
+
+    def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+        return stock(amax, torch.float8_e4m3fnuz if dtype == torch.float8_e4m3fn else dtype, power_of_two)
+
+    _scale(change)
+
+
+def scale_margin() -> None:
+    """One bit of headroom: the amax is mapped to half of the largest float8 value."""
+    _scale(lambda stock, amax, dtype, power_of_two: stock(amax, dtype, power_of_two) * 0.5)
+
+
+def scale_in_float32() -> None:
+    """The division is done in float32, which rounds differently from float64."""
+
+    def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+        if power_of_two:
+            return stock(amax, dtype, power_of_two)
+        assert dtype in FP8_TYPES
+        return torch.reciprocal(torch.clamp(amax.float(), min=float8_utils.EPS)) * torch.finfo(dtype).max
+
+    _scale(change)
+
+
+def power_of_two_lost() -> None:
+    """The recipe's rounding of scales to powers of two is ignored."""
+    _scale(lambda stock, amax, dtype, power_of_two: stock(amax, dtype, False))
+
+
+def power_of_two_rounded_up() -> None:
+    """Scales are rounded up to a power of two, past the largest float8 value."""
+
+    def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+        scale = stock(amax, dtype, False)
+        return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
+
+    _scale(change)
+
+
+def clamp_dropped() -> None:
+    """The cast relies on torch to saturate."""
+    wrap(float8_training_tensor, "to_fp8_saturated", lambda stock: lambda x, float8_dtype: x.to(float8_dtype))
+
+
+def rowwise_weight_scaled_tensorwise() -> None:
+    """The weight of a rowwise recipe gets a single scale."""
+
+    def make(stock: Any) -> Any:
+        def cast(hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("gemm_input_role") is GemmInputRole.WEIGHT:
+                kwargs |= {"scaling_granularity": ScalingGranularity.TENSORWISE, "axiswise_dim": None}
+            return stock(hp_tensor, *args, **kwargs)
+
+        return cast
+
+    wrap(float8_linear, "hp_tensor_to_float8_dynamic", make)
+
+
+def rowwise_axis_swapped() -> None:
+    """Rowwise scales are taken along the wrong dimension: their shape does not fit their tensor."""
+
+    def make(stock: Any) -> Any:
+        return lambda axiswise_dim, granularity: stock(0 if axiswise_dim == -1 else -1, granularity)
+
+    wrap(float8_linear, "get_maybe_axiswise_dim", make)
+
+
+def _scales_after_cast(change: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]) -> None:
+    """Replace the scales that a cast attaches by `change(scale, result, role)`; the data stay what they are."""
+
+    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
+        part = float8_part(result)
+        if part._scale.numel() > 1:
+            part._scale = change(part._scale, result, role_of(rest, kwargs))
+        return result
+
+    wrap_casts(cast)
+
+
+def row_scales_shifted() -> None:
+    """Every row is read by the scale of its neighbour."""
+    _scales_after_cast(lambda scale, result, role: scale.reshape(-1).roll(1).view(scale.shape))
+
+
+def first_row_scale_for_all() -> None:
+    """Every row is read by the scale of the first, as by a kernel that mistakes rowwise for tensorwise."""
+    _scales_after_cast(lambda scale, result, role: scale.reshape(-1)[:1].expand(scale.numel()).reshape(scale.shape))
+
+
+def row_scales_of_another_rank() -> None:
+    """Weight shards are read by the row scales of the next TP rank."""
+
+    def change(scale: torch.Tensor, result: torch.Tensor, role: Any) -> torch.Tensor:
+        if role is not GemmInputRole.WEIGHT or not isinstance(result, DTensor):
+            return scale
+        ranks = result.device_mesh.mesh.flatten().tolist()
+        return everyones(scale, ranks)[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
+
+    _scales_after_cast(change)

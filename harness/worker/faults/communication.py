@@ -1,0 +1,185 @@
+"""Class D: communication, DTensor and FSDP plumbing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torchao.float8 import float8_linear, fsdp_utils
+
+from harness.worker import parallel
+from harness.worker.faults.seams import after_backward, on_odd_rank, wrap
+from harness.worker.parallel import _Styles
+
+
+def fp8_all_gather_subclass_dropped() -> None:
+    """Sharding drops the weight's subclass, and with it the fp8 all-gather."""
+    fsdp_utils._ops_to_preserve_subclass.clear()
+
+
+def fp8_tp_styles_lost() -> None:
+    """Plain TP styles are used: activations are gathered in high precision."""
+    stock = (parallel.ColwiseParallel, parallel.RowwiseParallel, parallel.PrepareModuleInput)
+    wrap(parallel, "_styles", lambda _: lambda case: _Styles(*stock))
+
+
+def gathered_shards_swapped() -> None:
+    """FSDP's all-gather returns the shards in another order."""
+
+    def make(stock: Any) -> Any:
+        def foreach_all_gather(params: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+            result = stock(params, group, *args, **kwargs)
+            if result is not None:
+                shards = result.all_gather_output.view(group.size(), -1)
+                shards.copy_(shards.roll(1, 0))
+            return result
+
+        return foreach_all_gather
+
+    wrap(_fsdp_param_group, "foreach_all_gather", make)
+
+
+def sequence_shards_swapped() -> None:
+    """The gather of sequence shards returns them in another order."""
+
+    def make(stock: Any) -> Any:
+        def to_replicate(self: Any, local: torch.Tensor, mesh: Any, mesh_dim: int, shape: Any) -> torch.Tensor:
+            full: torch.Tensor = stock(self, local, mesh, mesh_dim, shape)
+            return full.roll(full.size(self.dim) // mesh.size(mesh_dim), self.dim)
+
+        return to_replicate
+
+    wrap(Shard, "_to_replicate_tensor", make)
+
+
+def _partial_activations(change: Callable[..., torch.Tensor]) -> None:
+    """Make reduce-scatters of sums go through `change(reduce, tensor, dim, rank, size)`."""
+
+    def make(stock: Any) -> Any:
+        def reduce_shard_value(self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int, shard: Any) -> torch.Tensor:
+            def reduce(each: torch.Tensor) -> torch.Tensor:
+                return stock(self, each, mesh, mesh_dim, shard)
+
+            if self.reduce_op != "sum":
+                return reduce(tensor)
+            return change(reduce, tensor, shard.dim, mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
+
+        return reduce_shard_value
+
+    wrap(Partial, "_reduce_shard_value", make)
+
+
+def partial_output_not_reduced() -> None:
+    """The output of a row-parallel linear counts as complete: what the other ranks computed is left out."""
+
+    def change(reduce: Any, tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+        mine = torch.zeros_like(tensor)
+        mine.chunk(size, dim)[rank].copy_(tensor.chunk(size, dim)[rank])
+        return reduce(mine)
+
+    _partial_activations(change)
+
+
+def partial_output_averaged() -> None:
+    """The output of a row-parallel linear is averaged over the ranks instead of summed."""
+    _partial_activations(lambda reduce, tensor, dim, rank, size: reduce(tensor) / size)
+
+
+def norm_gradients_not_reduced() -> None:
+    """The gradients of norms under sequence parallelism stay those of each rank's tokens."""
+
+    def change(model: nn.Module, step: int) -> None:
+        for param in model.parameters():
+            grad = param.grad
+            if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+                placements = [Replicate() if each.is_partial() else each for each in grad.placements]
+                param.grad = DTensor.from_local(grad._local_tensor, grad.device_mesh, placements, run_check=False)
+
+    after_backward(change)
+
+
+def gradients_divided_by_world() -> None:
+    """FSDP2's default division stays on although the loss is already divided by the global number of tokens."""
+    wrap(FSDPModule, "set_gradient_divide_factor", lambda stock: lambda self, factor: None)
+
+
+def _all_reduce_of_replicas(change: Callable[[Any, dict[str, Any]], Any]) -> None:
+    """Make HSDP's all-reduce over the replicas go through `change(stock, arguments of foreach_reduce)`."""
+
+    def make(stock: Any) -> Any:
+        signature = inspect.signature(stock)
+
+        def foreach_reduce(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            all_reduce = dist.all_reduce
+            dist.all_reduce = change(all_reduce, arguments)
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                dist.all_reduce = all_reduce
+
+        return foreach_reduce
+
+    wrap(_fsdp_param_group, "foreach_reduce", make)
+
+
+def replicas_not_reduced() -> None:
+    """HSDP reduces gradients inside a replica only: replicas drift apart."""
+    _all_reduce_of_replicas(lambda stock, arguments: lambda tensor, **_: None)
+
+
+def replicas_reduced_over_shards() -> None:
+    """HSDP's second reduction runs over the shard group: gradients of different parameters are added."""
+
+    def change(stock: Any, arguments: dict[str, Any]) -> Any:
+        group = arguments["reduce_scatter_group"]
+        return lambda tensor, *, op, **_: stock(tensor, op=op, group=group)
+
+    _all_reduce_of_replicas(change)
+
+
+def gradients_reduced_in_low_precision() -> None:
+    """The reduce dtype of the mixed-precision policy gets lost: gradients are added in bfloat16."""
+
+    def make(stock: Any) -> Any:
+        return lambda **kwargs: stock(param_dtype=kwargs.get("param_dtype"))
+
+    wrap(parallel, "MixedPrecisionPolicy", make)
+
+
+def amax_strategy_missing() -> None:
+    """DTensor has no sharding strategy for a rowwise amax."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    operator = torch.ops.aten.amax.default
+    for table in (propagator.op_to_rules, propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs):
+        table.pop(operator, None)
+
+
+def cast_seen_as_high_precision() -> None:
+    """A check for float8 is blind to DTensors: what is float8 already is cast again."""
+
+    def make(stock: Any) -> Any:
+        return lambda tensor: not isinstance(tensor, DTensor) and stock(tensor)
+
+    wrap(float8_linear, "tensor_already_casted_to_fp8", make)
+
+
+def one_rank_reduces_twice() -> None:
+    """One rank counts its own gradients twice in every reduction."""
+
+    def make(stock: Any) -> Any:
+        def foreach_reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            if on_odd_rank():
+                grads[:] = [grad * 2 for grad in grads]
+            return stock(params, grads, *args, **kwargs)
+
+        return foreach_reduce
+
+    wrap(_fsdp_param_group, "foreach_reduce", make)

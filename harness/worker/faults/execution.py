@@ -1,0 +1,173 @@
+"""Class E: recompute, kernels and saved memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchao.float8 import float8_ops, float8_utils
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import GemmInputRole
+
+from harness.worker import checkpointing, target
+from harness.worker.faults.seams import (
+    Recomputing,
+    float8_part,
+    in_backward,
+    local,
+    role_of,
+    wrap,
+    wrap_casts,
+)
+
+_aten = torch.ops.aten
+
+
+def recompute_scale_changed() -> None:
+    """Recomputation finds a scale that has moved on since the forward."""
+    recomputing = Recomputing()
+
+    def make(stock: Any) -> Any:
+        return lambda *args, **kwargs: stock(*args, **kwargs) * (0.7 if recomputing.active else 1.0)
+
+    wrap(float8_utils, "amax_to_scale", make)
+
+
+def recompute_scale_changed_by_a_power_of_two() -> None:
+    """As before, by a factor that leaves almost every value alone."""
+    recomputing = Recomputing()
+
+    def make(stock: Any) -> Any:
+        return lambda *args, **kwargs: stock(*args, **kwargs) * (0.5 if recomputing.active else 1.0)
+
+    wrap(float8_utils, "amax_to_scale", make)
+
+
+def recompute_rounds_norms() -> None:
+    """Norms are rounded differently when they are recomputed, as when another fusion is chosen."""
+
+    def make(stock: Any) -> Any:
+        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = stock(module, x)
+            return out.to(torch.bfloat16).to(out.dtype) if in_backward() else out
+
+        return forward
+
+    wrap(nn.RMSNorm, "forward", make)
+
+
+def recompute_in_high_precision() -> None:
+    """The FP8 context is missing while recomputing."""
+
+    def make(stock: Any) -> Any:
+        def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, module.weight) if in_backward() else stock(module, x)
+
+        return forward
+
+    wrap(Float8Linear, "forward", make)
+
+
+def checkpointing_lost() -> None:
+    """Blocks are never wrapped: nothing is recomputed."""
+    wrap(target, "apply_checkpointing", lambda stock: lambda layers, mode: None)
+
+
+def abs_saved_for_backward() -> None:
+    """Selective checkpointing saves the full-size result of abs next to its maximum."""
+    checkpointing.SAVED_OPS = checkpointing.SAVED_OPS | {_aten.abs.default}
+
+
+class _Keep(torch.autograd.Function):
+    """Hands the first tensor through and keeps the second for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grads[0], None
+
+
+def float8_weight_kept_for_backward() -> None:
+    """The FP8 copy of every weight is kept from forward to backward."""
+
+    def make(stock: Any) -> Any:
+        def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
+            copy = local(module.weight).detach().float().to(torch.float8_e4m3fn)
+            return _Keep.apply(stock(module, x), copy)
+
+        return forward
+
+    wrap(Float8Linear, "forward", make)
+
+
+def kernel_reads_first_row_scale() -> None:
+    """A rowwise kernel scales every row of the second operand by the scale of the first."""
+
+    def make(stock: Any) -> Any:
+        def addmm(a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: torch.Tensor, *args: Any, **kw: Any) -> Any:
+            if b_scale.numel() > 1:
+                b_scale = b_scale.reshape(-1)[:1].expand(b_scale.numel()).reshape(b_scale.shape).contiguous()
+            return stock(a, a_scale, b, b_scale, *args, **kw)
+
+        return addmm
+
+    wrap(float8_ops, "addmm_float8_unwrapped", make)
+
+
+def cast_breaks_one_lane() -> None:
+    """A miscompiled store writes the value of its neighbour into every 16th element."""
+
+    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
+        part = float8_part(result)
+        bits = part._data.view(torch.uint8).clone()
+        bits[..., 15::16] = bits[..., 14::16][..., : bits[..., 15::16].size(-1)]
+        part._data = bits.view(part._data.dtype)
+        return result
+
+    wrap_casts(cast)
+
+
+def cast_flushes_small_values() -> None:
+    """The cast flushes subnormal float8 values of gradients to zero."""
+
+    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
+        if role_of(rest, kwargs) is GemmInputRole.GRAD_OUTPUT:
+            part = float8_part(result)
+            tiny = torch.finfo(part._data.dtype).smallest_normal
+            values = part._data.float()
+            part._data = torch.where(values.abs() < tiny, 0.0, values).to(part._data.dtype)
+        return result
+
+    wrap_casts(cast)
+
+
+def axiswise_dim_compared_instead_of_assigned() -> None:
+    """Transposing a rowwise tensor leaves its `axiswise_dim` as it was."""
+
+    def make(stock: Any) -> Any:
+        def transpose(operator: Any, args: Any, kwargs: Any = None) -> Any:
+            result = stock(operator, args, kwargs or {})
+            result._axiswise_dim = args[0]._axiswise_dim
+            return result
+
+        return transpose
+
+    table = float8_ops.FLOAT8_OPS_TABLE
+    table[_aten.t.default] = make(table[_aten.t.default])
+
+
+def scale_result_ignored() -> None:
+    """A kernel ignores `scale_result`, which training never passes."""
+
+    def make(stock: Any) -> Any:
+        return lambda *args, output_scale=None, **kwargs: stock(*args, output_scale=None, **kwargs)
+
+    wrap(float8_ops, "addmm_float8_unwrapped", make)

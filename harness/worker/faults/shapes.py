@@ -1,0 +1,85 @@
+"""Class F: shapes, padding and hardware rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchao.float8 import float8_ops
+from torchao.float8.float8_utils import _get_min_alignment
+
+from harness.spec.case import Case
+from harness.worker import target, train
+from harness.worker.faults.seams import wrap
+from harness.worker.virtual import scaled_mm
+
+
+def padding_not_zeroed() -> None:
+    """The padding of contraction dimensions is whatever was in memory: here bytes that are NaN."""
+
+    def pad(tensor: torch.Tensor, dims: int) -> torch.Tensor:
+        extra = _get_min_alignment(tensor.size(dims), 16) - tensor.size(dims)
+        widths = (0, extra) if dims == 1 else (0, 0, 0, extra)
+        return F.pad(tensor.view(torch.uint8), widths, value=0x7F).view(tensor.dtype)
+
+    wrap(float8_ops, "pad_tensor_for_matmul", lambda stock: pad)
+
+
+def padding_on_one_operand_shifted() -> None:
+    """The padding of one operand comes before its values instead of after them."""
+
+    def make(stock: Any) -> Any:
+        def pad(tensor: torch.Tensor, dims: int) -> torch.Tensor:
+            padded: torch.Tensor = stock(tensor, dims)
+            extra = padded.size(dims) - tensor.size(dims)
+            return padded.view(torch.uint8).roll(extra, dims).view(tensor.dtype) if dims == 1 else padded
+
+        return pad
+
+    wrap(float8_ops, "pad_tensor_for_matmul", make)
+
+
+def alignment_rule_ignored() -> None:
+    """The kernel takes shapes that no GPU takes, as the stock CPU kernel does."""
+    wrap(scaled_mm, "refusal", lambda stock: lambda signature: None)
+
+
+def padded_vocabulary_not_masked() -> None:
+    """The rows that pad the vocabulary take part in the softmax."""
+    wrap(train, "mask_padded_vocab", lambda stock: lambda logits, case: logits)
+
+
+def padded_vocabulary_masked_short() -> None:
+    """The mask of the padded vocabulary starts one row late."""
+
+    def make(stock: Any) -> Any:
+        def mask(logits: torch.Tensor, case: Case) -> torch.Tensor:
+            return stock(logits, _with_vocabulary(case, case.model.vocab_size + 1))
+
+        return mask
+
+    wrap(train, "mask_padded_vocab", make)
+
+
+def _with_vocabulary(case: Case, vocab_size: int) -> Case:
+    from msgspec.structs import replace
+
+    return replace(case, model=replace(case.model, vocab_size=vocab_size))
+
+
+def padded_weight_rows_not_zeroed() -> None:
+    """The rows that pad the output layer hold what was in memory: they decide the scale of the weight."""
+
+    def make(stock: Any) -> Any:
+        def load_weights(model: nn.Module, weights: Any) -> None:
+            stock(model, weights)
+            with torch.no_grad():
+                for fqn, param in model.named_parameters():
+                    if fqn in target.VOCAB_FQNS:
+                        param[len(weights[fqn]) :].fill_(100.0)
+
+        return load_weights
+
+    wrap(target, "load_weights", make)

@@ -1,0 +1,181 @@
+"""Class B: stale scales and stale FP8 data. None of them shows at the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torchao.float8.float8_training_tensor import GemmInputRole
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+from harness.worker import train
+from harness.worker.faults.seams import (
+    after_backward,
+    float8_part,
+    in_backward,
+    local,
+    on_odd_rank,
+    role_of,
+    wrap,
+    wrap_casts,
+)
+from harness.worker.float8 import converted_linears
+
+
+def _precompute(change: Callable[[Any, nn.Module, Any, int], None]) -> None:
+    """Make the refresh of precomputed scales go through `change(stock, model, float8, call)`, calls from 1."""
+    calls = [0]
+
+    def make(stock: Any) -> Any:
+        def after_optimizer_step(model: nn.Module, float8: Any) -> None:
+            calls[0] += 1
+            change(stock, model, float8, calls[0])
+
+        return after_optimizer_step
+
+    wrap(train, "after_optimizer_step", make)
+
+
+def _weight_shards(model: nn.Module) -> list[Any]:
+    return [local(linear.weight) for linear in converted_linears(model).values()]
+
+
+def precomputed_scale_never_refreshed() -> None:
+    """Scales are precomputed after the first update and never again."""
+
+    def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
+        if call == 1:
+            stock(model, float8)
+
+    _precompute(change)
+
+
+def precomputed_scale_one_step_late() -> None:
+    """Scales are precomputed before the update instead of after it."""
+    late: list[Any] = []
+
+    def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
+        stock(model, float8)
+        shards = _weight_shards(model)
+        fresh = [shard._precomputed_scale for shard in shards]
+        for shard, scale in zip(shards, late or fresh, strict=True):
+            shard._precomputed_scale = scale
+        late[:] = fresh
+
+    _precompute(change)
+
+
+def precompute_dead_branch() -> None:
+    """The call that precomputes scales sits behind a condition that is never true."""
+    _precompute(lambda stock, model, float8, call: None)
+
+
+def precompute_for_one_part() -> None:
+    """Scales are precomputed for the first block alone; the rest falls back to dynamic scaling."""
+
+    def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
+        stock(model, float8)
+        for fqn, linear in converted_linears(model).items():
+            if not fqn.startswith("layers.0."):
+                shard: Any = local(linear.weight)
+                shard._precomputed_scale = None
+
+    _precompute(change)
+
+
+def _cached_weights(*, data: bool, scale: bool) -> None:
+    """Give every cast of a weight the data, the scale or both of its first cast."""
+    first: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
+        if role_of(rest, kwargs) is GemmInputRole.WEIGHT:
+            part = float8_part(result)
+            key = (local(hp_tensor).data_ptr(), part._axiswise_dim, tuple(part._scale.shape))
+            old_data, old_scale = first.setdefault(key, (part._data.clone(), part._scale.clone()))
+            part._data = old_data if data else part._data
+            part._scale = old_scale if scale else part._scale
+        return result
+
+    wrap_casts(cast)
+
+
+def weight_data_stale() -> None:
+    """The FP8 data of a weight are those of the first step, its scale is fresh."""
+    _cached_weights(data=True, scale=False)
+
+
+def weight_never_updated() -> None:
+    """The FP8 weight is that of the first step: updates never reach the matmuls."""
+    _cached_weights(data=True, scale=True)
+
+
+def weight_scale_stale() -> None:
+    """A weight is quantized by its fresh scale and read by that of the first step."""
+    _cached_weights(data=False, scale=True)
+
+
+def gathered_shard_of_one_rank_stale() -> None:
+    """One rank puts the FP8 shard of the first step into every all-gather."""
+    first: dict[int, torch.Tensor] = {}
+
+    def make(stock: Any) -> Any:
+        def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:
+            (data,), metadata = stock(self, mesh)
+            if on_odd_rank():
+                data = first.setdefault(self._tensor.data_ptr(), data.clone())
+            return (data,), metadata
+
+        return fsdp_pre_all_gather
+
+    wrap(WeightWithDynamicFloat8CastTensor, "fsdp_pre_all_gather", make)
+
+
+def backward_uses_latest_scale() -> None:
+    """Weights share one scale buffer: backward reads what the last forward left there."""
+    latest: list[torch.Tensor] = []
+
+    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        if role_of(rest, kwargs) is GemmInputRole.WEIGHT:
+            if in_backward():
+                s = latest[0]
+            else:
+                latest[:] = [s]
+        return stock(hp_tensor, s, *rest, **kwargs)
+
+    wrap_casts(cast)
+
+
+def scale_buffer_shared_by_inputs() -> None:
+    """The scale of an input is kept by a key that the next module reuses, and taken for fresh on the second call."""
+    kept: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        if role_of(rest, kwargs) is GemmInputRole.INPUT:
+            s = kept.setdefault(tuple(hp_tensor.shape), s)
+        return stock(hp_tensor, s, *rest, **kwargs)
+
+    wrap_casts(cast)
+
+
+def gradient_buffer_polluted() -> None:
+    """A buffer shared with the all-gather leaves the parameter in the gradient of one linear at the first step."""
+
+    def change(model: nn.Module, step: int) -> None:
+        if step == 1:
+            _, linear = min(_linears(model).items())
+            assert linear.weight.grad is not None
+            local(linear.weight.grad).add_(_high_precision(linear.weight))
+
+    after_backward(change)
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def _high_precision(weight: torch.Tensor) -> torch.Tensor:
+    shard = local(weight.detach())
+    return shard._tensor if isinstance(shard, WeightWithDynamicFloat8CastTensor) else shard

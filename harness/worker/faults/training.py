@@ -1,0 +1,165 @@
+"""Class G: gradients, data, weights, optimizer and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.spec.case import Case
+from harness.worker import reduction, target, train
+from harness.worker.faults.seams import after_backward, after_build, local, on_odd_rank, wrap
+
+_ONE_WEIGHT = "layers.0.attention.wq.weight"
+
+
+def gradients_doubled() -> None:
+    """Gradients are scaled once too often."""
+
+    def change(model: nn.Module, step: int) -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                local(param.grad).mul_(2)
+
+    after_backward(change)
+
+
+def one_gradient_lost() -> None:
+    """The gradient of one weight never arrives."""
+    _one_gradient(lambda grad, step: grad.zero_())
+
+
+def nan_gradient_on_one_rank() -> None:
+    """One element of one gradient of one rank is NaN at the second step."""
+
+    def change(grad: torch.Tensor, step: int) -> None:
+        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            grad.view(-1)[0] = torch.nan
+
+    _one_gradient(change)
+
+
+def _one_gradient(change: Callable[[torch.Tensor, int], object]) -> None:
+    def backward(model: nn.Module, step: int) -> None:
+        for fqn, param in model.named_parameters():
+            if _plain_name(fqn) == _ONE_WEIGHT and param.grad is not None:
+                change(local(param.grad), step)
+
+    after_backward(backward)
+
+
+def _plain_name(fqn: str) -> str:
+    return fqn.replace("_checkpoint_wrapped_module.", "")
+
+
+def gradients_accumulate() -> None:
+    """Gradients are not cleared after the update."""
+    after_build(lambda built: setattr(built.optimizer, "zero_grad", lambda *_, **__: None))
+
+
+def update_missing_on_one_rank() -> None:
+    """One rank never applies the update to what it holds."""
+    if on_odd_rank():
+        after_build(lambda built: setattr(built.optimizer, "step", lambda *_, **__: None))
+
+
+def update_missing_for_one_group() -> None:
+    """The optimizer does not know one weight."""
+
+    def change(built: target.Target) -> None:
+        lost = next(p for fqn, p in built.model.named_parameters() if _plain_name(fqn) == _ONE_WEIGHT)
+        for group in built.optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param is not lost]
+
+    after_build(change)
+
+
+def weight_decay_lost() -> None:
+    """The optimizer runs without weight decay."""
+    target.LLAMA_ADAMW = {**target.LLAMA_ADAMW, "weight_decay": 0.0}
+
+
+def norm_counts_replicas() -> None:
+    """The gradient norm adds up every rank's share as if no two held the same."""
+    wrap(reduction, "_squared_norm_share", lambda stock: lambda model: stock(model) * dist.get_world_size())
+
+
+def loss_over_local_tokens() -> None:
+    """The loss is divided by the tokens of this rank, not by those of the global batch."""
+    wrap(train, "global_token_count", lambda stock: lambda case: stock(case) // case.layout.dp)
+
+
+def _batch(change: Callable[[slice, Case], slice]) -> None:
+    wrap(target, "batch_slice", lambda stock: lambda case, meshes: change(stock(case, meshes), case))
+
+
+def same_batch_on_every_dp_rank() -> None:
+    """Every data-parallel rank trains on the first slice of the global batch."""
+    _batch(lambda mine, case: slice(0, case.local_batch))
+
+
+def batches_rotated() -> None:
+    """Every data-parallel rank trains on the slice of the next one."""
+
+    def change(mine: slice, case: Case) -> slice:
+        first = (mine.start + case.local_batch) % case.train.global_batch
+        return slice(first, first + case.local_batch)
+
+    _batch(change)
+
+
+def _tokens_on_odd_rank(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    if on_odd_rank():
+        after_build(lambda built: built.tokens.copy_(change(built.tokens.clone())))
+
+
+def one_rank_repeats_its_batch() -> None:
+    """One rank trains on its first batch again and again."""
+    _tokens_on_odd_rank(lambda tokens: tokens[:1].expand_as(tokens))
+
+
+def one_tp_rank_reads_other_tokens() -> None:
+    """One TP rank reads its sequences in another order than its peers."""
+    _tokens_on_odd_rank(lambda tokens: tokens.roll(1, 2))
+
+
+def one_rank_has_another_seed() -> None:
+    """One rank makes its data from another seed."""
+    if on_odd_rank():
+        wrap(target, "global_tokens", lambda stock: lambda case: stock(_with_seed(case, case.train.seed + 1)))
+
+
+def _with_seed(case: Case, seed: int) -> Case:
+    from msgspec.structs import replace
+
+    return replace(case, train=replace(case.train, seed=seed))
+
+
+def one_rank_starts_from_other_weights() -> None:
+    """One rank holds a slightly larger shard of one weight than was initialised."""
+
+    def make(stock: Any) -> Any:
+        def apply_checkpointing(layers: nn.ModuleDict, mode: Any) -> None:
+            if on_odd_rank():
+                with torch.no_grad():
+                    shard: Any = local(layers["0"].attention.wq.weight)  # type: ignore[union-attr]
+                    getattr(shard, "_tensor", shard).mul_(1.01)
+            stock(layers, mode)
+
+        return apply_checkpointing
+
+    wrap(target, "apply_checkpointing", make)
+
+
+def weight_frozen() -> None:
+    """Wrapping resets `requires_grad`: here it makes one weight stand still, the way round a full run can show."""
+
+    def change(built: target.Target) -> None:
+        for fqn, param in built.model.named_parameters():
+            if _plain_name(fqn) == _ONE_WEIGHT:
+                param.requires_grad_(False)
+
+    after_build(change)

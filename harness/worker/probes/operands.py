@@ -1,0 +1,279 @@
+"""Records every cast to float8 and every scaled matmul. See `harness/trace/operands.py`.
+
+The seams are those of torchao 0.18: every cast ends in `hp_tensor_and_scale_to_float8`, every matmul of a linear runs in
+`matmul_with_hp_or_float8_args`, FSDP2 casts in `FSDPParam.all_gather_inputs`. The wrappers only say where the run is
+and look at what comes out; they are the outermost, so that they see what a patch under them did. On a GPU no kernel
+reports its calls: there the casts are recorded and the matmuls are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch._C import _len_torch_dispatch_stack
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
+from torchao.float8 import float8_linear, float8_scaling_utils, float8_training_tensor, fsdp_utils
+
+from harness.spec.case import Case
+from harness.trace.operands import CastPhase, CastRecord, Gemm, MatmulRecord, OperandTrace, Role
+from harness.worker.parallel import Meshes
+from harness.worker.probes.castnumbers import Cast, CastMeter, digest, dtype_name, summarize_scale
+from harness.worker.probes.gathered import gathered_weights, local_part, own_rows
+from harness.worker.probes.sketches import clean_fqn
+from harness.worker.virtual import scaled_mm
+
+UNKNOWN = "?"  # the FQN of a cast or matmul outside of every known module
+_CAST = "hp_tensor_and_scale_to_float8"
+_CASTING_MODULES = (float8_training_tensor, float8_scaling_utils, fsdp_utils)  # they import it by name
+
+Phase = Literal["forward", "recompute", "backward", "all_gather"]
+
+
+class _Place:
+    """Where the run is: in which module and phase, and how many matmuls that phase has seen there."""
+
+    def __init__(self, fqn: str, phase: Phase, parameter: DTensor | None = None) -> None:
+        self.fqn, self.phase, self.matmuls = fqn, phase, 0
+        self.parameter = parameter  # the sharded parameter of which FSDP2 casts the local, plain tensor
+
+    def next_gemm(self) -> Gemm:
+        """torchao's backward computes the gradient of the input first, then that of the weight."""
+        self.matmuls += 1
+        if self.phase == "backward":
+            return "dgrad" if self.matmuls == 1 else "wgrad"
+        return "recompute" if self.phase == "recompute" else "forward"
+
+
+class OperandProbe:
+    """Records an `OperandTrace`."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self._styles_cast = case.float8.tp_styles == "float8"
+        self._casts: list[CastRecord] = []
+        self._matmuls: list[MatmulRecord] = []
+        self._meter = CastMeter()
+        self._step = 0
+        self._places = [_Place(UNKNOWN, "forward")]
+        self._fqns: dict[nn.Module, str] = {}
+        self._gathered: dict[str, tuple[nn.Module, Any]] = {}
+        self._installed = ExitStack()
+
+    def __enter__(self) -> Self:
+        for module in _CASTING_MODULES:
+            self._replace(module, _CAST, self._watch_cast(getattr(module, _CAST)))
+        linear, matmul = float8_linear.Float8Linear, float8_linear.matmul_with_hp_or_float8_args
+        self._replace(linear, "forward", self._watch_linear(linear.forward))
+        for function in (matmul, float8_scaling_utils.NoopFwToFloat8BwDynamic):
+            self._replace(function, "forward", staticmethod(self._remember_place(function.forward)))
+            self._replace(function, "backward", staticmethod(self._watch_backward(function.backward)))
+        self._replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(FSDPParam.all_gather_inputs))
+        scaled_mm.observers.append(self._on_matmul)
+        self._installed.callback(scaled_mm.observers.remove, self._on_matmul)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._installed.close()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        before = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+        self._installed.callback(setattr, owner, name, before)
+        setattr(owner, name, value)
+
+    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+        """Learn the names of modules, which weights are gathered in float8, and watch hooks that cast."""
+        self._fqns = {module: clean_fqn(fqn) for fqn, module in model.named_modules()}
+        self._gathered = {self._fqns[module]: (module, param) for module, param in gathered_weights(model).items()}
+        if self._styles_cast:
+            for module in self._fqns:
+                if any(isinstance(part, float8_linear.Float8Linear) for part in module.modules()):
+                    self._watch_hooks(module)
+
+    def begin_step(self, step: int) -> None:
+        """Remember which step it is. No cast of an earlier step repeats in it."""
+        self._step = step
+        self._meter.forget()
+
+    def after_backward(self, model: nn.Module) -> None:
+        """Nothing to record."""
+
+    def after_update(self, model: nn.Module) -> None:
+        """Nothing to record."""
+
+    def result(self) -> OperandTrace:
+        """Everything recorded, in execution order."""
+        return OperandTrace(casts=tuple(self._casts), matmuls=tuple(self._matmuls))
+
+    # Where the run is.
+
+    @contextlib.contextmanager
+    def _at(self, place: _Place) -> Iterator[None]:
+        self._places.append(place)
+        try:
+            yield
+        finally:
+            self._places.pop()
+
+    def _watch_linear(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with self._at(_Place(self._fqns.get(module, UNKNOWN), _forward_phase())):
+                self._record_gathered()
+                return original(module, *args, **kwargs)
+
+        return forward
+
+    def _remember_place(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            ctx.harness_fqn = self._places[-1].fqn
+            return original(ctx, *args, **kwargs)
+
+        return forward
+
+    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(ctx: Any, *args: Any) -> Any:
+            with self._at(_Place(ctx.harness_fqn, "backward")):
+                self._record_gathered()
+                return original(ctx, *args)
+
+        return backward
+
+    def _watch_all_gather(self, original: property) -> property:
+        def all_gather_inputs(param: Any) -> Any:
+            fqn = self._fqns.get(param._module_info.module, UNKNOWN)
+            with self._at(_Place(fqn, "all_gather", param.sharded_param)):
+                return original.__get__(param)
+
+        return property(all_gather_inputs)
+
+    def _watch_hooks(self, module: nn.Module) -> None:
+        """torchao's tensor-parallel styles cast in the hooks of a module, before and after its forward."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._places.append(_Place(self._fqns[module], _forward_phase()))
+
+        def leave(*_: Any) -> None:
+            self._places.pop()
+
+        handles = (
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        )
+        for handle in handles:
+            self._installed.callback(handle.remove)
+
+    # What is recorded.
+
+    def _watch_cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def cast(source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = original(source, *args, **kwargs)
+            with _invisible():
+                self._record_cast(source, result)
+            return result
+
+        return cast
+
+    def _record_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """The cast that just happened. Its result says what it is for and along which dim it was scaled."""
+        place, local = self._places[-1], local_part(result)
+        self._add_cast(
+            place,
+            place.phase,
+            Cast(local_part(source), local._data, local._scale, local._axiswise_dim),
+            logical=result if place.parameter is None else place.parameter,
+            role=local._gemm_input_role.value,
+        )
+
+    def _record_gathered(self) -> None:
+        """What FSDP2 brought into the linear that runs now, as if it had been cast at this moment."""
+        place = self._places[-1]
+        if place.fqn not in self._gathered:
+            return
+        module, param = self._gathered[place.fqn]
+        with _invisible():
+            rows = own_rows(module, param)
+            if rows is not None:
+                self._add_cast(place, "gathered", rows, logical=param.sharded_param, role="weight")
+
+    def _add_cast(self, place: _Place, phase: CastPhase, cast: Cast, *, logical: torch.Tensor, role: Role) -> None:
+        placements, axes = _distribution(logical)
+        scale = summarize_scale(cast.scale)
+        self._casts.append(
+            CastRecord(
+                index=self._next_index(),
+                step=self._step,
+                fqn=place.fqn,
+                role=role,
+                phase=phase,
+                shape=tuple(logical.shape),
+                local_shape=tuple(cast.bits.shape),
+                placements=placements,
+                mesh_axes=axes,
+                source_dtype=dtype_name(cast.source.dtype),
+                target_dtype=dtype_name(cast.bits.dtype),
+                axiswise_dim=cast.axiswise_dim,
+                scale=scale,
+                **self._meter.measure(cast, scale.digest)._asdict(),
+            )
+        )
+
+    def _on_matmul(self, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
+        place = self._places[-1]
+        with _invisible():
+            self._matmuls.append(
+                MatmulRecord(
+                    index=self._next_index(),
+                    step=self._step,
+                    fqn=place.fqn,
+                    gemm=place.next_gemm(),
+                    m=a.size(0),
+                    k=a.size(1),
+                    n=b.size(1),
+                    a_dtype=dtype_name(a.dtype),
+                    b_dtype=dtype_name(b.dtype),
+                    a_scale=summarize_scale(scale_a),
+                    b_scale=summarize_scale(scale_b),
+                    a_digest=digest(a),
+                    b_digest=digest(b),
+                )
+            )
+
+    def _next_index(self) -> int:
+        return len(self._casts) + len(self._matmuls)
+
+
+def _forward_phase() -> Phase:
+    """A forward that runs inside of a backward pass is a recomputation."""
+    return "forward" if torch._C._current_graph_task_id() == -1 else "recompute"
+
+
+def _invisible() -> contextlib.AbstractContextManager[Any]:
+    """Neither autograd nor a dispatch mode, such as selective checkpointing's, sees what the probe computes."""
+    if not _len_torch_dispatch_stack():
+        return torch.no_grad()
+    contexts = ExitStack()
+    contexts.enter_context(torch.no_grad())
+    contexts.enter_context(_disable_current_modes())
+    return contexts
+
+
+def _distribution(tensor: torch.Tensor) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Placements and the names of the mesh axes they speak of; both empty for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return (), ()
+    return tuple(map(_placement_name, tensor.placements)), tuple(tensor.device_mesh.mesh_dim_names or ())
+
+
+def _placement_name(placement: Placement) -> str:
+    if isinstance(placement, _StridedShard):
+        return repr(placement)
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"

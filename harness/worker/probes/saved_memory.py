@@ -1,0 +1,137 @@
+"""Weighs what autograd keeps for the backward pass. See `SavedMemory` in `harness/trace/traffic.py`.
+
+Saved-tensor hooks see every tensor that a node saves, except inside a checkpointed region, whose own hooks come first:
+of that they see the inputs, which is what checkpointing keeps. What selective checkpointing keeps besides, outputs of
+chosen operators, it keeps in a table of its own, whose entries are watched as they are made.
+
+Weighed is what is alive when backward asks for the first saved tensor: a storage counts once, with all its bytes, and
+one that FSDP2 has emptied counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from harness.spec.case import Case
+from harness.trace.traffic import SavedMemory
+from harness.worker.parallel import Meshes
+
+
+class SavedMemoryProbe:
+    """Records one `SavedMemory` a step, of its first forward pass."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self._model: nn.Module | None = None
+        self._seen: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
+        self._recording = False
+        self._step = 0
+        self._hooks = ExitStack()
+        self._weighed: list[SavedMemory] = []
+
+    def __enter__(self) -> Self:
+        self._cached = torch.utils.checkpoint._VersionWrapper
+        torch.utils.checkpoint._VersionWrapper = _watching(self._cached, self._note)  # type: ignore[misc]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.utils.checkpoint._VersionWrapper = self._cached  # type: ignore[misc]
+        self._hooks.close()
+
+    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+        """Remember whose parameters are not counted."""
+        self._model = model
+
+    def begin_step(self, step: int) -> None:
+        """Watch from here on what is saved."""
+        self._step, self._recording = step, True
+        self._hooks.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._note(tensor)
+        return tensor
+
+    def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._recording:
+            self._weigh()
+        return tensor
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if self._recording:
+            for plain in plain_tensors(tensor):
+                weak = StorageWeakRef(plain.untyped_storage())
+                self._seen[weak.cdata] = (weak, plain.dtype)
+
+    def _weigh(self) -> None:
+        self._recording = False
+        assert self._model is not None, "attach comes before the first step"
+        kept = {plain.untyped_storage()._cdata for tensor in _state(self._model) for plain in plain_tensors(tensor)}
+        by_dtype: Counter[str] = Counter()
+        for pointer, (weak, dtype) in self._seen.items():
+            if pointer not in kept and not weak.expired():
+                by_dtype[str(dtype).removeprefix("torch.")] += _nbytes(weak)
+        self._seen.clear()
+        self._weighed.append(
+            SavedMemory(
+                step=self._step,
+                saved_bytes=by_dtype.total(),
+                float8_bytes=sum(count for dtype, count in by_dtype.items() if dtype.startswith("float8")),
+                by_dtype=dict(sorted((dtype, count) for dtype, count in by_dtype.items() if count)),
+            )
+        )
+
+    def after_backward(self, model: nn.Module) -> None:
+        """Stop watching."""
+        self._hooks.close()
+        self._recording = False
+
+    def after_update(self, model: nn.Module) -> None:
+        """The optimizer saves nothing."""
+
+    def result(self) -> tuple[SavedMemory, ...]:
+        """One record for every step that ran a backward pass."""
+        return tuple(self._weighed)
+
+
+def _watching(cached: type[Any], note: Callable[[torch.Tensor], None]) -> type[Any]:
+    """The class of what selective checkpointing keeps, which tells of every tensor it is made for."""
+
+    class Watched(cached):  # type: ignore[misc]
+        def __init__(self, value: Any) -> None:
+            super().__init__(value)
+            if isinstance(value, torch.Tensor):
+                note(value)
+
+    return Watched
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with storage inside `tensor`: of a DTensor its local one, of a float8 tensor its data and scale."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for inner in (getattr(tensor, name) for name in names):
+            if isinstance(inner, torch.Tensor):  # a DTensor also names its mesh
+                yield from plain_tensors(inner)
+    else:
+        yield tensor
+
+
+def _state(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _nbytes(weak: StorageWeakRef) -> int:
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata).nbytes()

@@ -1,0 +1,90 @@
+"""Counts the collectives that the target calls. See `harness/trace/traffic.py`.
+
+What the harness itself sends to measure a run is left out: it runs inside `collectives.unobserved()`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.spec.case import Case
+from harness.spec.traffic import axis_of_group
+from harness.trace.traffic import TrafficRecord
+from harness.worker.parallel import Meshes
+from harness.worker.virtual import collectives
+from harness.worker.virtual.collectives import Exchange
+
+
+class _Key(NamedTuple):
+    """What exchanges are added up by. Ranks and dtype are put into words only at the end: this runs on every call."""
+
+    step: int
+    ranks: tuple[int, ...]
+    kind: str
+    op: str
+    dtype: torch.dtype
+
+
+class TrafficProbe:
+    """Records the traffic of every step, from its begin to the end of its update. The virtual fabric only."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        assert device.type == "cpu", "traffic is recorded on the virtual fabric only"
+        self._case = case
+        self._step = 0
+        self._elements: defaultdict[_Key, list[int]] = defaultdict(list)
+
+    def __enter__(self) -> Self:
+        collectives.observers.append(self._observe)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        collectives.observers.remove(self._observe)
+
+    def _observe(self, exchange: Exchange) -> None:
+        if self._step:
+            key = _Key(self._step, exchange.ranks, exchange.kind, exchange.op, exchange.dtype)
+            self._elements[key].append(exchange.elements)
+
+    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+        """Nothing to learn from the model; groups are named by the case, not by the mesh that is to be judged."""
+
+    def begin_step(self, step: int) -> None:
+        """From here on traffic belongs to this step."""
+        self._step = step
+
+    def after_backward(self, model: nn.Module) -> None:
+        """The step goes on: the optimizer reduces too."""
+
+    def after_update(self, model: nn.Module) -> None:
+        """The step is over."""
+        self._step = 0
+
+    def result(self) -> tuple[TrafficRecord, ...]:
+        """One record for every step, axis, kind, reduction and dtype that occurred, in that order."""
+        return tuple(sorted((self._record(key, elements) for key, elements in self._elements.items()), key=_order))
+
+    def _record(self, key: _Key, elements: list[int]) -> TrafficRecord:
+        return TrafficRecord(
+            step=key.step,
+            axis=axis_of_group(self._case, dist.get_rank(), key.ranks),
+            group_size=len(key.ranks),
+            kind=key.kind,
+            op=key.op,
+            dtype=str(key.dtype).removeprefix("torch."),
+            count=len(elements),
+            payload_bytes=sum(elements) * key.dtype.itemsize,
+            scalars=elements.count(1),
+        )
+
+
+def _order(record: TrafficRecord) -> tuple[int, str, str, str, str]:
+    return record.step, record.axis, record.kind, record.op, record.dtype
