@@ -53,6 +53,12 @@ class Executor:
         self._numbers = itertools.count(1)
         self._stopped = threading.Event()
 
+    def with_plan(self, plan: Plan) -> Executor:
+        """The same engine, slots and end for a plan that asks its ranks for something else."""
+        other = Executor(plan, self._engine, self._leases, self._folder)
+        other._numbers, other._stopped = self._numbers, self._stopped
+        return other
+
     @property
     def stopped(self) -> bool:
         """True after `stop`: outcomes that arrive now say nothing about their case."""

@@ -1,6 +1,7 @@
 """Injections: a user's function that every rank calls before the target is built, to try a patch on the whole matrix.
 
-Owns the form `FILE.py:FUNCTION` and checks it without running anything: the file is parsed, never imported here.
+Owns the forms `FILE.py:FUNCTION` and `fault:NAME` (a planted fault) and checks them without running anything: a file is
+parsed, never imported here.
 """
 
 from __future__ import annotations
@@ -11,25 +12,22 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
+from harness.faults import PREFIX, fault_named
 
-_FORM_FIX = "write --inject FILE.py:FUNCTION."
+_FORM_FIX = "write --inject FILE.py:FUNCTION or fault:NAME."
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function in a file. `text` is what the user wrote; `file` is absolute."""
+    """What to call in every rank. `text` is what the user wrote, `target` what a rank is sent: paths are absolute."""
 
     text: str
-    file: Path
-    function: str
-
-    @property
-    def target(self) -> str:
-        """`FILE.py:FUNCTION` with an absolute path: what a rank is sent."""
-        return f"{self.file}:{self.function}"
+    target: str
 
 
 def parse_injection(text: str) -> Injection:
-    """The injection that `text` names; HarnessError when the form, the file or the function is wrong."""
+    """The injection that `text` names; HarnessError when the form, the file, the function or the fault is wrong."""
+    if text.startswith(PREFIX):
+        return Injection(text=text, target=fault_named(text.removeprefix(PREFIX)).injection)
     where = f"--inject {text}"
     file_name, colon, function = text.rpartition(":")
     if not colon or not file_name.endswith(".py") or not function.isidentifier():
@@ -39,7 +37,7 @@ def parse_injection(text: str) -> Injection:
     if function not in names:
         offered = ", ".join(sorted(names)) or "nothing"
         raise HarnessError(f"{file_name} defines no {function}.", where=where, fix=f"it defines {offered}.")
-    return Injection(text=text, file=file, function=function)
+    return Injection(text=text, target=f"{file}:{function}")
 
 
 def _top_level_names(file: Path, *, where: str) -> frozenset[str]:

@@ -65,7 +65,8 @@ class Distances(Soundness):
     def judge(self, case: Case, run: Run, status: JobStatus, bench: WitnessBench) -> Judgement:
         """Soundness; the distances are kept on the side."""
         judgement = super().judge(case, run, status, bench)
-        solo = bench.solo(case) if judgement.verdict is Verdict.PASSED and case_id(case) in self._wanted else None
+        sketched = judgement.verdict is Verdict.PASSED and all(trace.sketches for trace in run.traces)
+        solo = bench.solo(case) if sketched and case_id(case) in self._wanted else None
         if solo is not None:
             steps = range(1, case.train.steps + 1)
             self.parity[case_id(case)] = tuple(worst_distance(run, solo, step=step) for step in steps)

@@ -152,7 +152,7 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> Tolerance:
 def validate_tolerances(root: Path) -> None:
     """Raises `ToleranceUnfounded` naming every number of the table that its evidence does not carry."""
     table = _read_table(root)
-    if not table:
+    if not any(table.values()):
         raise ToleranceUnfounded("holds no tolerance.", where=TABLE_FILE, fix=f"{MEASURE} and write the numbers.")
     problems = [problem for check, entries in table.items() for problem in _unfounded(check, entries, root)]
     if problems:

@@ -1,16 +1,17 @@
-"""Assembly: the sketches of all ranks put together into one sketch per logical tensor. Pure; numpy only."""
+"""Assembly: the sketches of all ranks put together into one sketch per logical tensor. Pure Python: few numbers."""
 
 from __future__ import annotations
 
+import math
+import struct
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from harness.trace import RankTrace
-from harness.trace.sketches import TensorSketch
+from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+
+_SUMS = struct.Struct(f"<{SKETCH_SIZE}d")
 
 
 class SketchKey(NamedTuple):
@@ -26,13 +27,13 @@ class Assembled(NamedTuple):
 
     shape: tuple[int, ...]
     norm: float
-    sums: npt.NDArray[np.float64]
+    sums: tuple[float, ...]
     elements: int
 
     @property
     def complete(self) -> bool:
         """True when the pieces of the owners are the whole tensor, no more and no less."""
-        return self.elements == int(np.prod(self.shape))
+        return self.elements == math.prod(self.shape)
 
 
 def assemble(traces: Iterable[RankTrace]) -> dict[SketchKey, Assembled]:
@@ -45,19 +46,20 @@ def assemble(traces: Iterable[RankTrace]) -> dict[SketchKey, Assembled]:
     return {key: _sum(pieces[key]) for key in sorted(pieces)}
 
 
-def _sum(pieces: list[TensorSketch]) -> Assembled:
-    sums = np.sum([np.frombuffer(piece.sums, dtype="<f8") for piece in pieces], axis=0)
-    norm = float(np.sqrt(sum(piece.norm_squared for piece in pieces)))
-    elements = sum(int(np.prod(piece.local_shape)) for piece in pieces)
-    return Assembled(pieces[0].shape, norm, sums, elements)
+def _sum(pieces: Sequence[TensorSketch]) -> Assembled:
+    columns = zip(*(_SUMS.unpack(piece.sums) for piece in pieces), strict=True)
+    norm = math.sqrt(math.fsum(piece.norm_squared for piece in pieces))
+    elements = sum(math.prod(piece.local_shape) for piece in pieces)
+    return Assembled(pieces[0].shape, norm, tuple(sum(column) for column in columns), elements)
 
 
 def relative_distance(found: Assembled, expected: Assembled) -> float:
     """Estimated |found - expected| / |expected|, within about a quarter; NaN when either is not finite."""
-    distance = float(np.sqrt(np.mean((found.sums - expected.sums) ** 2)))
+    squares = [(left - right) ** 2 for left, right in zip(found.sums, expected.sums, strict=True)]
+    distance = math.sqrt(sum(squares) / len(squares))
     if distance == 0 and found.norm == expected.norm:
         return 0.0
-    return distance / expected.norm if expected.norm else float("inf")
+    return distance / expected.norm if expected.norm else math.inf
 
 
 def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:

@@ -24,6 +24,7 @@ _COMMANDS = {
     "golden": "harness.cli.golden:golden",
     "tolerance": "harness.cli.tolerance:tolerance",
     "conformance": "harness.cli.conformance:conformance_command",
+    "power": "harness.cli.power:power_command",
     "version": "harness.cli.version:version_command",
 }
 

@@ -29,8 +29,8 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Check(Value, frozen=True):
     """One operator on inputs of given placements. `dim`, `keepdim`, `sizes` and `target` are for operators that ask.
 
-    `shape` is of the first input; the operator says what the others are. `sizes` is the new shape of a view, the size of
-    a split or the width of a matmul; `target` the placements that a redistribution ends in.
+    `shape` is of the first input; the operator says what the others are. `sizes` is the new shape of a view, the size
+    of a split or the width of a matmul; `target` the placements that a redistribution ends in.
     """
 
     op: str

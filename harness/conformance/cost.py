@@ -103,9 +103,7 @@ def _paths(
     return reached
 
 
-def _cuts(
-    here: Placements, source: Placements, wanted: tuple[frozenset[str], ...], ndim: int
-) -> Iterator[Placements]:
+def _cuts(here: Placements, source: Placements, wanted: tuple[frozenset[str], ...], ndim: int) -> Iterator[Placements]:
     """What replicated axes can become without data: anything if they were replicated before, else what is wanted."""
     options = [
         (now,) if now != "R" else words_of(ndim) if before == "R" else {"R", *asked}

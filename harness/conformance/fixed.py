@@ -1,4 +1,4 @@
-"""The fixed list: the checks that always run. Small tensors, every kind of placement, every operator of the FP8 path."""
+"""The fixed list: the checks that always run. Small tensors, every kind of placement, every operator of FP8."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def fixed_checks() -> tuple[Check, ...]:
         *_unary_checks(),
         *_binary_checks(),
         *_view_checks(),
+        *_turn_checks(),
         *_piece_checks(),
         *_matmul_checks(),
         *_redistributions(),
@@ -130,11 +131,14 @@ def _view_checks() -> Iterator[Check]:
         yield Check(op=op, shape=(4, 8, 6), mesh="m2x2", inputs=(("S0", "S1"),), sizes=(32, 6))
         yield Check(op=op, shape=(4, 8, 6), mesh="m2x2", inputs=(("S0", "S2"),), sizes=(32, 6))
         yield Check(op=op, shape=(5, 2, 6), mesh="m4", inputs=(("S0",),), sizes=(10, 6))
+
+
+def _turn_checks() -> Iterator[Check]:
     for op in ("t", "transpose", "f8.t", "f8.transpose"):
         for mesh, shape, dtype, words in _grid():
-            if len(shape) == 2 or op == "transpose":
-                if "P" not in "".join(words) or not op.startswith("f8."):
-                    yield Check(op=op, shape=shape, mesh=mesh, dtype=dtype, inputs=(words,))
+            pending = any(word[0] == "P" for word in words)
+            if (len(shape) == 2 or op == "transpose") and not (pending and op.startswith("f8.")):
+                yield Check(op=op, shape=shape, mesh=mesh, dtype=dtype, inputs=(words,))
     for op in ("f8.clone", "f8.detach"):
         for words in (("R",), ("S0",), ("S1",)):
             for shape in (EVEN, UNEVEN, EMPTY):
@@ -166,10 +170,11 @@ def _matmul_checks() -> Iterator[Check]:
                 for op in ("f8.mm", "f8.mm.rowwise"):
                     yield _matmul(op, (16, 64), 64, "m4", "float32", ((left,), (right,)))
                     yield _matmul(op, (32, 64), 128, "m2", "bfloat16", ((left,), (right,)))
-    for inputs in ((("S0",), ("R",)), (("R",), ("S1",)), (("S1",), ("S0",))):
+    for left, right in (("S0", "R"), ("R", "S1"), ("S1", "S0")):
+        inputs = ((left,), (right,))
         yield _matmul("mm", (7, 10), 5, "m4", "float32", inputs)
         yield _matmul("mm", (3, 5), 2, "m4", "float32", inputs)
-    squares = (
+    squares: tuple[tuple[Placements, Placements], ...] = (
         (("S0", "R"), ("R", "S1")),
         (("S0", "S1"), ("R", "S0")),
         (("R", "R"), ("S1", "S1")),
@@ -177,11 +182,11 @@ def _matmul_checks() -> Iterator[Check]:
         (("T0", "S0"), ("R", "R")),
         (("Psum", "S0"), ("R", "R")),
     )
-    for inputs in squares:
-        yield _matmul("mm", (8, 16), 12, "m2x2", "float32", inputs)
-    for inputs in squares[:5]:
-        yield _matmul("f8.mm", (16, 64), 64, "m2x2", "float32", inputs)
-        yield _matmul("f8.mm.rowwise", (16, 64), 64, "m2x2", "float32", inputs)
+    for square in squares:
+        yield _matmul("mm", (8, 16), 12, "m2x2", "float32", square)
+    for square in squares[:5]:
+        yield _matmul("f8.mm", (16, 64), 64, "m2x2", "float32", square)
+        yield _matmul("f8.mm.rowwise", (16, 64), 64, "m2x2", "float32", square)
 
 
 def _matmul(
@@ -199,10 +204,10 @@ def _redistributions() -> Iterator[Check]:
                     yield _redistribution("redistribute", shape, "m4", (source,), (target,))
                     if source in shards:
                         yield _redistribution("f8.redistribute", shape, "m4", (source,), (target,))
-    for source in SQUARE:
-        yield _redistribution("redistribute", EVEN, "m2x2", source, ("R", "R"))
-        if "P" not in "".join(source):
-            yield _redistribution("f8.redistribute", EVEN, "m2x2", source, ("R", "R"))
+    for words in SQUARE:
+        yield _redistribution("redistribute", EVEN, "m2x2", words, ("R", "R"))
+        if "P" not in "".join(words):
+            yield _redistribution("f8.redistribute", EVEN, "m2x2", words, ("R", "R"))
     for source_2d, target_2d in ((("S0", "S1"), ("S1", "S0")), (("S0", "R"), ("R", "S0")), (("R", "S0"), ("S0", "S0"))):
         for op in ("redistribute", "f8.redistribute"):
             yield _redistribution(op, EVEN, "m2x2", source_2d, target_2d)

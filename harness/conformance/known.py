@@ -1,23 +1,28 @@
 """Known deviations: where the torch and torchao that were looked at are not what this project asks of them.
 
-A deviation says which checks it hits and what their problem looks like; it never excuses a problem that looks different.
+A deviation says which checks it hits and what their problem looks like; it excuses no problem that looks different.
 Found with torch 2.13.0 and torchao 0.18.0. "unreported": no report was known when it was written down.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 from harness.conformance.check import Check, chunk_sizes, shard_dim
-from harness.conformance.strategy import LINEAR, SCALES, reduced_dims
+from harness.conformance.strategy import LINEAR, is_local_matmul, reduced_dims, view_dim
 
 UNREPORTED = "unreported"
+CASTS = "https://github.com/pytorch/pytorch/pull/172696"  # reduces first where the target is an integer, and only there
 
 
 class Deviation(NamedTuple):
-    """One record. `pattern` is searched in what was found of a problem of one of `kinds`."""
+    """One record. `pattern` is searched in what was found of a problem of one of `kinds`.
+
+    With `always` a check that it hits must show it: one that passes says that the record is out of date.
+    """
 
     name: str
     hits: Callable[[Check], bool]
@@ -25,6 +30,7 @@ class Deviation(NamedTuple):
     pattern: str
     reason: str
     link: str
+    always: bool = True
 
 
 def deviations_of(check: Check) -> tuple[Deviation, ...]:
@@ -53,14 +59,13 @@ def _shards(check: Check) -> list[tuple[int, int]]:
 
 
 def _empty_reduced(check: Check) -> bool:
-    """Some rank has nothing of a dim that is reduced."""
+    """Some rank has nothing of a reduced dim. max with a dim gathers it, as aminmax does a dim that is short."""
     if check.op == "max" and check.dim is not None:
         return False
-    at_least = 1 if check.op != "aminmax" else None  # aminmax gathers dims shorter than the axis
     return any(
-        0 in chunk_sizes(check.shape[dim], size) and (at_least is not None or check.shape[dim] >= size)
+        0 in chunk_sizes(check.shape[dim], size) and (check.op != "aminmax" or check.shape[dim] >= size)
         for dim, size in _shards(check)
-        if dim in reduced_dims(check) or (check.dim is None and reduced_dims(check))
+        if dim in reduced_dims(check)
     )
 
 
@@ -82,6 +87,13 @@ def _uneven(check: Check, placements: tuple[str, ...]) -> bool:
     )
 
 
+def _empty(check: Check, placements: tuple[str, ...]) -> bool:
+    return any(
+        dim is not None and 0 in chunk_sizes(check.shape[dim], size)
+        for dim, size in zip(map(shard_dim, placements), check.axes, strict=True)
+    )
+
+
 def _scattered_scale(check: Check) -> bool:
     """Rowwise on two axes: DTensor may reduce-scatter the pending amax of one axis over what the other axis shards."""
     words = _words(check)
@@ -96,10 +108,26 @@ def _scatters(check: Check, words: tuple[str, ...]) -> bool:
 
 
 def _float8_needs_data(check: Check) -> bool:
-    """A float8 operator on shards that it cannot work on."""
+    """A float8 operator whose input has to be gathered over another dim than the first, or with rowwise scales."""
     if check.op in ("f8.split", "f8.cat"):
-        return any(dim == check.dim for dim, _ in _shards(check))
-    return False
+        return any(dim == check.dim != 0 for dim, _ in _shards(check))
+    if check.op not in ("f8.mm", "f8.mm.rowwise"):
+        return False
+    combinations = [words for words in zip(*check.inputs, strict=True) if not is_local_matmul(words)]
+    return any(check.op == "f8.mm.rowwise" or words != ("S0", "S1") for words in combinations)
+
+
+def _cut_by_view(check: Check) -> bool:
+    """The first of several dims that a view joins or splits is sharded unevenly."""
+    if check.op not in {"view", "reshape", "f8.view"}:
+        return False
+    fronts = [math.prod(check.sizes[:index]) for index in range(len(check.sizes))]
+    return any(
+        check.shape[dim] % size
+        and math.prod(check.shape[:dim]) in fronts
+        and view_dim(check.shape, check.sizes, dim, size) is None
+        for dim, size in _shards(check)
+    )
 
 
 KNOWN: tuple[Deviation, ...] = (
@@ -108,14 +136,16 @@ KNOWN: tuple[Deviation, ...] = (
         hits=_empty_reduced,
         kinds=("raised",),
         pattern=r"(amax|amin|max|aminmax)(\(\))?:? .*(Expected reduction dim|empty dimension)",
-        reason="A rank that holds nothing of the reduced dim calls the reduction on an empty tensor, which has no identity.",
+        reason="A rank that holds nothing of the reduced dim reduces an empty tensor, which has no identity.",
         link="https://github.com/pytorch/ao/issues/1938",
     ),
     Deviation(
         name="short-dim-is-gathered",
-        hits=lambda check: check.op in {"max", "aminmax", "mul", "div", "mm"}
-        and not (check.op == "max" and check.dim is None)
-        and _shorter_than_axis(check),
+        hits=lambda check: (
+            check.op in {"max", "aminmax", "mul", "div", "mm"}
+            and not (check.op == "max" and check.dim is None)
+            and _shorter_than_axis(check)
+        ),
         kinds=("bytes",),
         pattern="all_gather",
         reason="A dim with fewer elements than ranks counts as not shardable, so a local operator gathers it.",
@@ -127,7 +157,7 @@ KNOWN: tuple[Deviation, ...] = (
         kinds=("wrong",),
         pattern="elements differ",
         reason="A cast keeps a pending sum, so every part is rounded before the sum instead of the sum once after it.",
-        link=UNREPORTED,
+        link=CASTS,
     ),
     Deviation(
         name="float8-cast-keeps-pending",
@@ -135,7 +165,7 @@ KNOWN: tuple[Deviation, ...] = (
         kinds=("raised",),
         pattern="cannot be reduced",
         reason="A cast to float8 keeps a pending reduction, which no backend can do in float8.",
-        link=UNREPORTED,
+        link=CASTS,
     ),
     Deviation(
         name="clamp-reduces-pending-maximum",
@@ -147,11 +177,20 @@ KNOWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         name="pending-input-reduced-twice",
-        hits=lambda check: check.op == "to_float8" and _pending(check),
+        hits=lambda check: check.op == "to_float8" and _pending(check) and not _shards(check),
         kinds=("bytes",),
         pattern=r"(all_reduce|reduce_scatter).*(all_reduce|reduce_scatter)",
         reason="hp_tensor_to_float8_dynamic reduces a pending input once for its amax and once more for the cast.",
         link=UNREPORTED,
+    ),
+    Deviation(
+        name="pending-axis-reduced-twice",
+        hits=lambda check: check.op == "to_float8" and _pending(check) and bool(_shards(check)),
+        kinds=("bytes",),
+        pattern=r"(all_reduce|reduce_scatter).*(all_reduce|reduce_scatter)",
+        reason="The same beside a sharded axis. It may cost no more: DTensor picks reduce-scatter or all-reduce.",
+        link=UNREPORTED,
+        always=False,
     ),
     Deviation(
         name="rowwise-scale-not-placed-as-its-tensor",
@@ -164,10 +203,12 @@ KNOWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         name="amax-gathers-beside-pending-axis",
-        hits=lambda check: check.op in {"amax", "amin", "max"}
-        and not (check.op == "max" and check.dim is not None)
-        and _pending(check)
-        and any(dim in reduced_dims(check) for dim, _ in _shards(check)),
+        hits=lambda check: (
+            check.op in {"amax", "amin", "max"}
+            and not (check.op == "max" and check.dim is not None)
+            and _pending(check)
+            and any(dim in reduced_dims(check) for dim, _ in _shards(check))
+        ),
         kinds=("bytes",),
         pattern="all_gather",
         reason="With a reduction pending on one axis, the reduced dim is gathered on the other one.",
@@ -183,10 +224,12 @@ KNOWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         name="cat-of-pending-and-sharded",
-        hits=lambda check: check.op == "cat"
-        and check.inputs[0] != check.inputs[1]
-        and _pending(check)
-        and any(shard_dim(word) == check.dim for placements in check.inputs for word in placements),
+        hits=lambda check: (
+            check.op == "cat"
+            and check.inputs[0] != check.inputs[1]
+            and _pending(check)
+            and any(shard_dim(word) == check.dim for placements in check.inputs for word in placements)
+        ),
         kinds=("bytes",),
         pattern="all_reduce.*all_gather|all_gather.*all_reduce",
         reason="cat of a pending sum and a shard of its dim makes both whole; gathering the shard would do.",
@@ -194,7 +237,7 @@ KNOWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         name="flatten-of-uneven-shard",
-        hits=lambda check: check.op in {"view", "reshape", "f8.view"} and _uneven(check, _words(check)),
+        hits=_cut_by_view,
         kinds=("raised",),
         pattern="Cannot (flatten|unflatten) unevenly sharded",
         reason="DTensor refuses to flatten or unflatten an unevenly sharded dim, instead of gathering it.",
@@ -202,12 +245,14 @@ KNOWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         name="uneven-reshard-pads-both-dims",
-        hits=lambda check: check.op == "redistribute"
-        and len(check.axes) == 1
-        and not _pending(check)
-        and check.inputs[0] != ("R",)
-        and check.target != ("R",)
-        and (_uneven(check, check.inputs[0]) or _uneven(check, check.target)),
+        hits=lambda check: (
+            check.op == "redistribute"
+            and len(check.axes) == 1
+            and not _pending(check)
+            and check.inputs[0] != ("R",)
+            and check.target != ("R",)
+            and (_uneven(check, check.inputs[0]) or _uneven(check, check.target))
+        ),
         kinds=("bytes",),
         pattern="all_gather",
         reason="To change the sharded dim both dims are padded before the gather that stands for an all-to-all.",
@@ -215,16 +260,19 @@ KNOWN: tuple[Deviation, ...] = (
     ),
     Deviation(
         name="redistribution-gathers-before-it-reduces",
-        hits=lambda check: check.op == "redistribute" and check.inputs[0] == ("Psum", "S0") and check.target == ("R", "R"),
+        hits=lambda check: (
+            check.op == "redistribute" and check.inputs[0] == ("Psum", "S0") and check.target == ("R", "R")
+        ),
         kinds=("bytes",),
         pattern="all_gather.*all_reduce",
-        reason="Axes are redistributed from the right: the shard is gathered first and the pending sum of all of it reduced.",
+        reason="Axes are redistributed from the right: the shard is gathered first, and then all of it is reduced.",
         link=UNREPORTED,
     ),
     Deviation(
         name="float8-uneven-redistribution",
-        hits=lambda check: check.op == "f8.redistribute"
-        and (_uneven(check, check.inputs[0]) or _uneven(check, check.target)),
+        hits=lambda check: (
+            check.op == "f8.redistribute" and (_uneven(check, check.inputs[0]) or _empty(check, check.target))
+        ),
         kinds=("missing",),
         pattern=r"aten\.(constant_pad_nd|new_zeros)\.default",
         reason="Float8TrainingTensor cannot be padded, so uneven shards cannot be redistributed.",
@@ -234,8 +282,9 @@ KNOWN: tuple[Deviation, ...] = (
         name="float8-cannot-be-made-whole",
         hits=_float8_needs_data,
         kinds=("missing",),
-        pattern=r"aten\.(chunk|contiguous)\.default",
-        reason="Float8TrainingTensor has no chunk and no contiguous, which a gather over another dim than the first needs.",
+        pattern=r"aten\.(chunk|contiguous)\.default|with axiswise scaling is not supported",
+        reason="Float8TrainingTensor has no chunk and no contiguous, which a gather over another dim than the first "
+        "needs, and cannot be gathered with rowwise scales.",
         link=UNREPORTED,
     ),
 )

@@ -1,4 +1,4 @@
-"""The session: checks to ranks and back. One job for all of them; a check that takes its job down is left out of the next.
+"""The session: checks to ranks and back, in one job; a check that takes its job down is left out of the next one.
 
 Owns jobs and their folders; knows neither torch nor what is right.
 """

@@ -1,7 +1,7 @@
 """Strategies: on which placements an operator needs no data from other ranks, and what may be pending in its results.
 
-Per mesh axis, from the mathematics of the operator alone. Axes do not depend on each other: an operator that is local on
-each axis is local on all.
+Per mesh axis, from the mathematics of the operator alone. Axes are independent: an operator that is local on each is
+local on all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOVES = frozenset(
     | {f"f8.{name}" for name in ("t", "transpose", "view", "split", "cat", "clone", "detach", "redistribute")}
 )
 _SCALED = frozenset({"mul", "div", "mul.scale", "div.scale"})
-_MATMULS = frozenset({"mm", "f8.mm", "f8.mm.rowwise"})
+MATMULS = frozenset({"mm", "f8.mm", "f8.mm.rowwise"})
 REDUCTIONS = frozenset({"amax", "amin", "max", "aminmax", "tensor_to_amax"})
 SCALES = frozenset({"tensor_to_scale", "tensor_to_scale.pow2", "to_float8"})
 
@@ -54,21 +54,30 @@ def words_of(ndim: int) -> tuple[str, ...]:
 def _is_local(check: Check, words: Words, size: int, shapes: Sequence[tuple[int, ...]]) -> bool:
     if all(word == "R" for word in words):
         return True
-    if check.op in _MATMULS:
-        partial = check.op == "mm" and (words in {(word, "R") for word in LINEAR} | {("R", word) for word in LINEAR})
-        return words in {("S0", "R"), ("R", "S1"), ("S1", "S0")} or partial
+    if check.op in MATMULS:
+        return is_local_matmul(words) or (check.op == "mm" and "R" in words and bool(set(LINEAR) & set(words)))
     if check.op in _SCALED:
         return _is_local_scaling(check.op, words)
     if len(set(words)) > 1:
         return False
-    word = words[0]
+    return _is_local_alone(check, words[0], size, shapes[0])
+
+
+def _is_local_alone(check: Check, word: str, size: int, shape: tuple[int, ...]) -> bool:
+    """The same for an operator whose inputs all have the placement `word`."""
     dim = shard_dim(word)
-    if check.op in _UNARY:
-        return dim is not None or word in _UNARY[check.op]
     if check.op in REDUCTIONS:
         return _is_local_reduction(check, word, dim)
+    if check.op in _UNARY:
+        return dim is not None or word in _UNARY[check.op]
     assert check.op in _MOVES, f"no strategy for {check.op}"
-    return word in PARTIALS if dim is None else _moves_freely(check, dim, size, shapes[0])
+    return word in PARTIALS if dim is None else _moves_freely(check, dim, size, shape)
+
+
+def is_local_matmul(words: Words) -> bool:
+    """Whether the operands of a matmul are replicated or sharded so that each rank multiplies what it has."""
+    plain = tuple(word.replace("T", "S") for word in words)
+    return plain in {("R", "R"), ("S0", "R"), ("R", "S1"), ("S1", "S0")}
 
 
 def _is_local_scaling(op: str, words: Words) -> bool:
@@ -92,7 +101,7 @@ def pending_word(check: Check, output: int) -> str | None:
 
     Indices of `max` cannot be reduced, and a scale is no longer monotonic in anything that is pending.
     """
-    if check.op in _MATMULS:
+    if check.op in MATMULS:
         return "Psum"
     return {
         "amax": "Pmax",
@@ -137,13 +146,9 @@ def view_dim(shape: Sequence[int], sizes: Sequence[int], dim: int, parts: int) -
 
 
 def may_be_pending(check: Check, axis: int, output: int, word: str) -> bool:
-    """Whether an output may carry the pending reduction `word` on a mesh axis."""
+    """Whether an output may carry the pending reduction `word` on a mesh axis: it came with an input, or is its own.
+
+    An input that is replicated on the axis does not have to be reduced there; a matmul may cut it to save work.
+    """
     words = [placements[axis] for placements in check.inputs]
-    if word in words:
-        return True
-    if word != pending_word(check, output):
-        return False
-    if check.op in _MATMULS:
-        return words == ["S1", "S0"] or "S1" in words[0] + words[1]
-    dim = shard_dim(words[0])
-    return dim is not None and dim in reduced_dims(check)
+    return word in words or (word == pending_word(check, output) and any(each != "R" for each in words))

@@ -94,7 +94,7 @@ def recomputed_calls(case: Case) -> int:
         is_converted(case, f"layers.{layer}.{name}")
         for layer in range(case.model.shape.layers)
         for position, name in enumerate(BLOCK_LINEARS, start=1)
-        if _is_recomputed(case, layer, position)
+        if is_recomputed(case, layer, position)
     )
 
 
@@ -106,11 +106,11 @@ def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:
 
 def is_checkpointed(case: Case, layer: int) -> bool:
     """True when anything of this block (from 0) is recomputed in backward."""
-    return any(_is_recomputed(case, layer, position) for position in range(1, len(BLOCK_LINEARS) + 1))
+    return any(is_recomputed(case, layer, position) for position in range(1, len(BLOCK_LINEARS) + 1))
 
 
-def _is_recomputed(case: Case, layer: int, position: int) -> bool:
-    """`position` counts the matmuls of a block from 1."""
+def is_recomputed(case: Case, layer: int, position: int) -> bool:
+    """True when checkpointing executes this matmul of a block twice; `position` counts them from 1."""
     match case.checkpointing.mode:
         case "none":
             return False

@@ -28,7 +28,7 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
 
 
 class SavedMemory(Record, frozen=True, kw_only=True):
-    """What autograd kept for the backward pass of one step on this rank, parameters and buffers left out."""
+    """What autograd kept for the backward pass of one step on this rank, parameters, buffers and tokens left out."""
 
     step: int
     saved_bytes: int  # distinct storages

@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Command
 
-PLUGIN = ("-p", "harness.pytest_plugin", "--fp8-device", "cpu")
+PLUGIN = ("--fp8-device", "cpu")  # loaded by its entry point, as for every user
 
 
 def test_cases_folder(project: Command) -> None:

@@ -17,16 +17,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     ["__main__", "pytest_plugin"],
     ["cli"],
-    ["references", "noise"],
+    ["references", "noise", "power"],
     ["workflow"],
-    ["briefs", "casework", "executor", "schedule", "selection", "plan", "progress", "machine", "cells", "injection"],
+    ["briefs", "casework", "witness", "executor", "schedule", "selection", "plan", "progress", "machine", "cells", "injection"],
     ["report", "store", "project"],
     ["checks"],
     ["golden", "tolerance"],
-    ["engine", "spec", "sealed", "jsonform"],
+    ["engine", "spec", "sealed", "jsonform", "faults", "killmatrix"],
     ["durable", "result", "request", "trace", "verdict", "errors"],
 ]
-VALUES = {"spec", "trace", "request", "result", "verdict", "errors", "durable"}
+VALUES = {"spec", "faults", "trace", "request", "result", "verdict", "errors", "durable"}
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}
 PROGRAMS = {"harness.engine.warm", "harness.engine.torchrun_rank"}  # run by `python -m`
 TORCH = {"torch", "torchao", "torchtitan"}

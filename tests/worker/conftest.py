@@ -31,14 +31,16 @@ def submit(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Su
     """Run a case as a job and return its outcome, whatever it is."""
     numbers = itertools.count()
 
-    def run(case: Case, *, injections: tuple[str, ...] = ()) -> JobOutcome:
+    def run(
+        case: Case, *, injections: tuple[str, ...] = (), probes: tuple[str, ...] = (), solo: bool = False
+    ) -> JobOutcome:
         folder: Path = tmp_path_factory.mktemp(f"job{next(numbers)}-")
-        payload = msgspec.msgpack.encode(RunRequest(case=case, injections=injections))
+        request = RunRequest(case=case, injections=injections, probes=probes, solo=solo)
         return engine.run(
             Job(
                 job_id=folder.name,
-                world_size=case.world_size,
-                payload=payload,
+                world_size=request.world_size,
+                payload=msgspec.msgpack.encode(request),
                 deadline_s=DEADLINE_S,
                 folder=str(folder),
             )
@@ -51,8 +53,10 @@ def submit(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Su
 def train(submit: Submit) -> Train:
     """Train a case and return the trace of every rank; a case that does not finish fails the test."""
 
-    def run(case: Case, *, injections: tuple[str, ...] = ()) -> tuple[RankTrace, ...]:
-        outcome = submit(case, injections=injections)
+    def run(
+        case: Case, *, injections: tuple[str, ...] = (), probes: tuple[str, ...] = (), solo: bool = False
+    ) -> tuple[RankTrace, ...]:
+        outcome = submit(case, injections=injections, probes=probes, solo=solo)
         assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback if outcome.ranks else ''}"
         return tuple(msgspec.msgpack.decode(rank.payload or b"", type=RankTrace) for rank in outcome.ranks)
 

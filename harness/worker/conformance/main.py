@@ -116,13 +116,14 @@ def _run(check: Check, mesh: DeviceMesh, meter: Meter, attempt: _Attempt) -> Non
 
 def _output(check: Check, found: torch.Tensor, expected: torch.Tensor, full: list[torch.Tensor]) -> Output:
     found, expected = operators.dequantized(found), operators.dequantized(expected)
-    distributed = isinstance(found, DTensor)
-    whole = found.full_tensor() if distributed else found
+    local, whole, placements = found, found, None
+    if isinstance(found, DTensor):
+        local, whole, placements = found.to_local(), found.full_tensor(), layout.to_words(found.placements)
     wrong, largest, example = _difference(whole, expected, allowed_error(check, full))
     return Output(
-        placements=layout.to_words(found.placements) if distributed else None,
+        placements=placements,
         shape=tuple(found.shape),
-        local_shape=tuple(found.to_local().shape) if distributed else tuple(found.shape),
+        local_shape=tuple(local.shape),
         dtype=str(whole.dtype).removeprefix("torch."),
         expected_shape=tuple(expected.shape),
         expected_dtype=str(expected.dtype).removeprefix("torch."),

@@ -5,6 +5,7 @@ Counts on the virtual fabric, below every layer of torch that could move data.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,8 @@ def groups(mesh: DeviceMesh) -> list[Group | Loopback]:
     found = []
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
-        found.append(FABRIC.group(group.group_name, lambda g=group: dist.get_process_group_ranks(g), group.rank))
+        ranks = functools.partial(dist.get_process_group_ranks, group)
+        found.append(FABRIC.group(group.group_name, ranks, group.rank))
     return found
 
 

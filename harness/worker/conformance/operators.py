@@ -66,12 +66,11 @@ def apply(check: Check, inputs: Sequence[Tensor], mesh: DeviceMesh | None) -> Re
 
 def dequantized(result: Tensor) -> Tensor:
     """A float8 result in high precision, each rank from what it holds, and any other result as it is."""
-    if isinstance(result, Float8TrainingTensor):
-        return result.to_original_precision()
-    if isinstance(result, DTensor) and isinstance(result.to_local(), Float8TrainingTensor):
-        local = result.to_local().to_original_precision()
+    if _is_float8(result):
+        return _original(result)
+    if isinstance(result, DTensor) and _is_float8(result.to_local()):
         return DTensor.from_local(
-            local,
+            _original(result.to_local()),
             result.device_mesh,
             result.placements,
             run_check=False,
@@ -79,6 +78,15 @@ def dequantized(result: Tensor) -> Tensor:
             stride=result.stride(),
         )
     return result
+
+
+def _is_float8(tensor: Tensor) -> bool:
+    return isinstance(tensor, Float8TrainingTensor)
+
+
+def _original(tensor: Any) -> Tensor:
+    restored: Tensor = tensor.to_original_precision()
+    return restored
 
 
 def _redistribute(tensor: Tensor, target: Placements, mesh: DeviceMesh | None) -> Tensor:
@@ -94,17 +102,17 @@ _ROLES = (GemmInputRole.INPUT, GemmInputRole.WEIGHT)
 
 
 def _float8(check: Check, index: int, full: Tensor, mesh: DeviceMesh | None, words: Placements) -> Tensor:
-    """Input number `index` cast to float8: one scale, or one per row of the left and per column of the right operand."""
-    rowwise = check.op == "f8.mm.rowwise"
-    axis = (-1, 0)[index] if rowwise else None
-    amax = full.abs().amax(dim=axis, keepdim=True) if rowwise else full.abs().max()
+    """Input `index` cast to float8: one scale, or one per row of the left and per column of the right operand."""
+    axis = (-1, 0)[index] if check.op == "f8.mm.rowwise" else None
+    amax = full.abs().max() if axis is None else full.abs().amax(dim=axis, keepdim=True)
     scale = float8_utils.amax_to_scale(amax, _E4M3, round_scales_to_power_of_2=True)
     whole = _cast(full, scale, index, axis)
     if mesh is None:
         return whole
-    local_scale = layout.piece(scale.expand(full.shape), mesh, words) if rowwise else scale
-    if rowwise:
-        local_scale = local_scale[:, :1] if axis == -1 else local_scale[:1]
+    local_scale = scale
+    if axis is not None:
+        spread = layout.piece(scale.expand(full.shape), mesh, words)
+        local_scale = spread[:, :1] if axis == -1 else spread[:1]
     local = layout.piece(full, mesh, words)
     return layout.wrap(_cast(local, local_scale, index, axis), whole, mesh, words)
 
@@ -116,7 +124,7 @@ def _cast(tensor: Tensor, scale: Tensor, index: int, axis: int | None) -> Tensor
     return result
 
 
-def _column_major(tensor: Tensor) -> Tensor:
+def _column_major(tensor: Any) -> Tensor:
     data = tensor._data.t().contiguous().t()
     return Float8TrainingTensor(
         data, tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role, tensor._axiswise_dim

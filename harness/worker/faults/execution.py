@@ -89,7 +89,7 @@ class _Keep(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grads[0], None
 
 

@@ -83,7 +83,7 @@ def weight_decay_lost() -> None:
 
 
 def norm_counts_replicas() -> None:
-    """The gradient norm adds up every rank's share as if no two held the same."""
+    """The gradient norm multiplies every rank's share by the number of ranks."""
     wrap(reduction, "_squared_norm_share", lambda stock: lambda model: stock(model) * dist.get_world_size())
 
 
@@ -145,7 +145,7 @@ def one_rank_starts_from_other_weights() -> None:
         def apply_checkpointing(layers: nn.ModuleDict, mode: Any) -> None:
             if on_odd_rank():
                 with torch.no_grad():
-                    shard: Any = local(layers["0"].attention.wq.weight)  # type: ignore[union-attr]
+                    shard: Any = local(layers.get_parameter(_ONE_WEIGHT.removeprefix("layers.")))
                     getattr(shard, "_tensor", shard).mul_(1.01)
             stock(layers, mode)
 

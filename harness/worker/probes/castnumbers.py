@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,12 +54,36 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """crc32 of the bytes, the densest dim innermost: a matrix and its transposed view have the same digest."""
+    """A fingerprint of the bytes, the densest dim innermost: a matrix and its transposed view have the same.
+
+    Two sums of 64-bit words times fixed odd random numbers, modulo 2**64, the second with the words half a word
+    further: one changed word always shows, several with all but 2**-40. Ten times as fast as crc32 or sha.
+    """
     if tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1):
         tensor = tensor.t()
     host = _host(tensor if tensor.is_contiguous() else tensor.contiguous())
-    size_bytes = host.numel() * host.itemsize
-    return f"{zlib.crc32((ctypes.c_ubyte * size_bytes).from_address(host.data_ptr()) if size_bytes else b''):08x}"
+    size = host.numel() * host.itemsize
+    if size % 8 or size < 64:
+        padded = bytes(_memory(host)) + bytes(64 - size % 8)
+        return _fingerprint(np.frombuffer(padded[: len(padded) // 8 * 8], np.uint8))
+    return _fingerprint(np.frombuffer(_memory(host), np.uint8))
+
+
+def _memory(host: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """The bytes of a contiguous tensor in place, valid as long as the tensor."""
+    return (ctypes.c_ubyte * (host.numel() * host.itemsize)).from_address(host.data_ptr())
+
+
+def _fingerprint(octets: Array) -> str:
+    words, shifted = octets.view(np.int64), octets[4:-4].view(np.int64)
+    odd = _odd_numbers(1 << len(words).bit_length())
+    sums = int(np.dot(words, odd[: len(words)])), int(np.dot(shifted, odd[1 : len(words)]))
+    return f"{sums[0] % 2**64:016x}{sums[1] % 2**64:016x}"
+
+
+@functools.lru_cache(maxsize=32)
+def _odd_numbers(count: int) -> npt.NDArray[np.int64]:
+    return np.random.Philox(key=0).random_raw(count).view(np.int64) | 1
 
 
 def summarize_scale(scale: torch.Tensor) -> ScaleSummary:
@@ -187,8 +210,9 @@ def _amaxes(source: torch.Tensor, scale: torch.Tensor, axiswise_dim: int | None)
 
 
 def _flushed(source: Array, magnitudes: Array) -> int:
-    zeros = magnitudes.size - int(np.count_nonzero(magnitudes))
-    return zeros and max(0, zeros - (source.size - int(np.count_nonzero(source))))
+    if np.count_nonzero(magnitudes) == magnitudes.size:
+        return 0
+    return int(np.count_nonzero(source[magnitudes == 0]))
 
 
 def _nonfinite(magnitudes: Array, first: int) -> int:

@@ -5,7 +5,7 @@ of that they see the inputs, which is what checkpointing keeps. What selective c
 chosen operators, it keeps in a table of its own, whose entries are watched as they are made.
 
 Weighed is what is alive when backward asks for the first saved tensor: a storage counts once, with all its bytes, and
-one that FSDP2 has emptied counts nothing.
+one that FSDP2 has emptied counts nothing. Tokens and labels are not counted: they are data, not activations.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SavedMemoryProbe:
 
     def _note(self, tensor: torch.Tensor) -> None:
         if self._recording:
-            for plain in plain_tensors(tensor):
+            for plain in filter(torch.is_floating_point, plain_tensors(tensor)):
                 weak = StorageWeakRef(plain.untyped_storage())
                 self._seen[weak.cdata] = (weak, plain.dtype)
 

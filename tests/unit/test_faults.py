@@ -1,0 +1,70 @@
+"""The list of planted faults: complete, well-formed, and reachable from the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.faults import CARRIER_IDS, FAULT_CLASSES, REFUSED_CARRIER_ID, all_faults, carriers_of, fault_named
+from harness.injection import parse_injection
+from harness.spec.caseid import case_id, parse_case_id
+from harness.spec.rules import expected_refusal
+from harness.spec.selector import parse_selector
+
+FAULTS = tuple(all_faults().values())
+
+
+def test_every_class_has_faults_that_must_be_found():
+    must = [fault for fault in FAULTS if fault.equivalent is None]
+    assert len(must) >= 44
+    for group in FAULT_CLASSES:
+        assert sum(fault.group == group for fault in must) >= 4, group
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_well_formed_and_has_carriers(fault):
+    assert fault.title and fault.entry
+    assert fault.link.startswith("https://")
+    assert all(parse_selector(text).terms for text in fault.where)
+    assert 1 <= fault.since_step <= 5
+    assert (fault.equivalent is not None) == (fault.shows == "nothing")
+    carriers = carriers_of(fault, at_most=2)
+    assert 1 <= len(carriers) <= 2
+    assert all(fault.applies(case) for case in carriers)
+    assert all(fault.since_step <= case.train.steps for case in carriers)
+
+
+def test_an_equivalent_fault_is_argued():
+    for fault in FAULTS:
+        assert fault.equivalent is None or len(fault.equivalent.split()) > 8
+
+
+def test_the_list_is_in_the_order_of_the_classes():
+    groups = [fault.group for fault in FAULTS]
+    assert groups == sorted(groups)
+
+
+def test_carriers_train_but_for_the_one_that_must_be_refused():
+    refused = [name for name in CARRIER_IDS if expected_refusal(parse_case_id(name)) is not None]
+    assert refused == [REFUSED_CARRIER_ID]
+    for fault in FAULTS:
+        ids = {case_id(case) for case in carriers_of(fault, at_most=len(CARRIER_IDS))}
+        assert (ids == {REFUSED_CARRIER_ID}) == (fault.shows == "trains")
+        assert REFUSED_CARRIER_ID not in ids or fault.shows == "trains"
+
+
+def test_every_carrier_carries_something():
+    used = {case_id(case) for fault in FAULTS for case in carriers_of(fault, at_most=len(CARRIER_IDS))}
+    assert used == set(CARRIER_IDS)
+
+
+def test_a_fault_can_be_injected_by_name():
+    injection = parse_injection("fault:amax_without_abs")
+    assert injection.text == injection.target == "fault:amax_without_abs"
+
+
+def test_a_mistyped_fault_gets_a_suggestion():
+    with pytest.raises(HarnessError, match="amax_without_abs"):
+        fault_named("amax_without_ab")
+    with pytest.raises(HarnessError, match="amax_without_abs"):
+        parse_injection("fault:amax_without_ab")

@@ -1,0 +1,130 @@
+"""Conformance on real ranks: nothing is reported on what is right, and every planted fault is found where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from harness.conformance.check import MESHES, PARTIALS, Check
+from harness.conformance.fixed import select_checks
+from harness.conformance.judge import Conclusion
+from harness.conformance.session import PROGRAM, run_checks
+from harness.engine.zygote import ZygoteEngine
+
+FAULTS = Path(__file__).with_name("conformancefaults.py")
+Run = Callable[..., dict[str, Conclusion]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Ask checks, with a fault planted or not; conclusions by id."""
+    with ZygoteEngine(PROGRAM) as engine:
+
+        def ask(checks: Sequence[Check], fault: str | None = None) -> dict[str, Conclusion]:
+            injections = [f"{FAULTS}:{fault}"] if fault else []
+            return {each.check.id: each for each in run_checks(engine, checks, injections)}
+
+        yield ask
+
+
+def bad(conclusions: dict[str, Conclusion]) -> dict[str, list[str]]:
+    return {name: [str(each) for each in found.problems] for name, found in conclusions.items() if not found.good}
+
+
+def kinds(conclusions: dict[str, Conclusion]) -> dict[str, set[str]]:
+    return {name: {each.kind for each in found.problems} for name, found in conclusions.items() if not found.good}
+
+
+def test_the_fixed_list_holds_on_the_installed_torch(run: Run):
+    conclusions = run(select_checks())
+    assert len(conclusions) > 1500
+    assert not bad(conclusions)
+
+
+# fault, checks that are asked, checks that must be among the failed ones, what kind of problem they have
+PLANTED = [
+    ("amax_without_strategy", "amax*", "amax-8x16-f32-m4-S0", "missing"),
+    ("amax_without_strategy", "tensor_to_scale-*", "tensor_to_scale-8x16-f32-m4-R", "missing"),
+    ("amax_of_the_shard", "amax*", "amax-8x16-f32-m4-S0", "wrong"),
+    ("amax_of_the_shard", "tensor_to_scale-*", "tensor_to_scale-8x16-f32-m2-S1", "wrong"),
+    ("amax_of_the_shard", "to_float8-*", "to_float8-8x16-f32-m4-S0", "wrong"),
+    ("amax_of_pending_parts", "amax*", "amax-8x16-f32-m4-Psum", "wrong"),
+    ("amax_gathers", "amax*", "amax-8x16-f32-m4-S0", "bytes"),
+    ("amax_gathers", "tensor_to_scale-*", "tensor_to_scale-8x16-f32-m4-S0", "bytes"),
+    ("abs_keeps_pending", "abs*", "abs-8x16-f32-m4-Psum", "wrong"),
+    ("transpose_keeps_its_placement", "t-*", "t-8x16-f32-m4-S0", "raised"),
+    ("mm_forgets_the_sum", "mm*", "mm.12-8x16-f32-m4-S1*S0", "wrong"),
+    ("mm_forgets_the_sum", "f8.mm*", "f8.mm.64-16x64-f32-m4-S1*S0", "wrong"),
+    ("scale_of_the_local_tensor", "to_float8-*", "to_float8-8x16-f32-m4-S0", "wrong"),
+    ("float8_gathered_in_float32", "f8.redistribute*", "f8.redistribute-8x16-f32-m4-S0-to.R", "bytes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "glob", "expected", "kind"), PLANTED, ids=[f"{each[0]}-{each[1]}" for each in PLANTED]
+)
+def test_a_planted_fault_is_found(run: Run, fault: str, glob: str, expected: str, kind: str):
+    failed = kinds(run(select_checks([glob]), fault))
+    assert kind in failed[expected]
+
+
+def test_a_rank_that_fails_alone_is_named_and_the_others_go_on(run: Run):
+    checks = select_checks(["clamp-8x16-f32-m4-S?", "abs-8x16-f32-m4-*"])
+    conclusions = run(checks, "one_rank_raises")
+    failed = bad(conclusions)
+    assert list(failed) == ["clamp-8x16-f32-m4-S0"]
+    assert "rank 1" in failed["clamp-8x16-f32-m4-S0"][0]
+    assert "planted on rank 1" in failed["clamp-8x16-f32-m4-S0"][0]
+    assert len(conclusions) == len(checks)
+
+
+def test_a_check_that_kills_its_rank_is_lost_alone(run: Run):
+    conclusions = run(select_checks(["clamp-8x16-f32-m4-S?", "abs-8x16-f32-m4-S?"]), "one_rank_dies")
+    assert kinds(conclusions) == {"clamp-8x16-f32-m4-S0": {"lost"}}
+    assert len(conclusions) == 4
+
+
+# What hypothesis may combine: operators that take any shape.
+FREE = ("abs", "clamp", "reciprocal", "cast.bfloat16", "cast.float64", "max", "aminmax", "tensor_to_amax", "to_float8")
+WITH_DIM = ("amax", "amin", "max", "aminmax", "tensor_to_amax", "tensor_to_scale", "to_float8")
+ENDS = (0, -1)  # the dims that rowwise scaling knows
+
+
+@st.composite
+def checks(draw: st.DrawFn) -> Check:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    mesh = draw(st.sampled_from(list(MESHES)))
+    op = draw(st.sampled_from([*FREE, "amax", "amin", "tensor_to_scale", "redistribute", "transpose", "split", "mul"]))
+    words = [*(f"S{dim}" for dim in range(len(shape))), "R"]
+    pending = draw(st.sampled_from(PARTIALS))  # torch allows one kind in one tensor
+    axes = len(MESHES[mesh])
+    inputs = tuple(draw(st.sampled_from([*words, pending])) for _ in range(axes))
+    check = {"op": op, "shape": shape, "mesh": mesh, "inputs": (inputs,)}
+    scaling = op.startswith(("tensor", "to_"))
+    if op == "transpose" and len(shape) < 2:
+        check["op"] = "abs"
+    if op == "mul":
+        check["inputs"] = (inputs, tuple(draw(st.sampled_from(words)) for _ in range(axes)))
+    if op == "redistribute":
+        check["target"] = tuple(draw(st.sampled_from(words)) for _ in range(axes))
+    elif op == "split":
+        check |= {"dim": draw(st.integers(0, len(shape) - 1)), "sizes": (draw(st.integers(1, 4)),)}
+    elif op in WITH_DIM and draw(st.booleans()):
+        check["dim"] = draw(st.sampled_from(ENDS) if scaling else st.integers(-len(shape), len(shape) - 1))
+        check["keepdim"] = draw(st.booleans()) and not scaling
+    return Check(**check)
+
+
+@settings(
+    max_examples=12,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+)
+@given(batch=st.lists(checks(), min_size=30, max_size=40, unique_by=lambda check: check.id))
+def test_generated_checks_hold(run: Run, batch: list[Check]):
+    conclusions = run(batch)
+    assert not {name: text for name, text in bad(conclusions).items() if conclusions[name].status == "failed"}

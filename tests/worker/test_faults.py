@@ -1,0 +1,117 @@
+"""Every planted fault changes what its entry in the list says, and from the step it says. Equivalent ones: no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from harness.engine.wire import JobOutcome
+from harness.faults import Fault, all_faults, carriers_of, fault_named
+from harness.spec.case import Case
+from harness.trace import RankTrace
+from harness.worker.faults.planting import FILES
+
+EVIDENCE = {"operands": ("operands",), "traffic": ("traffic",), "memory": ("saved_memory",), "nothing": ("operands",)}
+
+
+def small(case: Case, steps: int) -> Case:
+    """The same machinery in less time; 40 tokens a rank where padding is what matters."""
+    replace = msgspec.structs.replace
+    if case.float8.pad_inner_dim:
+        case = replace(case, layout=replace(case.layout, dp_shard=2))
+        return replace(case, train=replace(case.train, steps=steps, global_batch=2))
+    return replace(case, train=replace(case.train, steps=steps, global_batch=4))
+
+
+def traces(outcome: JobOutcome) -> list[RankTrace]:
+    return [msgspec.msgpack.decode(rank.payload or b"", type=RankTrace) for rank in outcome.ranks]
+
+
+def numbers(ranks: Sequence[RankTrace]) -> list[list[tuple[float, float]]]:
+    """Loss and gradient norm of every rank, by step."""
+    return [
+        [(repr(rank.steps[at].loss), repr(rank.steps[at].grad_norm)) for rank in ranks]
+        for at in range(len(ranks[0].steps))
+    ]
+
+
+def first_difference(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> int | None:
+    """The first step at which any number differs."""
+    pairs = zip(numbers(found), numbers(clean), strict=True)
+    return next((step for step, (one, other) in enumerate(pairs, start=1) if one != other), None)
+
+
+def changes(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> set[str]:
+    def differ(*names: str) -> bool:
+        return any(
+            getattr(one, name) != getattr(other, name)
+            for one, other in zip(found, clean, strict=True)
+            for name in names
+        )
+
+    calls = [[[step.scaled_mm_calls for step in rank.steps] for rank in side] for side in (found, clean)]
+    seen = {
+        "numbers": first_difference(found, clean) is not None,
+        "matmuls": differ("converted_fqns") or calls[0] != calls[1],
+        "data": differ("data_digest"),
+        "operands": differ("operands"),
+        "traffic": differ("traffic"),
+        "memory": differ("saved_memory"),
+    }
+    return {name for name, is_seen in seen.items() if is_seen}
+
+
+@pytest.fixture(scope="module")
+def outcomes(submit):
+    """Outcomes by case and probes: many faults share a clean run."""
+    kept: dict[tuple[Case, tuple[str, ...]], JobOutcome] = {}
+
+    def clean(case: Case, probes: tuple[str, ...]) -> JobOutcome:
+        if (case, probes) not in kept:
+            kept[case, probes] = submit(case, probes=probes)
+        return kept[case, probes]
+
+    return clean
+
+
+@pytest.mark.parametrize("name", all_faults())
+def test_a_fault_changes_what_it_says(submit, outcomes, name):
+    fault: Fault = fault_named(name)
+    (carrier,) = carriers_of(fault, at_most=1)
+    case, probes = small(carrier, max(2, fault.since_step)), EVIDENCE.get(fault.shows, ())
+    clean = outcomes(case, probes)
+    planted = submit(case, injections=(fault.injection,), probes=probes)
+    if fault.shows == "trains":
+        assert (clean.status, planted.status) == ("crash", "ok"), planted.message
+        return
+    assert clean.status == "ok", clean.message
+    if fault.shows == "crash":
+        assert planted.status == "crash"
+        assert "injection" not in planted.ranks[0].phase, planted.message
+        return
+    assert planted.status == "ok", planted.message
+    seen = changes(traces(planted), traces(clean))
+    if fault.shows == "nothing":
+        assert not seen
+        return
+    assert fault.shows in seen
+    if fault.shows == "numbers":
+        assert first_difference(traces(planted), traces(clean)) == fault.since_step
+
+
+def test_every_fault_is_the_function_of_its_name_in_the_file_of_its_class():
+    for fault in all_faults().values():
+        assert callable(getattr(FILES[fault.group], fault.name))
+    listed = set(all_faults())
+    for module in FILES.values():
+        own = {name for name, made in vars(module).items() if getattr(made, "__module__", "") == module.__name__}
+        public = {name for name in own if not name.startswith("_") and callable(getattr(module, name))}
+        assert public <= listed, f"{public - listed} of {module.__name__} are not in the list"
+
+
+def test_an_unknown_fault_is_named(submit):
+    outcome = submit(Case(), injections=("fault:amax_without_ab",))
+    assert outcome.status == "crash"
+    assert "amax_without_abs" in outcome.message
