@@ -29,6 +29,8 @@ from harness.checks.fp8_on import NAME as FP8_ON
 from harness.checks.fp8_on import check_fp8_on
 from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
 from harness.checks.loss_vs_golden import check_loss_vs_golden
+from harness.checks.metamorphic import NAME as METAMORPHIC
+from harness.checks.metamorphic import check_metamorphic
 from harness.checks.parity import NAME as PARITY
 from harness.checks.parity import check_parity
 from harness.checks.ranks import rank_names
@@ -52,6 +54,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     ask: Question
     explains_failures: bool = False
     needs: str | None = None  # the part of a trace that it reads: not asked of runs that did not record it
+    given: str | None = None  # the field of `Witnesses` that says what it asks for: not asked where that is None
 
 
 CHECKS: tuple[Check, ...] = (
@@ -59,6 +62,7 @@ CHECKS: tuple[Check, ...] = (
     Check(name=LOSS_VS_GOLDEN, ask=check_loss_vs_golden),
     Check(name=FP8_ON, ask=check_fp8_on),
     Check(name=PARITY, ask=check_parity, needs="sketches"),
+    Check(name=METAMORPHIC, ask=check_metamorphic, needs="sketches", given="relation"),
     Check(name=ALIGNMENT, ask=check_alignment, explains_failures=True),
 )
 
@@ -106,11 +110,12 @@ def _applicable(run: Run, status: JobStatus, witnesses: Witnesses) -> list[Check
         return [check for check in CHECKS if check.name == witnesses.refusal.check]
     if status == "crash" or run.failures:
         return [check for check in CHECKS if check.explains_failures]
-    return [check for check in CHECKS if check.needs is None or _recorded(run, check.needs)]
+    return [check for check in CHECKS if _can_answer(check, run, witnesses)]
 
 
-def _recorded(run: Run, part: str) -> bool:
-    return any(getattr(trace, part) is not None for trace in run.traces)
+def _can_answer(check: Check, run: Run, witnesses: Witnesses) -> bool:
+    recorded = check.needs is None or any(getattr(trace, check.needs) is not None for trace in run.traces)
+    return recorded and (check.given is None or getattr(witnesses, check.given) is not None)
 
 
 def _worst(findings: tuple[Finding, ...]) -> Verdict:

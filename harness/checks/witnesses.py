@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.golden import Golden
+from harness.spec.relations import Relation
 from harness.spec.rules import Refusal
 from harness.tolerance import Tolerance
 from harness.trace import Run
@@ -25,6 +26,8 @@ class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
     solo: Run | None = None  # the solo witness; None when it could not be had
     twin: Run | None = None  # BF16 with the same layout, run only when a loss is off
     parity_tolerance: Tolerance | None = None
+    relation: Relation | None = None  # what `partner` promises; None where the case is not compared with one
+    partner: Run | None = None  # the run of `relation.partner`; None when it could not be had
     refusal: Refusal | None
     expected_fqns: tuple[str, ...]
     expected_scaled_mm: int

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
-from harness.conformance.check import Check, chunk_sizes, shard_dim
+from harness.conformance.check import Check, Placements, local_shape, shard_dim
 from harness.conformance.strategy import LINEAR, is_local_matmul, reduced_dims, view_dim
 
 UNREPORTED = "unreported"
@@ -43,7 +44,7 @@ def explains(deviation: Deviation, kind: str, found: str) -> bool:
     return kind in deviation.kinds and re.search(deviation.pattern, found) is not None
 
 
-def _words(check: Check, index: int = 0) -> tuple[str, ...]:
+def _words(check: Check, index: int = 0) -> Placements:
     return check.inputs[index] if index < len(check.inputs) else ()
 
 
@@ -58,40 +59,51 @@ def _shards(check: Check) -> list[tuple[int, int]]:
     return [(dim, size) for dim, size in pairs if dim is not None]
 
 
+def _cuts(check: Check, placements: Placements) -> dict[int, int]:
+    """How many pieces every sharded dim is cut into, over all axes."""
+    cuts: dict[int, int] = {}
+    for word, size in zip(placements, check.axes, strict=True):
+        dim = shard_dim(word)
+        if dim is not None:
+            cuts[dim] = cuts.get(dim, 1) * size
+    return cuts
+
+
+def _empty_dims(check: Check, placements: Placements) -> set[int]:
+    """Dims of the first input of which some rank holds nothing."""
+    ranks = product(*(range(size) for size in check.axes))
+    shapes = [local_shape(check.shape, placements, check.axes, coordinates) for coordinates in ranks]
+    return {dim for shape in shapes for dim, length in enumerate(shape) if not length}
+
+
 def _empty_reduced(check: Check) -> bool:
     """Some rank has nothing of a reduced dim. max with a dim gathers it, as aminmax does a dim that is short."""
     if check.op == "max" and check.dim is not None:
         return False
-    return any(
-        0 in chunk_sizes(check.shape[dim], size) and (check.op != "aminmax" or check.shape[dim] >= size)
-        for dim, size in _shards(check)
-        if dim in reduced_dims(check)
-    )
+    cuts = _cuts(check, _words(check))
+    empty = _empty_dims(check, _words(check)) & set(reduced_dims(check))
+    return any(check.op != "aminmax" or check.shape[dim] >= cuts[dim] for dim in empty)
 
 
 def _shorter_than_axis(check: Check) -> bool:
     """A dim that stays sharded has fewer elements than there are ranks."""
     shapes = [check.shape, (check.shape[-1], *check.sizes)] if check.op == "mm" else [check.shape] * 2
-    for placements, shape in zip(check.inputs, shapes, strict=False):
-        for word, size in zip(placements, check.axes, strict=True):
-            dim = shard_dim(word)
-            if dim is not None and shape[dim] < size:
-                return not (check.op == "max" and dim in reduced_dims(check))
-    return False
-
-
-def _uneven(check: Check, placements: tuple[str, ...]) -> bool:
     return any(
-        dim is not None and check.shape[dim] % size
-        for dim, size in zip(map(shard_dim, placements), check.axes, strict=True)
+        shape[dim] < count and not (check.op == "max" and dim in reduced_dims(check))
+        for placements, shape in zip(check.inputs, shapes, strict=False)
+        for dim, count in _cuts(check, placements).items()
     )
 
 
-def _empty(check: Check, placements: tuple[str, ...]) -> bool:
-    return any(
-        dim is not None and 0 in chunk_sizes(check.shape[dim], size)
-        for dim, size in zip(map(shard_dim, placements), check.axes, strict=True)
-    )
+def _uneven(check: Check, placements: Placements) -> bool:
+    return any(check.shape[dim] % count for dim, count in _cuts(check, placements).items())
+
+
+def _may_pad(check: Check) -> bool:
+    """An operator that has to move an uneven tensor from one layout to another."""
+    layouts = [*check.inputs, *([check.target] if check.target else [])]
+    moves = check.op in {"redistribute", "mul", "div"} or (check.op == "max" and check.dim is not None)
+    return moves and (any(_uneven(check, words) for words in layouts) or _pending(check))
 
 
 def _scattered_scale(check: Check) -> bool:
@@ -100,7 +112,7 @@ def _scattered_scale(check: Check) -> bool:
     return check.op == "to_float8" and check.dim is not None and len(words) == 2 and _scatters(check, words)
 
 
-def _scatters(check: Check, words: tuple[str, ...]) -> bool:
+def _scatters(check: Check, words: Placements) -> bool:
     reduced = check.dim % len(check.shape) if check.dim is not None else -1
     if words == ("S0", "S1"):
         return reduced == 1
@@ -259,6 +271,15 @@ KNOWN: tuple[Deviation, ...] = (
         link=UNREPORTED,
     ),
     Deviation(
+        name="uneven-move-pads",
+        hits=_may_pad,
+        kinds=("bytes",),
+        pattern="all_gather|reduce_scatter",
+        reason="Between layouts of unequal pieces every cut dim is padded to a multiple of its ranks before it moves.",
+        link=UNREPORTED,
+        always=False,
+    ),
+    Deviation(
         name="redistribution-gathers-before-it-reduces",
         hits=lambda check: (
             check.op == "redistribute" and check.inputs[0] == ("Psum", "S0") and check.target == ("R", "R")
@@ -271,7 +292,8 @@ KNOWN: tuple[Deviation, ...] = (
     Deviation(
         name="float8-uneven-redistribution",
         hits=lambda check: (
-            check.op == "f8.redistribute" and (_uneven(check, check.inputs[0]) or _empty(check, check.target))
+            check.op == "f8.redistribute"
+            and (_uneven(check, check.inputs[0]) or bool(_empty_dims(check, check.target)))
         ),
         kinds=("missing",),
         pattern=r"aten\.(constant_pad_nd|new_zeros)\.default",

@@ -146,9 +146,8 @@ def view_dim(shape: Sequence[int], sizes: Sequence[int], dim: int, parts: int) -
 
 
 def may_be_pending(check: Check, axis: int, output: int, word: str) -> bool:
-    """Whether an output may carry the pending reduction `word` on a mesh axis: it came with an input, or is its own.
+    """Whether an output may carry the pending reduction `word` on a mesh axis: of an input or its own.
 
-    An input that is replicated on the axis does not have to be reduced there; a matmul may cut it to save work.
+    An operator may cut a replicated input to save work. That what is pending makes the right whole is judged by numbers.
     """
-    words = [placements[axis] for placements in check.inputs]
-    return word in words or (word == pending_word(check, output) and any(each != "R" for each in words))
+    return word == pending_word(check, output) or word in [placements[axis] for placements in check.inputs]

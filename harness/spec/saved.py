@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from harness.spec.case import Case, Checkpointing
-from harness.spec.gemms import BLOCK_LINEARS, is_checkpointed, is_converted, is_recomputed, shard_sizes
-from harness.spec.traffic import ITEM_BYTES, ROWWISE, local_features, residual_tokens, wide_dtype
+from harness.spec.gemms import BLOCK_LINEARS, ROWWISE, is_checkpointed, is_converted, is_recomputed, shard_sizes
+from harness.spec.traffic import ITEM_BYTES, local_features, residual_tokens, wide_dtype
 
 Elements = Counter[str]  # by dtype
 

@@ -101,7 +101,7 @@ def _coordinate(case: Case, rank: int) -> dict[str, int]:
 
 
 class Weight(Value, frozen=True, kw_only=True):
-    """One parameter as a TP rank holds it: `rows` are what FSDP2 splits. `gathered_in_float8`: torchao casts it first."""
+    """One parameter as a TP rank holds it: `rows` are what FSDP2 splits, `gathered_in_float8`: cast before."""
 
     fqn: str
     rows: int
@@ -232,7 +232,7 @@ def _weight_amax(case: Case, step: int) -> Iterator[Transfer]:
 
 
 def _precompute(case: Case) -> Iterator[Transfer]:
-    """`precompute_float8_dynamic_scale_for_fsdp`: one vector of all weights' amax, along every axis that splits them."""
+    """`precompute_float8_dynamic_scale_for_fsdp`: one vector of all amax, along every axis that splits a weight."""
     if case.float8.precompute_scale:
         weights = sum(weight.gathered_in_float8 for unit in fsdp_units(case, 0) for weight in unit.weights)
         for axis in ("dp_shard", "tp"):
@@ -262,14 +262,12 @@ def _activations(case: Case) -> Iterator[Transfer]:
     dtype = case.train.dtype
     if case.layout.sequence_parallel:
         yield from _gathers(case, layers, checkpointed)
-        # w2 ends the block: recomputing stops before its reduce-scatter. selective_op keeps what reduce-scatters return.
+        # w2 ends the block: recomputing stops before its reduce-scatter. selective_op keeps results of reduce-scatters.
         again = 0 if case.checkpointing.mode == "selective_op" else checkpointed
         yield _sum_of_partials(case, "reduce_scatter", 2 * layers + 1 + again, dtype, "outputs of wo, w2, embedding")
         yield _sum_of_partials(case, "reduce_scatter", 2 * layers + 1, dtype, "input gradients of blocks, output layer")
     else:
-        yield _sum_of_partials(
-            case, "all_reduce", 2 * layers + 1 + checkpointed, dtype, "outputs of wo, w2, embedding"
-        )
+        yield _sum_of_partials(case, "all_reduce", 2 * layers + 1 + checkpointed, dtype, "outputs of wo, w2, embedding")
         yield _sum_of_partials(case, "all_reduce", 2 * layers + 1, dtype, "input gradients of blocks, output layer")
     if not case.layout.loss_parallel:
         vocab = -(-case.model.padded_vocab_size // case.layout.tp)

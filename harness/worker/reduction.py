@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from harness.worker.virtual.collectives import unobserved
+
 
 class Reduced(NamedTuple):
     """Numbers of one step over all ranks."""
@@ -17,6 +19,7 @@ class Reduced(NamedTuple):
     grad_norm: float
 
 
+@unobserved()
 @torch.no_grad()
 def reduce_over_ranks(loss: torch.Tensor, model: nn.Module, tp: int) -> Reduced:
     """Global loss and gradient norm from one all-gather of (local loss, local sum of squares), summed in rank order.

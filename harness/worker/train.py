@@ -22,14 +22,20 @@ from harness.trace import RankTrace, StepTrace
 from harness.worker.float8 import after_optimizer_step
 from harness.worker.probes.matmuls import ScaledMMCounter
 from harness.worker.probes.probe import ProbeFactory, ProbeSet
+from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.sketches import SketchProbe
+from harness.worker.probes.traffic import TrafficProbe
 from harness.worker.reduction import reduce_over_ranks
 from harness.worker.target import Target, build
 
 ReportPhase = Callable[[str], None]
 
 # By the field of RankTrace that they fill.
-PROBES: dict[str, ProbeFactory] = {"sketches": SketchProbe}
+PROBES: dict[str, ProbeFactory] = {
+    "sketches": SketchProbe,
+    "traffic": TrafficProbe,
+    "saved_memory": SavedMemoryProbe,
+}
 
 
 def train(

@@ -12,6 +12,7 @@ from torch import nn
 
 from harness.spec.case import Case
 from harness.worker.parallel import Meshes
+from harness.worker.virtual.collectives import unobserved
 
 
 class Probe(Protocol):
@@ -71,11 +72,13 @@ class ProbeSet:
         for probe in self._probes.values():
             probe.begin_step(step)
 
+    @unobserved()
     def after_backward(self, model: nn.Module) -> None:
         """Tell every probe that the gradients are there."""
         for probe in self._probes.values():
             probe.after_backward(model)
 
+    @unobserved()
     def after_update(self, model: nn.Module) -> None:
         """Tell every probe that the parameters are updated."""
         for probe in self._probes.values():

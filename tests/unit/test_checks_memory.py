@@ -1,0 +1,91 @@
+"""The check `memory` finds every byte that is kept for backward too much or too little."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.checks.memory import check_memory
+from harness.checks.witnesses import Witnesses
+from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
+from harness.spec.saved import expected_saved
+from harness.trace import RankTrace, Run
+from harness.trace.traffic import SavedMemory
+from harness.verdict import Finding
+
+TRAIN = Train(steps=2, global_batch=4, seq_len=32)
+CASE = Case(layout=Layout(tp=2), float8=Float8(recipe="tensorwise"), train=TRAIN)
+FULL = msgspec.structs.replace(CASE, checkpointing=Checkpointing(mode="full"))
+WITNESSES = Witnesses(golden=None, tolerance=None, refusal=None, expected_fqns=(), expected_scaled_mm=0)
+Records = tuple[SavedMemory, ...]
+
+
+def record(step: int, by_dtype: dict[str, int]) -> SavedMemory:
+    float8 = sum(count for dtype, count in by_dtype.items() if dtype.startswith("float8"))
+    return SavedMemory(step=step, saved_bytes=sum(by_dtype.values()), float8_bytes=float8, by_dtype=by_dtype)
+
+
+def records(case: Case, rank: int = 0) -> Records:
+    """What a correct run records."""
+    return tuple(record(step, expected_saved(case, step=step, rank=rank)) for step in (1, 2))
+
+
+def trace(rank: int, saved: Records | None) -> RankTrace:
+    return RankTrace(
+        rank=rank,
+        steps=(),
+        converted_fqns=(),
+        unmatched_filters=(),
+        peak_memory_bytes=0,
+        data_digest="d",
+        software={},
+        device="cpu",
+        virtual=(),
+        saved_memory=saved,
+    )
+
+
+def check(case: Case, *saved: Records | None) -> list[Finding]:
+    traces = tuple(trace(rank, each) for rank, each in enumerate(saved))
+    return check_memory(case, Run(traces=traces, failures=()), WITNESSES)
+
+
+@pytest.mark.parametrize("case", [CASE, FULL], ids=["none", "full"])
+def test_what_the_formula_says_is_good(case: Case) -> None:
+    assert check(case, records(case, 0), records(case, 1)) == []
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(0, 1), st.integers(1, 2), st.integers(-4, 4).filter(bool), st.sampled_from(["float32", "float8_e5m2"])
+)
+def test_one_byte_is_found_at_its_step_and_rank(rank: int, step: int, off: int, dtype: str) -> None:
+    right = records(CASE)
+    by_dtype = dict(right[step - 1].by_dtype)
+    by_dtype[dtype] = by_dtype.get(dtype, 0) + off
+    wrong = tuple(record(step, by_dtype) if each.step == step else each for each in right)
+    (found,) = check(CASE, *((wrong, right) if rank == 0 else (right, wrong)))
+    assert (found.step, found.rank) == (step, rank)
+    assert dtype in found.message and found.expected and found.found
+
+
+def test_lost_checkpointing_is_told_in_plain_words() -> None:
+    (found,) = check(FULL, records(CASE), records(CASE))
+    assert found.message.endswith("on ranks 0-1: it is what checkpointing none keeps")
+
+
+def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
+    wrong = tuple(record(step, {**records(CASE)[0].by_dtype, "float8_e4m3fn": 81920}) for step in (1, 2))
+    (found,) = check(CASE, wrong, wrong)
+    assert "float8 tensors outlive the forward pass" in found.message
+    assert (found.expected, found.found) == ("0 bytes", "81920 bytes")
+
+
+def test_what_was_not_recorded_is_a_finding() -> None:
+    (found,) = check(CASE, records(CASE), None)
+    assert found.message == "no saved memory was recorded on rank 1"
+    assert check(CASE)
+    (found,) = check(CASE, records(CASE)[:1], records(CASE))
+    assert (found.step, found.rank, found.found) == (2, 0, "0 bytes")
