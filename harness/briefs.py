@@ -21,6 +21,7 @@ from harness.spec.case import Case
 from harness.spec.caseid import case_id, family_id
 from harness.spec.gemms import converted_fqns, scaled_mm_calls
 from harness.spec.known import KnownFault, match_known, read_known
+from harness.spec.relations import partner
 from harness.spec.rules import expected_refusal
 from harness.tolerance import (
     Tolerance,
@@ -71,7 +72,7 @@ class Briefs:
         brief = self._briefs[case_id(case)]
         witnesses = brief.witnesses
         if run.complete and witnesses.refusal is None and all(trace.sketches is not None for trace in run.traces):
-            witnesses = msgspec.structs.replace(witnesses, solo=bench.solo(case))
+            witnesses = msgspec.structs.replace(witnesses, solo=bench.solo(case), partner=bench.partner(case))
         return judge(case, run, status, witnesses, brief.known)
 
 
@@ -136,6 +137,7 @@ def _brief(case: Case, shelf: _Shelf, known: tuple[KnownFault, ...]) -> Brief:
         golden=shelf.golden(case) if refusal is None else None,
         tolerance=shelf.tolerance(case) if refusal is None else None,
         parity_tolerance=shelf.parity_tolerance(case) if refusal is None else None,
+        relation=partner(case),
         refusal=refusal,
         expected_fqns=converted_fqns(case),
         expected_scaled_mm=scaled_mm_calls(case),

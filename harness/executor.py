@@ -79,9 +79,9 @@ class Executor:
         """Run the solo witness of a case, without the injections: it says what the case should compute."""
         return self._serve(RunRequest(case=case, device=self._plan.device, probes=self._plan.probes, solo=True))
 
-    def execute_plain(self, case: Case) -> JobOutcome | None:
-        """Run one case without injections and probes."""
-        return self._serve(RunRequest(case=case, device=self._plan.device))
+    def execute_plain(self, case: Case, *, probes: tuple[str, ...] = ()) -> JobOutcome | None:
+        """Run one case without the injections and with these probes alone."""
+        return self._serve(RunRequest(case=case, device=self._plan.device, probes=probes))
 
     def _serve(self, request: RunRequest) -> JobOutcome | None:
         with self._leases.acquire(request.world_size) as slots:

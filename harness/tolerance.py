@@ -36,7 +36,7 @@ MEASURE = "run `fp8-harness tolerance measure`"
 # A step counts as measured when that many seeds and layouts reached it: the largest of 8 independent samples of a
 # quantity lies below its median with a chance of 1 in 256.
 MIN_SEEDS = 8
-MIN_LAYOUTS = 3
+MIN_LAYOUTS = 2
 
 # A margin above this is no longer about noise. At 1.0 every new seed that is a little noisier would fail.
 MIN_MARGIN, MAX_MARGIN = 1.1, 5.0

@@ -1,4 +1,4 @@
-"""Witness runs: solo and twin runs that cases are compared with, each run once and kept by content.
+"""Witness runs: solo, twin and partner runs that cases are compared with, each run once and kept by content.
 
 A witness depends on nothing but its own case, the versions that compute it and the source of the rank program, so it is
 kept on disk under a digest of these and shared by all cases, runs and processes of a project. Damaged or unreadable
@@ -23,6 +23,7 @@ from harness.engine.wire import JobOutcome
 from harness.executor import Executor
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, solo_case, twin_case
+from harness.spec.relations import partner
 from harness.trace import Run
 
 _PACKAGES = ("torch", "torchao", "numpy")
@@ -47,6 +48,15 @@ class WitnessBench:
         """The BF16 twin of a case; None when it did not finish."""
         witness = twin_case(case)
         return self._witness(f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
+
+    def partner(self, case: Case) -> Run | None:
+        """The run of the partner of a case (`relations.py`), sketched; None when it did not finish or there is none."""
+        relation = partner(case)
+        if relation is None:
+            return None
+        other = relation.partner
+        name = f"partner {case_id(other)}"
+        return self._witness(name, lambda: self._executor.execute_plain(other, probes=("sketches",)))
 
     def _witness(self, name: str, execute: Callable[[], JobOutcome | None]) -> Run | None:
         with self._locks[name]:

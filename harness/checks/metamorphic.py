@@ -80,10 +80,10 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
         yield Finding(check=NAME, message=words, expected="sketches")
     for key in sorted(found ^ expected)[:1]:
         side = "here only" if key in found else "there only"
-        message = (
-            f"sketched other tensors: {len(found ^ expected)} are on one side; first {key.kind} of {key.fqn} {side}"
+        words = (
+            f"sketched other tensors: {len(found ^ expected)} on one side alone, first {key.kind} of {key.fqn} {side}"
         )
-        yield _finding(relation, message, step=key.step, module=key.fqn)
+        yield Finding(check=NAME, message=_told(relation, words), step=key.step, module=key.fqn)
     differences = [each for each in compare(run, partner) if each.key in found & expected]
     if differences:
         first = min((each.key.step, each.key.kind) for each in differences)
