@@ -34,7 +34,8 @@ TABLE_FILE = "golden/tolerances.toml"
 MEASURE = "run `fp8-harness tolerance measure`"
 
 # A step counts as measured when that many seeds and layouts reached it: the largest of 8 independent samples of a
-# quantity lies below its median with a chance of 1 in 256.
+# quantity lies below its median with a chance of 1 in 256. Layouts of one kind differ less than seeds: two show whether
+# the kind is one.
 MIN_SEEDS = 8
 MIN_LAYOUTS = 2
 

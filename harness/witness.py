@@ -72,8 +72,9 @@ class WitnessBench:
 
     def _stored(self, name: str) -> Run | None:
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            run = msgspec.msgpack.decode(self._path(name).read_bytes(), type=Run)
-            return run if run.complete else None
+            seal, content = _split(self._path(name).read_bytes())
+            run = msgspec.msgpack.decode(content, type=Run) if seal == _seal(content) else None
+            return run if run is not None and run.complete else None
         return None
 
     def _made(self, name: str, outcome: JobOutcome | None) -> Run | None:
@@ -83,8 +84,19 @@ class WitnessBench:
         if not run.complete:
             return None
         with contextlib.suppress(DiskTrouble):  # a full disk costs time, not truth
-            write_whole(self._path(name), msgspec.msgpack.encode(run))
+            content = msgspec.msgpack.encode(run)
+            write_whole(self._path(name), _seal(content) + content)
         return run
+
+
+def _seal(content: bytes) -> bytes:
+    """What stands before the content of a file: a witness with one wrong bit would fail good runs for ever."""
+    return hashlib.sha256(content).digest()
+
+
+def _split(stored: bytes) -> tuple[bytes, bytes]:
+    size = hashlib.sha256().digest_size
+    return stored[:size], stored[size:]
 
 
 def _versions() -> str:

@@ -48,15 +48,16 @@ def assemble(traces: Iterable[RankTrace]) -> dict[SketchKey, Assembled]:
 
 def _sum(pieces: Sequence[TensorSketch]) -> Assembled:
     columns = zip(*(_SUMS.unpack(piece.sums) for piece in pieces), strict=True)
-    norm = math.sqrt(math.fsum(piece.norm_squared for piece in pieces))
+    norm = math.sqrt(sum(piece.norm_squared for piece in pieces))  # not fsum, which raises where this is infinite
     elements = sum(math.prod(piece.local_shape) for piece in pieces)
     return Assembled(pieces[0].shape, norm, tuple(sum(column) for column in columns), elements)
 
 
 def relative_distance(found: Assembled, expected: Assembled) -> float:
     """Estimated |found - expected| / |expected|, within about a quarter; NaN when either is not finite."""
-    squares = [(left - right) ** 2 for left, right in zip(found.sums, expected.sums, strict=True)]
-    distance = math.sqrt(sum(squares) / len(squares))
+    if not (math.isfinite(found.norm) and math.isfinite(expected.norm)):
+        return math.nan
+    distance = math.dist(found.sums, expected.sums) / math.sqrt(SKETCH_SIZE)
     if distance == 0 and found.norm == expected.norm:
         return 0.0
     return distance / expected.norm if expected.norm else math.inf

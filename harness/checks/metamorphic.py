@@ -167,7 +167,7 @@ def _is_promised(relation: Relation, step: int) -> bool:
 def _is_equal(relation: Relation, found: float, expected: float) -> bool:
     """By the promise; false for NaN and infinities on either side."""
     allowed = 0.0 if relation.promise == "bitwise" else EXACT * abs(expected)
-    return abs(found - expected) <= allowed
+    return math.isfinite(expected) and abs(found - expected) <= allowed
 
 
 def _told(relation: Relation, what: str) -> str:

@@ -38,7 +38,7 @@ def conformance_command(
 ) -> int:
     """Check DTensor's sharding strategies of the operators that FP8 training uses, on four ranks of the CPU."""
     from harness.conformance.fixed import select_checks
-    from harness.conformance.session import PROGRAM, run_checks
+    from harness.conformance.session import PROGRAM, RanksFailed, run_checks
     from harness.engine.zygote import ZygoteEngine
     from harness.injection import parse_injection
 
@@ -53,7 +53,11 @@ def conformance_command(
     injections = [parse_injection(text).target for text in inject]
     with ZygoteEngine(PROGRAM) as engine:
         started = time.perf_counter()
-        conclusions = run_checks(engine, checks, injections)
+        try:
+            conclusions = run_checks(engine, checks, injections)
+        except RanksFailed as error:
+            click.echo(f"fp8-harness: error: {error.text}", err=True)
+            return ExitCode.INFRA
         seconds = time.perf_counter() - started
     _print(conclusions, seconds, verbose=verbose)
     if json_file is not None:

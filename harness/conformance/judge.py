@@ -99,8 +99,9 @@ def problems(check: Check, seen: Sequence[Observation], budget: float) -> Iterat
         )
     else:
         yield from _first_of_each(problem for each in seen for problem in _output_problems(check, each))
+    finished = all(each.phase == "result" for each in seen)
     over = max(seen, key=lambda each: each.wire_bytes, default=None)
-    if over is not None and over.wire_bytes > budget + _SLACK_BYTES:
+    if finished and over is not None and over.wire_bytes > budget + _SLACK_BYTES:
         yield Problem(
             kind="bytes",
             rank=over.rank,

@@ -24,6 +24,10 @@ _BASE_DEADLINE_S = 45.0
 _DEADLINE_PER_CHECK_S = 0.1
 
 
+class RanksFailed(HarnessError):
+    """The ranks failed before, or outside of, any check: the machine or an injection is at fault."""
+
+
 class Engine(Protocol):
     """Runs jobs on fresh ranks."""
 
@@ -32,7 +36,7 @@ class Engine(Protocol):
 
 
 def run_checks(engine: Engine, checks: Sequence[Check], injections: Sequence[str] = ()) -> list[Conclusion]:
-    """Ask every check and judge it, in order. HarnessError when the machine, and not a check, is at fault."""
+    """Ask every check and judge it, in order. RanksFailed when no check is at fault."""
     lost: dict[str, Conclusion] = {}
     while True:
         asked = [check for check in checks if check.id not in lost]
@@ -44,7 +48,7 @@ def run_checks(engine: Engine, checks: Sequence[Check], injections: Sequence[str
             return [lost.get(check.id) or judged[check.id] for check in checks]
         culprit = _culprit(outcome, asked)
         if culprit is None:
-            raise HarnessError(f"the ranks could not run: {outcome.message}", where="conformance")
+            raise RanksFailed(f"the ranks could not run: {outcome.message}", where="conformance")
         lost[culprit.id] = conclude_lost(culprit, f"{outcome.status}: {outcome.message}")
         if len(lost) > MAX_LOST:
             message = f"never asked: {MAX_LOST} other checks took their ranks down"

@@ -148,6 +148,6 @@ def view_dim(shape: Sequence[int], sizes: Sequence[int], dim: int, parts: int) -
 def may_be_pending(check: Check, axis: int, output: int, word: str) -> bool:
     """Whether an output may carry the pending reduction `word` on a mesh axis: of an input or its own.
 
-    An operator may cut a replicated input to save work. That what is pending makes the right whole is judged by numbers.
+    An operator may cut a replicated input to save work. Whether it makes the right whole is judged by numbers.
     """
     return word == pending_word(check, output) or word in [placements[axis] for placements in check.inputs]

@@ -24,6 +24,7 @@ class ScaleSummary(Record, frozen=True, kw_only=True):
     minimum: float
     maximum: float
     total: float  # sum in float64: adds up over shards
+    log2_total: float  # sum of the base-2 logarithms: adds up too, and the smallest rows do not outweigh all others
     digest: str  # of the bytes
     power_of_two: bool  # every value is an exact power of two
 

@@ -21,6 +21,7 @@ from harness.spec.case import Case
 from harness.trace import RankTrace, StepTrace
 from harness.worker.float8 import after_optimizer_step
 from harness.worker.probes.matmuls import ScaledMMCounter
+from harness.worker.probes.operands import OperandProbe
 from harness.worker.probes.probe import ProbeFactory, ProbeSet
 from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.sketches import SketchProbe
@@ -33,6 +34,7 @@ ReportPhase = Callable[[str], None]
 # By the field of RankTrace that they fill.
 PROBES: dict[str, ProbeFactory] = {
     "sketches": SketchProbe,
+    "operands": OperandProbe,
     "traffic": TrafficProbe,
     "saved_memory": SavedMemoryProbe,
 }

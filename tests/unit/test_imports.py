@@ -21,12 +21,13 @@ LEVELS = [
     ["workflow"],
     ["briefs", "casework", "witness", "executor", "schedule", "selection", "plan", "progress", "machine", "cells", "injection"],
     ["report", "store", "project"],
-    ["checks"],
+    ["checks", "conformance"],
     ["golden", "tolerance"],
     ["engine", "spec", "sealed", "jsonform", "faults", "killmatrix"],
     ["durable", "result", "request", "trace", "verdict", "errors"],
 ]
 VALUES = {"spec", "faults", "trace", "request", "result", "verdict", "errors", "durable"}
+WORKER_MAY_READ = {"harness.engine.program", "harness.engine.wire", "harness.conformance.check"}
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}
 PROGRAMS = {"harness.engine.warm", "harness.engine.torchrun_rank"}  # run by `python -m`
 TORCH = {"torch", "torchao", "torchtitan"}
@@ -67,7 +68,7 @@ def test_arrows_only_go_down(path: Path) -> None:
         if there == here or not here:
             continue
         if here == "worker":
-            assert there in VALUES or target in {"harness.engine.program", "harness.engine.wire"}, target
+            assert there in VALUES or target in WORKER_MAY_READ, target
             continue
         assert there != "worker", f"{path}: only ranks import the worker"
         if {here, there} == {"spec"} | VALUES & {here, there}:

@@ -72,7 +72,7 @@ def test_the_numbers_reach_the_case(tmp_path: Path) -> None:
     store(tmp_path, table())
     found = tolerance_for(case(), tmp_path)
     assert (found.key, found.per_step, found.margin) == (KEY, (0.02, 0.04, 0.08), 3.0)
-    assert found.evidence == "24 samples, 8 seeds"
+    assert found.evidence == f"{MIN_SEEDS * MIN_LAYOUTS} samples, {MIN_SEEDS} seeds"
     assert tolerance_for(case(steps=2), tmp_path).per_step == (0.02, 0.04)
 
 

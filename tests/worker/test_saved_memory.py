@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from harness.checks.memory import check_memory
@@ -68,38 +66,22 @@ def test_clean_runs_keep_what_the_formula_says(train, case):
     assert (float8 != {0}) == (case.float8.tp_styles == "float8" and case.checkpointing.mode == "none")
 
 
-PATCH = """
-from harness.worker import target
-from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-
-def no_checkpointing():
-    target.apply_checkpointing = lambda layers, checkpointing: None
-
-def keep_float8():
-    stock = Float8Linear.forward
-    def forward(self, x):
-        dtype = self.config.cast_config_input.target_dtype
-        return stock(self, hp_tensor_to_float8_dynamic(x, dtype, self.linear_mm_config))
-    Float8Linear.forward = forward
-"""
+PLANTED = {
+    "checkpointing_lost": (
+        Case(float8=TENSORWISE, checkpointing=Checkpointing(mode="full"), train=TRAIN),
+        "it is what checkpointing none keeps",
+    ),
+    "float8_weight_kept_for_backward": (Case(layout=FSDP, float8=TENSORWISE, train=TRAIN), "float8_e4m3fn kept"),
+    "abs_saved_for_backward": (
+        Case(float8=TENSORWISE, checkpointing=Checkpointing(mode="selective_op"), train=TRAIN),
+        "float32 kept",
+    ),
+}
 
 
-@pytest.fixture
-def patch(tmp_path: Path) -> Path:
-    path = tmp_path / "patch.py"
-    path.write_text(PATCH)
-    return path
-
-
-def test_lost_checkpointing_is_found(train, patch):
-    case = Case(float8=TENSORWISE, checkpointing=Checkpointing(mode="full"), train=TRAIN)
-    (found,) = findings(case, train(case, probes=("saved_memory",), injections=(f"{patch}:no_checkpointing",)))
-    assert "it is what checkpointing none keeps" in found.message
-
-
-def test_float8_kept_for_backward_is_found(train, patch):
-    case = Case(layout=FSDP, float8=TENSORWISE, train=TRAIN)
-    found = findings(case, train(case, probes=("saved_memory",), injections=(f"{patch}:keep_float8",)))
-    assert any("float8_e4m3fn kept for backward" in finding.message for finding in found)
-    assert {finding.step for finding in found} == {1}
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_faults_are_found_and_named(train, fault):
+    case, words = PLANTED[fault]
+    found = findings(case, train(case, probes=("saved_memory",), injections=(f"fault:{fault}",)))
+    assert any(words in finding.message for finding in found), found
+    assert all(finding.step == 1 and finding.rank == 0 and finding.expected and finding.found for finding in found)

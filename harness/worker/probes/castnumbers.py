@@ -62,16 +62,12 @@ def digest(tensor: torch.Tensor) -> str:
     if tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1):
         tensor = tensor.t()
     host = _host(tensor if tensor.is_contiguous() else tensor.contiguous())
-    size = host.numel() * host.itemsize
-    if size % 8 or size < 64:
-        padded = bytes(_memory(host)) + bytes(64 - size % 8)
-        return _fingerprint(np.frombuffer(padded[: len(padded) // 8 * 8], np.uint8))
-    return _fingerprint(np.frombuffer(_memory(host), np.uint8))
-
-
-def _memory(host: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """The bytes of a contiguous tensor in place, valid as long as the tensor."""
-    return (ctypes.c_ubyte * (host.numel() * host.itemsize)).from_address(host.data_ptr())
+    size_bytes = host.numel() * host.itemsize
+    # the bytes in place, as long as `host` lives
+    memory = memoryview((ctypes.c_ubyte * size_bytes).from_address(host.data_ptr()))
+    if size_bytes % 8 or size_bytes < 64:
+        return _fingerprint(np.frombuffer(bytes(memory) + bytes(64 - size_bytes % 8), np.uint8))
+    return _fingerprint(np.frombuffer(memory, np.uint8))
 
 
 def _fingerprint(octets: Array) -> str:
@@ -97,6 +93,7 @@ def summarize_scale(scale: torch.Tensor) -> ScaleSummary:
         minimum=float(array.min()) if array.size else math.nan,
         maximum=float(array.max()) if array.size else math.nan,
         total=float(array.sum(dtype=np.float64)),
+        log2_total=sum(map(_log2, array.reshape(-1).tolist())),
         digest=digest(scale),
         power_of_two=bool((np.frexp(array)[0] == 0.5).all()),
     )
@@ -110,9 +107,14 @@ def _summarize_single(shape: tuple[int, ...], dtype: torch.dtype, value: float) 
         minimum=value,
         maximum=value,
         total=value,
+        log2_total=_log2(value),
         digest=digest(torch.tensor(value, dtype=dtype)),
         power_of_two=math.frexp(value)[0] == 0.5,
     )
+
+
+def _log2(value: float) -> float:
+    return math.log2(value) if value > 0 else math.nan
 
 
 def _array(tensor: torch.Tensor) -> Array:
@@ -169,9 +171,10 @@ class CastMeter:
 
 def measure_cast(cast: Cast, data_digest: str) -> CastNumbers:
     """Hold the bits, whose digest is `data_digest`, against what the source times the scale casts to."""
-    source, bits, scale = _host(cast.source).to(torch.float32), _host(cast.bits), _host(cast.scale)
+    original, bits, scale = _host(cast.source), _host(cast.bits), _host(cast.scale)
+    source = original.to(torch.float32)
     limit = torch.finfo(bits.dtype).max
-    amax, lowest, highest = _amaxes(source, scale, cast.axiswise_dim)
+    amax, lowest, highest = _amaxes(original if original.dtype == torch.float64 else source, scale, cast.axiswise_dim)
     # torchao 0.18, _ToFloat8ConstrFunc.forward: multiply in float32, clamp, cast.
     scaled = source * scale
     saturated = 0 if highest <= limit else int((scaled.abs() > limit * _ROUNDING).sum())
@@ -200,10 +203,10 @@ def _amaxes(source: torch.Tensor, scale: torch.Tensor, axiswise_dim: int | None)
         amax = max(float(values.max()), -float(values.min()))
         product = amax * scale.item() if not amax < EPS else 0.0
         return amax, product, product
-    rows: Array = source.abs().amax(-1 if axiswise_dim is None else axiswise_dim, keepdim=True).double().numpy()
-    products = (rows * scale.double().numpy())[
-        ~np.broadcast_to(rows < EPS, np.broadcast_shapes(rows.shape, scale.shape))
-    ]
+    dim = -1 if axiswise_dim is None else axiswise_dim
+    rows = _array(source.abs().amax(dim, keepdim=True).double())
+    products = rows * _array(scale.double())
+    products = products[np.broadcast_to(rows >= EPS, products.shape)]
     if products.size == 0:
         return float(rows.max()), 0.0, 0.0
     return float(rows.max()), float(products.min()), float(products.max())

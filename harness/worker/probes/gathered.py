@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
@@ -38,7 +39,7 @@ def own_rows(module: nn.Module, param: FSDPParam) -> Cast | None:
 
     None while FSDP2 has not gathered it in float8.
     """
-    weight = local_part(module.weight)
+    weight = local_part(module.get_parameter("weight"))
     if not isinstance(weight, Float8TrainingTensor):
         return None
     dim = param.fsdp_placement.dim
@@ -49,5 +50,7 @@ def own_rows(module: nn.Module, param: FSDPParam) -> Cast | None:
 
 def local_part(tensor: torch.Tensor) -> Any:
     """What this rank holds of a tensor, distributed or not."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.wait() if hasattr(local, "wait") else local  # an AsyncCollectiveTensor
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    return local._tensor if isinstance(local, WeightWithDynamicFloat8CastTensor) else local

@@ -1,8 +1,8 @@
 """Records every cast to float8 and every scaled matmul. See `harness/trace/operands.py`.
 
-The seams are those of torchao 0.18: every cast ends in `hp_tensor_and_scale_to_float8`, every matmul of a linear runs in
-`matmul_with_hp_or_float8_args`, FSDP2 casts in `FSDPParam.all_gather_inputs`. The wrappers only say where the run is
-and look at what comes out; they are the outermost, so that they see what a patch under them did. On a GPU no kernel
+The seams are those of torchao 0.18: every cast ends in `hp_tensor_and_scale_to_float8`, every matmul of a linear runs
+in `matmul_with_hp_or_float8_args`, FSDP2 casts in `FSDPParam.all_gather_inputs`. The wrappers only say where the run
+is and look at what comes out; they are the outermost, so that they see what a patch under them did. On a GPU no kernel
 reports its calls: there the casts are recorded and the matmuls are not.
 """
 
@@ -75,7 +75,7 @@ class OperandProbe:
         for function in (matmul, float8_scaling_utils.NoopFwToFloat8BwDynamic):
             self._replace(function, "forward", staticmethod(self._remember_place(function.forward)))
             self._replace(function, "backward", staticmethod(self._watch_backward(function.backward)))
-        self._replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(FSDPParam.all_gather_inputs))
+        self._replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(FSDPParam.__dict__["all_gather_inputs"]))
         scaled_mm.observers.append(self._on_matmul)
         self._installed.callback(scaled_mm.observers.remove, self._on_matmul)
         return self

@@ -1,0 +1,255 @@
+"""What conformance asks, what it may cost, and what its judge makes of answers. No ranks, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.conformance.check import MESHES, Batch, Check, Observation, Output, chunk_sizes, local_shape
+from harness.conformance.cost import cheapest_bytes
+from harness.conformance.fixed import fixed_checks, select_checks
+from harness.conformance.judge import Conclusion, conclude, conclude_lost
+from harness.conformance.known import KNOWN
+from harness.conformance.session import RanksFailed, run_checks
+from harness.conformance.table import column, document, lines
+from harness.engine.wire import Job, JobOutcome, RankOutcome
+
+
+def make_check(op: str = "amax", words: str = "S0", mesh: str = "m4", **fields: object) -> Check:
+    inputs = tuple(tuple(placements.split(".")) for placements in words.split("*"))
+    return msgspec.convert({"op": op, "shape": (8, 16), "mesh": mesh, "inputs": inputs, **fields}, Check)
+
+
+def make_output(**fields: object) -> Output:
+    values = {
+        "placements": ("Pmax",),
+        "shape": (),
+        "local_shape": (),
+        "dtype": "float32",
+        "expected_shape": (),
+        "expected_dtype": "float32",
+        "wrong": 0,
+        "largest_error": 0.0,
+        "example": "",
+    }
+    return msgspec.convert(values | fields, Output)
+
+
+def seen(*outputs: Output, ranks: int = 4, **fields: object) -> list[Observation]:
+    return [
+        msgspec.convert({"rank": rank, "coordinates": (rank,), "outputs": outputs, **fields}, Observation)
+        for rank in range(ranks)
+    ]
+
+
+def kinds(conclusion: Conclusion) -> list[str]:
+    return [problem.kind for problem in conclusion.problems]
+
+
+def test_ids_are_unique_and_every_operator_meets_every_kind_of_placement():
+    checks = fixed_checks()
+    assert len({check.id for check in checks}) == len(checks) > 1500
+    for op in ("abs", "amax", "aminmax", "tensor_to_scale", "transpose"):
+        met = {column(check) for check in checks if check.op == op}
+        assert met == {"R", "S0", "S1", "uneven", "empty", "Psum", "Pavg", "Pmax", "Pmin", "2-D", "strided"}
+    assert {check.mesh for check in checks} == set(MESHES)
+
+
+def test_selection_by_id():
+    assert [check.id for check in select_checks(["amax.d0k-8x16-f32-m4-S?"])] == [
+        "amax.d0k-8x16-f32-m4-S0",
+        "amax.d0k-8x16-f32-m4-S1",
+    ]
+    assert select_checks(["nothing"]) == ()
+
+
+@given(length=st.integers(0, 40), parts=st.integers(1, 8))
+def test_chunks_cover_a_dim(length: int, parts: int):
+    sizes = chunk_sizes(length, parts)
+    assert sum(sizes) == length
+    assert len(sizes) == parts
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
+@given(
+    words=st.tuples(*[st.sampled_from(["R", "S0", "S1"])] * 2), shape=st.tuples(st.integers(1, 9), st.integers(1, 9))
+)
+def test_pieces_cover_a_tensor(words: tuple[str, str], shape: tuple[int, int]):
+    pieces = [local_shape(shape, words, (2, 2), (row, col)) for row in range(2) for col in range(2)]
+    copies = math.prod(2 for word in words if word == "R")
+    assert sum(math.prod(piece) for piece in pieces) == copies * math.prod(shape)
+
+
+COSTS = [
+    ("amax", "S0", {}, 0),  # the amax stays pending
+    ("amax", "S1", {"dim": -1, "keepdim": True}, 0),
+    ("amax", "Psum", {}, 2 * 3 / 4 * 512),  # the sum itself has to be reduced
+    ("max", "S0", {"dim": 0}, 3 * 128),  # indices need the whole dim
+    ("tensor_to_scale", "S0", {}, 2 * 3 / 4 * 8),  # one float64
+    ("tensor_to_scale", "S1", {"dim": -1}, 2 * 3 / 4 * 8 * 8),  # one a row
+    ("tensor_to_scale", "S0", {"dim": -1}, 0),
+    ("abs", "Psum", {"dtype": "bfloat16"}, 2 * 3 / 4 * 256),
+    ("mul", "S0*S0", {}, 0),
+    ("mul", "S0*R", {}, 0),
+    ("mul", "S0*S1", {}, 3 * 128),
+    ("mul.scale", "S0*Pmax", {}, 2 * 3 / 4 * 4),
+    ("mm", "S1*S0", {"sizes": (12,)}, 0),
+    ("mm", "S0*S0", {"sizes": (12,)}, 3 * 192),
+    ("f8.mm", "S0*S0", {"sizes": (12,)}, 3 * 48),  # a byte an element
+    ("view", "S1", {"sizes": (128,)}, 3 * 128),
+    ("view", "S0", {"sizes": (128,)}, 0),
+    ("split", "S0", {"dim": 0, "sizes": (4,)}, 3 * 128),
+    ("split", "S0", {"dim": 1, "sizes": (4,)}, 0),
+    ("redistribute", "S0", {"target": ("R",)}, 3 * 128),
+    ("f8.redistribute", "S0", {"target": ("R",)}, 3 * 32),
+    ("redistribute", "Psum", {"target": ("S0",)}, 3 * 128),
+    ("redistribute", "Psum", {"target": ("R",)}, 2 * 3 / 4 * 512),
+    ("redistribute", "R", {"target": ("S0",)}, 0),
+]
+
+
+@pytest.mark.parametrize(("op", "words", "fields", "expected"), COSTS)
+def test_the_cheapest_way(op: str, words: str, fields: dict[str, object], expected: float):
+    assert cheapest_bytes(make_check(op, words, **fields)) == expected
+
+
+def test_the_cheapest_way_on_two_axes():
+    assert cheapest_bytes(make_check("redistribute", "S0.S0", "m2x2", target=("R", "R"))) == 128 + 256
+    assert cheapest_bytes(make_check("redistribute", "R.S0", "m2x2", target=("S0", "S0"))) == 256
+    assert cheapest_bytes(make_check("mm", "S0.R*R.S1", "m2x2", sizes=(12,))) == 0
+    assert cheapest_bytes(make_check("amax", "Psum.S0", "m2x2")) == 256
+    assert cheapest_bytes(make_check("abs", "Psum.R", "m2x2")) == 512  # not less by cutting first
+
+
+def test_every_fixed_check_has_a_budget():
+    assert all(math.isfinite(cheapest_bytes(check)) for check in fixed_checks())
+
+
+def test_what_is_right_passes():
+    assert conclude(make_check(), seen(make_output())).status == "passed"
+
+
+WRONG = [
+    ({"wrong": 1, "example": "[] = 1, expected 2"}, "wrong"),
+    ({"dtype": "bfloat16"}, "wrong"),
+    ({"shape": (1,), "local_shape": (1,)}, "wrong"),
+    ({"placements": None}, "placement"),
+    ({"placements": ()}, "placement"),
+    ({"placements": ("S0",)}, "placement"),  # of no dims
+    ({"placements": ("Psum",)}, "placement"),  # an amax leaves no sum
+    ({"placements": ("MaskPartial()",)}, "placement"),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind"), WRONG)
+def test_what_is_wrong_is_said(fields: dict[str, object], kind: str):
+    conclusion = conclude(make_check(), seen(make_output(**fields)))
+    assert conclusion.status == "failed"
+    assert kind in kinds(conclusion)
+
+
+def test_a_piece_of_another_size_than_its_placement():
+    output = make_output(placements=("S0",), shape=(8, 16), local_shape=(8, 16), expected_shape=(8, 16))
+    assert kinds(conclude(make_check("abs"), seen(output))) == ["placement"]
+
+
+def test_a_missing_strategy_and_a_lost_check():
+    error = "NotImplementedError: Operator aten.amax.default does not have a sharding strategy registered."
+    assert kinds(conclude(make_check(), seen(error=error, phase="operator"))) == ["missing"]
+    assert not conclude_lost(make_check(), "hang: no answer").good
+
+
+def test_the_rank_that_failed_first_is_named():
+    followers = seen(error="CollectiveMismatch: rank 1 calls barrier", consequence=True)
+    culprit = msgspec.structs.replace(followers[1], error="RuntimeError: mine", consequence=False)
+    conclusion = conclude(make_check(), [followers[0], culprit, *followers[2:]])
+    assert [(problem.rank, problem.found) for problem in conclusion.problems] == [(1, "RuntimeError: mine")]
+
+
+def test_a_gather_where_a_reduction_would_do():
+    conclusion = conclude(make_check(), seen(make_output(), wire_bytes=384.0, calls=("all_gather of 128 bytes",)))
+    assert kinds(conclusion) == ["bytes"]
+    assert "at most 0 bytes" in str(conclusion.problems[0])
+
+
+def test_a_known_deviation_excuses_only_what_it_describes():
+    check = make_check("cast.e4m3", "Psum")
+    known = seen(error="TypeError: torch.float8_e4m3fn cannot be reduced, as with NCCL", phase="result")
+    assert conclude(check, known).status == "known"
+    assert conclude(check, seen(error="RuntimeError: boom", phase="result")).status == "failed"
+    fixed = make_output(shape=(8, 16), local_shape=(8, 16), expected_shape=(8, 16), placements=("R",))
+    conclusion = conclude(check, seen(fixed))
+    assert conclusion.status == "unexpected_pass"
+    assert conclusion.deviations == ("float8-cast-keeps-pending",)
+
+
+def test_known_deviations_are_told_apart_and_none_is_left_over():
+    names = [deviation.name for deviation in KNOWN]
+    assert len(set(names)) == len(names)
+    hit = Counter(each.name for check in fixed_checks() for each in KNOWN if each.hits(check))
+    assert set(hit) == set(names)
+
+
+def test_the_table_and_the_document():
+    conclusions = [conclude(make_check(), seen(make_output())), conclude_lost(make_check(words="Psum"), "hang")]
+    head, row = lines(conclusions)
+    assert head.split() == ["operator", "S0", "Psum"]
+    assert row.split() == ["amax", "1", "1F"]
+    assert msgspec.json.encode(document(conclusions, {"torch": "2.13.0"}))
+
+
+class FakeEngine:
+    """Answers jobs; a check whose id is in `killers` takes its job down."""
+
+    def __init__(self, killers: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+        self.killers = killers
+        self.asked: list[int] = []
+
+    def run(self, job: Job) -> JobOutcome:
+        checks = msgspec.msgpack.decode(job.payload, type=Batch).checks
+        self.asked.append(len(checks))
+        killer = next((check.id for check in checks if check.id in self.killers), "")
+        if killer:
+            ranks = (
+                RankOutcome(rank=0, status="stopped", phase="start", consequence=True),
+                RankOutcome(rank=1, status="signalled", phase=killer),
+            )
+            return JobOutcome(job_id="", status="crash", ranks=ranks, message="rank 1: SIGKILL")
+        answers = [seen(make_output()) for _ in checks]
+        ranks = tuple(
+            RankOutcome(
+                rank=rank, status="returned", payload=msgspec.msgpack.encode([answer[rank] for answer in answers])
+            )
+            for rank in range(4)
+        )
+        return JobOutcome(job_id="", status="ok", ranks=ranks)
+
+
+def test_a_check_that_kills_the_job_is_left_out_of_the_next():
+    checks = [make_check(), make_check("max"), make_check("amax", "S1")]
+    engine = FakeEngine({checks[1].id})
+    conclusions = run_checks(engine, checks)
+    assert [each.status for each in conclusions] == ["passed", "failed", "passed"]
+    assert kinds(conclusions[1]) == ["lost"]
+    assert engine.asked == [3, 2]
+
+
+def test_many_killers_end_the_session():
+    checks = [make_check(shape=(8, 16 + number)) for number in range(20)]
+    conclusions = run_checks(FakeEngine({check.id for check in checks}), checks)
+    assert {each.status for each in conclusions} == {"failed"}
+    assert "never asked" in str(conclusions[-1].problems[0])
+
+
+def test_a_machine_that_cannot_run_is_no_verdict():
+    class Broken:
+        def run(self, job: Job) -> JobOutcome:
+            return JobOutcome(job_id="", status="infra", ranks=(), message="no memory")
+
+    with pytest.raises(RanksFailed, match="no memory"):
+        run_checks(Broken(), [make_check()])

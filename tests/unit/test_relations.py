@@ -1,0 +1,143 @@
+"""Relations: what is promised is promised about cases that train, and never more than torchao keeps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from harness.spec.case import Case
+from harness.spec.caseid import case_id, family_id, parse_case_id
+from harness.spec.relations import Relation, partner, relations
+from harness.spec.rules import exclusions, expected_refusal, unsupported
+from harness.tolerance import parity_key
+
+
+def found(text: str) -> dict[str, tuple[str, str, int | None]]:
+    return {each.name: (case_id(each.partner), each.promise, each.steps) for each in relations(parse_case_id(text))}
+
+
+def trains(case: Case) -> bool:
+    return not exclusions(case) and not unsupported(case) and expected_refusal(case) is None
+
+
+def partner_of(text: str) -> tuple[str, str] | None:
+    relation = partner(parse_case_id(text))
+    return None if relation is None else (relation.name, case_id(relation.partner))
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "other"),
+    [
+        ("tp2-rowwise-ac.full-v2048-b16", "checkpointing", "tp2-rowwise-v2048-b16"),
+        ("fsdp2-bf16-ac.layer2-v2048-f32", "checkpointing", "fsdp2-bf16-v2048-f32"),
+        ("tp2-tensorwise-tpstyle.fp8-v2048-f32", "tp_styles", "tp2-tensorwise-v2048-f32"),
+        ("tp2-rowwise-pad-v2048-b16", "pad_inner_dim", "tp2-rowwise-v2048-b16"),
+        ("fsdp2-tensorwise-ag.fp8-v2048-f32", "fp8_all_gather", "fsdp2-tensorwise-v2048-f32"),
+        ("hsdp2x2-tensorwise-ag.fp8pre-v2048-f64", "fp8_all_gather", "hsdp2x2-tensorwise-v2048-f64"),
+        ("fsdp2-tensorwise-ag.fp8pre-v2048-b16", "precompute_scale", "fsdp2-tensorwise-ag.fp8-v2048-b16"),
+    ],
+)
+def test_an_option_that_is_neutral_changes_no_bit(case: str, name: str, other: str) -> None:
+    assert found(case)[name] == (other, "bitwise", None)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "other"),
+    [
+        ("tp4-rowwise-v2050-f64", "tp", "tp2-rowwise-v2050-f64"),
+        ("tp8-tensorwise-v2048-f64", "tp", "tp4-tensorwise-v2048-f64"),
+        ("hsdp2x2-tensorwise-v2048-f64", "dp_replicate", "fsdp4-tensorwise-v2048-f64"),
+        ("hsdp2x2-tensorwise-ag.fp8-v2048-f64", "dp_replicate", "fsdp4-tensorwise-ag.fp8-v2048-f64"),
+        ("tp2-nosp-tensorwise-v2048-f64", "sequence_parallel", "tp2-tensorwise-v2048-f64"),
+        ("tp2-nolp-bf16-v2048-f64", "loss_parallel", "tp2-bf16-v2048-f64"),
+    ],
+)
+def test_another_order_of_sums_is_exact_in_float64_and_promised_nowhere_else(case: str, name: str, other: str) -> None:
+    assert found(case)[name] == (other, "exact", None)
+    for dtype in ("f32", "b16"):
+        assert name not in found(case.removesuffix("f64") + dtype)
+
+
+def test_bfloat16_gathers_another_number_in_float8() -> None:
+    """The master weight is float32; without the float8 all-gather its bfloat16 copy is cast."""
+    assert "fp8_all_gather" not in found("fsdp2-tensorwise-ag.fp8-v2048-b16")
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "b16"])
+def test_where_fsdp_meets_tp_the_gathered_scale_is_promised_nothing(dtype: str) -> None:
+    """A dynamic scale is per TP rank, a precomputed one is global: equal in the first step, which precomputes none."""
+    both = found(f"fsdp2-tp4-tensorwise-ag.fp8pre-v2048-{dtype}")
+    assert set(both) == {"precompute_scale"}
+    assert both["precompute_scale"] == (f"fsdp2-tp4-tensorwise-ag.fp8-v2048-{dtype}", "bitwise", 1)
+    assert found(f"fsdp2-tp4-tensorwise-ag.fp8-v2048-{dtype}") == {}
+
+
+def test_padding_that_makes_a_case_legal_is_not_neutral() -> None:
+    assert "pad_inner_dim" not in found("fsdp8-tensorwise-pad-v2048-sl40-f64")
+    assert "pad_inner_dim" in found("fsdp4-tensorwise-pad-v2048-sl40-f64")
+
+
+def test_uneven_shards_are_never_gathered_in_float8_by_a_partner() -> None:
+    """A vocabulary of 2064 splits over 2 and 8 ranks, not over 32; blocks split over all of them."""
+    text = "hsdp16x2-tensorwise-ag.fp8-head.fp8-v2064-gb32-f64"
+    assert "dp_replicate" not in found(text)
+    assert "dp_replicate" in found(text.replace("-head.fp8", ""))
+
+
+@pytest.mark.parametrize("case", ["tp2-tensorwise-head.fp8-ac.full-v2256-f64", "fsdp8-tensorwise-ac.op-v2048-sl40-b16"])
+def test_a_case_that_must_be_refused_has_no_relation(case: str) -> None:
+    assert found(case) == {}
+    assert partner_of(case) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("tp2-rowwise-ac.op-v2048-b16", ("checkpointing", "tp2-rowwise-v2048-b16")),
+        (
+            "hsdp2x2-tensorwise-ag.fp8pre-pad-ac.full-v2048-f32",
+            ("checkpointing+pad_inner_dim+fp8_all_gather", "hsdp2x2-tensorwise-v2048-f32"),
+        ),
+        ("hsdp2x2-tensorwise-ag.fp8pre-v2048-b16", ("precompute_scale", "hsdp2x2-tensorwise-ag.fp8-v2048-b16")),
+        (
+            "fsdp2-tp2-tensorwise-ag.fp8pre-tpstyle.fp8-ac.full-v2048-f64",
+            ("checkpointing+tp_styles", "fsdp2-tp2-tensorwise-ag.fp8pre-v2048-f64"),
+        ),
+        ("fsdp2-tp2-tensorwise-ag.fp8pre-v2048-b16", None),
+        ("tp2-rowwise-v2048-b16", None),
+        ("tp2-rowwise-ac.full-v2048-f64", None),
+        ("fsdp4-tensorwise-ag.fp8pre-ac.full-v2048-b16", None),
+    ],
+)
+def test_the_partner_of_a_matrix_case(case: str, expected: tuple[str, str] | None) -> None:
+    assert partner_of(case) == expected
+
+
+def test_the_partner_has_no_checks_of_its_own() -> None:
+    assert partner_of("tp2-rowwise-ac.op-v2048-b16-tol.0.5") == ("checkpointing", "tp2-rowwise-v2048-b16")
+
+
+def is_sound(relation: Relation, case: Case) -> bool:
+    other = relation.partner
+    same_data = family_id(other) == family_id(case) and other.train.dtype == case.train.dtype
+    return trains(other) and same_data and other.layout.dp == case.layout.dp and bool(relation.reason)
+
+
+@given(...)
+@settings(deadline=None)
+def test_every_relation_is_about_two_cases_that_train_on_the_same_data(case: Case) -> None:
+    for relation in relations(case):
+        assert trains(case) and is_sound(relation, case) and relation.partner != case
+
+
+@given(...)
+@settings(deadline=None)
+def test_a_partner_is_for_what_parity_cannot_see_sharply(case: Case) -> None:
+    relation = partner(case)
+    if relation is None:
+        return
+    assert relation.promise == "bitwise" and relation.steps is None and is_sound(relation, case)
+    assert relation.partner.layout == case.layout
+    assert partner(relation.partner) is None, "something neutral is left"
+    one_scale = not (case.float8.fp8_all_gather and case.layout.tp > 1)
+    assert not (one_scale and parity_key(case) in ("exact", "ordered"))
