@@ -21,6 +21,10 @@ PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank p
 DEFAULT_PROGRAM = "harness.worker.main"
 DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
 
+# Traffic and saved memory are counted on the virtual device, and the operands of a matmul are seen by its kernel.
+CPU_PROBES = ("sketches", "operands", "traffic", "saved_memory")
+CUDA_PROBES = ("sketches",)
+
 EngineKind = Literal["zygote", "torchrun"]
 
 # A tiny case of 8 ranks takes below 20 s on two busy cores; the rest is room for slower machines. Every rank-step adds
@@ -38,7 +42,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine: EngineKind = "zygote"
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
-    probes: tuple[str, ...] = ("sketches",)  # what ranks record besides losses: fields of `RankTrace`
+    probes: tuple[str, ...] = ()  # what ranks record besides losses: fields of `RankTrace`
     timeout_s: float | None = None  # of every case; None scales it with the case
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
@@ -82,5 +86,6 @@ def make_plan(
         engine=engine,
         program=os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM,
         injections=tuple(parse_injection(text) for text in injections),
+        probes=CPU_PROBES if resolved == "cpu" else CUDA_PROBES,
         timeout_s=timeout_s,
     )

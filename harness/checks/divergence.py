@@ -95,8 +95,11 @@ class _Comparison:
             (matmul.index, self._matmul(trace.rank, kind, matmul, replay * matmul_counts[kind] + number))
             for (kind, number), matmul in matmuls.items()
         ]
-        lacking = {kind: matmul for (kind, _), matmul in self._witness_matmuls.items() if not matmul_counts[kind]}
-        steps += [(matmul.index, self._lacking(trace.rank, kind, matmul)) for kind, matmul in lacking.items()]
+        steps += [
+            (matmul.index, self._lacking(trace.rank, kind, matmul))
+            for (kind, number), matmul in self._witness_matmuls.items()
+            if number == 0 and not matmul_counts[kind]
+        ]
         for _, divergences in sorted(steps, key=lambda step: step[0]):
             yield from divergences
 
@@ -155,8 +158,9 @@ class _Comparison:
             yield "float8 data", expected.data_digest, found.data_digest
 
     def _pieces(self, rank: int, key: tuple[CastKind, int]) -> list[CastRecord]:
-        """The cast on all TP ranks of this rank."""
-        others = neighbours(self._case.layout, rank, ("tp",))
+        """The cast on every TP rank that holds a part of the tensor; on this rank alone where each holds it whole."""
+        whole = all(placement == "Replicate()" for placement in self._casts[rank][key].placements)
+        others = (rank,) if whole else neighbours(self._case.layout, rank, ("tp",))
         return [self._casts[other][key] for other in others if key in self._casts.get(other, {})]
 
     def _matmul(self, rank: int, kind: MatmulKind, found: MatmulRecord, at: int) -> Iterator[Divergence]:

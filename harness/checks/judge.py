@@ -23,17 +23,26 @@ import msgspec
 
 from harness.checks.alignment import NAME as ALIGNMENT
 from harness.checks.alignment import check_alignment
+from harness.checks.divergence import first_divergence
 from harness.checks.finite import NAME as FINITE
 from harness.checks.finite import check_finite
 from harness.checks.fp8_on import NAME as FP8_ON
 from harness.checks.fp8_on import check_fp8_on
 from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
 from harness.checks.loss_vs_golden import check_loss_vs_golden
+from harness.checks.memory import NAME as MEMORY
+from harness.checks.memory import check_memory
 from harness.checks.metamorphic import NAME as METAMORPHIC
 from harness.checks.metamorphic import check_metamorphic
 from harness.checks.parity import NAME as PARITY
 from harness.checks.parity import check_parity
 from harness.checks.ranks import rank_names
+from harness.checks.recompute import NAME as RECOMPUTE
+from harness.checks.recompute import check_recompute
+from harness.checks.scales import NAME as SCALES
+from harness.checks.scales import check_scales
+from harness.checks.wire import NAME as WIRE
+from harness.checks.wire import check_wire
 from harness.checks.witnesses import Witnesses
 from harness.engine.wire import JobOutcome, JobStatus, RankOutcome
 from harness.spec.case import Case
@@ -62,6 +71,10 @@ CHECKS: tuple[Check, ...] = (
     Check(name=LOSS_VS_GOLDEN, ask=check_loss_vs_golden),
     Check(name=FP8_ON, ask=check_fp8_on),
     Check(name=PARITY, ask=check_parity, needs="sketches"),
+    Check(name=SCALES, ask=check_scales, needs="operands"),
+    Check(name=RECOMPUTE, ask=check_recompute, needs="operands"),
+    Check(name=WIRE, ask=check_wire, needs="traffic"),
+    Check(name=MEMORY, ask=check_memory, needs="saved_memory"),
     Check(name=METAMORPHIC, ask=check_metamorphic, needs="sketches", given="relation"),
     Check(name=ALIGNMENT, ask=check_alignment, explains_failures=True),
 )
@@ -95,6 +108,7 @@ def _judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses) -> Jud
         return Judgement(verdict=Verdict(status), findings=_failures(run, status), checks=())
     asked = _applicable(run, status, witnesses)
     findings = tuple(finding for check in asked for finding in check.ask(case, run, witnesses))
+    findings += _located(case, run, witnesses, findings)
     checks = tuple(check.name for check in asked)
     failed = status == "crash" or bool(run.failures)
     refused_as_expected = witnesses.refusal is not None and bool(asked) and bool(run.failures) and not findings
@@ -103,6 +117,18 @@ def _judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses) -> Jud
     if not asked:
         findings = (Finding(check=JUDGE, message="no check was executed: nothing was proven", expected="a check"),)
     return Judgement(verdict=_worst(findings), findings=findings, checks=checks)
+
+
+def _located(case: Case, run: Run, witnesses: Witnesses, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Where a run that failed parity first did something else than its solo witness."""
+    off = any(finding.check == PARITY for finding in findings)
+    recorded = witnesses.solo is not None and all(
+        trace.operands is not None for trace in (*run.traces, *witnesses.solo.traces)
+    )
+    if not off or not recorded or witnesses.solo is None:
+        return ()
+    first = first_divergence(case, run, witnesses.solo)
+    return () if first is None else (first,)
 
 
 def _applicable(run: Run, status: JobStatus, witnesses: Witnesses) -> list[Check]:

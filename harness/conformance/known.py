@@ -227,7 +227,7 @@ KNOWN: tuple[Deviation, ...] = (
         ),
         kinds=("raised", "wrong", "bytes"),
         pattern=r"The size of tensor a|elements differ|reduce_scatter|all_gather.*all_reduce",
-        reason="The same for other layouts of two axes, with a detour by a gather; whether it happens depends on sizes.",
+        reason="The same for other layouts of two axes, or with a detour by a gather; it depends on the sizes.",
         link=UNREPORTED,
         always=False,
     ),

@@ -14,18 +14,16 @@ from harness.spec.relations import Relation, partner, relations
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
 
-PROBES = ("sketches", "operands")
-
 
 @pytest.fixture(scope="module")
 def sketched(train):
     """Train a case once for all tests of this file."""
     kept: dict[tuple[object, ...], Run] = {}
 
-    def run(case: Case, *, injections: tuple[str, ...] = ()) -> Run:
-        key = (case_id(case), injections)
+    def run(case: Case, *, injections: tuple[str, ...] = (), probes: tuple[str, ...] = ("sketches",)) -> Run:
+        key = (case_id(case), injections, probes)
         if key not in kept:
-            kept[key] = Run(traces=train(case, probes=PROBES, injections=injections), failures=())
+            kept[key] = Run(traces=train(case, probes=probes, injections=injections), failures=())
         return kept[key]
 
     return run
@@ -47,7 +45,8 @@ def findings(case: Case, relation: Relation, run: Run, other: Run) -> list[Findi
 @pytest.mark.parametrize(
     "text",
     [
-        "tp4-rowwise-ac.op-v2050-gb4-s2-f64",
+        "tp8-tensorwise-v2050-gb4-s1-f64",
+        "tp4-rowwise-ac.op-v2050-gb4-s1-f64",
         "tp2-nosp-nolp-tensorwise-tpstyle.fp8-head.fp8-pad-v2048-gb4-s2-f64",
         "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-b16",
         "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s2-f32",
@@ -55,7 +54,7 @@ def findings(case: Case, relation: Relation, run: Run, other: Run) -> list[Findi
         "fsdp3-bf16-ac.full-v2048-gb6-s2-f32",
         "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f64",
         "fsdp2-tp2-tensorwise-ag.fp8pre-tpstyle.fp8-ac.op-v2048-gb4-s2-b16",
-        "fsdp2-tp2-nosp-rowwise-ac.full-v2048-gb4-s2-f64",
+        "fsdp2-tp2-nosp-rowwise-v2048-gb4-s1-f64",
     ],
 )
 def test_every_relation_of_a_case_holds(sketched, text: str):
@@ -100,12 +99,11 @@ def recompute_off_by_one_bit():
         return y * (1 + 2**-7) if torch._C._current_graph_task_id() != -1 else y
     nn.functional.silu = wrong
 
-def styles_cast_shards_by_their_own_scale():
+def styles_round_their_scales():
     from torchao.float8 import float8_tensor_parallel
     right = float8_tensor_parallel.hp_tensor_to_float8_dynamic
-    def wrong(tensor, *args, **options):
-        from torch.distributed.tensor import DTensor
-        return right(tensor * 1.5, *args, **options)
+    def wrong(*args, **options):
+        return right(*args, **options, round_scales_to_power_of_2=True)
     float8_tensor_parallel.hp_tensor_to_float8_dynamic = wrong
 
 def stale_precomputed_scale():
@@ -132,11 +130,15 @@ def faults(tmp_path_factory):
     [
         ("recompute_with_another_scale", "tp2-tensorwise-ac.full-v2048-gb4-s2-b16", 1),
         ("recompute_off_by_one_bit", "tp2-rowwise-ac.full-v2048-gb4-s2-b16", 1),
-        ("styles_cast_shards_by_their_own_scale", "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s2-b16", 1),
+        ("styles_round_their_scales", "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s2-b16", 1),
         ("stale_precomputed_scale", "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16", 3),
     ],
 )
 def test_a_fault_that_bfloat16_parity_is_blind_to_is_found(sketched, faults, fault: str, text: str, step: int):
+    """Worst gradients are 0.13, 0.06, 0.16 and 0.09 from the solo witness; clean ones 0.11, 0.06, 0.11 and 4e-10.
+
+    Parity allows 0.29 to tensorwise and 0.15 to rowwise bfloat16 layouts that add up in another order.
+    """
     case = parse_case_id(text)
     relation = partner(case)
     assert relation is not None
@@ -160,7 +162,7 @@ def apply():
 
 
 def test_where_fsdp_meets_tp_a_dynamic_scale_belongs_to_a_tp_rank(sketched, tmp_path):
-    """torchao 0.18. When this fails, the inconsistency is gone: promise `fp8_all_gather` in `relations.py` there too."""
+    """torchao 0.18. When this fails, the inconsistency is gone: promise `fp8_all_gather` there, too."""
     patch = tmp_path / "patch.py"
     patch.write_text(INITIAL_PRECOMPUTE)
     off = parse_case_id("fsdp2-tp2-tensorwise-v2048-gb4-s2-f64")
@@ -230,11 +232,12 @@ def weight_casts(trace: RankTrace, name: str) -> list[tuple[str, int, float, str
     ],
 )
 def test_a_power_of_two_moved_from_wk_to_wq_changes_no_bit_of_the_loss(sketched, tmp_path_factory, text: str):
-    """Attention sees q * k alone. Scales and gradients move by exactly that power of two, and float8 values not at all."""
+    """Attention sees q * k alone. Scales and gradients move by exactly that power of two, float8 values not at all."""
     patch = tmp_path_factory.mktemp("rescale") / "patch.py"
     patch.write_text(RESCALED)
     case = parse_case_id(text)
-    plain, rescaled = sketched(case), sketched(case, injections=(f"{patch}:apply",))
+    probes = ("sketches", "operands")
+    plain, rescaled = sketched(case, probes=probes), sketched(case, injections=(f"{patch}:apply",), probes=probes)
     assert plain.traces[0].data_digest != rescaled.traces[0].data_digest, "nothing was rescaled"
     for here, there in zip(plain.traces, rescaled.traces, strict=True):
         assert there.steps[0].loss == here.steps[0].loss

@@ -59,10 +59,14 @@ def refusal(signature: Signature) -> str | None:
 
 
 def _kernel_refusal(signature: Signature) -> str | None:
-    if signature.out_dtype == torch.float64:
-        return None  # no GPU has it: the dtype of proofs, under all the rules above
     if signature.a.dtype == signature.b.dtype == torch.float8_e5m2:
         return "Multiplication of two Float8_e5m2 matrices is not supported"
+    if signature.out_dtype == torch.float64:
+        return None  # no GPU has it: the dtype of proofs, under all the rules above
+    return _output_refusal(signature)
+
+
+def _output_refusal(signature: Signature) -> str | None:
     rowwise = len(signature.scale_a.shape) == 2 and signature.scale_a.shape[0] > 1
     if rowwise and signature.out_dtype != torch.bfloat16:
         return f"Only bf16 high precision output types are supported for row-wise scaling, got {signature.out_dtype}"
