@@ -1,4 +1,4 @@
-"""The operand probe sees every cast and matmul as it is, changes nothing, and its checks tell faults from clean runs."""
+"""The operand probe sees every cast and matmul as it is and changes nothing; its checks tell faults from clean runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torchao.float8.float8_linear as float8_linear
-import torchao.float8.float8_scaling_utils as float8_scaling_utils
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torchao.float8 import float8_linear, float8_scaling_utils
 
 from harness.checks.divergence import first_divergence
 from harness.checks.recompute import check_recompute
