@@ -70,7 +70,7 @@ class _Session:
         self._briefs = make_briefs(project, cases, hardware=hardware(plan.device))
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
         self._crying: dict[str, frozenset[str]] = {}  # checks that have findings in the clean run of a case
-        self._bench = WitnessBench(executor, project.witness_folder(), program=plan.program, probes=plan.probes)
+        self._bench = WitnessBench(executor, project.witness_folder(), plan)
 
     def run(self, fault: Fault | None, cases: Sequence[Case]) -> tuple[list[Trial], bool]:
         """The trials of one fault, or clean ones, and whether they were interrupted."""

@@ -128,9 +128,7 @@ class _Bench:
         self._project = project
         self._plan = plan
         self._executor = open_executor(plan, project)
-        self._witnesses = WitnessBench(
-            self._executor, project.witness_folder(), program=plan.program, probes=plan.probes
-        )
+        self._witnesses = WitnessBench(self._executor, project.witness_folder(), plan)
 
     def run(self, case: Case) -> CaseResult:
         """The result of one case."""

@@ -21,6 +21,7 @@ from harness.checks.judge import run_from_outcome
 from harness.durable import DiskTrouble, write_whole
 from harness.engine.wire import JobOutcome
 from harness.executor import Executor
+from harness.plan import Plan
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, solo_case, twin_case
 from harness.spec.relations import partner
@@ -32,10 +33,10 @@ _PACKAGES = ("torch", "torchao", "numpy")
 class WitnessBench:
     """Hands out witnesses, running each at most once at a time. Thread-safe."""
 
-    def __init__(self, executor: Executor, folder: Path, *, program: str, probes: tuple[str, ...]) -> None:
+    def __init__(self, executor: Executor, folder: Path, plan: Plan) -> None:
         self._executor = executor
         self._folder = folder
-        self._content = f"{program} {sorted(probes)} {_versions()} {_source_digest()}"
+        self._content = f"{plan.program} {plan.device} {sorted(plan.probes)} {_versions()} {_source_digest()}"
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._kept: dict[str, Run] = {}
 

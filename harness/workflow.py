@@ -75,7 +75,7 @@ def run_cases(project: Project, cases: Sequence[Case], plan: Plan, judge: Judge,
     started_s = time.monotonic()
     progress.begin(len(cases))
     with open_executor(plan, project) as executor:
-        bench = WitnessBench(executor, project.witness_folder(), program=plan.program, probes=plan.probes)
+        bench = WitnessBench(executor, project.witness_folder(), plan)
         work = CaseWork(plan, executor, judge, bench, progress.note)
         ended = run_schedule(cases, work, progress, jobs=plan.jobs)
     results = [found or work.not_run(case) for case, found in zip(cases, ended.results, strict=True)]

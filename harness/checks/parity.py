@@ -30,20 +30,27 @@ FLOAT32_LOSS = 5e-6
 
 
 def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings where the run is further from its solo witness than its kind may be; the worst of every step."""
+    """Findings where the run is further from its solo witness than its kind may be: at the first step that is off.
+
+    Later steps are off because that one was; they are left out unless it has no finding of its own.
+    """
     solo, tolerance = witnesses.solo, witnesses.parity_tolerance
     if solo is None:
         return [_finding("the solo witness could not be run: nothing to compare with", expected="a solo witness")]
     if tolerance is None:
         return [_finding("there is no parity tolerance for this kind of case: run `fp8-harness tolerance measure`")]
     found, expected = assemble(run.traces), assemble(solo.traces)
-    findings = [*_missing(found, expected), *_replicas(run)]
+    whole = [*_missing(found, expected), *_replicas(run)]
+    loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
     for step in range(1, case.train.steps + 1):
         allowed = tolerance.per_step[step - 1]
-        findings += _gradients(found, expected, step, allowed)
-        floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
-        findings += _loss(run, solo, step, max(allowed * LOSS_SHARE, floor))
-    return findings + _parameters(found, expected, tolerance.per_step[-1])
+        off = [
+            *_gradients(found, expected, step, allowed),
+            *_reported(run, solo, step, allowed, loss_floor),
+        ]
+        if off:
+            return whole + off
+    return whole + _parameters(found, expected, tolerance.per_step[-1])
 
 
 def gradient_distances(
@@ -88,10 +95,18 @@ def _gradients(
     ]
 
 
-def _loss(run: Run, solo: Run, step: int, allowed: float) -> list[Finding]:
-    expected = solo.traces[0].steps[step - 1].loss
-    losses = {trace.rank: trace.steps[step - 1].loss for trace in run.traces if len(trace.steps) >= step}
-    off = {rank: loss for rank, loss in losses.items() if not abs(loss - expected) <= allowed}
+def _reported(run: Run, solo: Run, step: int, allowed: float, loss_floor: float) -> list[Finding]:
+    """The loss and the gradient norm that the ranks report. A norm cannot be further off than the worst gradient."""
+    expected = solo.traces[0].steps[step - 1]
+    return [
+        *_number(run, step, "loss", expected.loss, max(allowed * LOSS_SHARE, loss_floor)),
+        *_number(run, step, "grad_norm", expected.grad_norm, allowed * expected.grad_norm),
+    ]
+
+
+def _number(run: Run, step: int, name: str, expected: float, allowed: float) -> list[Finding]:
+    found = {trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step}
+    off = {rank: value for rank, value in found.items() if not abs(value - expected) <= allowed}  # NaN is off
     if not off:
         return []
     rank = min(off)
@@ -99,7 +114,7 @@ def _loss(run: Run, solo: Run, step: int, allowed: float) -> list[Finding]:
         Finding(
             check=NAME,
             verdict=Verdict.NUMERIC,
-            message=f"the loss is not that of one rank: {abs(off[rank] - expected):.2g} nats away",
+            message=f"the {name} is not that of one rank: {abs(off[rank] - expected):.2g} away, {allowed:.2g} allowed",
             step=step,
             rank=rank,
             expected=repr(expected),

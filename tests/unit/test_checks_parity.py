@@ -156,7 +156,8 @@ def test_a_gradient_must_not_be_where_one_rank_has_none() -> None:
 def test_what_adamw_hides_is_found(factor: float) -> None:
     """A constant factor of all gradients changes no parameter and no loss."""
     factors = {f"grad_{fqn}_{step}": factor for fqn in FQNS for step in (1, 2)}
-    assert [finding.step for finding in check(run(**factors), solo())] == [1, 2]
+    (finding,) = check(run(**factors), solo())
+    assert finding.step == 1  # the first step that is off; the next are off because of it
 
 
 def test_final_parameters_are_compared() -> None:
@@ -220,7 +221,7 @@ def test_comparing_nothing_never_passes(kind: str) -> None:
 
     for finding in check(without(run()), without(solo())):
         assert "was compared" in finding.message and finding.verdict is Verdict.INVARIANT
-    assert len(check(without(run()), without(solo()))) == {"grad": 2, "param": 1}[kind]
+    assert len(check(without(run()), without(solo()))) == 1
 
 
 def test_replicas_that_differ_are_found() -> None:
@@ -244,3 +245,12 @@ def test_the_worst_distance_of_a_step_is_what_tolerances_are_fitted_to() -> None
     assert worst_distance(off, solo(), step=1) == pytest.approx(0.5)
     assert worst_distance(off, solo(), step=2) == pytest.approx(0.125)
     assert math.isnan(worst_distance(off, solo(), step=3))
+
+
+def test_the_reported_gradient_norm_is_compared() -> None:
+    """Sketches cannot see a norm that counts replicas twice: only what the ranks report does."""
+    traces = run().traces
+    steps = tuple(msgspec.structs.replace(step, grad_norm=step.grad_norm * 1.5) for step in traces[0].steps)
+    found = Run(traces=(msgspec.structs.replace(traces[0], steps=steps), *traces[1:]), failures=())
+    (finding,) = check(found, solo())
+    assert "grad_norm" in finding.message and (finding.step, finding.rank) == (1, 0)

@@ -13,6 +13,7 @@ import pytest
 
 from harness.engine.wire import JobOutcome, RankOutcome
 from harness.executor import Executor
+from harness.plan import Plan
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, parse_case_id
 from harness.trace import RankTrace, Run, StepTrace
@@ -64,7 +65,7 @@ class FakeExecutor:
 def bench(
     executor: FakeExecutor, folder: Path, *, program: str = "p", probes: tuple[str, ...] = ("sketches",)
 ) -> WitnessBench:
-    return WitnessBench(cast("Executor", executor), folder, program=program, probes=probes)
+    return WitnessBench(cast("Executor", executor), folder, Plan(slots=8, program=program, probes=probes))
 
 
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ class OperandProbe:
         self._replace(linear, "forward", self._watch_linear(linear.forward))
         for function in (matmul, float8_scaling_utils.NoopFwToFloat8BwDynamic):
             self._replace(function, "forward", staticmethod(self._remember_place(function.forward)))
-            self._replace(function, "backward", staticmethod(self._watch_backward(function.backward)))
+            watched = self._watch_backward(function.backward, uses_weight=function is matmul)
+            self._replace(function, "backward", staticmethod(watched))
         self._replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(FSDPParam.__dict__["all_gather_inputs"]))
         scaled_mm.observers.append(self._on_matmul)
         self._installed.callback(scaled_mm.observers.remove, self._on_matmul)
@@ -139,10 +140,11 @@ class OperandProbe:
 
         return forward
 
-    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_backward(self, original: Callable[..., Any], *, uses_weight: bool) -> Callable[..., Any]:
         def backward(ctx: Any, *args: Any) -> Any:
             with self._at(_Place(ctx.harness_fqn, "backward")):
-                self._record_gathered()
+                if uses_weight:
+                    self._record_gathered()
                 return original(ctx, *args)
 
         return backward
