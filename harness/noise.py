@@ -43,7 +43,7 @@ from harness.workflow import run_cases
 DEFAULT_ENVIRONMENT = "default"
 
 # What makes the same machine compute BF16 differently: each of them is part of a sample's environment when it is set.
-_ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS")
+_ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "FP8_HARNESS_RANK_THREADS")
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):

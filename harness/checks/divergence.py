@@ -28,9 +28,10 @@ from harness.verdict import Finding, Verdict
 
 NAME = "divergence"
 
-# Relative distance of a scale or an amax. Measured over TP, FSDP2 x TP and HSDP x TP at 2 steps: weights 8e-5; inputs
-# 1e-3 and gradients 4e-2 at the first step in float32; otherwise 9e-2 and 1e-1.
-TOLERANCES = {"weight": 2e-3, "input": 0.2, "grad_output": 0.3}
+# Relative distance of a scale or an amax. Measured over TP, FSDP2 x TP and HSDP x TP: weights 8e-5, and one rounding to
+# bfloat16 (2**-7) where they are cast from it; inputs 1e-3 and gradients 4e-2 at the first step in float32; otherwise
+# 9e-2 and 1e-1.
+TOLERANCES = {"weight": 1e-2, "input": 0.2, "grad_output": 0.3}
 FIRST_STEP_TOLERANCES = {"weight": 0.0, "input": 1e-2, "grad_output": 0.1}
 ROUNDING = 1e-6  # of a scale to float32 on either side
 # Mean base-2 exponent of the scales of rows: how much of all rows moved by a power of two.
@@ -80,28 +81,35 @@ class _Comparison:
         self._sharp = case.train.dtype == "float64" and not self._own_scales
         self._casts = {trace.rank: casts_of(trace) for trace in run.traces}
         self._witness_casts, self._witness_matmuls = casts_of(witness), matmuls_of(witness)
+        # casts may be fewer on a rank than in a replay: float8 styles cast an output gradient once for both matmuls
+        self._witness_counts: Counter[CastKind | MatmulKind] = Counter(kind for kind, _ in self._witness_casts)
+        self._witness_counts.update(kind for kind, _ in self._witness_matmuls)
 
     def of(self, trace: RankTrace) -> Iterator[Divergence]:
         """Every divergence of one rank, in execution order."""
         casts, matmuls = self._casts[trace.rank], matmuls_of(trace)
-        cast_counts, matmul_counts = Counter(kind for kind, _ in casts), Counter(kind for kind, _ in matmuls)
         where = coordinates(self._case.layout, trace.rank)
         replay = where["dp_replicate"] * self._case.layout.dp_shard + where["dp_shard"]
         steps: list[tuple[int, Iterator[Divergence]]] = [
-            (cast.index, self._cast(trace.rank, kind, number, replay * cast_counts[kind] + number))
+            (cast.index, self._cast(trace.rank, kind, number, self._replayed(kind, number, replay)))
             for (kind, number), cast in casts.items()
         ]
         steps += [
-            (matmul.index, self._matmul(trace.rank, kind, matmul, replay * matmul_counts[kind] + number))
+            (matmul.index, self._matmul(trace.rank, kind, matmul, self._replayed(kind, number, replay)))
             for (kind, number), matmul in matmuls.items()
         ]
+        mine = {kind for kind, _ in matmuls}
         steps += [
             (matmul.index, self._lacking(trace.rank, kind, matmul))
             for (kind, number), matmul in self._witness_matmuls.items()
-            if number == 0 and not matmul_counts[kind]
+            if number == 0 and kind not in mine
         ]
         for _, divergences in sorted(steps, key=lambda step: step[0]):
             yield from divergences
+
+    def _replayed(self, kind: CastKind | MatmulKind, number: int, replay: int) -> int:
+        """The number that the witness has for what a data-parallel rank counts as `number`."""
+        return replay * (self._witness_counts[kind] // self._case.layout.dp) + number
 
     def _lacking(self, rank: int, kind: MatmulKind, expected: MatmulRecord) -> Iterator[Divergence]:
         found = "none: was the linear converted?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from harness.engine.program import RankContext
 
 
+# Threads of a rank. One is right for several ranks a core; more are for measuring what they change in the numbers.
+THREADS_VARIABLE = "FP8_HARNESS_RANK_THREADS"
+
+
 def preload(options: Mapping[str, str]) -> None:
     """Pay once for what every rank needs: imports, the virtual device, and the first, slow pass through the code.
 
@@ -36,7 +41,7 @@ def preload(options: Mapping[str, str]) -> None:
 def rank_main(context: RankContext) -> bytes:
     """Run one request on this rank. Returns the encoded `RankTrace`."""
     request = msgspec.msgpack.decode(context.payload, type=RunRequest)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
     context.report_phase("start")
     device = start_ranks(context, request.device)
     virtual = virtual_device.install() if request.device == "cpu" else ()

@@ -198,3 +198,14 @@ def test_rows_are_compared_by_their_mean_exponent() -> None:
         pieces = changed(run, 0, step=1, fqn=FQNS[0], scale=shards, axiswise_dim=-1)
         pieces = changed(pieces, 1, step=1, fqn=FQNS[0], scale=wrong, axiswise_dim=-1)
         assert (first_divergence(of, pieces, witness) is not None) is diverges
+
+
+def test_replays_are_counted_by_what_the_witness_casts() -> None:
+    """Float8 styles cast an output gradient once where the witness casts it for either matmul."""
+    of = case(Layout(dp_shard=2, tp=2), dtype="float64", tp_styles="float8")
+    run, witness = runs(of, ("Replicate()",))
+    mine = witness.traces[0].operands
+    assert mine is not None
+    twice = tuple(again for one in mine.casts for again in (one, one))
+    doubled = msgspec.structs.replace(witness.traces[0], operands=OperandTrace(casts=twice, matmuls=mine.matmuls))
+    assert first_divergence(of, run, Run(traces=(doubled,), failures=())) is None
