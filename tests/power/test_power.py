@@ -36,7 +36,7 @@ class _Quiet:
 
 @pytest.fixture(scope="module")
 def power() -> Power:
-    return run_power(find_project(), all_faults(), make_plan(device="cpu", jobs=1), _Quiet(), carriers=1)
+    return run_power(find_project(), tuple(all_faults().values()), make_plan(device="cpu"), _Quiet(), carriers=1)
 
 
 def test_no_check_cries_in_a_clean_run(power: Power) -> None:
