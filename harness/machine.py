@@ -70,3 +70,12 @@ def _listed_names() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return re.findall(r"^GPU \d+: (.+?) \(UUID", done.stdout, flags=re.MULTILINE)
+
+
+# What makes the same machine compute differently.
+_ARITHMETIC = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "FP8_HARNESS_RANK_THREADS")
+
+
+def arithmetic_limits() -> str:
+    """The environment variables that limit CPU arithmetic, as `NAME=value NAME=value`; empty where none is set."""
+    return " ".join(f"{name}={os.environ[name]}" for name in _ARITHMETIC if os.environ.get(name))

@@ -7,7 +7,6 @@ Owns which cases are measured and how a distance becomes a sample. What a tolera
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -16,6 +15,7 @@ from harness.checks.judge import Judgement
 from harness.checks.parity import worst_distance
 from harness.engine.wire import JobStatus
 from harness.golden import hardware_class, load_golden
+from harness.machine import arithmetic_limits
 from harness.plan import Plan
 from harness.progress import Progress
 from harness.project import Project
@@ -41,9 +41,6 @@ from harness.witness import WitnessBench
 from harness.workflow import run_cases
 
 DEFAULT_ENVIRONMENT = "default"
-
-# What makes the same machine compute BF16 differently: each of them is part of a sample's environment when it is set.
-_ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "FP8_HARNESS_RANK_THREADS")
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,8 +126,7 @@ def measure(
 
 def environment() -> str:
     """What limits this process' CPU arithmetic, as part of every sample: `ATEN_CPU_CAPABILITY=avx2` or `default`."""
-    limits = [f"{name}={os.environ[name]}" for name in _ENVIRONMENT if os.environ.get(name)]
-    return " ".join(limits) or DEFAULT_ENVIRONMENT
+    return arithmetic_limits() or DEFAULT_ENVIRONMENT
 
 
 def _spread(cases: list[Case], count: int) -> list[Case]:

@@ -1,8 +1,8 @@
 """Witness runs: solo, twin and partner runs that cases are compared with, each run once and kept by content.
 
-A witness depends on nothing but its own case, the versions that compute it and the source of the rank program, so it is
-kept on disk under a digest of these and shared by all cases, runs and processes of a project. Damaged or unreadable
-files count as absent.
+A witness depends on nothing but its own case, the versions that compute it, limits on the CPU's arithmetic and the
+source of the rank program. So it is kept on disk under a digest of these, and shared by all cases, runs and processes.
+Damaged or unreadable files count as absent.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from harness.checks.judge import run_from_outcome
 from harness.durable import DiskTrouble, write_whole
 from harness.engine.wire import JobOutcome
 from harness.executor import Executor
+from harness.machine import arithmetic_limits
 from harness.plan import Plan
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, solo_case, twin_case
@@ -36,7 +37,8 @@ class WitnessBench:
     def __init__(self, executor: Executor, folder: Path, plan: Plan) -> None:
         self._executor = executor
         self._folder = folder
-        self._content = f"{plan.program} {plan.device} {sorted(plan.probes)} {_versions()} {_source_digest()}"
+        made_by = (plan.program, plan.device, sorted(plan.probes), arithmetic_limits(), _versions(), _source_digest())
+        self._content = " ".join(map(str, made_by))
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._kept: dict[str, Run] = {}
 
