@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from harness.checks.judge import Judgement, judge
+from harness.checks.twin import asks_for_twin, with_twins_word
 from harness.checks.witnesses import Witnesses
 from harness.engine.wire import JobStatus
 from harness.golden import Golden, GoldenMissing, load_golden
@@ -73,7 +74,11 @@ class Briefs:
         witnesses = brief.witnesses
         if run.complete and witnesses.refusal is None and all(trace.sketches is not None for trace in run.traces):
             witnesses = msgspec.structs.replace(witnesses, solo=bench.solo(case), partner=bench.partner(case))
-        return judge(case, run, status, witnesses, brief.known)
+        found = judge(case, run, status, witnesses, brief.known)
+        if witnesses.golden is None or not run.complete or not asks_for_twin(found.findings):
+            return found
+        findings = with_twins_word(found.findings, run, witnesses.golden, bench.twin(case))
+        return msgspec.structs.replace(found, findings=findings)
 
 
 class _Shelf:

@@ -24,7 +24,6 @@ class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
     golden: Golden | None
     tolerance: Tolerance | None
     solo: Run | None = None  # the solo witness; None when it could not be had
-    twin: Run | None = None  # BF16 with the same layout, run only when a loss is off
     parity_tolerance: Tolerance | None = None
     relation: Relation | None = None  # what `partner` promises; None where the case is not compared with one
     partner: Run | None = None  # the run of `relation.partner`; None when it could not be had

@@ -1,0 +1,48 @@
+"""The twin's word on a loss that is off: is it FP8, or is it the layout and the environment?
+
+The twin is BF16 with the same layout, run now. It is asked only when a loss is too far from its golden, and it never
+changes a verdict: it says where to look.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
+from harness.golden import Golden
+from harness.trace import Run
+from harness.verdict import Finding
+
+
+def asks_for_twin(findings: tuple[Finding, ...]) -> bool:
+    """True when a finding is about the distance of a loss to its golden."""
+    return any(finding.check == LOSS_VS_GOLDEN for finding in findings)
+
+
+def with_twins_word(findings: tuple[Finding, ...], run: Run, golden: Golden, twin: Run | None) -> tuple[Finding, ...]:
+    """The findings, those about losses with what the twin says of them."""
+    word = _word(_distance(run, golden), None if twin is None else _distance(twin, golden))
+    return tuple(
+        msgspec.structs.replace(finding, message=f"{finding.message}\n{word}")
+        if finding.check == LOSS_VS_GOLDEN
+        else finding
+        for finding in findings
+    )
+
+
+def _distance(run: Run, golden: Golden) -> float:
+    """Largest |loss - golden| in nats over the steps that both have; NaN stays NaN."""
+    gaps = [abs(step.loss - loss) for step, loss in zip(run.traces[0].steps, golden.losses, strict=False)]
+    return max(gaps, key=lambda gap: (math.isnan(gap), gap), default=0.0)
+
+
+def _word(found: float, twin: float | None) -> str:
+    if twin is None:
+        return "BF16 with the same layout could not be run: the layout or the environment may be at fault."
+    if not twin < found / 2:
+        return (
+            f"BF16 with the same layout is {twin:.2g} nats away too: not FP8, look at the layout and the environment."
+        )
+    return f"BF16 with the same layout is within {twin:.2g} nats of the golden: look at FP8."
