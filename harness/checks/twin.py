@@ -42,7 +42,5 @@ def _word(found: float, twin: float | None) -> str:
     if twin is None:
         return "BF16 with the same layout could not be run: the layout or the environment may be at fault."
     if not twin < found / 2:
-        return (
-            f"BF16 with the same layout is {twin:.2g} nats away too: not FP8, look at layout and environment."
-        )
+        return f"BF16 with the same layout is {twin:.2g} nats away too: not FP8, look at layout and environment."
     return f"BF16 with the same layout is within {twin:.2g} nats of the golden: look at FP8."
