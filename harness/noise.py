@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from harness.checks.judge import Judgement
-from harness.checks.parity import worst_distance
+from harness.checks.parity import worst_distances
 from harness.engine.wire import JobStatus
 from harness.golden import hardware_class, load_golden
 from harness.machine import arithmetic_limits
@@ -65,8 +65,7 @@ class Distances(Soundness):
         sketched = judgement.verdict is Verdict.PASSED and all(trace.sketches for trace in run.traces)
         solo = bench.solo(case) if sketched and case_id(case) in self._wanted else None
         if solo is not None:
-            steps = range(1, case.train.steps + 1)
-            self.parity[case_id(case)] = tuple(worst_distance(run, solo, step=step) for step in steps)
+            self.parity[case_id(case)] = worst_distances(run, solo, steps=range(1, case.train.steps + 1))
         return judgement
 
 

@@ -66,8 +66,13 @@ def gradient_distances(
 
 def worst_distance(run: Run, solo: Run, *, step: int) -> float:
     """The largest relative distance of any gradient of `step`: what a parity tolerance is fitted to."""
-    distances = gradient_distances(assemble(run.traces), assemble(solo.traces), step=step)
-    return max(distances.values(), default=math.nan)
+    return worst_distances(run, solo, steps=range(step, step + 1))[0]
+
+
+def worst_distances(run: Run, solo: Run, *, steps: range) -> tuple[float, ...]:
+    """The worst distance of every one of `steps`; NaN for a step of which no gradient was compared."""
+    found, expected = assemble(run.traces), assemble(solo.traces)
+    return tuple(max(gradient_distances(found, expected, step=step).values(), default=math.nan) for step in steps)
 
 
 def _gradients(

@@ -33,18 +33,25 @@ def reduce_over_ranks(loss: torch.Tensor, model: nn.Module, tp: int) -> Reduced:
     return Reduced(loss=table[dist.get_rank() % tp :: tp, 0].sum().item(), grad_norm=table[:, 1].sum().sqrt().item())
 
 
+def settled_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient, distributed as its parameter is: those of norms arrive as partial sums."""
+    grad = param.grad
+    if isinstance(grad, DTensor):
+        assert isinstance(param, DTensor), "a distributed gradient belongs to a distributed parameter"
+        return grad.redistribute(placements=param.placements)
+    return grad
+
+
 def _squared_norm_share(model: nn.Module) -> torch.Tensor:
     """This rank's share of the squared gradient norm: what several ranks hold is divided among them."""
     world = dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for param in model.parameters():
-        grad = param.grad
+        grad = settled_gradient(param)
         if grad is None:
             continue
         shards = 1
         if isinstance(grad, DTensor):
-            assert isinstance(param, DTensor), "a distributed gradient belongs to a distributed parameter"
-            grad = grad.redistribute(placements=param.placements)  # gradients of norms arrive as partial sums
             for axis, placement in enumerate(grad.placements):
                 shards *= 1 if placement.is_replicate() else grad.device_mesh.size(axis)
             grad = grad.to_local()

@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from harness.spec.case import Case
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.worker.parallel import Meshes
+from harness.worker.reduction import settled_gradient
 
 _ROWS_SEED, _COLUMNS_SEED = 1, 2
 
@@ -51,10 +52,8 @@ class SketchProbe:
     def after_backward(self, model: nn.Module) -> None:
         """Sketch every gradient; a parameter without one is left out, which parity reports."""
         for fqn, param in model.named_parameters():
-            if param.grad is not None:
-                grad = param.grad
-                if isinstance(grad, DTensor) and isinstance(param, DTensor):
-                    grad = grad.redistribute(placements=param.placements)
+            grad = settled_gradient(param)
+            if grad is not None:
                 self._add(fqn, "grad", grad)
 
     @torch.no_grad()
