@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
-from harness.worker.train import train
+from harness.worker.train import PROBES, train
 from harness.worker.virtual import collectives
 
 _TRAIN = Train(steps=1, global_batch=4, seq_len=16)
@@ -39,14 +39,14 @@ WARMUP_CASES = (
 
 
 def warm_up() -> None:
-    """Train every warm-up case as rank 0 of a world without peers, then forget what is specific to its meshes."""
+    """Train every warm-up case under all probes as rank 0 of a world without peers, then forget its meshes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in WARMUP_CASES:
             collectives.FABRIC.loop_back()
             dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=case.world_size)
             try:
-                train(case, torch.device("cpu"), lambda _: None, ())
+                train(case, torch.device("cpu"), lambda _: None, (), probes=tuple(PROBES))
             finally:
                 dist.destroy_process_group()
                 collectives.FABRIC.disconnect()

@@ -18,7 +18,8 @@ from harness.spec.case import Case, Checkpointing, Float8, Layout, Model, Train
 from harness.spec.gemms import gemms, scaled_mm_calls
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
-from harness.worker.probes.castnumbers import Cast, CastMeter, digest, measure_cast, summarize_scale
+from harness.worker.probes.castnumbers import Cast, CastMeter, measure_cast, summarize_scale
+from harness.worker.probes.digests import digest, ordered_digest
 from harness.worker.probes.operands import OperandProbe
 from harness.worker.virtual import scaled_mm
 
@@ -212,6 +213,23 @@ def test_a_digest_is_that_of_the_values_in_place():
     swapped = matrix.view(torch.uint8).clone()
     swapped[[0, 1]] = swapped[[1, 0]]
     assert digest(swapped.view(torch.float8_e4m3fn)) != digest(matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [3, 64, 100_003])
+def test_a_digest_sees_changes_that_add_up_to_little(dtype: torch.dtype, size: int):
+    values = some(1, size)[0].mul(100).to(dtype)
+    first_and_last, ends = values.clone(), [0, size - 1]
+    first_and_last[ends] = -first_and_last[ends] - 1
+    found = [values, -values, first_and_last, values.roll(1), values.flip(0)]
+    assert len({ordered_digest(each) for each in found}) == len(found)
+
+
+def test_an_ordered_digest_is_that_of_the_indices():
+    matrix = some(24, 40)
+    assert ordered_digest(matrix.t().contiguous().t()) == ordered_digest(matrix)
+    assert ordered_digest(matrix.t()) != ordered_digest(matrix)
+    assert ordered_digest(matrix[:0]) == digest(matrix[:0])
 
 
 def test_looking_at_a_tensor_leaves_its_storage_resizable():

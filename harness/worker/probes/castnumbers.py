@@ -5,7 +5,6 @@ Tensors are plain and local to this rank. They are read on the host: on a CPU wi
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from typing import Any, NamedTuple
@@ -14,14 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # torch does not list it as exported
 
 from harness.trace.operands import ScaleSummary
+from harness.worker.probes.digests import digest, on_host
 
 Array = npt.NDArray[Any]
 
 EPS = 1e-12  # torchao clamps an amax below this: such a row has no amax * scale worth a rule
 _ROUNDING = 1 + 2.0**-20  # a scale is rounded once, the product with it once more
 _MAGNITUDE = np.uint8(0x7F)
+_CPU_DEVICE = (1, 0)  # kDLCPU, the only one
 _NONFINITE_FROM = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # magnitude bits of the first that is no number
 
 
@@ -53,32 +55,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """A fingerprint of the bytes, the densest dim innermost: a matrix and its transposed view have the same.
-
-    The sum of 64-bit words times fixed odd random numbers, modulo 2**64: one changed word always shows, several with
-    all but 2**-64 in general and 2**-8 at worst, when only the last byte of words changes. Several times as fast as
-    crc32 or sha, which would cost as much as the training that is watched.
-    """
-    if tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1):
-        tensor = tensor.t()
-    host = _host(tensor if tensor.is_contiguous() else tensor.contiguous())
-    size_bytes = host.numel() * host.itemsize
-    # the bytes in place, as long as `host` lives
-    memory = memoryview((ctypes.c_ubyte * size_bytes).from_address(host.data_ptr()))
-    words = np.frombuffer(bytes(memory) + bytes(8 - size_bytes % 8) if size_bytes % 8 else memory, np.int64)
-    return f"{int(np.dot(words, _odd_numbers(1 << len(words).bit_length())[: len(words)])) % 2**64:016x}"
-
-
-@functools.lru_cache(maxsize=32)
-def _odd_numbers(count: int) -> npt.NDArray[np.int64]:
-    return np.random.Philox(key=0).random_raw(count).view(np.int64) | 1
-
-
 def summarize_scale(scale: torch.Tensor) -> ScaleSummary:
     """The scale without its values. An empty one has no minimum and no maximum: both are NaN."""
     if scale.numel() == 1:
         return _summarize_single(tuple(scale.shape), scale.dtype, scale.item())
+    return _summarize_rows(scale, digest(scale))
+
+
+def _summarize_rows(scale: torch.Tensor, scale_digest: str) -> ScaleSummary:
     array = _array(scale)
     mantissas, exponents = np.frexp(array)
     powers = bool((mantissas == 0.5).all())
@@ -89,7 +73,7 @@ def summarize_scale(scale: torch.Tensor) -> ScaleSummary:
         maximum=float(array.max()) if array.size else math.nan,
         total=float(array.sum(dtype=np.float64)),
         log2_total=float(exponents.sum() - array.size) if powers else _log2_total(array),
-        digest=digest(scale),
+        digest=scale_digest,
         power_of_two=powers,
     )
 
@@ -114,22 +98,31 @@ def _summarize_single(shape: tuple[int, ...], dtype: torch.dtype, value: float) 
 
 
 def _array(tensor: torch.Tensor) -> Array:
-    """The values on the host, without a copy on a CPU.
+    """The values on the host, without a copy on a CPU, to be read only.
 
     Not through `Tensor.numpy`: that makes the storage not resizable, and FSDP2 frees a weight by resizing it.
     """
-    array: Array = np.from_dlpack(_host(tensor))
+    array: Array = np.from_dlpack(_Exported(on_host(tensor)))
     return array
 
 
-def _host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor if tensor.device.type == "cpu" else tensor.cpu()
+class _Exported:
+    """A tensor on a CPU as numpy asks for it. `Tensor.__dlpack__` is several times as slow."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, *, stream: object = None, **_: object) -> Any:
+        return to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CPU_DEVICE
 
 
 class CastMeter:
-    """Measures casts. One that repeats another of the same memory is recognized and not measured again.
+    """Measures casts and scales. One that repeats another of the same memory is recognized and not measured again.
 
     A tensor is cast two or three times in a step: for the forward and for both gradients, for the three projections
     of attention. The same storage, alive in between and at the same version, with the same bits as result, is the
@@ -138,10 +131,21 @@ class CastMeter:
 
     def __init__(self) -> None:
         self._measured: dict[tuple[object, ...], tuple[StorageWeakRef, CastNumbers]] = {}
+        self._scales: dict[tuple[object, ...], ScaleSummary] = {}
 
     def forget(self) -> None:
         """Take nothing for a repetition of what was measured before."""
         self._measured.clear()
+        self._scales.clear()
+
+    def summarize(self, scale: torch.Tensor) -> ScaleSummary:
+        """The summary of a scale. That of a cast comes again with every matmul of its data."""
+        if scale.numel() == 1:
+            return summarize_scale(scale)
+        key = (scale.shape, scale.dtype, scale_digest := digest(scale))
+        if key not in self._scales:
+            self._scales[key] = _summarize_rows(scale, scale_digest)
+        return self._scales[key]
 
     def measure(self, cast: Cast, scale_digest: str) -> CastNumbers:
         """The numbers of one cast, whose scale has this digest."""
@@ -167,7 +171,7 @@ class CastMeter:
 
 def measure_cast(cast: Cast, data_digest: str) -> CastNumbers:
     """Hold the bits, whose digest is `data_digest`, against what the source times the scale casts to."""
-    original, bits, scale = _host(cast.source), _host(cast.bits), _host(cast.scale)
+    original, bits, scale = on_host(cast.source), on_host(cast.bits), on_host(cast.scale)
     source = original.to(torch.float32)
     limit = torch.finfo(bits.dtype).max
     amax, lowest, highest = _amaxes(original if original.dtype == torch.float64 else source, scale, cast.axiswise_dim)
@@ -202,7 +206,9 @@ def _amaxes(source: torch.Tensor, scale: torch.Tensor, axiswise_dim: int | None)
     dim = -1 if axiswise_dim is None else axiswise_dim
     rows = _array(source.abs().amax(dim, keepdim=True).double())
     products = rows * _array(scale.double())
-    products = products[np.broadcast_to(rows >= EPS, products.shape)]
+    usable = rows >= EPS
+    if not usable.all():
+        products = products[np.broadcast_to(usable, products.shape)]
     if products.size == 0:
         return float(rows.max()), 0.0, 0.0
     return float(rows.max()), float(products.min()), float(products.max())

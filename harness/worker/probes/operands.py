@@ -26,7 +26,8 @@ from torchao.float8 import float8_linear, float8_scaling_utils, float8_training_
 from harness.spec.case import Case
 from harness.trace.operands import CastPhase, CastRecord, Gemm, MatmulRecord, OperandTrace, Role
 from harness.worker.parallel import Meshes
-from harness.worker.probes.castnumbers import Cast, CastMeter, digest, dtype_name, summarize_scale
+from harness.worker.probes.castnumbers import Cast, CastMeter, dtype_name
+from harness.worker.probes.digests import digest
 from harness.worker.probes.gathered import gathered_weights, local_part, own_rows
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.virtual import scaled_mm
@@ -208,7 +209,7 @@ class OperandProbe:
 
     def _add_cast(self, place: _Place, phase: CastPhase, cast: Cast, *, logical: torch.Tensor, role: Role) -> None:
         placements, axes = _distribution(logical)
-        scale = summarize_scale(cast.scale)
+        scale = self._meter.summarize(cast.scale)
         self._casts.append(
             CastRecord(
                 index=self._next_index(),
@@ -242,8 +243,8 @@ class OperandProbe:
                     n=b.size(1),
                     a_dtype=dtype_name(a.dtype),
                     b_dtype=dtype_name(b.dtype),
-                    a_scale=summarize_scale(scale_a),
-                    b_scale=summarize_scale(scale_b),
+                    a_scale=self._meter.summarize(scale_a),
+                    b_scale=self._meter.summarize(scale_b),
                     a_digest=digest(a),
                     b_digest=digest(b),
                 )

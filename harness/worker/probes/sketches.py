@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from types import TracebackType
 from typing import Literal, Self
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from harness.spec.case import Case
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.worker.parallel import Meshes
+from harness.worker.probes.digests import ordered_digest
 from harness.worker.reduction import settled_gradient
 
 _ROWS_SEED, _COLUMNS_SEED = 1, 2
@@ -110,9 +110,9 @@ def sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Te
         offset=tuple(offset),
         local_shape=tuple(local.shape),
         owner=owner,
-        norm_squared=values.square().sum().item(),
+        norm_squared=torch.dot(values.reshape(-1), values.reshape(-1)).item(),
         sums=_signed_sums(values, tuple(offset)).cpu().numpy().astype("<f8").tobytes(),
-        digest=hashlib.blake2b(_bytes(local), digest_size=8).hexdigest(),
+        digest=ordered_digest(local),
     )
 
 
@@ -133,7 +133,3 @@ def _signs(seed: int, begin: int, count: int) -> torch.Tensor:
     words = generator.random_raw(begin + count)[begin:]
     bits = (words[None, :] >> np.arange(SKETCH_SIZE, dtype=np.uint64)[:, None]) & np.uint64(1)
     return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64))
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
