@@ -22,7 +22,7 @@ DEFAULT_PROGRAM = "harness.worker.main"
 DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
 
 # Traffic and saved memory are counted on the virtual device, and the operands of a matmul are seen by its kernel.
-CPU_PROBES = ("sketches", "operands", "traffic", "saved_memory")
+CPU_PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs")
 CUDA_PROBES = ("sketches",)
 
 EngineKind = Literal["zygote", "torchrun"]
@@ -43,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
     probes: tuple[str, ...] = ()  # what ranks record besides losses: fields of `RankTrace`
+    compiles: bool = False  # some case compiles its blocks: the warm process pays for the first compilation
     timeout_s: float | None = None  # of every case; None scales it with the case
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case

@@ -44,8 +44,6 @@ class Violation(NamedTuple):
 def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """One finding for every rule that is broken: the first place, and on how many casts and ranks in all."""
     del witnesses  # the rules follow from the case alone
-    if case.compile != "none":
-        return []  # EXEMPT: compiled graphs contain no call that a probe could see
     silent = [trace.rank for trace in ordered(run) if trace.operands is None]
     if silent or not run.traces:
         message = f"casts were not recorded on {rank_names(silent)}" if silent else "no rank left a trace"

@@ -258,22 +258,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
 )
 
-UNSUPPORTED: tuple[Exclusion, ...] = (
-    Exclusion(
-        name="no_compile_yet",
-        reason="compiled runs are not built here yet",
-        source="docs/architecture.md",
-        axes=("compile",),
-        applies=lambda case: case.compile != "none",
-    ),
-    Exclusion(
-        name="no_async_tp_yet",
-        reason="async TP is not built here yet",
-        source="docs/architecture.md",
-        axes=("async_tp",),
-        applies=lambda case: case.layout.async_tp,
-    ),
-)
+UNSUPPORTED: tuple[Exclusion, ...] = ()
 
 # Three spellings of one contract: of the meta registration ("Expected self.size(1) to be divisible by 16, ...",
 # "Expected both dimensions of mat2 to be divisible by 16 ...") and of the CUDA kernel ("Expected trailing dimension of

@@ -35,7 +35,7 @@ def preload(options: Mapping[str, str]) -> None:
     if options.get("device", "cpu") == "cpu":
         virtual_device.install()
         if options.get("warmup", "on") == "on":
-            warm_up()
+            warm_up(compiled=options.get("compile", "off") == "on")
 
 
 def rank_main(context: RankContext) -> bytes:
