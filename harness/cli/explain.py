@@ -65,7 +65,6 @@ def _print_rules(project: Project, case: Case) -> None:
     click.echo("\nrules")
     found = explain_rules(case)
     _print_each("excluded", found.exclusions)
-    _print_each("not supported yet", found.unsupported)
     if found.refusal is not None:
         _print_each("must be refused", [found.refusal])
         for gemm in found.refused_gemms:
@@ -73,7 +72,7 @@ def _print_rules(project: Project, case: Case) -> None:
     fault = match_known(known_here(project), case)
     if fault is not None:
         click.echo(f"  known fault: {fault.name}: {fault.reason} ({fault.link})")
-    if not (found.exclusions or found.unsupported or found.refusal or fault):
+    if not (found.exclusions or found.refusal or fault):
         click.echo("  none: the case must train and pass every check")
 
 
@@ -89,7 +88,7 @@ def _explain_values(project: Project, words: tuple[str, ...], tier: str) -> None
     values = _parsed(words)
     census = count_cells(read_case_file(project.case_file(tier)), values)
     click.echo(f"{' '.join(words)}: {census.cells} cells in {tier}")
-    titles = {"excluded": "excluded", "unsupported": "not supported yet", "refused": "must be refused"}
+    titles = {"excluded": "excluded", "refused": "must be refused"}
     for kind, title in titles.items():
         for count in census.counts:
             if count.kind == kind:

@@ -15,7 +15,7 @@ import msgspec
 
 from harness.spec.case import Case, Checkpointing, Checks, Layout
 from harness.spec.gemms import converted_fqns, linear_features
-from harness.spec.rules import exclusions, expected_refusal, unsupported
+from harness.spec.rules import exclusions, expected_refusal
 
 # bitwise: every loss, gradient norm, gradient and final parameter, on every rank. exact: the same numbers up to the
 # rounding of sums in float64.
@@ -74,7 +74,7 @@ def _relation(rule: _Rule, case: Case) -> Relation | None:
 
 
 def _trains(case: Case) -> bool:
-    return not exclusions(case) and not unsupported(case) and expected_refusal(case) is None
+    return not exclusions(case) and expected_refusal(case) is None
 
 
 def _solo_is_sharp(case: Case) -> bool:

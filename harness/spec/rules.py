@@ -1,4 +1,4 @@
-"""Which combinations are excluded, not supported yet, or must be refused: every rule by name, with reason and source.
+"""Which combinations are excluded and which must be refused: every rule by name, with reason and source.
 
 An excluded case would be impossible or meaningless everywhere. A refused case is run, and it is a failure if it trains.
 A rule names the axes it reads, so that the matrix can judge it on part of a case; it must read no others.
@@ -31,7 +31,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exclusion(Rule, frozen=True):
-    """A combination that is left out: impossible, meaningless, or not built yet here."""
+    """A combination that is left out: impossible or meaningless."""
 
 
 class Refusal(Rule, frozen=True):
@@ -45,7 +45,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """What the rules say about a case. `refused_gemms` are the matmuls that cause the refusal, first one first."""
 
     exclusions: tuple[Exclusion, ...]
-    unsupported: tuple[Exclusion, ...]
     refusal: Refusal | None
     refused_gemms: tuple[Gemm, ...]
 
@@ -53,11 +52,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 def exclusions(case: Case) -> tuple[Exclusion, ...]:
     """The rules that exclude this case everywhere, in the order of `EXCLUSIONS`."""
     return tuple(rule for rule in EXCLUSIONS if rule.applies(case))
-
-
-def unsupported(case: Case) -> tuple[Exclusion, ...]:
-    """The rules that exclude this case because the harness cannot run it yet."""
-    return tuple(rule for rule in UNSUPPORTED if rule.applies(case))
 
 
 def expected_refusal(case: Case) -> Refusal | None:
@@ -70,7 +64,6 @@ def explain(case: Case) -> Explanation:
     refusal = expected_refusal(case)
     return Explanation(
         exclusions=exclusions(case),
-        unsupported=unsupported(case),
         refusal=refusal,
         refused_gemms=tuple(gemm for gemm in gemms(case) if is_misaligned(case, gemm)) if refusal else (),
     )
@@ -257,8 +250,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         applies=lambda case: case.layout.async_tp and not case.layout.sequence_parallel,
     ),
 )
-
-UNSUPPORTED: tuple[Exclusion, ...] = ()
 
 # Three spellings of one contract: of the meta registration ("Expected self.size(1) to be divisible by 16, ...",
 # "Expected both dimensions of mat2 to be divisible by 16 ...") and of the CUDA kernel ("Expected trailing dimension of
