@@ -19,13 +19,13 @@ def apply() -> None:
     module: Any = symm_mem
     stock = module._fused_scaled_matmul_reduce_scatter_impl
 
-    def uncollapsed(A: torch.Tensor, A_scale: torch.Tensor, output_shape: list[int], **rest: Any) -> torch.Tensor:
-        if A.dim() == 2 and len(output_shape) > 2:
-            leading = output_shape[:-1]
-            A = A.view(*leading, A.shape[-1])
-            A_scale = A_scale.view(*leading, 1) if A_scale.numel() > 1 else A_scale
-            rest["scatter_dim_after_maybe_reshape"] = rest["orig_scatter_dim"]
-        result: torch.Tensor = stock(A=A, A_scale=A_scale, output_shape=output_shape, **rest)
+    def uncollapsed(**given: Any) -> torch.Tensor:
+        operand, scale, leading = given["A"], given["A_scale"], given["output_shape"][:-1]
+        if operand.dim() == 2 and len(leading) > 1:
+            given["A"] = operand.view(*leading, operand.shape[-1])
+            given["A_scale"] = scale.view(*leading, 1) if scale.numel() > 1 else scale
+            given["scatter_dim_after_maybe_reshape"] = given["orig_scatter_dim"]
+        result: torch.Tensor = stock(**given)
         return result
 
     module._fused_scaled_matmul_reduce_scatter_impl = uncollapsed

@@ -182,12 +182,17 @@ def _reach(case: Case, rank: int, cast: CastRecord, group: list[CastRecord]) -> 
     """
     limit, amax = LARGEST.get(cast.target_dtype, math.nan), max(other.amax for other in group)
     if case.float8.recipe == "tensorwise" and scaled_dim(cast) is None:
-        right = _float32(limit / max(amax, EPS))
+        right = right_scale(cast.target_dtype, amax)
         if cast.scale.maximum != right:
             wanted = f"{right!r} = {limit:g} / amax {amax!r}"
             yield _violation(_UNFIT, rank, cast, wanted, f"{cast.scale.maximum!r}")
         return
     yield from _reach_of_rows(rank, cast, group, limit)
+
+
+def right_scale(target_dtype: str, amax: float) -> float:
+    """The one scale of a tensor whose largest magnitude is `amax`."""
+    return _float32(LARGEST.get(target_dtype, math.nan) / max(amax, EPS))
 
 
 _UNFIT = "scale does not fit the largest magnitude"

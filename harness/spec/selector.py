@@ -1,7 +1,8 @@
 """Selectors: short expressions that pick cases by axis values and ids, as in `--select "tp=4,8 recipe!=bf16"`.
 
 Terms are separated by blanks and all must hold: `axis=value[,value...]`, `axis!=value[,value...]`, `axis>=number` and
-its kin, `id~glob`, and a bare word, which is a part of the id. What follows from several axes has a name too (`DERIVED`).
+its kin, `id~glob`, and a bare word, which is a part of the id. What follows from several axes has a name too
+(`DERIVED`).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from harness.trace.operands import ScaleSummary
 from harness.trace.record import Record
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -74,9 +75,30 @@ class FusedCall(Record, frozen=True, kw_only=True):
     example: WrongRow | None
 
 
+class GraphCast(Record, frozen=True, kw_only=True):
+    """One cast to float8 that a graph executed. Numbers are of the local tensor, as in `trace/operands.py`."""
+
+    step: int  # 1-based
+    order: int  # within the step, from 1: the same cast on every rank of a TP group has the same
+    phase: Phase
+    fqn: str  # as the compiler names the module: blocks of one kind share a graph, so not which block it was
+    is_weight: bool
+    shape: tuple[int, ...]
+    target_dtype: str
+    scale: ScaleSummary
+    amax: float
+    scaled_amax_minimum: float
+    scaled_amax_maximum: float
+    saturated: int
+    nonfinite: int
+    mismatched: int
+    elements: int
+
+
 class GraphTrace(Record, frozen=True, kw_only=True):
     """Everything recorded about compilation on one rank."""
 
     graphs: tuple[GraphRecord, ...]
     calls: tuple[FusedCall, ...]
+    casts: tuple[GraphCast, ...] | None  # None where code was generated, which nothing can look into
     workarounds: tuple[str, ...]  # limits of torch on a CPU that the virtual device worked around

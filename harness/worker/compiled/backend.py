@@ -19,6 +19,10 @@ from torch._inductor import compile_fx
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.virtualized import V
 
+# Called with (node, its arguments, its result) for every operator that a graph executes, if there is any when the graph
+# is compiled. Probes subscribe; they must not write.
+watchers: list[Callable[[torch.fx.Node, tuple[Any, ...], Any], None]] = []
+
 
 def graph_backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A backend for `torch.compile`. Returns a callable with the signature of `module`."""
@@ -38,5 +42,24 @@ def _compile(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..
         post_grad.post_grad_passes(module, is_inference=False)
     module.graph.lint()
     module.recompile()
-    boxed: Callable[..., Any] = make_boxed_func(module.forward)
+    boxed: Callable[..., Any] = _watched(module) if watchers else make_boxed_func(module.forward)
     return boxed
+
+
+def _watched(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """The same operators in the same order, every one shown to the watchers."""
+
+    def run(inputs: list[Any]) -> Any:
+        return _Watched(module).boxed_run(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _Watched(torch.fx.Interpreter):
+    def run_node(self, n: torch.fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        result = getattr(self, n.op)(n.target, args, kwargs)
+        for watch in watchers:
+            watch(n, args, result)
+        return result

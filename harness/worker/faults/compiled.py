@@ -11,6 +11,7 @@ from torch._inductor.fx_passes import micro_pipeline_tp
 
 from harness.worker.compiled import blocks
 from harness.worker.faults.seams import wrap
+from harness.worker.virtual.collectives import resolved
 
 
 def symmetric_memory_not_enabled() -> None:
@@ -89,7 +90,8 @@ def scatter_dim_of_the_flat_operand() -> None:
     """The fused operator scatters the output along the dim of its collapsed operand."""
 
     def make(stock: Any) -> Any:
-        def insert(graph: Any, matmul: Any, op: str, dim: int, group: str, flat_dim: int, shape: list[int]) -> Any:
+        def insert(graph: Any, matmul: Any, op: str, dim: int, *rest: Any) -> Any:
+            group, flat_dim, shape = rest
             return stock(graph, matmul, op, flat_dim, group, flat_dim, shape)
 
         return insert
@@ -110,12 +112,13 @@ def row_scales_of_the_first_chunk() -> None:
     """Every chunk of the pipelined operator is dequantized by the row scales of the first."""
 
     def make(stock: Any) -> Any:
-        def impl(A_scale: torch.Tensor, group_name: Any, **rest: Any) -> Any:
-            if A_scale.numel() > 1:
-                ranks = torch.distributed.distributed_c10d._get_group_size_by_name(group_name)
-                first = A_scale.flatten(0, -2).chunk(ranks)[0]
-                A_scale = first.repeat(ranks, 1).view(A_scale.shape)
-            return stock(A_scale=A_scale, group_name=group_name, **rest)
+        def impl(**given: Any) -> Any:
+            scale = given["A_scale"]
+            if scale.numel() > 1:
+                ranks = resolved(given["group_name"]).size()
+                first = scale.flatten(0, -2).chunk(ranks)[0]
+                given["A_scale"] = first.repeat(ranks, 1).view(scale.shape)
+            return stock(**given)
 
         return impl
 
@@ -127,7 +130,7 @@ def gathered_chunks_swapped() -> None:
 
     def make(stock: Any) -> Any:
         def gather_and_consume(shard: Any, consume: Any, output: Any, group_name: Any, needed: bool = True) -> None:
-            ranks = torch.distributed.distributed_c10d._get_group_size_by_name(group_name)
+            ranks = resolved(group_name).size()
             stock(shard, lambda chunk, rank: consume(chunk, (rank + 1) % ranks), output, group_name, needed)
 
         return gather_and_consume
@@ -140,7 +143,7 @@ def produced_chunks_swapped() -> None:
 
     def make(stock: Any) -> Any:
         def produce_and_exchange(produce: Any, output: Any, group_name: Any, dim: int = 0) -> None:
-            ranks = torch.distributed.distributed_c10d._get_group_size_by_name(group_name)
+            ranks = resolved(group_name).size()
             stock(lambda rank, chunk: produce((rank + 1) % ranks, chunk), output, group_name, dim)
 
         return produce_and_exchange

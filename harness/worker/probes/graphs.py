@@ -21,8 +21,10 @@ from torch import nn
 from harness.spec.case import Case
 from harness.spec.traffic import axis_of_group
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
+from harness.worker.compiled import backend
 from harness.worker.compiled.reasons import ALL_GATHER, MATMULS, REDUCE_SCATTER, group_name, reason
 from harness.worker.parallel import Meshes
+from harness.worker.probes.graphcasts import GraphCastWatcher
 from harness.worker.virtual import collectives, rng, scaled_mm
 from harness.worker.virtual import symm_mem as virtual_symm_mem
 
@@ -39,9 +41,11 @@ class GraphProbe:
         self._case = case
         self._graphs: list[GraphRecord] = []
         self._calls: dict[tuple[Any, ...], FusedCall] = {}
+        self._casts = GraphCastWatcher()
         self._step = 0
 
     def __enter__(self) -> Self:
+        backend.watchers.append(self._casts)
         torch._inductor.config.post_grad_custom_post_pass = self._record_graph
         virtual_symm_mem.observers.append(self._record_call)
         return self
@@ -49,6 +53,7 @@ class GraphProbe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        backend.watchers.remove(self._casts)
         torch._inductor.config.post_grad_custom_post_pass = None
         virtual_symm_mem.observers.remove(self._record_call)
 
@@ -58,6 +63,7 @@ class GraphProbe:
     def begin_step(self, step: int) -> None:
         """From here on executions belong to this step."""
         self._step = step
+        self._casts.begin_step(step)
 
     def after_backward(self, model: nn.Module) -> None:
         """Nothing to record."""
@@ -70,7 +76,10 @@ class GraphProbe:
         if self._case.compile == "none":
             return None
         return GraphTrace(
-            graphs=tuple(self._graphs), calls=tuple(self._calls.values()), workarounds=tuple(sorted(rng.skipped))
+            graphs=tuple(self._graphs),
+            calls=tuple(self._calls.values()),
+            casts=tuple(self._casts.casts) if self._case.compile == "graph" else None,
+            workarounds=tuple(sorted(rng.skipped)),
         )
 
     # Graphs.

@@ -39,12 +39,14 @@ def run(operator: str, given: dict[str, Any]) -> Any:
     It runs torch's CUDA entry, looked up now, so that a patch of it counts. The entry names its first argument
     differently, and one of them writes into a list.
     """
-    arguments = _schema(operator).arguments
-    given = {name: list(value) if isinstance(value, list) else value for name, value in given.items()}
-    positional = [given[argument.name] for argument in arguments if not argument.kwarg_only and argument.name in given]
-    named = {
-        argument.name: given[argument.name] for argument in arguments if argument.kwarg_only and argument.name in given
-    }
+    positional, named = [], {}
+    for argument in _schema(operator).arguments:
+        value = given.get(argument.name, argument.default_value)
+        value = list(value) if isinstance(value, list) else value
+        if argument.kwarg_only:
+            named[argument.name] = value
+        else:
+            positional.append(value)
     return getattr(symm_mem, f"_{operator}")(*positional, **named)
 
 
