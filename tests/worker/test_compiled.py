@@ -54,15 +54,8 @@ def test_rows_scattered_by_batch_are_no_rounding(operators: list[dict[str, float
     assert all(report[name] > 10 * ROUNDING for report in operators for name in WRONG)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb2-s2-b16",
-        "atp4-rowwise-graph-v2048-gb2-s1-b16",
-    ],
-)
-def test_the_live_fault_is_located_and_the_candidate_fix_mends_it(train, text: str):
-    case = parse_case_id(text)
+def test_the_live_fault_is_located_and_the_candidate_fix_mends_it(train):
+    case = parse_case_id("atp2-rowwise-ac.full-graph-v2048-gb2-s1-b16")
     broken = Run(traces=train(case, probes=PROBES), failures=())
     findings = [finding for finding in check_graphs(case, broken, WITNESSES) if "gives other rows" in finding.message]
     assert findings
