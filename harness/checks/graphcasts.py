@@ -14,12 +14,14 @@ from typing import NamedTuple
 from harness.checks.expectedcasts import LARGEST
 from harness.checks.mesh import neighbours
 from harness.checks.ranks import ordered, rank_names
-from harness.checks.scales import NAME, right_scale
+from harness.checks.scales import right_scale
 from harness.checks.witnesses import Witnesses
 from harness.spec.case import Case
 from harness.trace import Run
 from harness.trace.graphs import GraphCast
 from harness.verdict import Finding
+
+NAME = "graph_scales"
 
 Casts = dict[int, dict[tuple[int, int], GraphCast]]  # of every rank, by step and place in it
 _POWER_TOLERANCE = 1e-6  # log2 of a scale just below a power of two may round up to it
