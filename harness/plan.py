@@ -31,6 +31,8 @@ EngineKind = Literal["zygote", "torchrun"]
 # its own second because long cases (many steps) must not be called hangs.
 _BASE_TIMEOUT_S = 120.0
 _TIMEOUT_PER_RANK_STEP_S = 1.0
+# Every rank compiles for itself: about 4 CPU seconds for graphs, 20 for code that inductor generates the first time.
+_COMPILE_TIMEOUT_S = {"none": 0.0, "graph": 20.0, "inductor": 120.0}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +54,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Seconds that one attempt at this case may take."""
         if self.timeout_s is not None:
             return self.timeout_s
-        return _BASE_TIMEOUT_S + _TIMEOUT_PER_RANK_STEP_S * case.world_size * case.train.steps
+        steps_s = _TIMEOUT_PER_RANK_STEP_S * case.world_size * case.train.steps
+        return _BASE_TIMEOUT_S + _COMPILE_TIMEOUT_S[case.compile] * case.world_size + steps_s
 
     def command(self, case_id: str) -> str:
         """The one-line command that runs this case alone, the same way."""
