@@ -87,7 +87,7 @@ def over_seeds(cases: Iterable[Case], seeds: int) -> tuple[Case, ...]:
 def measure(
     project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, command: str, fresh: bool
 ) -> Measurement:
-    """Run the cases and return the evidence with their distances in it, replacing samples of this environment.
+    """Run the cases and return the evidence with their distances in it, in place of earlier ones of this environment.
 
     `fresh` runs the BF16 reference of every case now; otherwise the stored goldens are what is measured against, which
     is how the spread over other machines is found.
@@ -171,10 +171,10 @@ def _sample(case: Case, key: str, per_step: tuple[float, ...]) -> Sample:
 def _merged(
     project: Project, check: str, samples: Sequence[Sample], traces: Sequence[RankTrace], *, command: str
 ) -> Evidence:
-    """The stored evidence with these samples in place of the earlier ones of the same keys and environment."""
+    """The stored evidence with these samples in place of the earlier ones of the same cases and environment."""
     stored = read_evidence(project.root, check).samples if evidence_path(project.root, check).exists() else ()
-    replaced = {(sample.key, sample.environment) for sample in samples}
-    kept = [sample for sample in stored if (sample.key, sample.environment) not in replaced]
+    replaced = {(sample.case_id, sample.environment) for sample in samples}
+    kept = [sample for sample in stored if (sample.case_id, sample.environment) not in replaced]
     return Evidence(
         schema=SCHEMA,
         samples=(*kept, *samples),

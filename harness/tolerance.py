@@ -25,6 +25,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.sealed import Sealed, read_sealed, write_sealed
 from harness.spec.case import Case, ModelShape
+from harness.spec.gemms import OUTPUT_FQN, is_converted
 
 SCHEMA = 1
 LOSS_VS_GOLDEN = "loss_vs_golden"  # |loss - golden| in nats
@@ -94,12 +95,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def tolerance_key(case: Case) -> str:
-    """Cases of one key share a tolerance: same model, recipe, dtype. A changed preset is a model of its own."""
+    """Cases of one key share a tolerance: same model, recipe, output layer in FP8 or not, dtype.
+
+    A changed preset is a model of its own. An output layer in FP8 rounds the logits themselves and more than doubles
+    the noise.
+    """
     model = case.model
     changed = [
         f"_{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
     ]
-    return f"{model.preset}{''.join(changed)}-{case.float8.recipe}-{case.train.dtype}"
+    head = "-head" if is_converted(case, OUTPUT_FQN) else ""
+    return f"{model.preset}{''.join(changed)}-{case.float8.recipe}{head}-{case.train.dtype}"
 
 
 def parity_key(case: Case) -> str:

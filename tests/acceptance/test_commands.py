@@ -120,5 +120,18 @@ def test_tolerance_measure_writes_evidence(project: Command) -> None:
     assert "tiny-rowwise-float32: 24 samples, 8 seeds, 3 layouts, 3 steps" in shown.stdout
 
 
+def test_measuring_some_cases_again_keeps_the_samples_of_the_others(project: Command) -> None:
+    cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}, steps = 3}}\n' for size in (1, 2))
+    project.tier("noise", cases)
+    path = project.folder / "golden/evidence/loss_vs_golden.json"
+    stored = []
+    for arguments in (("--seeds", "2"), ("--seeds", "3", "--select", "dp_shard=2")):
+        done = project.run("tolerance", "measure", "noise", "--device", "cpu", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        stored.append(sorted((each["layout"], each["seed"]) for each in json.loads(path.read_text())["samples"]))
+    assert stored[0] == [("fsdp2", 0), ("fsdp2", 1), ("single", 0), ("single", 1)]
+    assert stored[1] == sorted([*stored[0], ("fsdp2", 2)])
+
+
 def test_version(shared: Command) -> None:
     assert "fp8-harness" in shared.run("version").stdout

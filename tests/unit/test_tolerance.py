@@ -110,6 +110,18 @@ def test_keys_tell_models_recipes_and_dtypes_apart() -> None:
     assert tolerance_key(Case(model=Model(vocab_size=2560))) == tolerance_key(Case())
 
 
+def test_an_output_layer_in_fp8_is_a_kind_of_its_own() -> None:
+    head = Float8(recipe="tensorwise", output_layer=True)
+    assert tolerance_key(Case(float8=head)) == "tiny-tensorwise-head-float32"
+    assert tolerance_key(Case(float8=Float8(recipe="tensorwise", output_layer=True, filter_fqns=("output",)))) == KEY
+
+
+def test_a_number_for_the_kind_without_an_output_layer_is_none_for_that_with_one(tmp_path: Path) -> None:
+    store(tmp_path, table())
+    with pytest.raises(ToleranceMissing, match="tiny-tensorwise-head-float32"):
+        tolerance_for(Case(float8=Float8(recipe="tensorwise", output_layer=True), train=Train(steps=3)), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
