@@ -121,7 +121,7 @@ def _value(axis: str, text: str) -> object:
         number = kind in (int, float)
         return checked_value(axis, kind(text) if number else text)  # type: ignore[call-arg]
     except (KeyError, ValueError) as error:
-        known = [str(choice).lower() for choice in choices(axis)]
+        known = [] if axis in DERIVED else [str(choice).lower() for choice in choices(axis)]
         fix = suggestion(text, known) if known else f"write a number ({kind.__name__})."
         raise HarnessError(f"axis '{axis}' cannot be '{text}'.", fix=fix) from error
 
