@@ -14,7 +14,7 @@ from typing import NamedTuple
 from harness.checks.expectedcasts import LARGEST
 from harness.checks.mesh import neighbours
 from harness.checks.ranks import ordered, rank_names
-from harness.checks.scales import right_scale
+from harness.checks.scales import UNFIT, number_rules, power_reach, right_scale
 from harness.checks.witnesses import Witnesses
 from harness.spec.case import Case
 from harness.trace import Run
@@ -24,7 +24,6 @@ from harness.verdict import Finding
 NAME = "graph_scales"
 
 Casts = dict[int, dict[tuple[int, int], GraphCast]]  # of every rank, by step and place in it
-_POWER_TOLERANCE = 1e-6  # log2 of a scale just below a power of two may round up to it
 
 
 class _Violation(NamedTuple):
@@ -85,24 +84,11 @@ def _by_itself(case: Case, casts: Casts) -> Iterator[_Violation]:
 
 def _rules(case: Case, cast: GraphCast) -> Iterator[tuple[str, str, str]]:
     """(rule, expected, found) of every rule that one cast breaks by itself."""
-    scale = cast.scale
     if cast.target_dtype not in LARGEST:
         yield "cast to the wrong dtype", " or ".join(LARGEST), cast.target_dtype
-    if scale.dtype != "float32":
-        yield "scale of the wrong dtype", "float32", scale.dtype
-    if not (scale.minimum > 0 and math.isfinite(scale.maximum)):
-        yield "scale not finite and positive", "finite, above 0", f"{scale.minimum} to {scale.maximum}"
     if not _shape_fits(cast):
-        yield "scale of the wrong shape", f"one scale, or one per row of {list(cast.shape)}", str(scale.shape)
-    if case.float8.recipe != "tensorwise" and not scale.power_of_two:
-        yield "scale is not a power of two", "powers of two", f"{scale.minimum} to {scale.maximum}"
-    for count, rule in (
-        (cast.mismatched, "float8 data are not the cast of their source by their scale"),
-        (cast.saturated, "values saturate"),
-        (cast.nonfinite, "values are NaN or infinite"),
-    ):
-        if count:
-            yield rule, "0 elements", f"{count} of {cast.elements} elements"
+        yield "scale of the wrong shape", f"one scale, or one per row of {list(cast.shape)}", str(cast.scale.shape)
+    yield from number_rules(case, cast)
 
 
 def _shape_fits(cast: GraphCast) -> bool:
@@ -143,7 +129,7 @@ def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[_
         right = right_scale(cast.target_dtype, amax)
         if cast.scale.maximum != right:
             wanted = f"{right!r}, for amax {amax!r}"
-            yield _Violation(_UNFIT, cast, rank, wanted, f"{cast.scale.maximum!r}")
+            yield _Violation(UNFIT, cast, rank, wanted, f"{cast.scale.maximum!r}")
     else:
         most = max(each.scaled_amax_maximum for each in group.values())
         yield from _reach(rank, cast, most, most)
@@ -161,13 +147,5 @@ def _rows(rank: int, group: dict[int, GraphCast]) -> Iterator[_Violation]:
 
 
 def _reach(rank: int, cast: GraphCast, lowest: float, highest: float) -> Iterator[_Violation]:
-    """Powers of two put amax * scale into (1/2, 1] of the largest float8 value; rows of zeros are left out."""
-    limit = LARGEST.get(cast.target_dtype, math.nan)
-    if highest == 0:
-        return
-    if not (lowest / limit > 0.5 * (1 - _POWER_TOLERANCE) and highest / limit <= 1 + _POWER_TOLERANCE):
-        wanted = f"amax * scale in (1/2, 1] of {limit:g}"
-        yield _Violation(_UNFIT, cast, rank, wanted, f"{lowest / limit:.9g} to {highest / limit:.9g} of it")
-
-
-_UNFIT = "scale does not fit the largest magnitude"
+    for wanted, found in power_reach(cast.target_dtype, lowest, highest):
+        yield _Violation(UNFIT, cast, rank, wanted, found)
