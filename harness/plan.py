@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +50,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     timeout_s: float | None = None  # of every case; None scales it with the case
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
+
+    def serving(self, cases: Iterable[Case]) -> Plan:
+        """The plan of a run of these cases: what only some cases need is prepared where one needs it."""
+        return msgspec.structs.replace(self, compiles=any(case.compile != "none" for case in cases))
 
     def deadline_s(self, case: Case) -> float:
         """Seconds that one attempt at this case may take."""
