@@ -64,8 +64,11 @@ def _unfused_scatter(node: torch.fx.Node) -> str:
     if producer.target is _aten.add.Tensor:
         return "it sums several matmuls"
     if producer.target in MATMULS:
-        others = len(producer.users) > 1
-        return "the matmul has another user" if others else "the pass does not know this way from matmul to scatter"
+        if len(producer.users) > 1:
+            return "the matmul has another user"
+        if any(user.op == "output" for user in node.users):
+            return "what it scatters is saved for backward before it has arrived"
+        return "the pass does not know this way from matmul to scatter"
     return f"its input is no matmul, but {producer.target}"
 
 
