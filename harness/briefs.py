@@ -20,7 +20,8 @@ from harness.machine import installed_version
 from harness.project import Project
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, family_id
-from harness.spec.gemms import converted_fqns, scaled_mm_calls
+from harness.spec.fusion import executed_scaled_mm_calls
+from harness.spec.gemms import converted_fqns
 from harness.spec.known import KnownFault, match_known, read_known
 from harness.spec.relations import partner
 from harness.spec.rules import expected_refusal
@@ -145,6 +146,6 @@ def _brief(case: Case, shelf: _Shelf, known: tuple[KnownFault, ...]) -> Brief:
         relation=partner(case),
         refusal=refusal,
         expected_fqns=converted_fqns(case),
-        expected_scaled_mm=scaled_mm_calls(case),
+        expected_scaled_mm=executed_scaled_mm_calls(case),
     )
     return Brief(family=family_id(case), witnesses=witnesses, known=match_known(known, case))

@@ -145,7 +145,7 @@ def open_executor(plan: Plan, project: Project) -> Executor:
 
 
 def _engine(plan: Plan) -> Engine:
-    options = {"device": plan.device}
+    options = {"device": plan.device, "compile": "on" if plan.compiles else "off"}
     if plan.engine == "torchrun":
         return TorchrunEngine(plan.program, options)
     return ZygoteEngine(plan.program, options)

@@ -1,7 +1,7 @@
 """The faults: planted mistakes of the kinds that were found in real FP8 training stacks, to measure what checks see.
 
 Owns what each fault is called, where it applies and what it must change. How it is planted is `worker/faults/`'s; the
-letters A to G and the entry numbers are those of the project's catalogue of historic faults. The list itself is
+letters A to H and the entry numbers are those of the project's catalogue of historic faults. The list itself is
 `faults.toml`.
 """
 
@@ -22,7 +22,7 @@ from harness.spec.case import Case
 from harness.spec.caseid import parse_case_id
 from harness.spec.selector import parse_selector
 
-FaultClass = Literal["A", "B", "C", "D", "E", "F", "G"]
+FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H"]
 FAULT_CLASSES: dict[FaultClass, str] = {
     "A": "scale or amax over the wrong data or group",
     "B": "stale scale or stale FP8 data",
@@ -31,13 +31,15 @@ FAULT_CLASSES: dict[FaultClass, str] = {
     "E": "recompute, kernels and saved memory",
     "F": "shapes, padding, hardware rules",
     "G": "gradients, data, optimizer, metrics",
+    "H": "compiled blocks and async TP",
 }
 
 # What a fault changes first where it applies; the tests hold every fault to it.
 #   numbers  losses or gradient norms      matmuls  conversion or the number of scaled matmuls    data  the data digest
 #   operands casts alone                   traffic  collectives alone                             memory  saved bytes
+#   graphs   what was compiled or fused
 #   crash    a rank raises                 trains   a refused case trains                         nothing  equivalent
-Shows = Literal["numbers", "matmuls", "data", "operands", "traffic", "memory", "crash", "trains", "nothing"]
+Shows = Literal["numbers", "matmuls", "data", "operands", "traffic", "memory", "graphs", "crash", "trains", "nothing"]
 
 PREFIX = "fault:"  # `fault:NAME` is the injection that plants a fault
 
@@ -65,7 +67,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"{PREFIX}{self.name}"
 
     def applies(self, case: Case) -> bool:
-        """True when the fault can be planted in this case and must have its effect there."""
+        """True when the fault can be planted in this case and must have its effect there.
+
+        Faults of class H need compiled blocks; those of all others patch what compiled blocks do not call.
+        """
+        if (case.compile != "none") != (self.group == "H"):
+            return False
         return any(parse_selector(text).matches(case) for text in self.where)
 
 
@@ -87,6 +94,9 @@ CARRIER_IDS = (
     "single-rowwise-head.fp8-v2256-vpad128-f64",
     "fsdp2-rowwise_with_gw_hp-v2048-b16",
     "fsdp8-tensorwise-pad-v2048-sl40-f64",
+    "atp2-bf16-graph-v2048-b16",
+    "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-f64",
+    "fsdp2-atp2-rowwise-graph-v2048-gb2-b16-tol.0.02",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 REFUSED_CARRIER_ID = CARRIER_IDS[-1]  # an expected refusal: only faults that make it train are planted there

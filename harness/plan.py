@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ DEFAULT_PROGRAM = "harness.worker.main"
 DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
 
 # Traffic and saved memory are counted on the virtual device, and the operands of a matmul are seen by its kernel.
-CPU_PROBES = ("sketches", "operands", "traffic", "saved_memory")
+CPU_PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs")
 CUDA_PROBES = ("sketches",)
 
 EngineKind = Literal["zygote", "torchrun"]
@@ -31,6 +32,8 @@ EngineKind = Literal["zygote", "torchrun"]
 # its own second because long cases (many steps) must not be called hangs.
 _BASE_TIMEOUT_S = 120.0
 _TIMEOUT_PER_RANK_STEP_S = 1.0
+# Every rank compiles for itself: about 4 CPU seconds for graphs, 20 for code that inductor generates the first time.
+_COMPILE_TIMEOUT_S = {"none": 0.0, "graph": 20.0, "inductor": 120.0}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,15 +46,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
     probes: tuple[str, ...] = ()  # what ranks record besides losses: fields of `RankTrace`
+    compiles: bool = False  # some case compiles its blocks: the warm process pays for the first compilation
     timeout_s: float | None = None  # of every case; None scales it with the case
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
+
+    def serving(self, cases: Iterable[Case]) -> Plan:
+        """The plan of a run of these cases: what only some cases need is prepared where one needs it."""
+        return msgspec.structs.replace(self, compiles=any(case.compile != "none" for case in cases))
 
     def deadline_s(self, case: Case) -> float:
         """Seconds that one attempt at this case may take."""
         if self.timeout_s is not None:
             return self.timeout_s
-        return _BASE_TIMEOUT_S + _TIMEOUT_PER_RANK_STEP_S * case.world_size * case.train.steps
+        steps_s = _TIMEOUT_PER_RANK_STEP_S * case.world_size * case.train.steps
+        return _BASE_TIMEOUT_S + _COMPILE_TIMEOUT_S[case.compile] * case.world_size + steps_s
 
     def command(self, case_id: str) -> str:
         """The one-line command that runs this case alone, the same way."""

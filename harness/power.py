@@ -47,7 +47,7 @@ def run_power(project: Project, faults: Sequence[Fault], plan: Plan, progress: P
     check_fits(used, plan)
     progress.begin(len(used) + sum(map(len, cases.values())))
     trials: list[Trial] = []
-    with open_executor(plan, project) as executor:
+    with open_executor(plan.serving(used), project) as executor:
         session = _Session(project, used, plan, executor, progress)
         clean, interrupted = session.run(None, used)
         for fault in faults:

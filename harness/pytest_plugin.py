@@ -81,13 +81,13 @@ class CaseItem(pytest.Item):
 
     def __init__(self, *, case: Case, **rest: Any) -> None:
         super().__init__(**rest)
-        self._case = case
+        self.case = case
 
     def runtest(self) -> None:
         """Run and judge the case; anything but `passed` ends in an exception."""
         from harness.verdict import Verdict
 
-        result = _bench(self.config).run(self._case)
+        result = _bench(self.session).run(self.case)
         self.user_properties += [("verdict", result.verdict.value), ("command", result.command)]
         if result.verdict is Verdict.KNOWN:
             pytest.xfail(f"known: {result.expectation}")
@@ -148,10 +148,12 @@ class _Bench:
 _BENCH = pytest.StashKey[_Bench]()
 
 
-def _bench(config: pytest.Config) -> _Bench:
+def _bench(session: pytest.Session) -> _Bench:
+    config = session.config
     bench = config.stash.get(_BENCH, None)
     if bench is None:
-        bench = config.stash[_BENCH] = _Bench(_project(config), _plan(config))
+        plan = _plan(config).serving(item.case for item in session.items if isinstance(item, CaseItem))
+        bench = config.stash[_BENCH] = _Bench(_project(config), plan)
     return bench
 
 

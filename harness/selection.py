@@ -15,7 +15,7 @@ from harness.spec.case import Case
 from harness.spec.casefile import read_case_file
 from harness.spec.caseid import case_id, parse_case_id
 from harness.spec.matrix import Selection, select
-from harness.spec.rules import exclusions, unsupported
+from harness.spec.rules import exclusions
 from harness.spec.selector import parse_selector
 
 DEFAULT_TIER = "smoke"
@@ -63,7 +63,7 @@ def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
 def _runnable_case(text: str) -> Case:
     """The case of an id; HarnessError naming the rule that excludes it, if one does."""
     case = parse_case_id(text)
-    for rule in (*exclusions(case), *unsupported(case)):
+    for rule in exclusions(case):
         raise HarnessError(
             f"rule {rule.name} excludes this case: {rule.reason}",
             where=f"--case {text}",

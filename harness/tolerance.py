@@ -116,7 +116,8 @@ def parity_key(case: Case) -> str:
     """
     if case.train.dtype == "float64":
         return "exact"
-    ordered = case.layout.tp == 1 and case.layout.dp_replicate == 1
+    in_order = case.layout.tp == 1 and case.layout.dp_replicate == 1
+    ordered = in_order and case.compile != "inductor"  # generated code rounds elsewhere
     return "ordered" if ordered else f"{case.float8.recipe}-{case.train.dtype}"
 
 

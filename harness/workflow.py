@@ -74,7 +74,7 @@ def run_cases(project: Project, cases: Sequence[Case], plan: Plan, judge: Judge,
     """Run the given cases on the ranks of one engine; Ctrl-C leaves the rest as `not_run`."""
     started_s = time.monotonic()
     progress.begin(len(cases))
-    with open_executor(plan, project) as executor:
+    with open_executor(plan.serving(cases), project) as executor:
         bench = WitnessBench(executor, project.witness_folder(), plan)
         work = CaseWork(plan, executor, judge, bench, progress.note)
         ended = run_schedule(cases, work, progress, jobs=plan.jobs)

@@ -28,6 +28,10 @@ from harness.checks.finite import NAME as FINITE
 from harness.checks.finite import check_finite
 from harness.checks.fp8_on import NAME as FP8_ON
 from harness.checks.fp8_on import check_fp8_on
+from harness.checks.graphcasts import NAME as GRAPH_SCALES
+from harness.checks.graphcasts import check_graph_casts
+from harness.checks.graphs import NAME as GRAPHS
+from harness.checks.graphs import check_graphs
 from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
 from harness.checks.loss_vs_golden import check_loss_vs_golden
 from harness.checks.memory import NAME as MEMORY
@@ -72,9 +76,11 @@ CHECKS: tuple[Check, ...] = (
     Check(name=FP8_ON, ask=check_fp8_on),
     Check(name=PARITY, ask=check_parity, needs="sketches"),
     Check(name=SCALES, ask=check_scales, needs="operands"),
+    Check(name=GRAPH_SCALES, ask=check_graph_casts, needs="graphs"),
     Check(name=RECOMPUTE, ask=check_recompute, needs="operands"),
     Check(name=WIRE, ask=check_wire, needs="traffic"),
     Check(name=MEMORY, ask=check_memory, needs="saved_memory"),
+    Check(name=GRAPHS, ask=check_graphs, needs="graphs"),
     Check(name=METAMORPHIC, ask=check_metamorphic, needs="sketches", given="relation"),
     Check(name=ALIGNMENT, ask=check_alignment, explains_failures=True),
 )

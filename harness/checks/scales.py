@@ -19,6 +19,7 @@ from harness.checks.ranks import ordered, rank_names
 from harness.checks.witnesses import Witnesses
 from harness.spec.case import Case
 from harness.trace import RankTrace, Run
+from harness.trace.graphs import GraphCast
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding
 
@@ -44,8 +45,6 @@ class Violation(NamedTuple):
 def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """One finding for every rule that is broken: the first place, and on how many casts and ranks in all."""
     del witnesses  # the rules follow from the case alone
-    if case.compile != "none":
-        return []  # EXEMPT: compiled graphs contain no call that a probe could see
     silent = [trace.rank for trace in ordered(run) if trace.operands is None]
     if silent or not run.traces:
         message = f"casts were not recorded on {rank_names(silent)}" if silent else "no rank left a trace"
@@ -124,7 +123,20 @@ def _form_rules(case: Case, cast: CastRecord, form: CastForm | None) -> Iterator
         )
     if case.layout.tp > 1 and "tp" not in cast.mesh_axes:
         yield "cast of a local tensor, which does not know of what it is a part", "a DTensor over tp", "a plain tensor"
-    yield from _scale_rules(case, cast)
+    if cast.scale.shape not in _scale_shapes(cast):
+        yield "scale of the wrong shape", " or ".join(map(str, _scale_shapes(cast))), str(cast.scale.shape)
+    yield from number_rules(case, cast)
+
+
+def number_rules(case: Case, cast: CastRecord | GraphCast) -> Iterator[tuple[str, str, str]]:
+    """(rule, expected, found) of every rule about its numbers alone that a cast breaks, eager or in a graph."""
+    scale = cast.scale
+    if scale.dtype != "float32":
+        yield "scale of the wrong dtype", "float32", scale.dtype
+    if not (scale.minimum > 0 and math.isfinite(scale.maximum)) and cast.elements:
+        yield "scale not finite and positive", "finite, above 0", f"{scale.minimum} to {scale.maximum}"
+    if case.float8.recipe != "tensorwise" and not scale.power_of_two:
+        yield "scale is not a power of two", "powers of two", f"{scale.minimum} to {scale.maximum}"
     for count, rule in (
         (cast.mismatched, "float8 data are not the cast of their source by their scale"),
         (cast.saturated, "values saturate"),
@@ -132,18 +144,6 @@ def _form_rules(case: Case, cast: CastRecord, form: CastForm | None) -> Iterator
     ):
         if count:
             yield rule, "0 elements", f"{count} of {cast.elements} elements"
-
-
-def _scale_rules(case: Case, cast: CastRecord) -> Iterator[tuple[str, str, str]]:
-    scale = cast.scale
-    if scale.dtype != "float32":
-        yield "scale of the wrong dtype", "float32", scale.dtype
-    if not (scale.minimum > 0 and math.isfinite(scale.maximum)) and cast.elements:
-        yield "scale not finite and positive", "finite, above 0", f"{scale.minimum} to {scale.maximum}"
-    if scale.shape not in _scale_shapes(cast):
-        yield "scale of the wrong shape", " or ".join(map(str, _scale_shapes(cast))), str(scale.shape)
-    if case.float8.recipe != "tensorwise" and not scale.power_of_two:
-        yield "scale is not a power of two", "powers of two", f"{scale.minimum} to {scale.maximum}"
 
 
 def _scale_shapes(cast: CastRecord) -> tuple[tuple[int, ...], ...]:
@@ -184,32 +184,41 @@ def _reach(case: Case, rank: int, cast: CastRecord, group: list[CastRecord]) -> 
     """
     limit, amax = LARGEST.get(cast.target_dtype, math.nan), max(other.amax for other in group)
     if case.float8.recipe == "tensorwise" and scaled_dim(cast) is None:
-        right = _float32(limit / max(amax, EPS))
+        right = right_scale(cast.target_dtype, amax)
         if cast.scale.maximum != right:
             wanted = f"{right!r} = {limit:g} / amax {amax!r}"
-            yield _violation(_UNFIT, rank, cast, wanted, f"{cast.scale.maximum!r}")
+            yield _violation(UNFIT, rank, cast, wanted, f"{cast.scale.maximum!r}")
         return
-    yield from _reach_of_rows(rank, cast, group, limit)
+    yield from _reach_of_rows(rank, cast, group)
 
 
-_UNFIT = "scale does not fit the largest magnitude"
+def right_scale(target_dtype: str, amax: float) -> float:
+    """The one scale of a tensor whose largest magnitude is `amax`."""
+    return _float32(LARGEST.get(target_dtype, math.nan) / max(amax, EPS))
+
+
+UNFIT = "scale does not fit the largest magnitude"
 _POWER_TOLERANCE = 1e-6  # log2 of a scale just below a power of two may round up to it
 
 
-def _reach_of_rows(rank: int, cast: CastRecord, group: list[CastRecord], limit: float) -> Iterator[Violation]:
+def _reach_of_rows(rank: int, cast: CastRecord, group: list[CastRecord]) -> Iterator[Violation]:
     """Exempt: rows of zeros, left out by the probe; and the smallest row where rows are spread over ranks, because
     the largest magnitude of each row may be on another rank.
     """
-    highest = max(other.scaled_amax_maximum for other in group) / limit
-    lowest = min(other.scaled_amax_minimum for other in group) / limit
-    if highest == 0:
-        return
+    highest = max(other.scaled_amax_maximum for other in group)
     dim = scaled_dim(cast)
     spread = dim is None or any(placement == f"Shard({dim})" for placement in cast.placements)
-    least = highest if spread else lowest
-    if not (least > 0.5 * (1 - _POWER_TOLERANCE) and highest <= 1 + _POWER_TOLERANCE):
-        wanted = f"amax * scale in (1/2, 1] of {limit:g}"
-        yield _violation(_UNFIT, rank, cast, wanted, f"{lowest:.9g} to {highest:.9g} of it")
+    lowest = highest if spread else min(other.scaled_amax_minimum for other in group)
+    for wanted, found in power_reach(cast.target_dtype, lowest, highest):
+        yield _violation(UNFIT, rank, cast, wanted, found)
+
+
+def power_reach(target_dtype: str, lowest: float, highest: float) -> Iterator[tuple[str, str]]:
+    """(expected, found) unless powers of two put every amax * scale into (1/2, 1] of the largest float8 value."""
+    limit = LARGEST.get(target_dtype, math.nan)
+    fits = lowest / limit > 0.5 * (1 - _POWER_TOLERANCE) and highest / limit <= 1 + _POWER_TOLERANCE
+    if highest != 0 and not fits:
+        yield f"amax * scale in (1/2, 1] of {limit:g}", f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
 
 
 def _not_shared(case: Case, casts: Casts) -> Iterator[Violation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -98,6 +99,20 @@ def expected_traffic(case: Case, *, step: int, rank: int) -> Traffic:
     return dict(total)
 
 
+def limits(case: Case, *, step: int, rank: int) -> dict[Key, tuple[int, int]]:
+    """Fewest and most collectives of the kinds of which a compiled run need not send the exact number."""
+    if case.compile == "none":
+        return {}
+    found: dict[Key, tuple[int, int]] = {}
+    for term in expected_transfers(case, step=step, rank=rank):
+        key = Key(term.axis, term.kind, term.op, term.dtype)
+        fewest, most = found.get(key, (0, 0))
+        exact = term.least is None
+        least = term.times if term.least is None else min(term.times, term.least)
+        found[key] = (fewest + least, most + term.times * (1 if exact else 2))
+    return {key: limit for key, limit in found.items() if limit[0] != limit[1]}
+
+
 def recorded_traffic(trace: RankTrace, step: int) -> Traffic:
     """What one rank sent in one step."""
     total: defaultdict[Key, Amount] = defaultdict(Amount)
@@ -132,9 +147,11 @@ def _first_differences(case: Case, trace: RankTrace) -> tuple[_Difference, ...]:
     first: dict[Key, _Difference] = {}
     for step in _steps(case, trace):
         expected, found = expected_traffic(case, step=step, rank=trace.rank), recorded_traffic(trace, step)
+        allowed = limits(case, step=step, rank=trace.rank)
         for key in sorted(expected.keys() | found.keys()):
             pair = expected.get(key, Amount()), found.get(key, Amount())
-            if pair[0] != pair[1] and key not in first:
+            fewest, most = allowed.get(key, (math.inf, -math.inf))
+            if pair[0] != pair[1] and not fewest <= pair[1].times <= most and key not in first:
                 first[key] = _Difference(step, key, *pair, _purposes(case, trace.rank, step, key))
     return tuple(first.values())
 
@@ -161,7 +178,8 @@ def _in_words(case: Case, trace: RankTrace) -> tuple[_Words, ...]:
     for step in _steps(case, trace):
         expected, found = expected_traffic(case, step=step, rank=trace.rank), recorded_traffic(trace, step)
         # weights that are not cast before they are gathered need no amax either: that is one fault, not two
-        for words in _precision(case, trace.rank, step, expected, found) or _amax(step, expected, found):
+        allowed = limits(case, step=step, rank=trace.rank)
+        for words in _precision(case, trace.rank, step, expected, found) or _amax(step, expected, found, allowed):
             first.setdefault(words.message, words)
     return tuple(first.values())
 
@@ -191,9 +209,10 @@ def _gathered_bytes(traffic: Traffic) -> int:
     )
 
 
-def _amax(step: int, expected: Traffic, found: Traffic) -> list[_Words]:
+def _amax(step: int, expected: Traffic, found: Traffic, allowed: dict[Key, tuple[int, int]]) -> list[_Words]:
     """Maxima are reduced for scales only, but for the one per token of loss parallel."""
-    wanted, seen = _maxima(expected), _maxima(found)
+    within = {key for key, (fewest, most) in allowed.items() if fewest <= found.get(key, Amount()).times <= most}
+    wanted, seen = _maxima(expected, within), _maxima(found, within)
     missing = {axis: count - seen[axis] for axis, count in wanted.items() if count > seen[axis]}
     extra = {axis: count - wanted[axis] for axis, count in seen.items() if count > wanted[axis]}
     words = []
@@ -209,9 +228,10 @@ def _amax(step: int, expected: Traffic, found: Traffic) -> list[_Words]:
     return words
 
 
-def _maxima(traffic: Traffic) -> defaultdict[str, int]:
+def _maxima(traffic: Traffic, within: set[Key]) -> defaultdict[str, int]:
+    """Reductions by max along every axis, those left out whose number is within its limits."""
     counts: defaultdict[str, int] = defaultdict(int)
     for key, amount in traffic.items():
-        if key.op == "max":
+        if key.op == "max" and key not in within:
             counts[key.axis] += amount.times
     return counts

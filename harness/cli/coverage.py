@@ -25,7 +25,6 @@ _MEANINGS = {
     "covered": "in a case that trains",
     "refused": "only in cases that must be refused",
     "skipped": "possible, but in no selected case",
-    "unsupported": "not supported yet",
     "excluded": "excluded by rules",
 }
 
@@ -45,7 +44,7 @@ def coverage_command(
     as_json: bool,
     root: str | None,
 ) -> None:
-    """Account for every combination of axis values: covered, refused, skipped, unsupported or excluded."""
+    """Account for every combination of axis values: covered, refused, skipped or excluded."""
     selections = select_sources(find_project(root), Query(sources=(*sources, *tiers)))
     accounts = [(selection, coverage(selection, strength)) for selection in selections]
     if as_json:
@@ -58,7 +57,6 @@ def coverage_command(
                 "counts": account.counts,
                 "by_rule": account.by_rule,
                 "cells_excluded": selection.excluded,
-                "cells_unsupported": selection.unsupported,
                 "combinations": account.tuples,
             }
             for selection, account in accounts
@@ -76,7 +74,6 @@ def _print(selection: Selection, account: Coverage, listed: str | None) -> None:
         click.echo(f"  {count:>7}  {fate:<12} {_MEANINGS[fate]}")
     _print_rules("impossible combinations by rule", account.by_rule)
     _print_rules("cells excluded by rule", selection.excluded)
-    _print_rules("cells not supported yet by rule", selection.unsupported)
     for found in account.tuples if listed is not None else ():
         if found.fate == listed:
             because = f"  ({', '.join(found.rules)})" if found.rules else ""

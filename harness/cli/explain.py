@@ -13,7 +13,8 @@ from harness.project import Project, find_project
 from harness.spec.axes import axis_type, axis_values, case_from_axes, known_axis
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, family_id, parse_case_id, reference_case
-from harness.spec.gemms import converted_fqns, scaled_mm_calls
+from harness.spec.fusion import executed_scaled_mm_calls, joints
+from harness.spec.gemms import converted_fqns
 from harness.spec.known import match_known
 from harness.spec.rules import Rule
 from harness.spec.rules import explain as explain_rules
@@ -54,18 +55,30 @@ def _explain_case(project: Project, case: Case) -> None:
     click.echo(f"  {'tokens per rank':<18} {case.tokens_per_rank}")
     click.echo(f"  {'golden family':<18} {family_id(case)}")
     click.echo(f"  {'reference case':<18} {case_id(reference_case(case))}")
-    click.echo(f"  {'scaled matmuls':<18} {scaled_mm_calls(case)} per rank and step")
+    click.echo(f"  {'scaled matmuls':<18} {executed_scaled_mm_calls(case)} per rank and step")
     click.echo(f"  {'FP8 linears':<18} {len(fqns)}")
     for fqn in fqns:
         click.echo(f"    {fqn}")
+    _print_joints(case)
     _print_rules(project, case)
+
+
+def _print_joints(case: Case) -> None:
+    """What async TP must fuse in one block of every kind, and what it cannot."""
+    found = joints(case)
+    if not found:
+        return
+    fused = sum(joint.fuses for joint in found)
+    click.echo(f"\nasync TP: {fused} of {len(found)} collectives fused with matmuls per rank and step")
+    kinds = dict.fromkeys((joint.phase, joint.collective, joint.purpose, joint.fuses) for joint in found)
+    for phase, collective, purpose, fuses in kinds:
+        click.echo(f"  {'fused' if fuses else 'plain':<6} {phase:<9} {collective:<15} {purpose}")
 
 
 def _print_rules(project: Project, case: Case) -> None:
     click.echo("\nrules")
     found = explain_rules(case)
     _print_each("excluded", found.exclusions)
-    _print_each("not supported yet", found.unsupported)
     if found.refusal is not None:
         _print_each("must be refused", [found.refusal])
         for gemm in found.refused_gemms:
@@ -73,7 +86,7 @@ def _print_rules(project: Project, case: Case) -> None:
     fault = match_known(known_here(project), case)
     if fault is not None:
         click.echo(f"  known fault: {fault.name}: {fault.reason} ({fault.link})")
-    if not (found.exclusions or found.unsupported or found.refusal or fault):
+    if not (found.exclusions or found.refusal or fault):
         click.echo("  none: the case must train and pass every check")
 
 
@@ -89,7 +102,7 @@ def _explain_values(project: Project, words: tuple[str, ...], tier: str) -> None
     values = _parsed(words)
     census = count_cells(read_case_file(project.case_file(tier)), values)
     click.echo(f"{' '.join(words)}: {census.cells} cells in {tier}")
-    titles = {"excluded": "excluded", "unsupported": "not supported yet", "refused": "must be refused"}
+    titles = {"excluded": "excluded", "refused": "must be refused"}
     for kind, title in titles.items():
         for count in census.counts:
             if count.kind == kind:

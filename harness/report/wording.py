@@ -10,7 +10,7 @@ import re
 from harness.report.document import verdict_totals
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
-from harness.verdict import Finding
+from harness.verdict import Finding, Verdict
 
 # Colour and cursor sequences of terminals, then every character that XML 1.0 does not allow.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -42,7 +42,8 @@ def headline(result: CaseResult) -> str:
     """Why a case is not simply passed, on one line; empty when there is nothing to say."""
     if result.findings:
         more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
-        return printable(result.findings[0].message.partition("\n")[0]) + more
+        known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
+        return printable(known + result.findings[0].message.partition("\n")[0]) + more
     parts = (result.expectation and f"as expected: {result.expectation}", retried(result))
     return printable("; ".join(part for part in parts if part)).replace("\n", " ")
 

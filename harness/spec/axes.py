@@ -31,6 +31,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "dp_shard": ("layout", "dp_shard"),
     "tp": ("layout", "tp"),
     "async_tp": ("layout", "async_tp"),
+    "symm_mem": ("layout", "symm_mem"),
+    "wait_for_embedding": ("layout", "wait_for_embedding"),
     "sequence_parallel": ("layout", "sequence_parallel"),
     "loss_parallel": ("layout", "loss_parallel"),
     "recipe": ("float8", "recipe"),

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 Recipe = Literal["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CheckpointMode = Literal["none", "full", "selective_op", "selective_layer"]
+SymmMem = Literal["pipelined", "fallback"]
 CompileMode = Literal["none", "graph", "inductor"]
 Dtype = Literal["float64", "float32", "bfloat16"]
 Preset = Literal["tiny", "debug", "llama3-8b-layer"]
@@ -99,19 +100,27 @@ class Layout(Value, frozen=True, kw_only=True):
 
     `dp_replicate` > 1 with `dp_shard` > 1 is HSDP. `sequence_parallel` and `loss_parallel` say how TP is laid out and
     mean nothing at `tp` = 1, where they keep their defaults.
+
+    `symm_mem` is which implementation the fused operators of async TP have on a CPU: torch's `pipelined` one, chunk by
+    chunk, or its unfused reference `fallback`. `wait_for_embedding` says that a compiled block gets the output of the
+    embedding as a finished tensor; without it the block gets an AsyncCollectiveTensor, as in torchtitan.
     """
 
     dp_replicate: Degree = 1
     dp_shard: Degree = 1
     tp: Degree = 1
     async_tp: bool = False
+    symm_mem: SymmMem = "pipelined"
+    wait_for_embedding: bool = True
     sequence_parallel: bool = True
     loss_parallel: bool = True
 
     def __post_init__(self) -> None:
         if self.tp == 1:
-            for name in ("sequence_parallel", "loss_parallel"):
+            for name in ("sequence_parallel", "loss_parallel", "wait_for_embedding"):
                 msgspec.structs.force_setattr(self, name, True)
+        if not self.async_tp:
+            msgspec.structs.force_setattr(self, "symm_mem", "pipelined")
 
     @property
     def dp(self) -> int:
@@ -215,6 +224,11 @@ class Case(Value, frozen=True, kw_only=True):
     compile: CompileMode = "none"
     train: Train = Train()
     checks: Checks = Checks()
+
+    def __post_init__(self) -> None:
+        if self.compile == "none" and not self.layout.wait_for_embedding:
+            layout = msgspec.structs.replace(self.layout, wait_for_embedding=True)
+            msgspec.structs.force_setattr(self, "layout", layout)
 
     @property
     def world_size(self) -> int:

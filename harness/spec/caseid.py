@@ -22,6 +22,8 @@ _RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 _SHAPE_WORDS = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kvheads", "ffn_dim": "ffn"}
 _FLAGS: dict[str, dict[str, object]] = {
     "single": {},
+    "fallback": {"symm_mem": "fallback"},
+    "nowait": {"wait_for_embedding": False},
     "nosp": {"sequence_parallel": False},
     "nolp": {"loss_parallel": False},
     "ag.fp8": {"fp8_all_gather": True},
@@ -144,6 +146,10 @@ def _layout_tokens(layout: Layout) -> list[str]:
         tokens.append(f"ddp{layout.dp_replicate}")
     if layout.tp > 1 or layout.async_tp:
         tokens.append(f"{'atp' if layout.async_tp else 'tp'}{layout.tp}")
+    if layout.symm_mem == "fallback":
+        tokens.append("fallback")
+    if not layout.wait_for_embedding:
+        tokens.append("nowait")
     if not layout.sequence_parallel:
         tokens.append("nosp")
     if not layout.loss_parallel:

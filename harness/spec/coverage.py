@@ -15,15 +15,15 @@ from harness.spec.matrix import Selection, tables_of
 from harness.spec.rules import expected_refusal
 from harness.spec.space import Space, Table, spaces_of
 
-Fate = Literal["covered", "refused", "skipped", "unsupported", "excluded"]
-FATES: tuple[Fate, ...] = ("covered", "refused", "skipped", "unsupported", "excluded")
+Fate = Literal["covered", "refused", "skipped", "excluded"]
+FATES: tuple[Fate, ...] = ("covered", "refused", "skipped", "excluded")
 
 
 class Tuple(msgspec.Struct, frozen=True, kw_only=True):
     """One combination of values and what became of it.
 
     covered: a selected case that must train contains it. refused: none can train, and a selected case that must be
-    refused contains it. skipped: possible, but neither of the two. unsupported, excluded: impossible because of
+    refused contains it. skipped: possible, but neither of the two. excluded: impossible because of
     `rules`, one name when a single rule forbids it, several when only together they leave no cell.
     """
 
@@ -70,12 +70,10 @@ def _account(space: Space, selection: Selection, strength: int) -> Iterable[Tupl
     chosen = [(case, row) for case in selection.cases if (row := space.row_of(case)) is not None]
     trained = combinations_in((row for case, row in chosen if expected_refusal(case) is None), strength)
     refused = combinations_in((row for case, row in chosen if expected_refusal(case) is not None), strength)
-    excluding = tables_of(space, "excluded")
-    barring = tables_of(space, "excluded", "unsupported")
+    barring = tables_of(space, "excluded")
     training = [*barring, *tables_of(space, "refused")]
     trainable = trained | possible_combinations(space, strength, training, witnessed=trained).keys()
     runnable = trainable | possible_combinations(space, strength, barring, witnessed=trainable | refused).keys()
-    supported = runnable | possible_combinations(space, strength, excluding, witnessed=runnable).keys()
     culprits = _Culprits(space, barring)
     for combination in combinations(space, strength):
         rules: tuple[str, ...] = ()
@@ -87,7 +85,7 @@ def _account(space: Space, selection: Selection, strength: int) -> Iterable[Tupl
         elif combination in runnable:
             fate = "skipped"
         else:
-            fate = "unsupported" if combination in supported else "excluded"
+            fate = "excluded"
             rules = culprits.of(combination)
         values = tuple(space.block.groups[factor].label(value) for factor, value in combination)
         yield Tuple(block=space.block.name, values=values, fate=fate, rules=rules)

@@ -89,13 +89,22 @@ def recomputed_calls(case: Case) -> int:
 
     `selective_op` saves every second matmul of a block (torchtitan 0.2.2, `_apply_op_sac`), converted or not: the
     policy sees `aten.mm` of a Float8TrainingTensor or DTensor, so its list needs no `_scaled_mm` to include them.
+    A compiled block leaves out what backward does not read.
     """
     return sum(
         is_converted(case, f"layers.{layer}.{name}")
         for layer in range(case.model.shape.layers)
         for position, name in enumerate(BLOCK_LINEARS, start=1)
-        if is_recomputed(case, layer, position)
+        if is_recomputed(case, layer, position) and not (case.compile != "none" and _is_dead(case, name))
     )
+
+
+def _is_dead(case: Case, name: str) -> bool:
+    """True when backward does not read the output of this linear: it is the last, or what was scattered is saved."""
+    if name == BLOCK_LINEARS[-1]:
+        return True
+    scattered = case.layout.tp > 1 and case.layout.sequence_parallel
+    return name == "attention.wo" and scattered and case.checkpointing.mode == "selective_op"
 
 
 def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:

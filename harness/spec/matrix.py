@@ -15,21 +15,19 @@ from harness.spec.case import Case
 from harness.spec.casefile import CaseFile, Strength
 from harness.spec.caseid import case_id
 from harness.spec.cover import combinations_in, covering_rows, possible_combinations
-from harness.spec.rules import unsupported
 from harness.spec.space import Kind, Row, Space, Table, spaces_of
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """The cases of one file: must-run ones first, then those of every block. No case is in it twice.
 
-    `excluded` and `unsupported` count cells (and must-run cases) by rule; a cell under two rules counts for both.
+    `excluded` counts cells by rule; a cell under two rules counts for both.
     """
 
     name: str
     cases: tuple[Case, ...]
     candidates: int
     excluded: Mapping[str, int]
-    unsupported: Mapping[str, int]
     file: CaseFile
 
     @property
@@ -44,8 +42,7 @@ def select(file: CaseFile) -> Selection:
         spaces = spaces_of(file.blocks, file.max_world_size)
     except HarnessError as error:
         raise HarnessError(error.what, where=f"{file.where}: {error.where}", fix=error.fix) from error
-    runnable = [case for case in file.cases if not unsupported(case)]
-    cases = {case_id(case): case for case in runnable}
+    cases = {case_id(case): case for case in file.cases}
     for space in spaces:
         seeds = [row for case in cases.values() if (row := space.row_of(case)) is not None]
         for row in _chosen_rows(space, file.strength, seeds):
@@ -55,15 +52,14 @@ def select(file: CaseFile) -> Selection:
         name=file.name,
         cases=tuple(cases.values()),
         candidates=len(file.cases) + sum(space.cells for space in spaces),
-        excluded=_count(spaces, "excluded", ()),
-        unsupported=_count(spaces, "unsupported", file.cases),
+        excluded=_count_excluded(spaces),
         file=file,
     )
 
 
-def tables_of(space: Space, *kinds: Kind) -> list[Table]:
-    """The tables of these kinds."""
-    return [table for table in space.tables if table.kind in kinds]
+def tables_of(space: Space, kind: Kind) -> list[Table]:
+    """The tables of this kind."""
+    return [table for table in space.tables if table.kind == kind]
 
 
 def _chosen_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> list[Row]:
@@ -72,7 +68,7 @@ def _chosen_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> list
     `seeds` are cells that are selected anyway. What a refused case contains is never executed, so it counts only where
     no training case could contain it.
     """
-    barred = tables_of(space, "excluded", "unsupported")
+    barred = tables_of(space, "excluded")
     training = [*barred, *tables_of(space, "refused")]
     if strength == "full":
         return [row for row in itertools.product(*map(range, space.sizes)) if not is_hit(row, barred)]
@@ -91,12 +87,9 @@ def is_hit(row: Row, tables: Sequence[Table]) -> bool:
     return any(tuple(row[factor] for factor in table.factors) in table.hits for table in tables)
 
 
-def _count(spaces: Sequence[Space], kind: Kind, cases: Sequence[Case]) -> dict[str, int]:
+def _count_excluded(spaces: Sequence[Space]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for space in spaces:
-        for table in tables_of(space, kind):
+        for table in tables_of(space, "excluded"):
             counts[table.rule.name] = counts.get(table.rule.name, 0) + space.cells_hit(table)
-    for case in cases:
-        for rule in unsupported(case):
-            counts[rule.name] = counts.get(rule.name, 0) + 1
     return dict(sorted(counts.items()))

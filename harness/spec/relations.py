@@ -15,7 +15,7 @@ import msgspec
 
 from harness.spec.case import Case, Checkpointing, Checks, Layout
 from harness.spec.gemms import converted_fqns, linear_features
-from harness.spec.rules import exclusions, expected_refusal, unsupported
+from harness.spec.rules import exclusions, expected_refusal
 
 # bitwise: every loss, gradient norm, gradient and final parameter, on every rank. exact: the same numbers up to the
 # rounding of sums in float64.
@@ -67,12 +67,14 @@ _Rule = Callable[[Case], Relation | None]
 
 
 def _relation(rule: _Rule, case: Case) -> Relation | None:
+    if case.compile == "inductor" and rule is not _inductor:
+        return None  # generated code may round differently whatever option changes its graph
     relation = rule(msgspec.structs.replace(case, checks=Checks()))
     return relation if relation is not None and _trains(relation.partner) else None
 
 
 def _trains(case: Case) -> bool:
-    return not exclusions(case) and not unsupported(case) and expected_refusal(case) is None
+    return not exclusions(case) and expected_refusal(case) is None
 
 
 def _solo_is_sharp(case: Case) -> bool:
@@ -84,6 +86,36 @@ def _solo_is_sharp(case: Case) -> bool:
 def _scale_is_inconsistent(case: Case) -> bool:
     """True where torchao 0.18 gives a weight one scale or several, depending on when it is computed."""
     return case.float8.fp8_all_gather and case.layout.tp > 1
+
+
+def _async_tp(case: Case) -> Relation | None:
+    if not case.layout.async_tp or case.compile != "graph":
+        return None
+    return Relation(
+        name="async_tp",
+        partner=msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, async_tp=False)),
+        promise="bitwise",
+        reason="a fused operator multiplies the same rows and sums the same partial results in rank order",
+    )
+
+
+def _compile(case: Case) -> Relation | None:
+    if case.compile != "graph" or case.layout.async_tp:
+        return None
+    return Relation(
+        name="compile",
+        partner=msgspec.structs.replace(case, compile="none"),
+        promise="bitwise",
+        reason="the graph is executed operator by operator, undecomposed",
+    )
+
+
+def _inductor(case: Case) -> Relation | None:
+    if case.compile != "inductor" or case.train.dtype != "float64":
+        return None
+    eager = msgspec.structs.replace(case, compile="none", layout=msgspec.structs.replace(case.layout, async_tp=False))
+    reason = "generated code rounds in float64 only; in less it keeps float32 where eager code rounds in between"
+    return Relation(name="inductor", partner=eager, promise="exact", reason=reason)
 
 
 def _checkpointing(case: Case) -> Relation | None:
@@ -173,8 +205,16 @@ def _loss_parallel(case: Case) -> Relation | None:
     return _exact(case, "loss_parallel", True, "it splits the softmax over the vocabulary")
 
 
-_NEUTRAL: tuple[_Rule, ...] = (_checkpointing, _tp_styles, _pad_inner_dim, _fp8_all_gather, _precompute_scale)
-_RULES: tuple[_Rule, ...] = (*_NEUTRAL, _tp_degree, _hsdp, _sequence_parallel, _loss_parallel)
+_NEUTRAL: tuple[_Rule, ...] = (
+    _async_tp,
+    _compile,
+    _checkpointing,
+    _tp_styles,
+    _pad_inner_dim,
+    _fp8_all_gather,
+    _precompute_scale,
+)
+_RULES: tuple[_Rule, ...] = (*_NEUTRAL, _inductor, _tp_degree, _hsdp, _sequence_parallel, _loss_parallel)
 
 
 def _with_float8(case: Case, **changes: object) -> Case:

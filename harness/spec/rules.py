@@ -1,4 +1,4 @@
-"""Which combinations are excluded, not supported yet, or must be refused: every rule by name, with reason and source.
+"""Which combinations are excluded and which must be refused: every rule by name, with reason and source.
 
 An excluded case would be impossible or meaningless everywhere. A refused case is run, and it is a failure if it trains.
 A rule names the axes it reads, so that the matrix can judge it on part of a case; it must read no others.
@@ -31,7 +31,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exclusion(Rule, frozen=True):
-    """A combination that is left out: impossible, meaningless, or not built yet here."""
+    """A combination that is left out: impossible or meaningless."""
 
 
 class Refusal(Rule, frozen=True):
@@ -45,7 +45,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """What the rules say about a case. `refused_gemms` are the matmuls that cause the refusal, first one first."""
 
     exclusions: tuple[Exclusion, ...]
-    unsupported: tuple[Exclusion, ...]
     refusal: Refusal | None
     refused_gemms: tuple[Gemm, ...]
 
@@ -53,11 +52,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 def exclusions(case: Case) -> tuple[Exclusion, ...]:
     """The rules that exclude this case everywhere, in the order of `EXCLUSIONS`."""
     return tuple(rule for rule in EXCLUSIONS if rule.applies(case))
-
-
-def unsupported(case: Case) -> tuple[Exclusion, ...]:
-    """The rules that exclude this case because the harness cannot run it yet."""
-    return tuple(rule for rule in UNSUPPORTED if rule.applies(case))
 
 
 def expected_refusal(case: Case) -> Refusal | None:
@@ -70,7 +64,6 @@ def explain(case: Case) -> Explanation:
     refusal = expected_refusal(case)
     return Explanation(
         exclusions=exclusions(case),
-        unsupported=unsupported(case),
         refusal=refusal,
         refused_gemms=tuple(gemm for gemm in gemms(case) if is_misaligned(case, gemm)) if refusal else (),
     )
@@ -255,23 +248,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/fx_passes/micro_pipeline_tp.py",
         axes=("async_tp", "sequence_parallel", "tp"),
         applies=lambda case: case.layout.async_tp and not case.layout.sequence_parallel,
-    ),
-)
-
-UNSUPPORTED: tuple[Exclusion, ...] = (
-    Exclusion(
-        name="no_compile_yet",
-        reason="compiled runs are not built here yet",
-        source="docs/architecture.md",
-        axes=("compile",),
-        applies=lambda case: case.compile != "none",
-    ),
-    Exclusion(
-        name="no_async_tp_yet",
-        reason="async TP is not built here yet",
-        source="docs/architecture.md",
-        axes=("async_tp",),
-        applies=lambda case: case.layout.async_tp,
     ),
 )
 

@@ -1,7 +1,8 @@
 """Selectors: short expressions that pick cases by axis values and ids, as in `--select "tp=4,8 recipe!=bf16"`.
 
 Terms are separated by blanks and all must hold: `axis=value[,value...]`, `axis!=value[,value...]`, `axis>=number` and
-its kin, `id~glob`, and a bare word, which is a part of the id.
+its kin, `id~glob`, and a bare word, which is a part of the id. What follows from several axes has a name too
+(`DERIVED`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ _TERM = re.compile(r"([A-Za-z_0-9]+)(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
 _BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
+# Numbers that follow from several axes; comparable like an axis.
+DERIVED: dict[str, Callable[[Case], int]] = {
+    "world_size": lambda case: case.world_size,
+    "local_batch": lambda case: case.local_batch,
+}
+
+
 class Term(msgspec.Struct, frozen=True, kw_only=True):
     """One condition. `axis` is None for conditions on the id, whose only value is the glob or the part."""
 
@@ -33,7 +41,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
         """True when the case meets the condition."""
         if self.axis is None:
             return fnmatch.fnmatchcase(case_id(case), str(self.values[0]))
-        found = axis_values(case)[self.axis]
+        found = DERIVED[self.axis](case) if self.axis in DERIVED else axis_values(case)[self.axis]
         return _OPERATORS[self.operator](found, self.values)
 
 
@@ -77,12 +85,12 @@ def _id_part(word: str, text: str) -> Term:
 
 
 def _axis_term(axis: str, operator: str, value: str) -> Term:
-    if axis not in AXES:
-        raise HarnessError(f"unknown axis '{axis}'.", fix=suggestion(axis, ("id", *AXES)))
+    if axis not in AXES and axis not in DERIVED:
+        raise HarnessError(f"unknown axis '{axis}'.", fix=suggestion(axis, ("id", *AXES, *DERIVED)))
     if operator == "~":
         raise HarnessError("~ compares with the id alone.", fix=f"write id~{value} or {axis}={value}.")
     ordered = operator not in ("=", "!=")
-    if ordered and axis_type(axis) not in (int, float):
+    if ordered and axis not in DERIVED and axis_type(axis) not in (int, float):
         raise HarnessError(f"axis '{axis}' has no order.", fix=f"use {axis}= or {axis}!=.")
     values = (_limit(axis, value),) if ordered else tuple(_value(axis, part) for part in value.split(","))
     return Term(axis=axis, operator=operator, values=values)
@@ -101,8 +109,10 @@ def _limit(axis: str, text: str) -> float:
 
 def _value(axis: str, text: str) -> object:
     """The value that a word means on an axis; texts may be given as `a+b` where an axis holds several."""
-    kind = axis_type(axis)
+    kind = int if axis in DERIVED else axis_type(axis)
     try:
+        if axis in DERIVED:
+            return int(text)
         if kind is bool:
             return _BOOLS[text.lower()]
         if kind is tuple:
@@ -111,7 +121,7 @@ def _value(axis: str, text: str) -> object:
         number = kind in (int, float)
         return checked_value(axis, kind(text) if number else text)  # type: ignore[call-arg]
     except (KeyError, ValueError) as error:
-        known = [str(choice).lower() for choice in choices(axis)]
+        known = [] if axis in DERIVED else [str(choice).lower() for choice in choices(axis)]
         fix = suggestion(text, known) if known else f"write a number ({kind.__name__})."
         raise HarnessError(f"axis '{axis}' cannot be '{text}'.", fix=fix) from error
 

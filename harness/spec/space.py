@@ -17,11 +17,11 @@ from harness.errors import HarnessError
 from harness.spec.axes import AXES, axis_values, case_from_axes, ignored_axes
 from harness.spec.case import Case
 from harness.spec.casefile import AxisGroup, Block
-from harness.spec.rules import EXCLUSIONS, REFUSALS, UNSUPPORTED, Exclusion, Rule
+from harness.spec.rules import EXCLUSIONS, REFUSALS, Exclusion, Rule
 
 Row = tuple[int, ...]
-Kind = Literal["excluded", "unsupported", "refused"]
-KINDS: tuple[Kind, ...] = ("excluded", "unsupported", "refused")
+Kind = Literal["excluded", "refused"]
+KINDS: tuple[Kind, ...] = ("excluded", "refused")
 
 IGNORED_OPTION = Exclusion(
     name="ignored_option",
@@ -87,7 +87,6 @@ def spaces_of(blocks: Sequence[Block], max_world_size: int | None) -> tuple[Spac
     """The space of every block, with all rules tabulated. HarnessError on a cell that is no case at all."""
     rules = [*_limit(max_world_size), *EXCLUSIONS]
     kinds: list[tuple[Rule, Kind]] = [(rule, "excluded") for rule in rules]
-    kinds += [(rule, "unsupported") for rule in UNSUPPORTED]
     kinds += [(rule, "refused") for rule in REFUSALS]
     return tuple(_space(block, kinds) for block in blocks)
 

@@ -1,7 +1,8 @@
 """The collectives that a case must send: pure arithmetic of the reference Llama under torch 2.13 and torchao 0.18.
 
-Every term says what it is for and why it is there, so that a difference can be explained in words. Eager runs only: a
-compiler moves, merges and splits collectives.
+Every term says what it is for and why it is there, so that a difference can be explained in words. Compiled blocks
+send the same but for maxima: a compiler merges equal casts and recomputes what is cheap to it, so of these only a lower
+and an upper limit are known (`Transfer.least`). Async TP's pipelined scatters travel as all-to-all.
 
 Words: a *unit* is what FSDP2 gathers at once: the embedding, every block, and the final norm with the output layer.
 `tokens` are those of one rank; `residual` is the share of them that a TP rank holds between blocks.
@@ -13,6 +14,7 @@ import itertools
 from collections.abc import Iterator
 
 from harness.spec.case import Case, Value
+from harness.spec.fusion import joints
 from harness.spec.gemms import (
     BLOCK_LINEARS,
     OUTPUT_FQN,
@@ -36,6 +38,7 @@ class Transfer(Value, frozen=True, kw_only=True):
     dtype: str
     elements: int
     times: int = 1
+    least: int | None = None  # a compiled run may send fewer than `times`, down to this, and up to twice as many
     purpose: str
 
     @property
@@ -46,7 +49,6 @@ class Transfer(Value, frozen=True, kw_only=True):
 
 def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, ...]:
     """Everything that `rank` must send in `step` (1-based). All later steps equal step 2."""
-    assert case.compile == "none", "there is no formula for compiled runs"
     terms = (
         *_fsdp(case, rank),
         *_weight_amax(case, step),
@@ -264,7 +266,17 @@ def _activations(case: Case) -> Iterator[Transfer]:
         yield from _gathers(case, layers, checkpointed)
         # w2 ends the block: recomputing stops before its reduce-scatter. selective_op keeps results of reduce-scatters.
         again = 0 if case.checkpointing.mode == "selective_op" else checkpointed
-        yield _sum_of_partials(case, "reduce_scatter", 2 * layers + 1 + again, dtype, "outputs of wo, w2, embedding")
+        fused = _all_to_alls(case)
+        times = 2 * layers + 1 + again - fused
+        yield _sum_of_partials(case, "reduce_scatter", times, dtype, "outputs of wo, w2, embedding")
+        yield Transfer(
+            axis="tp",
+            kind="all_to_all",
+            dtype=dtype,
+            elements=case.tokens_per_rank * case.model.shape.dim,
+            times=fused,
+            purpose="outputs of wo, w2, scattered by the fused operator",
+        )
         yield _sum_of_partials(case, "reduce_scatter", 2 * layers + 1, dtype, "input gradients of blocks, output layer")
     else:
         yield _sum_of_partials(case, "all_reduce", 2 * layers + 1 + checkpointed, dtype, "outputs of wo, w2, embedding")
@@ -274,6 +286,13 @@ def _activations(case: Case) -> Iterator[Transfer]:
         yield Transfer(
             axis="tp", kind="all_gather", dtype=dtype, elements=case.tokens_per_rank * vocab, purpose="logits"
         )
+
+
+def _all_to_alls(case: Case) -> int:
+    """Reduce-scatters that the pipelined operators of async TP send as the pieces they sum up."""
+    if case.layout.symm_mem == "fallback":
+        return 0
+    return sum(joint.fuses and joint.collective == "reduce_scatter" for joint in joints(case))
 
 
 def _gathers(case: Case, layers: int, checkpointed: int) -> Iterator[Transfer]:
@@ -323,7 +342,7 @@ def _tensor_parallel_amax(case: Case) -> Iterator[Transfer]:
         if case.float8.tp_styles == "float8" and case.layout.sequence_parallel:
             # PrepareFloat8ModuleInput casts the sharded input before it gathers it, for attention and feed-forward
             times = 2 * (1 + is_checkpointed(case, layer))
-            yield _amax(1, times, f"inputs of layers.{layer}")
+            yield _amax(1, times, f"inputs of layers.{layer}", least=2)
     if is_converted(case, OUTPUT_FQN):
         yield from _amax_of_linear(case, OUTPUT_FQN, OUTPUT_FQN, forwards=1)
 
@@ -371,7 +390,7 @@ def _axiswise_amax(case: Case, fqn: str, name: str, forwards: int) -> Iterator[T
         yield _amax(weight_in_dgrad, 1, f"weight of {fqn} in dgrad")
 
 
-def _amax(elements: int, times: int, operand: str) -> Transfer:
+def _amax(elements: int, times: int, operand: str, *, least: int = 1) -> Transfer:
     return Transfer(
         axis="tp",
         kind="all_reduce",
@@ -379,6 +398,7 @@ def _amax(elements: int, times: int, operand: str) -> Transfer:
         dtype="float64",
         elements=elements,
         times=times,
+        least=least,
         purpose=f"amax of {operand}",
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from harness.trace.graphs import GraphTrace
 from harness.trace.operands import OperandTrace
 from harness.trace.record import Record
 from harness.trace.sketches import TensorSketch
@@ -40,11 +41,12 @@ class RankTrace(Record, frozen=True, kw_only=True):
     operands: OperandTrace | None = None
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None
+    graphs: GraphTrace | None = None
 
     @property
     def slim(self) -> RankTrace:
         """The same without what only checks need: small enough to store."""
-        return msgspec.structs.replace(self, sketches=None, operands=None, traffic=None, saved_memory=None)
+        return msgspec.structs.replace(self, sketches=None, operands=None, traffic=None, saved_memory=None, graphs=None)
 
 
 class RankFailure(Record, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ def preload(options: Mapping[str, str]) -> None:
     if options.get("device", "cpu") == "cpu":
         virtual_device.install()
         if options.get("warmup", "on") == "on":
-            warm_up()
+            warm_up(compiled=options.get("compile", "off") == "on")
 
 
 def rank_main(context: RankContext) -> bytes:
@@ -43,6 +43,9 @@ def rank_main(context: RankContext) -> bytes:
     request = msgspec.msgpack.decode(context.payload, type=RunRequest)
     torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
     context.report_phase("start")
+    # Generated code is shared by the ranks of a job and dies with it: a rank that is killed while it writes a library
+    # would break every later run that finds it.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(context.folder / "inductor")
     device = start_ranks(context, request.device)
     virtual = virtual_device.install() if request.device == "cpu" else ()
     for spec in request.injections:

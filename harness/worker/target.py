@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from harness.spec.case import Case
 from harness.worker import data, solo
 from harness.worker.checkpointing import apply_checkpointing
+from harness.worker.compiled.blocks import apply_compile
 from harness.worker.float8 import Conversion, convert
 from harness.worker.model import Llama
 from harness.worker.parallel import Meshes, apply_fsdp, apply_tp, build_meshes
@@ -39,7 +40,7 @@ class Target(NamedTuple):
 
 
 def build(case: Case, device: torch.device, *, solo_witness: bool = False) -> Target:
-    """Build model, parallelism and optimizer in the order that matters: FP8, TP, checkpointing, FSDP2."""
+    """Build model, parallelism and optimizer in the order that matters: FP8, TP, checkpointing, compile, FSDP2."""
     meshes = solo.meshes(case, device.type) if solo_witness else build_meshes(case, device.type)
     with torch.device(device):
         model = Llama(case.model.shape, vocab_size=case.model.padded_vocab_size, seq_len=case.train.seq_len)
@@ -51,6 +52,8 @@ def build(case: Case, device: torch.device, *, solo_witness: bool = False) -> Ta
     if meshes.tp is not None:
         apply_tp(model, meshes.tp, case)
     apply_checkpointing(model.layers, case.checkpointing)
+    if case.compile != "none":
+        apply_compile(model, meshes.tp, case)
     if meshes.dp is not None:
         apply_fsdp(model, meshes.dp, case)
     tokens = global_tokens(case)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from harness.spec.case import Case
 from harness.trace import RankTrace, StepTrace
 from harness.worker.float8 import after_optimizer_step
+from harness.worker.probes.graphs import GraphProbe
 from harness.worker.probes.matmuls import ScaledMMCounter
 from harness.worker.probes.operands import OperandProbe
 from harness.worker.probes.probe import ProbeFactory, ProbeSet
@@ -37,7 +38,13 @@ PROBES: dict[str, ProbeFactory] = {
     "operands": OperandProbe,
     "traffic": TrafficProbe,
     "saved_memory": SavedMemoryProbe,
+    "graphs": GraphProbe,
 }
+
+
+# What compiled code never calls, or keeps by rules of its own: not recorded of compiled runs, whose checks are parity,
+# wire, metamorphic and graphs.
+EAGER_PROBES = ("operands", "saved_memory")
 
 
 def train(
@@ -53,6 +60,8 @@ def train(
     base_memory = _peak_memory_bytes(device)
     report_phase("build")
     steps = []
+    if case.compile != "none":
+        probes = [name for name in probes if name not in EAGER_PROBES]
     with ProbeSet(probes, PROBES, case, device) as watching, ScaledMMCounter(device) as scaled_mm:
         target = build(case, device, solo_witness=solo_witness)
         watching.attach(target.model, target.meshes)

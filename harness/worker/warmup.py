@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
+from harness.worker.compiled import blocks
 from harness.worker.train import PROBES, train
 from harness.worker.virtual import collectives
 
@@ -38,18 +39,32 @@ WARMUP_CASES = (
 )
 
 
-def warm_up() -> None:
-    """Train every warm-up case under all probes as rank 0 of a world without peers, then forget its meshes."""
+COMPILED_CASE = Case(
+    layout=Layout(tp=2, async_tp=True, symm_mem="fallback"),
+    float8=Float8(recipe="tensorwise", tp_styles="float8"),
+    checkpointing=Checkpointing(mode="full"),
+    compile="graph",
+    train=Train(steps=1, global_batch=4, seq_len=16, dtype="bfloat16"),
+)
+
+
+def warm_up(*, compiled: bool = False) -> None:
+    """Train every warm-up case, under probes, as rank 0 of a world without peers, then forget its meshes.
+
+    `compiled`: a case with compiled blocks too, which takes as long as all others together.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for case in WARMUP_CASES:
+        for case in (*WARMUP_CASES, *([COMPILED_CASE] if compiled else [])):
             collectives.FABRIC.loop_back()
             dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=case.world_size)
             try:
-                train(case, torch.device("cpu"), lambda _: None, (), probes=tuple(PROBES))
+                probes = tuple(PROBES) if case.compile == "none" else ()  # those of graphs compare with other ranks
+                train(case, torch.device("cpu"), lambda _: None, (), probes=probes)
             finally:
                 dist.destroy_process_group()
                 collectives.FABRIC.disconnect()
+    blocks.forget()
     forget_meshes()
 
 
@@ -57,7 +72,7 @@ def forget_meshes() -> None:
     """Clear every cache of torch.distributed that may hold a mesh, a placement plan or a process group."""
     _clear_sharding_prop_cache()
     for found in gc.get_objects():
-        if isinstance(found, _CACHED) and (found.__module__ or "").startswith("torch.distributed"):
+        if type(found) is _CACHED and (found.__module__ or "").startswith("torch.distributed"):
             found.cache_clear()
     gc.collect()
 

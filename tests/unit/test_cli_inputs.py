@@ -6,6 +6,7 @@ import contextlib
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +95,8 @@ def test_deadline_grows_with_the_case() -> None:
     plan = Plan(slots=8)
     assert plan.deadline_s(small) < plan.deadline_s(large)
     assert Plan(slots=8, timeout_s=3.0).deadline_s(large) == 3.0
+    compiled = [msgspec.structs.replace(large, compile=mode) for mode in ("none", "graph", "inductor")]
+    assert plan.deadline_s(compiled[0]) < plan.deadline_s(compiled[1]) < plan.deadline_s(compiled[2])
 
 
 def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

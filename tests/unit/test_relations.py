@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, family_id, parse_case_id
 from harness.spec.relations import Relation, partner, relations
-from harness.spec.rules import exclusions, expected_refusal, unsupported
+from harness.spec.rules import exclusions, expected_refusal
 from harness.tolerance import parity_key
 
 
@@ -17,7 +17,7 @@ def found(text: str) -> dict[str, tuple[str, str, int | None]]:
 
 
 def trains(case: Case) -> bool:
-    return not exclusions(case) and not unsupported(case) and expected_refusal(case) is None
+    return not exclusions(case) and expected_refusal(case) is None
 
 
 def partner_of(text: str) -> tuple[str, str] | None:

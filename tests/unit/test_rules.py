@@ -16,16 +16,14 @@ from harness.spec.gemms import converted_fqns, gemms, recomputed_calls, scaled_m
 from harness.spec.rules import (
     EXCLUSIONS,
     REFUSALS,
-    UNSUPPORTED,
     Rule,
     exclusions,
     expected_refusal,
     explain,
     is_misaligned,
-    unsupported,
 )
 
-RULES: tuple[Rule, ...] = (*EXCLUSIONS, *UNSUPPORTED, *REFUSALS)
+RULES: tuple[Rule, ...] = (*EXCLUSIONS, *REFUSALS)
 
 
 def excluded_by(**axes: object) -> set[str]:
@@ -107,17 +105,12 @@ def test_every_exclusion_has_an_example() -> None:
         "fsdp2-tensorwise-ag.fp8pre-v2048-f32",
         "hsdp2x2-tp2-tensorwise-ag.fp8-tpstyle.fp8-head.fp8-pad-ac.full-v2048-b16",
         "tp4-nosp-nolp-rowwise-filter.wq-v2048-sl30-f32",
+        "single-bf16-graph-v2048-f32",
+        "atp2-rowwise-inductor-v2048-f32",
     ],
 )
 def test_sound_cases_are_not_excluded(text: str) -> None:
     assert exclusions(parse_case_id(text)) == ()
-    assert unsupported(parse_case_id(text)) == ()
-
-
-def test_what_is_not_built_yet() -> None:
-    case = case_from_axes({"async_tp": True, "tp": 2, "compile": "graph"})
-    assert exclusions(case) == ()
-    assert [rule.name for rule in unsupported(case)] == ["no_compile_yet", "no_async_tp_yet"]
 
 
 # Every line agrees with torchao 0.18 on torch 2.13, called with these shapes on the meta device.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from harness.checks.wire import Key, expected_traffic
 from harness.spec.case import Case, Checkpointing, Float8, Layout, Model, Train
-from harness.spec.rules import exclusions, expected_refusal, unsupported
+from harness.spec.rules import exclusions, expected_refusal
 from harness.spec.saved import expected_order, expected_saved
 from harness.spec.traffic import axis_of_group, converted_weight_shards, expected_transfers
 
@@ -117,7 +117,7 @@ def test_recomputing_repeats_the_collectives_of_forward_but_the_last(mode, gathe
 
 
 def _runs(case: Case) -> bool:
-    return not exclusions(case) and not unsupported(case) and expected_refusal(case) is None
+    return not exclusions(case) and expected_refusal(case) is None
 
 
 @settings(max_examples=20)

@@ -22,7 +22,7 @@ Train = Callable[..., tuple[RankTrace, ...]]
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[ZygoteEngine]:
-    with ZygoteEngine("harness.worker.main") as warm:
+    with ZygoteEngine("harness.worker.main", {"device": "cpu", "compile": "on"}) as warm:
         yield warm
 
 

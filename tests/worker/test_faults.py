@@ -13,7 +13,13 @@ from harness.spec.case import Case
 from harness.trace import RankTrace
 from harness.worker.faults.planting import FILES
 
-EVIDENCE = {"operands": ("operands",), "traffic": ("traffic",), "memory": ("saved_memory",), "nothing": ("operands",)}
+EVIDENCE = {
+    "operands": ("operands",),
+    "traffic": ("traffic",),
+    "memory": ("saved_memory",),
+    "graphs": ("graphs",),
+    "nothing": ("operands",),
+}
 
 
 def small(case: Case, steps: int) -> Case:
@@ -59,6 +65,7 @@ def changes(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> set[str]:
         "operands": differ("operands"),
         "traffic": differ("traffic"),
         "memory": differ("saved_memory"),
+        "graphs": differ("graphs"),
     }
     return {name for name, is_seen in seen.items() if is_seen}
 

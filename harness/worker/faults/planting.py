@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from harness.faults import FaultClass, fault_named
-from harness.worker.faults import amax, communication, conversion, execution, shapes, stale, training
+from harness.worker.faults import amax, communication, compiled, conversion, execution, shapes, stale, training
 
 # Every fault is the function of its name in the file of its class.
 FILES: dict[FaultClass, ModuleType] = {
@@ -16,6 +16,7 @@ FILES: dict[FaultClass, ModuleType] = {
     "E": execution,
     "F": shapes,
     "G": training,
+    "H": compiled,
 }
 
 

@@ -85,8 +85,8 @@ class SketchProbe:
 
 
 def clean_fqn(fqn: str) -> str:
-    """The FQN without what checkpointing wrappers add to it."""
-    return fqn.replace("_checkpoint_wrapped_module.", "")
+    """The FQN without what checkpointing wrappers and compilation add to it."""
+    return fqn.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor) -> TensorSketch:

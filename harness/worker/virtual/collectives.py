@@ -32,7 +32,10 @@ def create_backend(common: Any, options: Any) -> Any:
 
 
 def _group(boxed: Boxed) -> Group | Loopback:
-    group = dist.ProcessGroup.unbox(boxed)
+    return _fabric_group(dist.ProcessGroup.unbox(boxed))
+
+
+def _fabric_group(group: dist.ProcessGroup) -> Group | Loopback:
     return FABRIC.group(group.group_name, lambda: dist.get_process_group_ranks(group), group.rank)
 
 
@@ -92,7 +95,32 @@ def _write(target: torch.Tensor, flat: torch.Tensor) -> None:
     target.copy_(flat.view(target.shape))
 
 
-def _gather_into(output: torch.Tensor, tensor: torch.Tensor, group: Group | Loopback) -> None:
+def resolved(name: str) -> dist.ProcessGroup:
+    """The process group called `name`, which is how functional collectives know it."""
+    c10d: Any = dist.distributed_c10d
+    group: dist.ProcessGroup = c10d._resolve_process_group(name)
+    return group
+
+
+def group_by_name(name: str) -> Group | Loopback:
+    """The fabric's side of the process group called `name`."""
+    return _fabric_group(resolved(name))
+
+
+def all_to_all(chunks: Sequence[torch.Tensor], group: Group | Loopback) -> list[torch.Tensor]:
+    """Give `chunks[i]` (equal in shape) to group rank i; returns what every rank gave to this one, in rank order."""
+    whole = torch.stack(list(chunks))
+    parts = _share(group, "all_to_all", whole)
+    return [part.view(whole.shape)[group.rank] for part in parts]
+
+
+def everyones(tensor: torch.Tensor, group: Group | Loopback) -> list[torch.Tensor]:
+    """A copy of every rank's `tensor`, in rank order."""
+    return [part.clone().view(tensor.shape) for part in _share(group, "all_gather", tensor)]
+
+
+def gather_into(output: torch.Tensor, tensor: torch.Tensor, group: Group | Loopback) -> None:
+    """Write everyone's `tensor` into `output`, in rank order."""
     _write(
         output, torch.cat([part.view(torch.uint8) for part in _share(group, "all_gather", tensor)]).view(output.dtype)
     )
@@ -101,7 +129,7 @@ def _gather_into(output: torch.Tensor, tensor: torch.Tensor, group: Group | Loop
 def _allgather_base_(
     output: torch.Tensor, tensor: torch.Tensor, group: Boxed, async_op: bool = True, timeout: int = -1
 ) -> tuple[torch.Tensor, Boxed]:
-    _gather_into(output, tensor, _group(group))
+    gather_into(output, tensor, _group(group))
     return output, _done()
 
 
@@ -109,7 +137,7 @@ def _allgather_into_tensor_coalesced_(
     outputs: list[torch.Tensor], tensors: list[torch.Tensor], group: Boxed, async_op: bool = True
 ) -> Boxed:
     for output, tensor in zip(outputs, tensors, strict=True):
-        _gather_into(output, tensor, _group(group))
+        gather_into(output, tensor, _group(group))
     return _done()
 
 

@@ -13,15 +13,18 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from harness.worker.virtual import collectives, scaled_mm
+from harness.worker.virtual import collectives, rng, scaled_mm, symm_mem
 
-PARTS = ("collectives", "scaled_mm")
+PARTS = ("collectives", "scaled_mm", "symm_mem")
 
 
 @functools.cache
 def install() -> tuple[str, ...]:
     """Install all parts, once per process. Returns their names, sorted."""
     _override("aten", {"_scaled_mm": scaled_mm.scaled_mm, "_scaled_mm.out": scaled_mm.scaled_mm_out})
+    _override("symm_mem", symm_mem.CPU_KERNELS)
+    symm_mem.install()
+    rng.install()
     _override("c10d", collectives.CPU_KERNELS)
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     group = dist.ProcessGroup

@@ -8,7 +8,8 @@ accumulation) and differs from this by rounding only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -18,6 +19,17 @@ ScaledMMObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 # Called with (a, b, scale_a, scale_b) on every call, before the arithmetic. Probes subscribe; they must not write.
 observers: list[ScaledMMObserver] = []
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Around what the harness itself multiplies to measure a run: it is no matmul of the target."""
+    before = observers[:]
+    observers.clear()
+    try:
+        yield
+    finally:
+        observers.extend(before)
 
 
 def scaled_mm(

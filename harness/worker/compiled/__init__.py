@@ -1,0 +1,1 @@
+"""Compiled blocks: `torch.compile` of the target, async TP, and the graphs that come out of it."""

@@ -1,0 +1,271 @@
+"""Records what compilation made of the blocks, and holds every fused operator against torch's reference.
+
+The graphs are seen where inductor hands them to a user's pass, after its own. A fused operator that ran is repeated in
+its reference form, unfused and on the same inputs: a row that is not the reference's is looked for among the rows of
+all ranks, so that a swap says where the row belongs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import nn
+
+from harness.spec.case import Case
+from harness.spec.traffic import axis_of_group
+from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
+from harness.worker.compiled import backend
+from harness.worker.compiled.reasons import ALL_GATHER, MATMULS, REDUCE_SCATTER, group_name, reason
+from harness.worker.parallel import Meshes
+from harness.worker.probes.graphcasts import GraphCastWatcher
+from harness.worker.virtual import collectives, rng, scaled_mm
+from harness.worker.virtual import symm_mem as virtual_symm_mem
+
+# Rounding of sums in another order, relative to the row: results are rounded once from at least float32.
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}
+_COLLECTIVES: dict[Any, Collective] = {ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter"}
+
+
+class GraphProbe:
+    """Records a `GraphTrace`; None of a run that compiles nothing. The virtual device only."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        assert device.type == "cpu", "fused operators are seen on the virtual device only"
+        self._case = case
+        self._graphs: list[GraphRecord] = []
+        self._calls: dict[tuple[Any, ...], FusedCall] = {}
+        self._casts = GraphCastWatcher()
+        self._step = 0
+
+    def __enter__(self) -> Self:
+        backend.watchers.append(self._casts)
+        torch._inductor.config.post_grad_custom_post_pass = self._record_graph
+        virtual_symm_mem.observers.append(self._record_call)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        backend.watchers.remove(self._casts)
+        torch._inductor.config.post_grad_custom_post_pass = None
+        virtual_symm_mem.observers.remove(self._record_call)
+
+    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+        """Nothing to learn from the model: graphs are made when its blocks are first called."""
+
+    def begin_step(self, step: int) -> None:
+        """From here on executions belong to this step."""
+        self._step = step
+        self._casts.begin_step(step)
+
+    def after_backward(self, model: nn.Module) -> None:
+        """Nothing to record."""
+
+    def after_update(self, model: nn.Module) -> None:
+        """Nothing to record."""
+
+    def result(self) -> GraphTrace | None:
+        """Graphs in the order of compilation, calls in the order of their first execution."""
+        if self._case.compile == "none":
+            return None
+        return GraphTrace(
+            graphs=tuple(self._graphs),
+            calls=tuple(self._calls.values()),
+            casts=tuple(self._casts.casts) if self._case.compile == "graph" else None,
+            workarounds=tuple(sorted(rng.skipped)),
+        )
+
+    # Graphs.
+
+    def _record_graph(self, graph: torch.fx.Graph) -> None:
+        nodes = [node for node in graph.nodes if node.op == "call_function"]
+        backward = any("tangent" in node.name for node in graph.find_nodes(op="placeholder"))
+        self._graphs.append(
+            GraphRecord(
+                phase="backward" if backward else "forward",
+                fused=tuple(self._fused(node) for node in nodes if _is_fused(node)),
+                unfused=tuple(self._unfused(node) for node in nodes if node.target in _COLLECTIVES),
+                matmuls=sum(node.target in MATMULS for node in nodes),
+            )
+        )
+
+    def _fused(self, node: torch.fx.Node) -> FusedNode:
+        given = _arguments(node)
+        scale, columns = given.get("A_scale"), given.get("Bs", [None])
+        return FusedNode(
+            operator=_operator(node),
+            collective="all_gather" if "gather_dim" in given else "reduce_scatter",
+            axis=self._axis(given["group_name"]),
+            a_shape=_shape(given.get("A")),
+            a_scale_shape=None if scale is None else _shape(scale),
+            matmuls=len(columns),
+            dim=next(given[name] for name in ("gather_dim", "scatter_dim", "orig_scatter_dim") if name in given),
+            flat_dim=given.get("scatter_dim_after_maybe_reshape"),
+        )
+
+    def _unfused(self, node: torch.fx.Node) -> Unfused:
+        value = _value(node.all_input_nodes[0])
+        return Unfused(
+            collective=_COLLECTIVES[node.target],
+            axis=self._axis(group_name(node)),
+            shape=tuple(value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            reason=reason(node),
+        )
+
+    def _axis(self, name: str) -> str:
+        ranks = dist.get_process_group_ranks(collectives.resolved(name))
+        return axis_of_group(self._case, dist.get_rank(), tuple(ranks))
+
+    # Executions.
+
+    def _record_call(self, operator: str, given: dict[str, Any], result: Any) -> None:
+        with torch.no_grad():
+            found = _found(result) if symm_mem._is_test_mode else _compared(operator, given, result)
+        phase: Phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        key = (self._step, phase, operator, given["A"].shape, len(given.get("Bs", [None])))
+        before = self._calls.get(key)
+        self._calls[key] = FusedCall(
+            step=self._step,
+            phase=phase,
+            operator=operator,
+            collective="all_gather" if "gather_dim" in given else "reduce_scatter",
+            times=1 + (before.times if before else 0),
+            matmuls=len(given.get("Bs", [None])),
+            scaled="A_scale" in given,
+            rows=found.rows + (before.rows if before else 0),
+            worst=max(
+                found.worst, before.worst if before else 0.0, key=lambda each: math.inf if math.isnan(each) else each
+            ),
+            wrong_rows=found.wrong_rows + (before.wrong_rows if before else 0),
+            example=before.example if before and before.example else found.example,
+        )
+
+
+class _Comparison(NamedTuple):
+    rows: int = 0
+    worst: float = 0.0
+    wrong_rows: int = 0
+    example: WrongRow | None = None
+
+
+def _found(_: Any) -> _Comparison:
+    """The reference itself ran: there is nothing to hold it against."""
+    return _Comparison()
+
+
+def _compared(operator: str, given: dict[str, Any], result: Any) -> _Comparison:
+    """The rows of every result of a fused operator against those of its reference, on the same inputs."""
+    with virtual_symm_mem.reference(), collectives.unobserved(), scaled_mm.unobserved():
+        expected = virtual_symm_mem.run(operator, given)
+        group = collectives.group_by_name(given["group_name"])
+        scattered = "gather_dim" not in given
+        pairs = list(zip(_tensors(result), _tensors(expected), strict=True))
+        everyones = [collectives.everyones(right, group) if scattered else [right] for _, right in pairs]
+    total = _Comparison()
+    for (left, right), candidates in zip(pairs, everyones, strict=True):
+        total = _sum(total, _compare_rows(left, right, candidates, own=0 if not scattered else group.rank))
+    return total
+
+
+def _compare_rows(left: torch.Tensor, right: torch.Tensor, candidates: list[torch.Tensor], own: int) -> _Comparison:
+    distances = _row_distances(left, right)
+    allowed = _ROUNDING.get(right.dtype, 0.0)
+    wrong = (~(distances <= allowed)).nonzero().flatten().tolist()  # NaN is wrong
+    example = None
+    if wrong:
+        row = _rows(left)[wrong[0]]
+        holds = _where_it_belongs(row, candidates, allowed)
+        example = WrongRow(
+            index=_index(wrong[0], right),
+            distance=float(distances[wrong[0]]),
+            holds_rank=None if holds is None else holds[0],
+            holds_index=None if holds is None else _index(holds[1], right),
+        )
+    return _Comparison(distances.numel(), float(distances.max()) if distances.numel() else 0.0, len(wrong), example)
+
+
+def _where_it_belongs(row: torch.Tensor, candidates: list[torch.Tensor], allowed: float) -> tuple[int, int] | None:
+    """(group rank, flat row) of the reference row that is nearest to `row`, if it is that row up to rounding."""
+    everyones = torch.cat([_rows(candidate) for candidate in candidates])
+    distances = _row_distances(row.expand(everyones.shape), everyones)
+    nearest = int(distances.argmin())
+    if not distances[nearest] <= allowed:
+        return None
+    return divmod(nearest, len(everyones) // len(candidates))
+
+
+def _row_distances(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Relative to the norm of the right row, or to a hundredth of the largest where a row is nearly nothing."""
+    left, right = _rows(left), _rows(right)
+    norms = right.norm(dim=-1)
+    return (left - right).norm(dim=-1) / norms.clamp(min=float(norms.max()) / 100 if norms.numel() else 0)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]).to(torch.float64)
+
+
+def _index(flat: int, tensor: torch.Tensor) -> tuple[int, ...]:
+    index = []
+    for size in reversed(tensor.shape[:-1]):
+        flat, place = divmod(flat, size)
+        index.append(place)
+    return tuple(reversed(index))
+
+
+def _sum(one: _Comparison, other: _Comparison) -> _Comparison:
+    return _Comparison(
+        one.rows + other.rows,
+        other.worst if math.isnan(other.worst) else max(one.worst, other.worst),
+        one.wrong_rows + other.wrong_rows,
+        one.example or other.example,
+    )
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    """The results of matmuls; the gathered operand too, where it is returned and can be a matmul's input again."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif result is not None:
+        for part in result:
+            yield from _tensors(part)
+
+
+def _is_fused(node: torch.fx.Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "symm_mem"
+        and _operator(node).startswith("fused_")
+    )
+
+
+def _operator(node: torch.fx.Node) -> str:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target._schema.name.removeprefix("symm_mem::")
+
+
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def _value(node: Any) -> torch.Tensor:
+    """What a node gives; of a change of strides that the pass put in, what it was made from."""
+    while "val" not in node.meta:
+        node = node.all_input_nodes[0]
+    value: torch.Tensor = node.meta["val"]
+    return value
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(_value(node).shape)

@@ -1,0 +1,160 @@
+"""Async TP on the CPU: the fused operators of `symm_mem`, over the fabric.
+
+torch has the four operators for CUDA alone. Here the CPU gets the same Python entries, in two variants: `fallback` is
+torch's reference (a collective, then a matmul), `pipelined` is torch's own chunk and scale logic. Of the latter only
+the transport is replaced: where a GPU copies from the symmetric memory of its peers, chunk by chunk on two streams, the
+fabric exchanges all chunks at once. Chunks are consumed and produced in torch's order.
+
+Not modelled: stream order, races on symmetric buffers, and the kernels for NVLink multicast and CUTLASS.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
+
+from harness.worker.virtual import collectives
+
+# Called with (operator, arguments by name, result) after every fused operator. Probes subscribe; they must not write.
+observers: list[Callable[[str, dict[str, Any], Any], None]] = []
+
+OPERATORS = (
+    "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
+)
+
+
+def run(operator: str, given: dict[str, Any]) -> Any:
+    """The result of a fused operator for arguments by their names in its schema. Lists among them stay as they are.
+
+    It runs torch's CUDA entry, looked up now, so that a patch of it counts. The entry names its first argument
+    differently, and one of them writes into a list.
+    """
+    positional, named = [], {}
+    for argument in _schema(operator).arguments:
+        value = given.get(argument.name, argument.default_value)
+        value = list(value) if isinstance(value, list) else value
+        if argument.kwarg_only:
+            named[argument.name] = value
+        else:
+            positional.append(value)
+    return getattr(symm_mem, f"_{operator}")(*positional, **named)
+
+
+def _schema(operator: str) -> Any:
+    return getattr(torch.ops.symm_mem, operator).default._schema
+
+
+def _kernel(operator: str) -> Callable[..., Any]:
+    names = [argument.name for argument in _schema(operator).arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        result = run(operator, given)
+        for observe in observers:
+            observe(operator, given, result)
+        return result
+
+    return kernel
+
+
+CPU_KERNELS: dict[str, Callable[..., Any]] = {operator: _kernel(operator) for operator in OPERATORS}
+
+
+def install() -> None:
+    """Replace the transport, and let the pass find what it asks a GPU build of torch for."""
+    module: Any = symm_mem
+    module._pipelined_multi_all_gather_and_consume = _multi_all_gather_and_consume
+    module._pipelined_produce_and_all2all = _produce_and_all2all
+    module._pipelined_all_gather_and_consume_last_dim = _refused
+    # post_grad holds a reference of its own
+    passes: Any = post_grad
+    passes.micro_pipeline_tp_pass = _with_nccl(micro_pipeline_tp.micro_pipeline_tp_pass)
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Inside, the fused operators are torch's reference: the variant `fallback`."""
+    before = symm_mem._is_test_mode
+    symm_mem._is_test_mode = True
+    try:
+        yield
+    finally:
+        symm_mem._is_test_mode = before
+
+
+def use_reference(group_name: str) -> None:
+    """The variant `fallback` for the life of this process, with symmetric memory enabled for this group alone."""
+    symm_mem._is_test_mode = True
+    symm_mem._mocked_group_names = {group_name}
+
+
+def forget() -> None:
+    """Undo `use_reference`, and every enabled group."""
+    symm_mem._is_test_mode = False
+    symm_mem._mocked_group_names = None
+    symm_mem._group_name_to_store.clear()
+
+
+def _with_nccl(fuse: Callable[[torch.fx.Graph], None]) -> Callable[[torch.fx.Graph], None]:
+    """The pass does nothing, and says nothing, in a build of torch without NCCL."""
+
+    @functools.wraps(fuse)
+    def micro_pipeline_tp_pass(graph: torch.fx.Graph) -> None:
+        available = dist.is_nccl_available
+        dist.is_nccl_available = lambda: True
+        try:
+            fuse(graph)
+        finally:
+            dist.is_nccl_available = available
+
+    return micro_pipeline_tp_pass
+
+
+def _multi_all_gather_and_consume(
+    shard: list[torch.Tensor],
+    shard_consumer: Callable[[list[torch.Tensor], int], None],
+    ag_out: list[torch.Tensor],
+    group_name: str,
+    ag_out_needed: bool = True,
+) -> None:
+    """Gather every `shard` into its `ag_out`, then consume them: the own one first, then those of the next ranks."""
+    group = collectives.group_by_name(group_name)
+    for part, whole in zip(shard, ag_out, strict=True):
+        assert part.is_contiguous() and whole.is_contiguous(), "shards and outputs of the gather must be contiguous"
+        assert whole.shape == (part.shape[0] * group.size, *part.shape[1:]), "an output holds every rank's shard"
+        collectives.gather_into(whole, part, group)
+    pieces = [whole.chunk(group.size) for whole in ag_out]
+    for step in range(group.size):
+        source = (group.rank + step) % group.size
+        shard_consumer([chunks[source] for chunks in pieces], source)
+
+
+def _produce_and_all2all(
+    chunk_producer: Callable[[int, torch.Tensor], None],
+    output: torch.Tensor,
+    group_name: str,
+    out_chunk_dim: int = 0,
+) -> None:
+    """Produce a chunk for every rank, the next one's first and the own one last, and write what came back."""
+    group = collectives.group_by_name(group_name)
+    chunks = output.chunk(group.size, dim=out_chunk_dim)
+    produced = [torch.empty_like(chunk, memory_format=torch.contiguous_format) for chunk in chunks]
+    for step in range(1, group.size + 1):
+        target = (group.rank + step) % group.size
+        chunk_producer(target, produced[target])
+    for chunk, received in zip(chunks, collectives.all_to_all(produced, group), strict=True):
+        chunk.copy_(received)
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    raise NotImplementedError("a fused all-gather along the last dim is not part of the virtual device")

@@ -1,0 +1,121 @@
+"""What async TP must fuse: the table that was counted with torch 2.13, and what it means for the number of matmuls."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.checks.graphs import Kind, expected_fusions
+from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
+from harness.spec.caseid import parse_case_id
+from harness.spec.fusion import executed_scaled_mm_calls, extra_scaled_mm_calls, joints
+from harness.spec.gemms import scaled_mm_calls
+
+LAYERS = 2
+GATHERS = {"bf16", "tensorwise-tpstyle.fp8"}  # recipes whose gathers feed matmuls as they are
+
+
+def fused(text: str) -> dict[str, int]:
+    """Fused operators of one block: forward gathers and scatters, backward gathers and scatters."""
+    counts = expected_fusions(parse_case_id(text))
+    names = {
+        "fw_ag": Kind("forward", "all_gather"),
+        "fw_rs": Kind("forward", "reduce_scatter"),
+        "bw_ag": Kind("backward", "all_gather"),
+        "bw_rs": Kind("backward", "reduce_scatter"),
+    }
+    return {name: counts[kind] // LAYERS for name, kind in names.items()}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "tensorwise-tpstyle.fp8", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    ("ac", "bw_ag", "bw_rs"), [("", 2, 0), ("-ac.full", 4, 1), ("-ac.op", 4, 0), ("-ac.layer1", 4, 1)]
+)
+def test_the_measured_table(recipe: str, ac: str, bw_ag: int, bw_rs: int) -> None:
+    several = fused(f"atp2-{recipe}{ac}-graph-v2048-b16")
+    gathers = recipe in GATHERS
+    assert several == {"fw_ag": 2 * gathers, "fw_rs": 2, "bw_ag": bw_ag * gathers, "bw_rs": bw_rs}
+    one = fused(f"atp2-{recipe}{ac}-graph-v2048-gb1-b16")
+    assert one == {"fw_ag": 0, "fw_rs": 2, "bw_ag": 0, "bw_rs": bw_rs}
+
+
+def test_axiswise_scaling_fuses_nothing_outside_bfloat16() -> None:
+    assert not expected_fusions(parse_case_id("atp2-rowwise-graph-v2048-f32"))
+    assert expected_fusions(parse_case_id("atp2-tensorwise-graph-v2048-f32"))
+
+
+def test_filtered_linears_gather_and_fuse_in_high_precision() -> None:
+    filtered = fused("atp2-tensorwise-filter.wk+wq+wv-graph-v2048-b16")
+    assert (filtered["fw_ag"], filtered["fw_rs"]) == (1, 2)
+    mixed = fused("atp2-tensorwise-filter.wq-graph-v2048-b16")
+    assert mixed["fw_ag"] == 0
+
+
+def test_pieces_of_fused_matmuls_are_counted_each() -> None:
+    # counted on ranks: 42 plain calls, 46 with two scatters a block in two pieces, 60 with five gathered linears too
+    assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-graph-v2048-b16")) == 46
+    assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-tpstyle.fp8-graph-v2048-b16")) == 60
+    assert executed_scaled_mm_calls(parse_case_id("atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-b16")) == 84
+    assert executed_scaled_mm_calls(parse_case_id("atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-b16")) == 42
+
+
+def test_compiled_recomputes_only_what_backward_reads() -> None:
+    assert scaled_mm_calls(parse_case_id("tp2-tensorwise-ac.full-v2048-f64")) == 56
+    assert scaled_mm_calls(parse_case_id("tp2-tensorwise-ac.full-graph-v2048-f64")) == 54
+    assert scaled_mm_calls(parse_case_id("tp2-tensorwise-ac.op-v2048-f64")) == 48
+    assert scaled_mm_calls(parse_case_id("tp2-tensorwise-ac.op-graph-v2048-f64")) == 46
+    assert scaled_mm_calls(parse_case_id("tp2-nosp-tensorwise-ac.op-graph-v2048-f64")) == 48
+
+
+CASES = st.builds(
+    Case,
+    layout=st.builds(
+        Layout,
+        tp=st.sampled_from([2, 4, 8]),
+        dp_shard=st.sampled_from([1, 2]),
+        async_tp=st.just(True),
+        symm_mem=st.sampled_from(["pipelined", "fallback"]),
+    ),
+    float8=st.builds(
+        Float8,
+        recipe=st.sampled_from(["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]),
+    ),
+    checkpointing=st.builds(
+        Checkpointing,
+        mode=st.sampled_from(["none", "full", "selective_op", "selective_layer"]),
+        every=st.integers(1, 2),
+    ),
+    compile=st.just("graph"),
+    train=st.builds(Train, global_batch=st.sampled_from([2, 4, 8]), dtype=st.sampled_from(["bfloat16", "float64"])),
+)
+
+
+@given(CASES)
+def test_fusions_do_not_depend_on_the_tp_degree(case: Case) -> None:
+    other = msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, tp=2))
+    assert joints(case) == joints(other)
+
+
+@given(CASES)
+def test_every_joint_is_counted_once(case: Case) -> None:
+    kinds = Counter(Kind(joint.phase, joint.collective) for joint in joints(case))
+    blocks = case.model.shape.layers
+    assert kinds[Kind("forward", "all_gather")] == kinds[Kind("forward", "reduce_scatter")] == 2 * blocks
+    assert expected_fusions(case) <= kinds
+
+
+@given(CASES)
+def test_only_pipelined_operators_cut_matmuls(case: Case) -> None:
+    reference = msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, symm_mem="fallback"))
+    assert extra_scaled_mm_calls(reference) == 0
+    assert extra_scaled_mm_calls(case) % (case.layout.tp - 1) == 0
+
+
+@given(CASES)
+def test_nothing_is_fused_without_async_tp(case: Case) -> None:
+    plain = msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, async_tp=False))
+    assert joints(plain) == ()
