@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from harness.plan import Plan
     from harness.project import Project
     from harness.result import CaseResult
+    from harness.running.plan import Plan
     from harness.spec.case import Case
 
 
@@ -122,8 +122,8 @@ class _Bench:
     """What this process runs cases with: made for the first case, closed at the end of the session."""
 
     def __init__(self, project: Project, plan: Plan) -> None:
-        from harness.executor import open_executor
-        from harness.witness import WitnessBench
+        from harness.running.executor import open_executor
+        from harness.running.witness import WitnessBench
 
         self._project = project
         self._plan = plan
@@ -132,9 +132,9 @@ class _Bench:
 
     def run(self, case: Case) -> CaseResult:
         """The result of one case."""
-        from harness.briefs import make_briefs
-        from harness.casework import CaseWork
-        from harness.machine import hardware
+        from harness.running.briefs import make_briefs
+        from harness.running.casework import CaseWork
+        from harness.running.machine import hardware
 
         briefs = make_briefs(self._project, [case], hardware=hardware(self._plan.device))
         work = CaseWork(self._plan, self._executor, briefs, self._witnesses, lambda text: None)
@@ -167,7 +167,7 @@ def _project(config: pytest.Config) -> Project:
 def _plan(config: pytest.Config) -> Plan:
     import msgspec
 
-    from harness.plan import make_plan
+    from harness.running.plan import make_plan
 
     with _usage_errors():
         plan = make_plan(

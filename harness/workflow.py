@@ -15,23 +15,23 @@ from pathlib import Path
 
 import msgspec
 
-from harness.briefs import Briefs, make_briefs
-from harness.casework import CaseWork, Judge
 from harness.durable import DiskTrouble
 from harness.errors import HarnessError
-from harness.executor import open_executor
-from harness.machine import hardware, installed_version
-from harness.plan import Plan
-from harness.progress import Progress
 from harness.project import Project
 from harness.result import CaseResult, RunResult
-from harness.schedule import run_schedule
-from harness.selection import NothingSelected, Query, select_cases
+from harness.running.briefs import Briefs, make_briefs
+from harness.running.casework import CaseWork, Judge
+from harness.running.executor import open_executor
+from harness.running.machine import hardware, installed_version
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.schedule import run_schedule
+from harness.running.selection import NothingSelected, Query, select_cases
+from harness.running.witness import WitnessBench
 from harness.spec.case import Case
 from harness.spec.caseid import case_id
 from harness.store import RunStore
 from harness.verdict import Verdict
-from harness.witness import WitnessBench
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from harness.briefs import known_here
 from harness.engine.wire import Job
 from harness.engine.zygote import ZygoteEngine
-from harness.plan import CPU_PROBES, DEFAULT_PROGRAM
 from harness.project import find_project
 from harness.request import RunRequest
-from harness.selection import Query, select_cases
+from harness.running.briefs import known_here
+from harness.running.plan import CPU_PROBES, DEFAULT_PROGRAM
+from harness.running.selection import Query, select_cases
 from harness.spec.case import Case
 from harness.spec.caseid import case_id
 from harness.spec.known import match_known

@@ -12,10 +12,10 @@ import msgspec
 
 from harness.checks.ranks import by_value, ordered, rank_names
 from harness.checks.witnesses import Witnesses
-from harness.golden import Golden, hardware_class, update_command
+from harness.measured.golden import Golden, hardware_class, update_command
+from harness.measured.tolerance import MEASURE, Tolerance
 from harness.spec.case import Case
 from harness.spec.caseid import family_id
-from harness.tolerance import MEASURE, Tolerance
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding, Verdict
 

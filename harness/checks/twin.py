@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
-from harness.golden import Golden
+from harness.measured.golden import Golden
 from harness.trace import Run
 from harness.verdict import Finding
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
-from harness.golden import Golden
+from harness.measured.golden import Golden
+from harness.measured.tolerance import Tolerance
 from harness.spec.relations import Relation
 from harness.spec.rules import Refusal
-from harness.tolerance import Tolerance
 from harness.trace import Run
 
 

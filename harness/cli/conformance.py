@@ -40,7 +40,7 @@ def conformance_command(
     from harness.conformance.fixed import select_checks
     from harness.conformance.session import PROGRAM, RanksFailed, run_checks
     from harness.engine.zygote import ZygoteEngine
-    from harness.injection import parse_injection
+    from harness.running.injection import parse_injection
 
     checks = select_checks(globs)
     if not checks:
@@ -84,7 +84,7 @@ def _print(conclusions: list[Conclusion], seconds: float, *, verbose: bool) -> N
 
 
 def _software() -> dict[str, str | None]:
-    from harness.machine import installed_version
+    from harness.running.machine import installed_version
 
     return {name: installed_version(name) for name in ("torch", "torchao")}
 

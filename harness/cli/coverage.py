@@ -9,7 +9,7 @@ import msgspec
 
 from harness.cli.options import root_option
 from harness.project import find_project
-from harness.selection import Query, select_sources
+from harness.running.selection import Query, select_sources
 from harness.spec.coverage import Coverage, coverage
 from harness.spec.matrix import Selection
 

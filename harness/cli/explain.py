@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import click
 
-from harness.briefs import known_here
 from harness.cli.options import root_option
 from harness.errors import HarnessError
 from harness.project import Project, find_project
+from harness.running.briefs import known_here
 from harness.spec.axes import axis_type, axis_values, case_from_axes, known_axis
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, family_id, parse_case_id, reference_case
@@ -96,7 +96,7 @@ def _print_each(title: str, rules: Iterable[Rule]) -> None:
 
 
 def _explain_values(project: Project, words: tuple[str, ...], tier: str) -> None:
-    from harness.cells import count_cells
+    from harness.running.cells import count_cells
     from harness.spec.casefile import read_case_file
 
     values = _parsed(words)

@@ -8,17 +8,17 @@ import sys
 
 import click
 
-from harness.briefs import make_briefs
 from harness.cli.options import plan_options, query_options, root_option
 from harness.errors import HarnessError
-from harness.golden import Golden, compare_goldens, list_goldens, load_golden, write_golden
-from harness.machine import hardware, resolve_device
-from harness.plan import EngineKind, make_plan
-from harness.progress import open_progress
+from harness.measured.golden import Golden, compare_goldens, list_goldens, load_golden, write_golden
+from harness.measured.references import GoldenChange, make_goldens, needed_references
 from harness.project import Project, find_project
-from harness.references import GoldenChange, make_goldens, needed_references
 from harness.report.text import case_block
-from harness.selection import NothingSelected, Query, select_cases
+from harness.running.briefs import make_briefs
+from harness.running.machine import hardware, resolve_device
+from harness.running.plan import EngineKind, make_plan
+from harness.running.progress import open_progress
+from harness.running.selection import NothingSelected, Query, select_cases
 from harness.spec.case import Case
 from harness.spec.caseid import family_id
 from harness.verdict import ExitCode

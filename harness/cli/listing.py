@@ -28,7 +28,7 @@ def list_command(
     as_json: bool,
 ) -> None:
     """List the cases of tiers or files: world size and id."""
-    from harness.selection import Query, select_cases
+    from harness.running.selection import Query, select_cases
     from harness.spec.caseid import case_id
 
     query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions)

@@ -96,6 +96,6 @@ def _described(error: BaseException) -> tuple[str, ExitCode]:
 
 
 def _code(error: HarnessError) -> ExitCode:
-    from harness.selection import NothingSelected
+    from harness.running.selection import NothingSelected
 
     return ExitCode.NOTHING_RAN if isinstance(error, NothingSelected) else ExitCode.USAGE

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from harness.plan import DEFAULT_JOBS
+from harness.running.plan import DEFAULT_JOBS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -11,11 +11,11 @@ import msgspec
 
 from harness.cli.options import plan_options, root_option
 from harness.durable import write_whole
-from harness.faults import FAULT_CLASSES, Fault, all_faults, carriers_of, fault_named
-from harness.plan import EngineKind, make_plan
-from harness.progress import open_progress
+from harness.planted.faults import FAULT_CLASSES, Fault, all_faults, carriers_of, fault_named
 from harness.project import find_project
-from harness.selection import NothingSelected
+from harness.running.plan import EngineKind, make_plan
+from harness.running.progress import open_progress
+from harness.running.selection import NothingSelected
 from harness.spec.caseid import case_id
 from harness.verdict import ExitCode
 
@@ -69,7 +69,7 @@ def power_command(  # noqa: PLR0913  one parameter an option
         for fault in faults:
             click.echo(_line(fault, carriers))
         return ExitCode.GOOD
-    from harness.power import run_power
+    from harness.planted.power import run_power
     from harness.report.power import power_json, power_text
 
     plan = make_plan(device=device, engine=engine, jobs=jobs, slots=slots, timeout_s=timeout_s)

@@ -12,8 +12,6 @@ import msgspec
 from harness.cli.options import plan_options, query_options, root_option
 from harness.durable import DiskTrouble, write_whole
 from harness.errors import HarnessError
-from harness.plan import EngineKind, make_plan
-from harness.progress import open_progress
 from harness.project import find_project
 from harness.report.document import json_report
 from harness.report.junit import junit_report
@@ -21,7 +19,9 @@ from harness.report.markdown import markdown_report
 from harness.report.text import case_block, rich_table, text_report
 from harness.report.wording import totals_line
 from harness.result import RunResult
-from harness.selection import Query
+from harness.running.plan import EngineKind, make_plan
+from harness.running.progress import open_progress
+from harness.running.selection import Query
 from harness.verdict import ExitCode
 from harness.workflow import Report, rerun_query, run
 

@@ -8,13 +8,13 @@ import sys
 import click
 
 from harness.cli.options import plan_options, query_options, root_option
-from harness.noise import environment, measure, measured_cases, over_seeds
-from harness.plan import EngineKind, make_plan
-from harness.progress import open_progress
+from harness.measured.noise import environment, measure, measured_cases, over_seeds
+from harness.measured.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
 from harness.project import find_project
 from harness.report.text import case_block
-from harness.selection import NothingSelected, Query, select_cases
-from harness.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
+from harness.running.plan import EngineKind, make_plan
+from harness.running.progress import open_progress
+from harness.running.selection import NothingSelected, Query, select_cases
 from harness.verdict import ExitCode
 
 _MEASURE_EPILOG = """\b

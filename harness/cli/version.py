@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from harness.machine import installed_version
+from harness.running.machine import installed_version
 
 _SHOWN = ("fp8-harness", "torch", "torchao", "numpy")
 

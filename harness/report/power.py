@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from harness.faults import FAULT_CLASSES, FaultClass, all_faults
 from harness.jsonform import to_json
-from harness.killmatrix import LOSS_ONLY_NATS, SQNR_DB, Power, Trial
+from harness.planted.faults import FAULT_CLASSES, FaultClass, all_faults
+from harness.planted.killmatrix import LOSS_ONLY_NATS, SQNR_DB, Power, Trial
 
 _COLUMNS = ("", "fault", "case", "verdict", "step", "x limit", "loss", "sqnr", "seen by")
 _YES, _NO = "yes", "-"

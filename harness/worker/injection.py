@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from harness.faults import PREFIX
+from harness.planted.faults import PREFIX
 
 
 def inject(spec: str) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-from harness.faults import all_faults
-from harness.killmatrix import Power
-from harness.plan import make_plan
-from harness.power import run_power
+from harness.planted.faults import all_faults
+from harness.planted.killmatrix import Power
+from harness.planted.power import run_power
 from harness.project import find_project
+from harness.running.plan import make_plan
 
 pytestmark = pytest.mark.xdist_group("power")
 

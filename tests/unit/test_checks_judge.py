@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome
 from harness.checks.witnesses import Witnesses
 from harness.engine.wire import JobOutcome, JobStatus, RankOutcome, RankStatus
-from harness.golden import Golden, Provenance
+from harness.measured.golden import Golden, Provenance
+from harness.measured.tolerance import Tolerance
 from harness.spec.case import Case, Float8, Layout, Train
 from harness.spec.caseid import family_id
 from harness.spec.known import KnownFault
 from harness.spec.rules import Refusal
-from harness.tolerance import Tolerance
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.verdict import Verdict
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from harness.checks.loss_vs_golden import check_loss_vs_golden
 from harness.checks.witnesses import Witnesses
-from harness.golden import Golden, Provenance
+from harness.measured.golden import Golden, Provenance
+from harness.measured.tolerance import Tolerance
 from harness.spec.case import Case, Layout, Train
 from harness.spec.caseid import family_id
-from harness.tolerance import Tolerance
 from harness.trace import RankTrace, Run, StepTrace
 from harness.verdict import Finding, Verdict
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from harness.checks.parity import FLOAT32_LOSS, LOSS_SHARE, check_parity, worst_distance
 from harness.checks.witnesses import Witnesses
+from harness.measured.tolerance import Tolerance
 from harness.spec.case import Case, Dtype, Layout, Train
-from harness.tolerance import Tolerance
 from harness.trace import RankTrace, Run, StepTrace
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.verdict import Finding, Verdict

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from harness.checks.twin import asks_for_twin, with_twins_word
-from harness.golden import Golden, Provenance
+from harness.measured.golden import Golden, Provenance
 from harness.trace import RankTrace, Run, StepTrace
 from harness.verdict import Finding
 

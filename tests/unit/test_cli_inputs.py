@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cells import count_cells
 from harness.errors import HarnessError
-from harness.injection import parse_injection
-from harness.noise import environment, measured_cases, over_seeds
-from harness.plan import Plan, make_plan
+from harness.measured.noise import environment, measured_cases, over_seeds
 from harness.project import Project, find_project, is_case_file
-from harness.selection import Query, select_cases
+from harness.running.cells import count_cells
+from harness.running.injection import parse_injection
+from harness.running.plan import Plan, make_plan
+from harness.running.selection import Query, select_cases
 from harness.spec.case import Case, Float8, Layout, Model, Train
 from harness.spec.casefile import parse_case_file
 from harness.spec.caseid import case_id

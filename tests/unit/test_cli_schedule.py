@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.errors import HarnessError
 from harness.result import CaseResult
-from harness.schedule import run_schedule
+from harness.running.schedule import run_schedule
 from harness.spec.case import Case, Layout, Train
 from harness.spec.caseid import case_id
 from harness.verdict import Verdict

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.errors import HarnessError
-from harness.faults import CARRIER_IDS, FAULT_CLASSES, REFUSED_CARRIER_ID, all_faults, carriers_of, fault_named
-from harness.injection import parse_injection
+from harness.planted.faults import CARRIER_IDS, FAULT_CLASSES, REFUSED_CARRIER_ID, all_faults, carriers_of, fault_named
+from harness.running.injection import parse_injection
 from harness.spec.caseid import case_id, parse_case_id
 from harness.spec.rules import expected_refusal
 from harness.spec.selector import parse_selector

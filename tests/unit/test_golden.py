@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.golden import (
+from harness.measured.golden import (
     Golden,
     GoldenDamaged,
     GoldenMissing,
@@ -29,7 +29,7 @@ from harness.golden import (
     tree_commit,
     write_golden,
 )
-from harness.sealed import write_sealed
+from harness.measured.sealed import write_sealed
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 
 FAMILY = "tiny-v2048-s3"

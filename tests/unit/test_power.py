@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.killmatrix import BLIND, Power, Sight, Trial
-from harness.power import weaker_sight
+from harness.planted.killmatrix import BLIND, Power, Sight, Trial
+from harness.planted.power import weaker_sight
 from harness.report.power import power_json, power_text
 from harness.trace import RankTrace, Run, StepTrace
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from harness.measured.tolerance import parity_key
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, family_id, parse_case_id
 from harness.spec.relations import Relation, partner, relations
 from harness.spec.rules import exclusions, expected_refusal
-from harness.tolerance import parity_key
 
 
 def found(text: str) -> dict[str, tuple[str, str, int | None]]:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.spec.case import Case, Checks, Float8, Model, Train
-from harness.tolerance import (
+from harness.measured.tolerance import (
     LOSS_VS_GOLDEN,
     MAX_MARGIN,
     MIN_LAYOUTS,
@@ -32,6 +31,7 @@ from harness.tolerance import (
     validate_tolerances,
     write_evidence,
 )
+from harness.spec.case import Case, Checks, Float8, Model, Train
 
 KEY = "tiny-tensorwise-float32"
 NOISE = (0.01, 0.02, 0.04)

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from harness.engine.wire import JobOutcome, RankOutcome
-from harness.executor import Executor
-from harness.plan import Plan
+from harness.running.executor import Executor
+from harness.running.plan import Plan
+from harness.running.witness import WitnessBench
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, parse_case_id
 from harness.trace import RankTrace, Run, StepTrace
-from harness.witness import WitnessBench
 
 CASE = parse_case_id("hsdp2x2-tensorwise-ag.fp8pre-ac.full-v2048-b16")
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from harness.engine.wire import JobOutcome
-from harness.faults import Fault, all_faults, carriers_of, fault_named
+from harness.planted.faults import Fault, all_faults, carriers_of, fault_named
 from harness.spec.case import Case
 from harness.trace import RankTrace
 from harness.worker.faults.planting import FILES

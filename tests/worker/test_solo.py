@@ -7,9 +7,9 @@ import pytest
 from harness.checks.assembly import assemble, relative_distance
 from harness.checks.parity import check_parity, worst_distance
 from harness.checks.witnesses import Witnesses
+from harness.measured.tolerance import Tolerance
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, parse_case_id, solo_case
-from harness.tolerance import Tolerance
 from harness.trace import Run
 from harness.verdict import Finding
 

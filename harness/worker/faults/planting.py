@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from harness.faults import FaultClass, fault_named
+from harness.planted.faults import FaultClass, fault_named
 from harness.worker.faults import amax, communication, compiled, conversion, execution, shapes, stale, training
 
 # Every fault is the function of its name in the file of its class.

@@ -17,18 +17,18 @@ from harness.checks.fp8_on import check_fp8_on
 from harness.checks.judge import Judgement, judge
 from harness.checks.witnesses import Witnesses
 from harness.engine.wire import JobStatus
-from harness.golden import Golden, GoldenDamaged, GoldenMissing, load_golden, make_golden, tree_commit
-from harness.plan import Plan
-from harness.progress import Progress
+from harness.measured.golden import Golden, GoldenDamaged, GoldenMissing, load_golden, make_golden, tree_commit
 from harness.project import Project
 from harness.result import CaseResult
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.witness import WitnessBench
 from harness.spec.case import Case
 from harness.spec.caseid import family_id, parse_case_id, reference_case
 from harness.spec.gemms import converted_fqns, scaled_mm_calls
 from harness.spec.rules import expected_refusal
 from harness.trace import Run
 from harness.verdict import Verdict
-from harness.witness import WitnessBench
 from harness.workflow import run_cases
 
 

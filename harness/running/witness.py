@@ -20,9 +20,9 @@ import msgspec
 from harness.checks.judge import run_from_outcome
 from harness.durable import DiskTrouble, write_whole
 from harness.engine.wire import JobOutcome
-from harness.executor import Executor
-from harness.machine import arithmetic_limits
-from harness.plan import Plan
+from harness.running.executor import Executor
+from harness.running.machine import arithmetic_limits
+from harness.running.plan import Plan
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, solo_case, twin_case
 from harness.spec.relations import partner
@@ -115,7 +115,7 @@ def _versions() -> str:
 def _source_digest() -> str:
     """Over the source of what computes a witness: an edit of the rank program makes every kept one stale."""
     state = hashlib.sha256()
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     for folder in ("worker", "trace", "spec"):
         for path in sorted((here / folder).rglob("*.py")):
             state.update(str(path.relative_to(here)).encode())

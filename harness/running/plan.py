@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 
 from harness.engine.devices import cuda_names, default_cpu_slots
-from harness.injection import Injection, parse_injection
-from harness.machine import Device, resolve_device
+from harness.running.injection import Injection, parse_injection
+from harness.running.machine import Device, resolve_device
 from harness.spec.case import Case
 
 PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`

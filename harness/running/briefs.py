@@ -15,17 +15,8 @@ from harness.checks.judge import Judgement, judge
 from harness.checks.twin import asks_for_twin, with_twins_word
 from harness.checks.witnesses import Witnesses
 from harness.engine.wire import JobStatus
-from harness.golden import Golden, GoldenMissing, load_golden
-from harness.machine import installed_version
-from harness.project import Project
-from harness.spec.case import Case
-from harness.spec.caseid import case_id, family_id
-from harness.spec.fusion import executed_scaled_mm_calls
-from harness.spec.gemms import converted_fqns
-from harness.spec.known import KnownFault, match_known, read_known
-from harness.spec.relations import partner
-from harness.spec.rules import expected_refusal
-from harness.tolerance import (
+from harness.measured.golden import Golden, GoldenMissing, load_golden
+from harness.measured.tolerance import (
     Tolerance,
     ToleranceMissing,
     parity_key,
@@ -33,8 +24,17 @@ from harness.tolerance import (
     tolerance_for,
     tolerance_key,
 )
+from harness.project import Project
+from harness.running.machine import installed_version
+from harness.running.witness import WitnessBench
+from harness.spec.case import Case
+from harness.spec.caseid import case_id, family_id
+from harness.spec.fusion import executed_scaled_mm_calls
+from harness.spec.gemms import converted_fqns
+from harness.spec.known import KnownFault, match_known, read_known
+from harness.spec.relations import partner
+from harness.spec.rules import expected_refusal
 from harness.trace import Run
-from harness.witness import WitnessBench
 
 
 class Brief(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,9 +23,9 @@ from harness.engine.leases import Leases
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.wire import Job, JobOutcome
 from harness.engine.zygote import ZygoteEngine
-from harness.plan import Plan
 from harness.project import Project
 from harness.request import RunRequest
+from harness.running.plan import Plan
 from harness.spec.case import Case
 from harness.spec.caseid import case_id
 

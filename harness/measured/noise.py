@@ -14,17 +14,9 @@ import msgspec
 from harness.checks.judge import Judgement
 from harness.checks.parity import worst_distances
 from harness.engine.wire import JobStatus
-from harness.golden import hardware_class, load_golden
-from harness.machine import arithmetic_limits
-from harness.plan import Plan
-from harness.progress import Progress
-from harness.project import Project
-from harness.references import Soundness, needed_references
-from harness.result import CaseResult
-from harness.spec.case import Case, Layout
-from harness.spec.caseid import case_id, family_id, reference_case
-from harness.spec.rules import expected_refusal
-from harness.tolerance import (
+from harness.measured.golden import hardware_class, load_golden
+from harness.measured.references import Soundness, needed_references
+from harness.measured.tolerance import (
     LOSS_VS_GOLDEN,
     PARITY,
     SCHEMA,
@@ -35,9 +27,17 @@ from harness.tolerance import (
     read_evidence,
     tolerance_key,
 )
+from harness.project import Project
+from harness.result import CaseResult
+from harness.running.machine import arithmetic_limits
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.witness import WitnessBench
+from harness.spec.case import Case, Layout
+from harness.spec.caseid import case_id, family_id, reference_case
+from harness.spec.rules import expected_refusal
 from harness.trace import RankTrace, Run
 from harness.verdict import Verdict
-from harness.witness import WitnessBench
 from harness.workflow import run_cases
 
 DEFAULT_ENVIRONMENT = "default"

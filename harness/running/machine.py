@@ -14,7 +14,7 @@ from typing import Literal
 
 from harness.engine.devices import cuda_names
 from harness.errors import HarnessError
-from harness.golden import hardware_class
+from harness.measured.golden import hardware_class
 
 Device = Literal["cpu", "cuda"]
 

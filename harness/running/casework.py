@@ -14,14 +14,14 @@ import msgspec
 
 from harness.checks.judge import Judgement, run_from_outcome
 from harness.engine.wire import JobOutcome, JobStatus
-from harness.executor import Executor
-from harness.plan import Plan
 from harness.result import Attempt, CaseResult
+from harness.running.executor import Executor
+from harness.running.plan import Plan
+from harness.running.witness import WitnessBench
 from harness.spec.case import Case
 from harness.spec.caseid import case_id
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
-from harness.witness import WitnessBench
 
 MAX_ATTEMPTS = 2  # the second one only after `infra`: what ranks did is never tried again until it passes
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.faults import PREFIX, fault_named
+from harness.planted.faults import PREFIX, fault_named
 
 _FORM_FIX = "write --inject FILE.py:FUNCTION or fault:NAME."
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.sealed import Sealed, read_sealed, write_sealed
+from harness.measured.sealed import Sealed, read_sealed, write_sealed
 from harness.trace import Run
 
 SCHEMA = 1

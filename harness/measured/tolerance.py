@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.sealed import Sealed, read_sealed, write_sealed
+from harness.measured.sealed import Sealed, read_sealed, write_sealed
 from harness.spec.case import Case, ModelShape
 from harness.spec.gemms import OUTPUT_FQN, is_converted
 

@@ -15,27 +15,27 @@ from collections.abc import Sequence
 
 import msgspec
 
-from harness.briefs import Briefs, make_briefs
-from harness.casework import CaseWork
 from harness.checks.assembly import assemble, relative_distance
 from harness.checks.judge import Judgement
 from harness.engine.wire import JobStatus
-from harness.executor import Executor, open_executor
-from harness.faults import Fault, carriers_of
-from harness.golden import Golden, GoldenMissing, load_golden
-from harness.injection import parse_injection
-from harness.killmatrix import BLIND, Power, Sight, Trial
-from harness.machine import hardware
-from harness.plan import Plan
-from harness.progress import Progress
+from harness.measured.golden import Golden, GoldenMissing, load_golden
+from harness.planted.faults import Fault, carriers_of
+from harness.planted.killmatrix import BLIND, Power, Sight, Trial
 from harness.project import Project
 from harness.result import CaseResult
-from harness.schedule import run_schedule
+from harness.running.briefs import Briefs, make_briefs
+from harness.running.casework import CaseWork
+from harness.running.executor import Executor, open_executor
+from harness.running.injection import parse_injection
+from harness.running.machine import hardware
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.schedule import run_schedule
+from harness.running.witness import WitnessBench
 from harness.spec.case import Case
 from harness.spec.caseid import case_id, family_id
 from harness.trace import Run
 from harness.verdict import Finding
-from harness.witness import WitnessBench
 from harness.workflow import check_fits
 
 

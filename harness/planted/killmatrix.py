@@ -9,7 +9,7 @@ import math
 
 import msgspec
 
-from harness.faults import FaultClass
+from harness.planted.faults import FaultClass
 from harness.verdict import Verdict
 
 LOSS_ONLY_NATS = 0.01  # what a watcher of loss curves calls a difference

@@ -1,0 +1,1 @@
+"""Planted faults: the catalogue, the runs that plant them, and the matrix of what saw them."""

@@ -1,0 +1,1 @@
+"""From a plan to results: selection, briefs, schedule, work on a case, witnesses. Their order is `workflow.py`."""
