@@ -10,7 +10,7 @@ smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
 
 test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
 
 unit: $(READY)  ## run the tests that need no torch
 	$(BIN)/python -m pytest -q tests/unit

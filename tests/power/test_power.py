@@ -14,8 +14,6 @@ from harness.planted.power import run_power
 from harness.project import find_project
 from harness.running.plan import make_plan
 
-pytestmark = pytest.mark.xdist_group("power")
-
 # Faults that no check finds yet, each with the reason. A name that is found must leave this list.
 ESCAPING = {
     "batches_rotated": "dp ranks swap their slices: the same tokens are trained on and every global number is the same",

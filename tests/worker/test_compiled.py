@@ -39,7 +39,7 @@ def operators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[st
         patch.syspath_prepend(Path(__file__).parent)
         with ZygoteEngine("fusedprogram") as warm:
             folder = tmp_path_factory.mktemp("fused")
-            outcome = warm.run(Job(job_id="fused", world_size=4, payload=b"", deadline_s=60, folder=str(folder)))
+            outcome = warm.run(Job(job_id="fused", world_size=4, payload=b"", deadline_s=200, folder=str(folder)))
     assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
     yield [json.loads(rank.payload or b"") for rank in outcome.ranks]
 
