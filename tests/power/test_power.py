@@ -50,6 +50,6 @@ def test_every_fault_that_must_be_found_is_found(power: Power) -> None:
 
 def test_every_class_and_every_judging_check_has_kills(power: Power) -> None:
     caught = [trial for trial in power.trials if trial.caught]
-    assert {trial.group for trial in caught} == set("ABCDEFG")
+    assert {trial.group for trial in caught} == set("ABCDEFGH")
     checks = {check for trial in caught for check in trial.checks}
-    assert {"finite", "loss_vs_golden", "fp8_on", "alignment", "parity", "scales", "wire", "memory"} <= checks
+    assert {"finite", "loss_vs_golden", "fp8_on", "alignment", "parity", "scales", "wire", "memory", "graphs"} <= checks

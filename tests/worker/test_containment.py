@@ -71,7 +71,8 @@ def run(engine: ZygoteEngine, tmp_path: Path) -> Runner:
 
 def warm_process() -> psutil.Process:
     """The one warm process that has a toy program preloaded and this process as its parent."""
-    (warm,) = (child for child in psutil.Process().children() if "harness.engine.warm" in child.cmdline())
+    commands = {child: child.cmdline() for child in psutil.Process().children()}
+    (warm,) = (child for child, words in commands.items() if {"harness.engine.warm", "toyprogram"} <= set(words))
     return warm
 
 
