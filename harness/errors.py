@@ -1,16 +1,16 @@
-"""The one exception root of the harness: what a user can cause and mend.
+"""The base class of errors that a user can cause and fix.
 
-`HarnessError` carries who, where, what and how to fix; the command line prints it as one line and exits with 2.
-Internal invariants use `assert`, never this class.
+`HarnessError` says where, what and how to fix it; the command line prints it on one line and exits with 2. Internal
+invariants use `assert` instead.
 """
 
 from __future__ import annotations
 
 
 class HarnessError(Exception):
-    """A mistake in what was asked: bad input, a missing file, an impossible layout.
+    """Bad input, a missing file, an impossible layout.
 
-    `where` names the place (`cases/pr.toml:12`, a case id, an option); `fix` says what to do about it.
+    `where` is a file with line (`cases/pr.toml:12`), a case id or an option; `fix` says what to do about it.
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
@@ -21,7 +21,7 @@ class HarnessError(Exception):
 
     @property
     def text(self) -> str:
-        """One line: where, what, how to fix."""
+        """Where, what and how to fix it, on one line."""
         head = f"{self.where}: " if self.where else ""
         tail = f" Fix: {self.fix}" if self.fix else ""
         return f"{head}{self.what}{tail}"

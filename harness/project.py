@@ -1,7 +1,6 @@
-"""The project: where cases and goldens live, and where this machine keeps its state.
+"""The project: the folder of cases and goldens, and the state folder of this machine.
 
-Owns the layout of the two folders on disk. It does not read what is in the files (`spec/`, `golden.py`) and imports
-nothing heavy: `fp8-harness list` starts here.
+Defines their layout; `matrix/` and `evidence/` read the files. Cheap to import, because `fp8-harness list` needs it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import msgspec
 from harness.errors import HarnessError
 
 STATE_VARIABLE = "FP8_HARNESS_STATE"
-KEPT_RUNS = 20  # older stored runs of the same project are removed when a new one starts
+KEPT_RUNS = 20  # a new run removes older stored runs of the same project
 
-# TOML files under cases/ that hold records about cases, not cases.
+# TOML files in cases/ that contain records about cases instead of cases.
 _RECORD_FILES = frozenset({"known.toml", "required.toml", "quarantine.toml"})
 
 
@@ -34,47 +33,47 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def cases(self) -> Path:
-        """Folder of tier files and records."""
+        """The folder of tier files and records."""
         return self.root / "cases"
 
     @property
     def known(self) -> Path:
-        """File of recorded upstream faults; may be absent."""
+        """The file of recorded upstream faults; may not exist."""
         return self.cases / "known.toml"
 
     @property
     def leases(self) -> Path:
-        """Folder of device leases: one for all jobs of this user on this machine, whatever project they run."""
+        """The folder of device leases, shared by all jobs of this user on this machine, in any project."""
         return self.state / "leases" / (socket.gethostname() or "localhost")
 
     @property
     def runs(self) -> Path:
-        """Folder of the stored runs of this project, one folder a run, named so that they sort by time."""
+        """The folder of the stored runs of this project: one subfolder per run, whose names sort by time."""
         key = hashlib.sha256(str(self.root).encode()).hexdigest()[:16]
         return self.state / "runs" / key
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers this project has, sorted."""
+        """Names of the tiers of this project, sorted."""
         return tuple(sorted(path.stem for path in self.cases.glob("*.toml") if path.name not in _RECORD_FILES))
 
     def case_file(self, name_or_path: str) -> Path:
-        """Path of a tier (`pr`) or of a case file (`my/cases.toml`); HarnessError when there is none."""
+        """The path of a tier (`pr`) or a case file (`my/cases.toml`). Raises HarnessError if it does not exist."""
         if name_or_path.endswith(".toml") or os.sep in name_or_path:
             path = Path(name_or_path)
             if not path.is_file():
-                raise HarnessError("there is no such case file.", where=name_or_path, fix="check the path.")
+                raise HarnessError("this case file does not exist.", where=name_or_path, fix="check the path.")
             return path
         if name_or_path not in self.tiers:
             raise HarnessError(
-                f"there is no tier of this name in {self.cases}.",
+                f"{self.cases} has no tier of this name.",
                 where=name_or_path,
                 fix=_suggest(name_or_path, self.tiers),
             )
         return self.cases / f"{name_or_path}.toml"
 
     def new_run_folder(self) -> Path:
-        """Make and return the folder of a new stored run; removes runs beyond the last `KEPT_RUNS`."""
+        """Create and return the folder of a new stored run; removes all but the last `KEPT_RUNS`."""
         folder = self.runs / f"{time.time_ns():020d}-{os.getpid()}"
         try:
             folder.mkdir(parents=True)
@@ -85,15 +84,15 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return folder
 
     def stored_runs(self) -> tuple[Path, ...]:
-        """Folders of the stored runs, oldest first."""
+        """The folders of the stored runs, oldest first."""
         return tuple(sorted(self.runs.iterdir())) if self.runs.is_dir() else ()
 
     def witness_folder(self) -> Path:
-        """Where witness runs are kept; made when the first one is written."""
+        """The folder of stored witness runs; created with the first one."""
         return self.state / "witnesses"
 
     def lease_folder(self) -> Path:
-        """Make (if needed) and return the lease folder."""
+        """Create (if needed) and return the lease folder."""
         try:
             self.leases.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -102,14 +101,14 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def find_project(root: str | Path | None = None) -> Project:
-    """The project to work in: `root`, else the nearest parent of the current folder, else the one in the wheel."""
+    """The project at `root`, else at or above the working directory, else the one shipped in the wheel."""
     if root is not None:
         given = Path(root).resolve()
         if not _is_root(given):
             raise HarnessError(
                 "this is not a project root: it has no cases/ folder.",
                 where=f"--root {root}",
-                fix="name a folder that has cases/ and golden/.",
+                fix="give a folder that has cases/ and golden/.",
             )
         return Project(root=given, state=state_folder())
     here = Path.cwd()
@@ -118,17 +117,17 @@ def find_project(root: str | Path | None = None) -> Project:
 
 
 def state_folder() -> Path:
-    """Where this user's leases and stored runs are: `FP8_HARNESS_STATE`, else the user's cache folder."""
+    """The folder of leases and stored runs: `FP8_HARNESS_STATE`, else the cache folder of the user."""
     given = os.environ.get(STATE_VARIABLE)
     if given:
         return Path(given).resolve()
     with contextlib.suppress(RuntimeError):  # no home folder
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8-harness"
-    raise HarnessError("there is no home folder to keep state in.", fix=f"set {STATE_VARIABLE} to a writable folder.")
+    raise HarnessError("cannot find a home folder to keep state in.", fix=f"set {STATE_VARIABLE} to a writable folder.")
 
 
 def is_case_file(path: Path) -> bool:
-    """True when `path` is a TOML file with cases, directly in the `cases/` folder of a project."""
+    """True if `path` is a TOML file with cases, directly in the `cases/` folder of a project."""
     in_cases = path.suffix == ".toml" and path.parent.name == "cases" and _has_both(path.parent.parent)
     return in_cases and path.name not in _RECORD_FILES
 
@@ -146,9 +145,9 @@ def _shipped_root() -> Path:
     if _is_root(shipped):
         return shipped
     raise HarnessError(
-        "found no folder with cases/ and golden/ here or above.",
+        "no folder with cases/ and golden/ is here or above.",
         where=str(Path.cwd()),
-        fix="run inside a project, or name it with --root DIR.",
+        fix="run inside a project, or use --root DIR.",
     )
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from harness.matrix.case import Case
     from harness.project import Project
     from harness.result import CaseResult
     from harness.running.plan import Plan
-    from harness.spec.case import Case
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,12 +64,11 @@ class CaseFileNode(pytest.File):
     def collect(self) -> Iterator[CaseItem]:
         """One item for every selected case, named by its id."""
         from harness.errors import HarnessError
-        from harness.spec.casefile import read_case_file
-        from harness.spec.caseid import case_id
-        from harness.spec.matrix import select
+        from harness.matrix.caseid import case_id
+        from harness.running.selection import select_file
 
         try:
-            cases = select(read_case_file(self.path)).cases
+            cases = select_file(_project(self.config), self.path).cases
         except HarnessError as error:
             raise self.CollectError(error.text) from None
         for case in cases:
@@ -123,21 +122,21 @@ class _Bench:
 
     def __init__(self, project: Project, plan: Plan) -> None:
         from harness.running.executor import open_executor
-        from harness.running.witness import WitnessBench
+        from harness.running.witnesses import WitnessCache
 
         self._project = project
         self._plan = plan
         self._executor = open_executor(plan, project)
-        self._witnesses = WitnessBench(self._executor, project.witness_folder(), plan)
+        self._witnesses = WitnessCache(self._executor, project.witness_folder(), plan)
 
     def run(self, case: Case) -> CaseResult:
         """The result of one case."""
-        from harness.running.briefs import make_briefs
-        from harness.running.casework import CaseWork
+        from harness.running.case_judge import prepare_judge
+        from harness.running.case_runner import CaseRunner
         from harness.running.machine import hardware
 
-        briefs = make_briefs(self._project, [case], hardware=hardware(self._plan.device))
-        work = CaseWork(self._plan, self._executor, briefs, self._witnesses, lambda text: None)
+        judge = prepare_judge(self._project, [case], hardware=hardware(self._plan.device))
+        work = CaseRunner(self._plan, self._executor, judge, self._witnesses, lambda text: None)
         return work.run(case) or work.not_run(case)
 
     def close(self) -> None:

@@ -1,25 +1,25 @@
-"""The request: what a rank is asked to do. Encoded into a job's payload by the controller, decoded inside the rank."""
+"""The input of a rank. The controller encodes it as the payload of a job, and the rank decodes it."""
 
 from __future__ import annotations
 
 import msgspec
 
-from harness.spec.case import Case
+from harness.matrix.case import Case
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Train one case. `injections` are `FILE.py:FUNCTION` to call before the target is built, in order.
+    """Train one case. `injections` are applied in order before the target is built: `FILE.py:FUNCTION` or `fault:NAME`.
 
-    `solo`: one rank computes what all ranks of the case's layout must compute together (`worker/solo.py`).
+    `solo`: a single rank computes what all ranks of the layout must compute together.
     """
 
     case: Case
     device: str = "cpu"  # "cpu" or "cuda"
     injections: tuple[str, ...] = ()
-    probes: tuple[str, ...] = ()  # fields of RankTrace to be recorded: "sketches", "operands", "traffic", ...
+    probes: tuple[str, ...] = ()  # fields of RankTrace to record: "sketches", "operands", "traffic", ...
     solo: bool = False
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that serve this request."""
+        """Number of ranks that run this request."""
         return 1 if self.solo else self.case.world_size

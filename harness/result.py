@@ -1,25 +1,25 @@
-"""The result of one case, and of a whole run: what every report, the store and the exit code are made from."""
+"""The results of a case and of a run, from which the reports, the store and the exit code are made."""
 
 from __future__ import annotations
 
 import msgspec
 
 from harness.trace import Run
-from harness.verdict import ExitCode, Finding, Verdict, exit_code
+from harness.verdict import ExitCode, Finding, NotJudged, Verdict, exit_code
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One try at running a case. More than one means that the earlier ones ended as `infra` and were retried."""
+    """One attempt at running a case. It is retried only after an attempt that ended as `infra`."""
 
     verdict: Verdict
     message: str
     wall_s: float
     cpu_s: float
-    detected_s: float | None = None  # from start to the detection of the first failure
+    detected_s: float | None = None  # from the start to the detection of the first failure
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one case ended. `expectation` names the refusal or the known fault that this case must show, if any."""
+    """The result of one case. `expectation` names the refusal or known fault that the case must show, if any."""
 
     case_id: str
     verdict: Verdict
@@ -27,32 +27,42 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[Attempt, ...]
     world_size: int
     expectation: str | None = None
-    run: Run | None = None  # None when nothing came back
-    checks: tuple[str, ...] = ()  # names of the checks that were executed, in order
-    command: str = ""  # reproduces this case alone
+    run: Run | None = None  # None if no rank reported anything
+    checks: tuple[str, ...] = ()  # names of the checks that ran, in order
+    not_judged: tuple[NotJudged, ...] = ()  # the other checks, with the reason
+    command: str = ""  # runs only this case again
 
     @property
     def seconds(self) -> float:
-        """Wall seconds of all attempts together."""
+        """Wall seconds of all attempts."""
         return sum(attempt.wall_s for attempt in self.attempts)
 
     @property
     def cpu_s(self) -> float:
-        """User + system seconds of all ranks and attempts together."""
+        """User + system seconds of all ranks and attempts."""
         return sum(attempt.cpu_s for attempt in self.attempts)
 
 
+class WitnessMade(msgspec.Struct, frozen=True, kw_only=True):
+    """A witness that had to be run because none was kept, such as "solo single-rowwise-v2048-f64"."""
+
+    name: str
+    cpu_s: float
+
+
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run: results in the order of selection. `interrupted` means that Ctrl-C cut it short."""
+    """The results of a run, in the order of selection. `interrupted`: Ctrl-C ended it early."""
 
     results: tuple[CaseResult, ...]
     wall_s: float
     interrupted: bool = False
     provenance: dict[str, str] = {}
+    witnesses: tuple[WitnessMade, ...] = ()
+    left_out: tuple[str, ...] = ()  # ids that were selected and did not fit into the budget
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of the command that made this run."""
+        """The exit code of the run."""
         if self.interrupted:
             return ExitCode.INTERRUPTED
         return exit_code([result.verdict for result in self.results])

@@ -1,7 +1,6 @@
-"""Results on disk: one line of JSON per case, on the disk before the next case is reported.
+"""Results on disk: `results.jsonl` in the folder of a run, one line of JSON per case.
 
-Whatever interrupts a run, what was finished stays readable. Owns the file `results.jsonl` of one folder; it does not
-know which folder that is (`project.py`) or what is done with the results.
+Every line is on disk before the next case is reported, so an interrupted run keeps the results of all finished cases.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ FILE_NAME = "results.jsonl"
 
 
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder holds. `damaged` names every line that could not be read: those cases are unknown, not passed."""
+    """The results in a folder. `damaged` lists the lines that could not be read: these cases did not pass."""
 
-    results: tuple[CaseResult, ...]  # one a case, the last one if it was stored more than once, in the order of storing
+    results: tuple[CaseResult, ...]  # the last one of every case, in the order of storing
     damaged: tuple[str, ...] = ()
 
     @property
     def failed_ids(self) -> tuple[str, ...]:
-        """Ids of the cases that were not good, in the order of storing."""
+        """Ids of the cases that are not good, in the order of storing."""
         return tuple(result.case_id for result in self.results if not result.verdict.good)
 
 
@@ -38,7 +37,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStore:
-    """The results of one run, in one folder. Any thread may append."""
+    """The results of one run, in one folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
@@ -46,22 +45,23 @@ class RunStore:
 
     @property
     def path(self) -> Path:
-        """The file of results; it may not exist yet."""
+        """The file of the results; it may not exist yet."""
         return self._path
 
     def append(self, result: CaseResult) -> None:
-        """Add one result and wait until it is on the disk. Raises `DiskTrouble`."""
+        """Append one result and fsync. Raises `WriteFailed`."""
         with self._lock:
             append_line(self._path, to_json(_Line(schema=SCHEMA, result=result)))
 
     def read(self) -> StoredRun:
-        """Everything stored so far; an empty run when nothing is. Raises `HarnessError` when the file is unreadable."""
+        """All results stored so far; empty if none are. Raises `HarnessError` if the file cannot be read."""
         try:
             lines = self._path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return StoredRun(results=())
         except OSError as error:
-            raise HarnessError(f"cannot be read: {error.strerror}.", where=str(self._path)) from error
+            what = f"cannot be read: {error.strerror}."
+            raise HarnessError(what, where=str(self._path), fix="check its permissions.") from error
         results: dict[str, CaseResult] = {}
         damaged = []
         for number, line in enumerate(lines, 1):

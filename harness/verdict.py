@@ -1,7 +1,4 @@
-"""Verdicts and findings: how a case ended, and what is wrong with it.
-
-Owns the closed list of verdicts, their order of severity and how a run of many cases reduces to an exit code.
-"""
+"""Verdicts and findings: how a case ended, and what is wrong with it. And the exit code of a run of many cases."""
 
 from __future__ import annotations
 
@@ -14,35 +11,35 @@ class Verdict(enum.Enum):
     """How a case ended. The value is the name used in every report."""
 
     PASSED = "passed"
-    NUMERIC = "numeric"  # a number is off: loss, gradient, parameter
-    INVARIANT = "invariant"  # a rule is broken: shapes, scales, conversion, wire, graph
+    NUMERIC = "numeric"  # a number is outside its tolerance: loss, gradient, parameter
+    INVARIANT = "invariant"  # another check failed: shapes, scales, conversion, traffic, graphs, missing references
     CRASH = "crash"  # a rank raised, exited or was killed
     HANG = "hang"  # the deadline passed
     INFRA = "infra"  # the harness or the machine failed, not the case; the only verdict that is retried
-    KNOWN = "known"  # failed exactly as a recorded upstream fault says
-    UNEXPECTED_PASS = "unexpected_pass"  # a recorded fault is gone: the record must be closed
-    NOT_RUN = "not_run"  # asked for but never started: interrupted, or no witness
+    KNOWN = "known"  # failed exactly as recorded for an upstream fault
+    UNEXPECTED_PASS = "unexpected_pass"  # passed although an upstream fault is recorded: the record must be closed
+    NOT_RUN = "not_run"  # selected but never started
 
     @property
     def good(self) -> bool:
-        """True when nothing has to be done about it."""
+        """True when nothing needs to be fixed."""
         return self in (Verdict.PASSED, Verdict.KNOWN)
 
     @property
     def phrase(self) -> str:
-        """What it means, as the end of the sentence 'the case ...'."""
+        """What it means, as the end of a sentence that starts with the case id."""
         return _PHRASES[self]
 
 
 _PHRASES = {
     Verdict.PASSED: "passed every check",
     Verdict.NUMERIC: "computed wrong numbers",
-    Verdict.INVARIANT: "broke a rule that must always hold",
+    Verdict.INVARIANT: "failed a non-numeric check",
     Verdict.CRASH: "crashed",
     Verdict.HANG: "did not finish in time",
     Verdict.INFRA: "could not be run: the machine or the harness failed",
-    Verdict.KNOWN: "failed as its recorded upstream fault says",
-    Verdict.UNEXPECTED_PASS: "passed although a fault is recorded for it",
+    Verdict.KNOWN: "failed as recorded for an upstream fault",
+    Verdict.UNEXPECTED_PASS: "passed although an upstream fault is recorded for it",
     Verdict.NOT_RUN: "was not run",
 }
 
@@ -59,20 +56,31 @@ class ExitCode(enum.IntEnum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that is wrong: which check saw it, where, what it expected and what it found."""
+    """One thing that is wrong: which check found it, where, what was expected and what was found."""
 
     check: str
     message: str
-    verdict: Verdict = Verdict.INVARIANT  # what this finding makes of the case: NUMERIC or INVARIANT
+    verdict: Verdict = Verdict.INVARIANT  # of the case, if this is its worst finding: NUMERIC or INVARIANT
     step: int | None = None
     rank: int | None = None
-    module: str | None = None  # FQN of the module the finding is about
+    module: str | None = None  # FQN
     expected: str | None = None
     found: str | None = None
 
 
+class NotJudged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A check that was not executed, and why.
+
+    `unverified`: it applies to the case, but its formula was not verified with the installed versions.
+    """
+
+    check: str
+    reason: str
+    unverified: bool = False
+
+
 def exit_code(verdicts: list[Verdict]) -> ExitCode:
-    """Reduce a run to its exit code. Real failures outrank infrastructure; nothing run is a failure of its own."""
+    """The exit code of a run. Failed cases outrank infrastructure failures; a run in which nothing ran has its own."""
     if not any(verdict is not Verdict.NOT_RUN for verdict in verdicts):
         return ExitCode.NOTHING_RAN
     bad = [verdict for verdict in verdicts if not verdict.good]

@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from harness.durable import DiskTrouble
+from harness.durable import WriteFailed
 from harness.errors import HarnessError
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
 from harness.project import Project
 from harness.result import CaseResult, RunResult
-from harness.running.briefs import Briefs, make_briefs
-from harness.running.casework import CaseWork, Judge
+from harness.running.budget import cases_within
+from harness.running.case_judge import CaseJudge, prepare_judge
+from harness.running.case_runner import CaseRunner, Judge
 from harness.running.executor import open_executor
 from harness.running.machine import hardware, installed_version
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
-from harness.running.selection import NothingSelected, Query, select_cases
-from harness.running.witness import WitnessBench
-from harness.spec.case import Case
-from harness.spec.caseid import case_id
+from harness.running.selection import NothingSelected, Query, select_cases, select_sources
+from harness.running.witnesses import WitnessCache
 from harness.store import RunStore
 from harness.verdict import Verdict
 
@@ -46,17 +47,27 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
 
     Raises `HarnessError` before any rank starts when the input is bad. A case that fails is a result, never an error.
     """
-    cases = select_cases(project, query)
+    cases, left_out = _in_budget(project, query, progress)
     check_fits(cases, plan)
-    briefs = make_briefs(project, cases, hardware=hardware(plan.device))
-    _announce(briefs, progress)
+    judge = prepare_judge(project, cases, hardware=hardware(plan.device))
+    _announce(judge, progress)
     store = RunStore(project.new_run_folder())
-    recorder = _Recorder(store, progress)
-    result = run_cases(project, cases, plan, briefs, recorder)
+    keep = _Storing(store, progress).keep
+    result = run_cases(project, cases, plan, judge, progress, keep=keep)
     for each in result.results:
         if each.verdict is Verdict.NOT_RUN:
-            recorder.keep(each)
-    return Report(result=result, stored=store.path)
+            keep(each)
+    return Report(result=msgspec.structs.replace(result, left_out=left_out), stored=store.path)
+
+
+def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tuple[Case, ...], tuple[str, ...]]:
+    """The selected cases, and the ids of those that do not fit into the budget of the query."""
+    cases = select_cases(project, query)
+    if query.budget_s is None:
+        return cases, ()
+    found = cases_within(project, cases, select_sources(project, query), query.budget_s)
+    progress.note(f"budget of {query.budget_s:g} s: {len(found.cases)} of {len(cases)} cases.")
+    return found.cases, tuple(case_id(case) for case in found.left_out)
 
 
 def rerun_query(project: Project) -> Query:
@@ -70,20 +81,32 @@ def rerun_query(project: Project) -> Query:
     return Query(case_ids=last.failed_ids)
 
 
-def run_cases(project: Project, cases: Sequence[Case], plan: Plan, judge: Judge, progress: Progress) -> RunResult:
-    """Run the given cases on the ranks of one engine; Ctrl-C leaves the rest as `not_run`."""
+def run_cases(
+    project: Project,
+    cases: Sequence[Case],
+    plan: Plan,
+    judge: Judge,
+    progress: Progress,
+    *,
+    keep: Callable[[CaseResult], None] | None = None,
+) -> RunResult:
+    """Run the given cases on the ranks of one engine; Ctrl-C leaves the rest as `not_run`.
+
+    `keep` is given every result the moment it is there.
+    """
     started_s = time.monotonic()
     progress.begin(len(cases))
     with open_executor(plan.serving(cases), project) as executor:
-        bench = WitnessBench(executor, project.witness_folder(), plan)
-        work = CaseWork(plan, executor, judge, bench, progress.note)
-        ended = run_schedule(cases, work, progress, jobs=plan.jobs)
-    results = [found or work.not_run(case) for case, found in zip(cases, ended.results, strict=True)]
+        cache = WitnessCache(executor, project.witness_folder(), plan)
+        runner = CaseRunner(plan, executor, judge, cache, progress.note)
+        ended = run_schedule(cases, runner, _CaseObserver(progress, keep), jobs=plan.jobs)
+    results = [found or runner.not_run(case) for case, found in zip(cases, ended.results, strict=True)]
     return RunResult(
         results=tuple(results),
         wall_s=time.monotonic() - started_s,
         interrupted=ended.interrupted,
         provenance=_provenance(results, plan),
+        witnesses=cache.made,
     )
 
 
@@ -98,32 +121,43 @@ def check_fits(cases: Sequence[Case], plan: Plan) -> None:
         )
 
 
-class _Recorder:
-    """Stores every result the moment it is there, then passes it on. It is a `Progress`."""
+class _CaseObserver:
+    """Tells a `Progress` which cases run and how they end. It is the `Observer` of the schedule."""
+
+    def __init__(self, progress: Progress, keep: Callable[[CaseResult], None] | None) -> None:
+        self._progress = progress
+        self._keep = keep
+
+    def started(self, case: Case) -> None:
+        """A thread took up this case."""
+        self._progress.started(case_id(case), case.world_size)
+
+    def finished(self, result: CaseResult) -> None:
+        """A case has its result."""
+        if self._keep is not None:
+            self._keep(result)
+        line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {result.case_id}"
+        self._progress.finished(result.case_id, line, remarkable=not result.verdict.good)
+
+
+class _Storing:
+    """Stores results. A disk that refuses one must not end a run whose results can still be reported."""
 
     def __init__(self, store: RunStore, progress: Progress) -> None:
         self._store = store
         self._progress = progress
-        self.begin = progress.begin
-        self.started = progress.started
-        self.note = progress.note
-
-    def finished(self, result: CaseResult) -> None:
-        """Store the result and pass it on."""
-        self.keep(result)
-        self._progress.finished(result)
 
     def keep(self, result: CaseResult) -> None:
-        """Store the result; a disk that refuses it must not end a run whose results can still be reported."""
+        """Store the result, or say why not."""
         try:
             self._store.append(result)
-        except DiskTrouble as error:
-            self.note(f"result not stored: {error.text}")
+        except WriteFailed as error:
+            self._progress.note(f"result not stored: {error.text}")
 
 
-def _announce(briefs: Briefs, progress: Progress) -> None:
+def _announce(judge: CaseJudge, progress: Progress) -> None:
     """Say before the run, not after it, what will make cases fail for want of a golden."""
-    families = briefs.missing_goldens
+    families = judge.missing_goldens
     if families:
         progress.note(
             f"{len(families)} golden(s) missing: the cases that need them will fail. "

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import psutil
 
-from harness.engine.wire import Job, JobOutcome
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.messages import Job, JobOutcome
+from harness.engine.zygote_engine import ZygoteEngine
 
 TOY_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "worker"
 
@@ -43,8 +43,8 @@ WAYS = [
 
 CONTROLLER = """
 import json, sys
-from harness.engine.wire import Job
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.messages import Job
+from harness.engine.zygote_engine import ZygoteEngine
 job = Job(job_id="toy", world_size=int(sys.argv[2]), payload=b'{"0": "spin", "*": "children_then_sleep"}',
           deadline_s=600, folder=sys.argv[1])
 ZygoteEngine("toyprogram").run(job)
@@ -104,7 +104,7 @@ def explained(outcome: JobOutcome) -> bool:
 
 
 def killed_parent(victim: str, options: argparse.Namespace) -> Row:
-    """SIGKILL the controller, or the warm process under it, while ranks and their children run."""
+    """SIGKILL the controller, or the zygote under it, while ranks and their children run."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOY_FOLDER.parents[1]), str(TOY_FOLDER)])}
     with tempfile.TemporaryDirectory() as folder:
         before = things()
@@ -135,7 +135,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ZygoteEngine("toyprogram") as engine:
         engine.run(Job(job_id="start", world_size=1, payload=b"{}", deadline_s=10, folder=folder))
         rows = [one_way(engine, way, expected, what, options) for way, expected, what in WAYS]
-    rows += [killed_parent(victim, options) for victim in ("controller", "warm process")]
+    rows += [killed_parent(victim, options) for victim in ("controller", "zygote")]
     print(f"{options.ranks} ranks, deadline {options.deadline_s:g} s\n")
     print("| what | verdict | seen, ms | over, ms | left |\n|---|---|---:|---:|---:|")
     for row in rows:

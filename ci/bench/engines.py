@@ -1,8 +1,8 @@
-"""CPU seconds per case: ranks forked from one warm process against one torchrun per case. Same cases, same run.
+"""CPU seconds per case: ranks forked from one zygote against one torchrun per case. Same cases, same run.
 
     python ci/bench/engines.py [--repeats 3]
 
-Reads as ratios: the machine may be shared, so the two ways take turns. The warm process's own start is paid once per
+Reads as ratios: the machine may be shared, so the two ways take turns. The zygote's own start is paid once per
 run of the harness and is printed on a line of its own.
 """
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
+from harness.engine.messages import Job
 from harness.engine.torchrun import TorchrunEngine
-from harness.engine.wire import Job
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.zygote_engine import ZygoteEngine
+from harness.matrix.case import Case, Float8, Layout
+from harness.matrix.caseid import case_id
 from harness.request import RunRequest
-from harness.spec.case import Case, Float8, Layout
-from harness.spec.caseid import case_id
 
 PROGRAM = "harness.worker.main"
 TENSORWISE = Float8(recipe="tensorwise")
@@ -52,7 +52,7 @@ def children_cpu_s() -> float:
 
 
 def start_cpu_s() -> float:
-    """CPU seconds that starting and warming the warm process costs, once per run: measured with one small case."""
+    """CPU seconds that starting and warming the zygote costs, once per run: measured with one small case."""
     before = children_cpu_s()
     with ZygoteEngine(PROGRAM) as engine:
         case_s = cpu_s(engine, CASES[0])
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
-    print(f"warm process: {start_cpu_s():.1f} CPU s, once per run of the harness")
+    print(f"zygote: {start_cpu_s():.1f} CPU s, once per run of the harness")
     print(f"{'case':32} {'ranks':>5} {'torchrun':>9} {'zygote':>7} {'ratio':>6}   (median CPU s of {repeats})")
     torchrun = TorchrunEngine(PROGRAM, {"warmup": "off"})
     with ZygoteEngine(PROGRAM) as zygote:

@@ -1,9 +1,14 @@
-"""CPU seconds of all ranks with probes against without them. Same cases, same warm process.
+"""How much CPU the probes add to the ranks: over a tier as it is run, and for every case.
 
-    python ci/bench/probes.py [--repeats 3] [--probes operands,sketches] [TIER | CASE ...]
+    python ci/bench/probes.py                                  a sample of all kinds of cases
+    python ci/bench/probes.py pr --rounds 3 --sort             the whole tier, the dearest cases last
+    python ci/bench/probes.py --probes operands --case ID      one probe, one case
 
-Reads as ratios: the machine may be shared, so the two ways take turns. Cases that must be refused, or that a fault of
-torch stops, train no step and are left out.
+Every round runs a case without and with probes, one right after the other, on ranks forked from one zygote, and takes
+the ratio of their CPU seconds. A shared machine is noisy even so: of the rounds the smallest, the median and the
+largest ratio are printed, and beside them how far the runs without probes lie apart, which is nothing but noise.
+
+Cases that must be refused, or that a fault of torch stops, train no step and are left out.
 """
 
 from __future__ import annotations
@@ -12,20 +17,21 @@ import argparse
 import statistics
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from harness.engine.wire import Job
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.messages import Job
+from harness.engine.zygote_engine import ZygoteEngine
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.matrix.known import match_known
+from harness.matrix.rules import expected_refusal
 from harness.project import find_project
 from harness.request import RunRequest
-from harness.running.briefs import known_here
+from harness.running.case_judge import known_here
 from harness.running.plan import CPU_PROBES, DEFAULT_PROGRAM
 from harness.running.selection import Query, select_cases
-from harness.spec.case import Case
-from harness.spec.caseid import case_id
-from harness.spec.known import match_known
-from harness.spec.rules import expected_refusal
 
 SAMPLE = (
     "single-bf16-v2048-b16",
@@ -41,7 +47,47 @@ SAMPLE = (
     "hsdp4x2-tensorwise-ag.fp8pre-v2048-f64",
     "fsdp4-tp2-nolp-rowwise-v2050-f64",
     "hsdp2x2-tp2-nolp-rowwise_with_gw_hp-head.fp8-pad-ac.layer2-v2560-b16",
+    "single-tensorwise-graph-v2048-f64",
+    "fsdp2-rowwise-graph-v2048-b16",
+    "atp2-fallback-tensorwise-tpstyle.fp8-ac.op-graph-v2048-b16",
+    "atp4-rowwise-ac.full-graph-v2048-b16",
 )
+_ROW = "{:72} {:>5} {:>8} {:>6} {:>7} {:>7} {:>7} {:>6}"
+
+
+class Cost(NamedTuple):
+    """CPU seconds of all ranks of one case, one pair for every round."""
+
+    case: Case
+    pairs: tuple[tuple[float, float], ...]  # without probes, with them
+
+    @property
+    def ratios(self) -> list[float]:
+        """What the probes added, in every round."""
+        return [watched / plain - 1 for plain, watched in self.pairs]
+
+    @property
+    def noise(self) -> float:
+        """How far apart the runs without probes are, relative to their median."""
+        plain = [pair[0] for pair in self.pairs]
+        return (max(plain) - min(plain)) / statistics.median(plain)
+
+    def row(self) -> str:
+        """One line of the table."""
+        plain, watched = (statistics.median(side) for side in zip(*self.pairs, strict=True))
+        ratios = (f"{ratio:+.0%}" for ratio in (min(self.ratios), statistics.median(self.ratios), max(self.ratios)))
+        seconds = f"{plain:.2f}", f"{watched:.2f}"
+        return _ROW.format(case_id(self.case), self.case.world_size, *seconds, *ratios, f"{self.noise:.0%}")
+
+
+def measure(engine: ZygoteEngine, case: Case, probes: tuple[str, ...], rounds: int) -> Cost:
+    """Run one case in turns without and with probes. The ways take turns in going first, too."""
+    pairs = []
+    for number in range(rounds):
+        ways = [(), probes] if number % 2 == 0 else [probes, ()]
+        spent = {way: cpu_s(engine, case, way) for way in ways}
+        pairs.append((spent[()], spent[probes]))
+    return Cost(case, tuple(pairs))
 
 
 def cpu_s(engine: ZygoteEngine, case: Case, probes: tuple[str, ...]) -> float:
@@ -51,16 +97,16 @@ def cpu_s(engine: ZygoteEngine, case: Case, probes: tuple[str, ...]) -> float:
         outcome = engine.run(
             Job(job_id=Path(folder).name, world_size=case.world_size, payload=payload, deadline_s=600, folder=folder)
         )
-    assert outcome.status == "ok", outcome.message
+    assert outcome.status == "ok", f"{case_id(case)}: {outcome.message}"
     return outcome.cpu_s
 
 
-def training_cases(names: list[str]) -> tuple[Case, ...]:
+def training_cases(names: list[str], case_ids: list[str]) -> tuple[Case, ...]:
     """The cases of these tiers and case ids that train."""
     project = find_project(None)
     query = Query(
         sources=tuple(name for name in names if name in project.tiers),
-        case_ids=tuple(name for name in names if name not in project.tiers),
+        case_ids=(*(name for name in names if name not in project.tiers), *case_ids),
     )
     stops = [fault for fault in known_here(project) if fault.verdict in ("crash", "hang")]
     return tuple(
@@ -70,24 +116,47 @@ def training_cases(names: list[str]) -> tuple[Case, ...]:
     )
 
 
-def main() -> None:
-    """Print the table."""
+def summary(costs: list[Cost]) -> str:
+    """One line. Cases weigh what they cost: their seconds are added up, round by round, before they are divided."""
+    rounds = zip(*(cost.pairs for cost in costs), strict=True)
+    weighted = [sum(pair[1] for pair in pairs) / sum(pair[0] for pair in pairs) - 1 for pairs in rounds]
+    worst = max(costs, key=lambda cost: statistics.median(cost.ratios))
+    return (
+        f"probes: {statistics.median(weighted):.1%} of the ranks' CPU over {len(costs)} cases"
+        f" ({min(weighted):.1%} to {max(weighted):.1%} in {len(weighted)} rounds),"
+        f" worst {statistics.median(worst.ratios):.1%} ({case_id(worst.case)})"
+    )
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="TIER | CASE", default=list(SAMPLE))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--probes", default=",".join(CPU_PROBES))
-    options = parser.parse_args()
-    probes, repeats = tuple(options.probes.split(",")), options.repeats
-    print(f"{'case':70} {'ranks':>5} {'without':>8} {'with':>6} {'more':>6}   (median CPU s of {repeats})")
-    plain_s = watched_s = 0.0
-    with ZygoteEngine(DEFAULT_PROGRAM) as engine:
-        for case in training_cases(options.names):
-            pairs = [(cpu_s(engine, case, ()), cpu_s(engine, case, probes)) for _ in range(repeats)]
-            plain, watched = (statistics.median(side) for side in zip(*pairs, strict=True))
-            plain_s, watched_s = plain_s + plain, watched_s + watched
-            row = f"{case_id(case):70} {case.world_size:5} {plain:8.2f} {watched:6.2f}"
-            print(f"{row} {watched / plain - 1:+6.0%}", flush=True)
-    print(f"{'all':76} {plain_s:8.2f} {watched_s:6.2f} {watched_s / plain_s - 1:+6.0%}")
+    parser.add_argument("names", nargs="*", metavar="TIER | CASE", help="what is run; a sample, if nothing is given")
+    parser.add_argument("--case", action="append", default=[], metavar="ID", help="one more case")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs of every case (default 3)")
+    parser.add_argument("--probes", default=",".join(CPU_PROBES), help="separated by commas (default: all)")
+    parser.add_argument("--sort", action="store_true", help="print the table again, the dearest cases last")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print the table and the summary."""
+    options = parse_options()
+    names = options.names or ([] if options.case else list(SAMPLE))
+    cases = training_cases(names, options.case)
+    compiles = "on" if any(case.compile != "none" for case in cases) else "off"  # as a run prepares its zygote
+    header = _ROW.format("case", "ranks", "without", "with", "least", "median", "most", "noise")
+    print(header)
+    costs = []
+    with ZygoteEngine(DEFAULT_PROGRAM, {"device": "cpu", "compile": compiles}) as engine:
+        for case in cases:
+            costs.append(measure(engine, case, tuple(options.probes.split(",")), options.rounds))
+            print(costs[-1].row(), flush=True)
+    if options.sort:
+        print("", header, sep="\n")
+        for cost in sorted(costs, key=lambda cost: statistics.median(cost.ratios)):
+            print(cost.row())
+    print(summary(costs))
 
 
 if __name__ == "__main__":

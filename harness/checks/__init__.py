@@ -1,1 +1,1 @@
-"""Judgement: traces and witnesses in, findings out. Pure functions, no torch; `judge.py` is where to start."""
+"""Checks: pure functions from traces and witnesses to findings, without torch. Start with `judge.py`."""

@@ -1,11 +1,11 @@
-"""Assembly: the sketches of all ranks put together into one sketch per logical tensor. Pure Python: few numbers."""
+"""Assembly: the sketches of all ranks summed into one sketch per logical tensor. Pure Python: there are few numbers."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from harness.trace import RankTrace
@@ -23,7 +23,7 @@ class SketchKey(NamedTuple):
 
 
 class Assembled(NamedTuple):
-    """One logical tensor: its norm, its signed sums, and how many of its elements owners accounted for."""
+    """One logical tensor: its norm, its signed sums, and the number of elements in the shards of all owners."""
 
     shape: tuple[int, ...]
     norm: float
@@ -32,25 +32,25 @@ class Assembled(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """True when the pieces of the owners are the whole tensor, no more and no less."""
+        """True when the shards of the owners have as many elements as the tensor."""
         return self.elements == math.prod(self.shape)
 
 
 def assemble(traces: Iterable[RankTrace]) -> dict[SketchKey, Assembled]:
-    """Every sketched tensor of a run, in order of step, kind and FQN."""
-    pieces: dict[SketchKey, list[TensorSketch]] = defaultdict(list)
+    """Every sketched tensor of a run, sorted by step, kind and FQN."""
+    shards: dict[SketchKey, list[TensorSketch]] = defaultdict(list)
     for trace in traces:
         for sketch in trace.sketches or ():
             if sketch.owner:
-                pieces[SketchKey(sketch.step, sketch.kind, sketch.fqn)].append(sketch)
-    return {key: _sum(pieces[key]) for key in sorted(pieces)}
+                shards[SketchKey(sketch.step, sketch.kind, sketch.fqn)].append(sketch)
+    return {key: _sum(shards[key]) for key in sorted(shards)}
 
 
-def _sum(pieces: Sequence[TensorSketch]) -> Assembled:
-    columns = zip(*(_SUMS.unpack(piece.sums) for piece in pieces), strict=True)
-    norm = math.sqrt(sum(piece.norm_squared for piece in pieces))  # not fsum, which raises where this is infinite
-    elements = sum(math.prod(piece.local_shape) for piece in pieces)
-    return Assembled(pieces[0].shape, norm, tuple(sum(column) for column in columns), elements)
+def _sum(shards: Sequence[TensorSketch]) -> Assembled:
+    columns = zip(*(_SUMS.unpack(shard.sums) for shard in shards), strict=True)
+    norm = math.sqrt(sum(shard.norm_squared for shard in shards))  # not fsum, which raises where this is infinite
+    elements = sum(math.prod(shard.local_shape) for shard in shards)
+    return Assembled(shards[0].shape, norm, tuple(sum(column) for column in columns), elements)
 
 
 def relative_distance(found: Assembled, expected: Assembled) -> float:
@@ -63,8 +63,20 @@ def relative_distance(found: Assembled, expected: Assembled) -> float:
     return distance / expected.norm if expected.norm else math.inf
 
 
+def relative_distances(
+    found: Mapping[SketchKey, Assembled], expected: Mapping[SketchKey, Assembled]
+) -> dict[SketchKey, float]:
+    """The relative distance of every tensor that both sides sketched."""
+    return {key: relative_distance(found[key], expected[key]) for key in expected if key in found}
+
+
+def nan_is_worst(distance: float) -> float:
+    """A distance to sort by: NaN becomes infinite."""
+    return math.inf if math.isnan(distance) else distance
+
+
 def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
-    """Pieces that several ranks hold and that are not the same bits: (tensor, offset, digest by rank)."""
+    """Shards that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
     holders: dict[tuple[SketchKey, tuple[int, ...], tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for trace in traces:
         for sketch in trace.sketches or ():

@@ -1,27 +1,30 @@
-"""Where does a run first do something else than its solo witness? Operands in execution order, step, rank and module.
+"""Where does a run first diverge from its solo witness? Compares operands in execution order, by step, rank and module.
 
-The witness is one rank with the same recipe that replays the data-parallel shards one after the other: its n-th replay
-is the n-th data-parallel rank. It explains a failed parity; it is no verdict of its own.
+The solo witness runs the same recipe on one rank and replays the data-parallel shards one after another: its n-th
+replay corresponds to the n-th data-parallel rank. The result explains a parity failure; it does not set a verdict.
 
 What must be equal, and how closely:
 
-- Where nothing is added up in another order than on one rank, and in float64, where sums differ too little to move a
-  float8 rounding, every operand that a rank holds whole is the same bits: scales and float8 data, at every step.
-- In float64 scales and amaxes of what is spread over TP ranks agree within one rounding to float32.
-- In lower precision sums over TP ranks, and gradients over HSDP replicas, are rounded differently, and single elements
-  land on the other side of a float8 rounding: scales and amaxes agree within TOLERANCES.
+- Where the layout sums in the same order as one rank, and in float64, where rounding differs too little to change a
+  float8 value, every operand that a rank holds whole is bitwise equal: scales and float8 data, at every step.
+- In float64, scales and amaxes of tensors that are sharded over TP agree within one rounding to float32.
+- In lower precision, sums over TP ranks and gradients over HSDP replicas round differently, so single elements land on
+  the other side of a float8 rounding: scales and amaxes agree within TOLERANCES.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from harness.checks.mesh import coordinates, neighbours, scale_axes, scaled_dim
-from harness.checks.occurrences import ROLES, CastKind, MatmulKind, casts_of, matmuls_of
-from harness.checks.ranks import ordered
-from harness.spec.case import Case
+from harness.checks.mismatch import Mismatch
+from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key
+from harness.checks.ranks import traces_by_rank
+from harness.checks.scale_rules import format_scale
+from harness.expect.scale_groups import scale_axes, scaled_dim
+from harness.matrix.case import Case
+from harness.matrix.mesh import coordinates, peers
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding, Verdict
@@ -33,201 +36,162 @@ NAME = "divergence"
 # 9e-2 and 1e-1.
 TOLERANCES = {"weight": 1e-2, "input": 0.2, "grad_output": 0.3}
 FIRST_STEP_TOLERANCES = {"weight": 0.0, "input": 1e-2, "grad_output": 0.1}
-ROUNDING = 1e-6  # of a scale to float32 on either side
-# Mean base-2 exponent of the scales of rows: how much of all rows moved by a power of two.
+ROUNDING = 1e-6  # both scales are rounded to float32
+# Mean base-2 exponent of row scales: the share of rows whose scale moved by a power of two.
 EXPONENT_TOLERANCE = 0.25
 
-
-class Divergence(NamedTuple):
-    """One number that is not the witness's."""
-
-    order: int  # of execution on its rank
-    rank: int
-    step: int
-    fqn: str
-    operand: str
-    expected: str
-    found: str
+Difference = tuple[str, str, str]  # (value, expected, found)
 
 
 def first_divergence(case: Case, run: Run, witness: Run) -> Finding | None:
-    """The first operand, in execution order and then by rank, that is not the solo witness's; None if all are."""
+    """The first operand, in execution order and then by rank, that differs from the solo witness; None if none does."""
     if not (run.complete and witness.complete):
         return None
     comparison = _Comparison(case, run, witness.traces[0])
-    found = [first for trace in ordered(run) if (first := next(comparison.of(trace), None)) is not None]
+    found = [first for trace in traces_by_rank(run) if (first := next(comparison.of(trace), None)) is not None]
     if not found:
         return None
     first = min(found)
-    return Finding(
-        check=NAME,
-        message=f"the first operand that is not the solo witness's: {first.operand} of {first.fqn} "
-        f"at step {first.step} on rank {first.rank}",
-        verdict=Verdict.NUMERIC,
-        step=first.step,
-        rank=first.rank,
-        module=first.fqn,
-        expected=first.expected,
-        found=first.found,
-    )
+    message = f"first operand that diverges from the single-rank reference: {first.what} of {first.place}"
+    return first.finding(NAME, message, Verdict.NUMERIC)
 
 
 class _Comparison:
-    """A run beside its witness, both by kind and number."""
+    """A run next to its solo witness, both by key and occurrence."""
 
     def __init__(self, case: Case, run: Run, witness: RankTrace) -> None:
         self._case = case
-        self._own_scales = case.float8.fp8_all_gather and case.layout.dp > 1 and case.layout.tp > 1
-        self._sharp = case.train.dtype == "float64" and not self._own_scales
-        self._casts = {trace.rank: casts_of(trace) for trace in run.traces}
-        self._witness_casts, self._witness_matmuls = casts_of(witness), matmuls_of(witness)
+        self._scales_per_tp_rank = case.float8.fp8_all_gather and case.layout.dp > 1 and case.layout.tp > 1
+        self._sharp = case.train.dtype == "float64" and not self._scales_per_tp_rank
+        self._casts = {trace.rank: casts_by_key(trace) for trace in run.traces}
+        self._witness_casts, self._witness_matmuls = casts_by_key(witness), matmuls_by_key(witness)
         # casts may be fewer on a rank than in a replay: float8 styles cast an output gradient once for both matmuls
-        self._witness_counts: Counter[CastKind | MatmulKind] = Counter(kind for kind, _ in self._witness_casts)
-        self._witness_counts.update(kind for kind, _ in self._witness_matmuls)
+        self._witness_counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in self._witness_casts)
+        self._witness_counts.update(key for key, _ in self._witness_matmuls)
 
-    def of(self, trace: RankTrace) -> Iterator[Divergence]:
+    def of(self, trace: RankTrace) -> Iterator[Mismatch]:
         """Every divergence of one rank, in execution order."""
-        casts, matmuls = self._casts[trace.rank], matmuls_of(trace)
+        casts, matmuls = self._casts[trace.rank], matmuls_by_key(trace)
         where = coordinates(self._case.layout, trace.rank)
         replay = where["dp_replicate"] * self._case.layout.dp_shard + where["dp_shard"]
-        steps: list[tuple[int, Iterator[Divergence]]] = [
-            (cast.index, self._cast(trace.rank, kind, number, self._replayed(kind, number, replay)))
-            for (kind, number), cast in casts.items()
+        in_order: list[tuple[int, Iterator[Mismatch]]] = [
+            (cast.index, self._cast(trace.rank, key, occurrence, self._replayed(key, occurrence, replay)))
+            for (key, occurrence), cast in casts.items()
         ]
-        steps += [
-            (matmul.index, self._matmul(trace.rank, kind, matmul, self._replayed(kind, number, replay)))
-            for (kind, number), matmul in matmuls.items()
+        in_order += [
+            (matmul.index, self._matmul(trace.rank, key, matmul, self._replayed(key, occurrence, replay)))
+            for (key, occurrence), matmul in matmuls.items()
         ]
-        mine = {kind for kind, _ in matmuls}
-        steps += [
-            (matmul.index, self._lacking(trace.rank, kind, matmul))
-            for (kind, number), matmul in self._witness_matmuls.items()
-            if number == 0 and kind not in mine
+        present = {key for key, _ in matmuls}
+        in_order += [
+            (matmul.index, self._missing_matmul(trace.rank, key, matmul))
+            for (key, occurrence), matmul in self._witness_matmuls.items()
+            if occurrence == 0 and key not in present
         ]
-        for _, divergences in sorted(steps, key=lambda step: step[0]):
-            yield from divergences
+        for _, mismatches in sorted(in_order, key=lambda item: item[0]):
+            yield from mismatches
 
-    def _replayed(self, kind: CastKind | MatmulKind, number: int, replay: int) -> int:
-        """The number that the witness has for what a data-parallel rank counts as `number`."""
-        return replay * (self._witness_counts[kind] // self._case.layout.dp) + number
+    def _replayed(self, key: CastKey | MatmulKey, occurrence: int, replay: int) -> int:
+        """The occurrence in the witness that corresponds to `occurrence` on the data-parallel rank `replay`."""
+        return replay * (self._witness_counts[key] // self._case.layout.dp) + occurrence
 
-    def _lacking(self, rank: int, kind: MatmulKind, expected: MatmulRecord) -> Iterator[Divergence]:
-        found = "none: was the linear converted?"
-        yield self._divergence(rank, expected.index, kind, f"matmul {kind.gemm}", "a scaled matmul", found)
+    def _missing_matmul(self, rank: int, key: MatmulKey, expected: MatmulRecord) -> Iterator[Mismatch]:
+        what, found = f"matmul {key.gemm}", "none: was the linear converted?"
+        yield Mismatch(key.step, expected.index, rank, key.fqn, what, "a scaled matmul", found)
 
-    def _cast(self, rank: int, kind: CastKind, number: int, at: int) -> Iterator[Divergence]:
-        found, expected = self._casts[rank][kind, number], self._witness_casts.get((kind, at))
-        if kind.phase == "all_gather" or self._has_own_scale(found):
+    def _cast(self, rank: int, key: CastKey, occurrence: int, at: int) -> Iterator[Mismatch]:
+        found, expected = self._casts[rank][key, occurrence], self._witness_casts.get((key, at))
+        if key.phase == "all_gather" or self._is_scaled_per_tp_rank(found):
             return
+        operand = f"{key.role} in {key.phase}"
         if expected is None:
             if self._case.float8.tp_styles == "plain":
-                yield self._divergence(rank, found.index, kind, f"{kind.role} in {kind.phase}", "a cast", "none")
+                yield Mismatch(key.step, found.index, rank, key.fqn, operand, "no such cast", "a cast")
             return
-        pieces = self._pieces(rank, (kind, number))
-        for name, right, wrong in self._differences(found, expected, pieces):
-            operand = f"{name} of {kind.role} in {kind.phase}"
-            yield self._divergence(rank, found.index, kind, operand, right, wrong)
+        for name, right, wrong in self._differences(found, expected, self._shards(rank, (key, occurrence))):
+            yield Mismatch(key.step, found.index, rank, key.fqn, f"{name} of {operand}", right, wrong)
 
-    def _exact(self, step: int) -> bool:
-        """One rank adds up in the order of this layout, so that every bit is the same."""
+    def _sums_in_order(self, step: int) -> bool:
+        """True when the layout sums in the order of one rank, so that every bit is equal."""
         return self._case.layout.tp == 1 and (self._case.layout.dp_replicate == 1 or step == 1)
 
     def _same_data(self, cast: CastRecord) -> bool:
-        """The float8 data are those of the witness, and all of them are on every rank."""
+        """True when the float8 data must be the witness's: the tensor is replicated, and its rounding is the same."""
         whole = cast.phase != "gathered" and all(placement == "Replicate()" for placement in cast.placements)
-        return whole and (self._exact(cast.step) or self._sharp)
+        return whole and (self._sums_in_order(cast.step) or self._sharp)
 
-    def _has_own_scale(self, cast: CastRecord) -> bool:
-        """EXEMPT: torchao scales gathered weights per TP rank (see `mesh.scale_axes`), which one rank cannot show."""
+    def _is_scaled_per_tp_rank(self, cast: CastRecord) -> bool:
+        """EXEMPT: torchao scales gathered weights per TP rank (see `scale_axes`), which one rank cannot reproduce."""
         return cast.phase == "gathered" and self._case.layout.tp > 1 and "tp" not in scale_axes(self._case, cast)
 
     def _tolerance(self, role: str, step: int) -> float:
-        if self._exact(step):
+        if self._sums_in_order(step):
             return 0.0
         if self._sharp:
             return ROUNDING
-        first = step == 1 and self._case.train.dtype == "float32" and not self._own_scales
+        first = step == 1 and self._case.train.dtype == "float32" and not self._scales_per_tp_rank
         return (FIRST_STEP_TOLERANCES if first else TOLERANCES)[role]
 
-    def _differences(
-        self, found: CastRecord, expected: CastRecord, pieces: list[CastRecord]
-    ) -> Iterator[tuple[str, str, str]]:
-        """(number, expected, found) of what one cast has not in common with the witness's."""
+    def _differences(self, found: CastRecord, expected: CastRecord, shards: list[CastRecord]) -> Iterator[Difference]:
+        """What differs between a cast and the same cast in the witness."""
         tolerance = self._tolerance(found.role, found.step)
         if found.phase != "gathered":
-            amax = max(piece.amax for piece in pieces)
+            amax = max(shard.amax for shard in shards)
             if not _close(amax, expected.amax, tolerance):
                 yield "amax", f"{expected.amax!r} ± {tolerance:g} of it", f"{amax!r}"
         if scaled_dim(found) is None and not _close(found.scale.maximum, expected.scale.maximum, tolerance):
-            yield "scale", f"{_named(expected.scale)} ± {tolerance:g} of it", _named(found.scale)
+            yield "scale", f"{format_scale(expected.scale)} ± {tolerance:g} of it", format_scale(found.scale)
         if scaled_dim(found) is not None:
-            yield from _exponents(found, expected, pieces, EXPONENT_TOLERANCE if tolerance > ROUNDING else 0.0)
+            yield from _exponents(found, expected, shards, EXPONENT_TOLERANCE if tolerance > ROUNDING else 0.0)
         if self._same_data(found) and found.data_digest != expected.data_digest:
             yield "float8 data", expected.data_digest, found.data_digest
 
-    def _pieces(self, rank: int, key: tuple[CastKind, int]) -> list[CastRecord]:
-        """The cast on every TP rank that holds a part of the tensor; on this rank alone where each holds it whole."""
+    def _shards(self, rank: int, key: tuple[CastKey, int]) -> list[CastRecord]:
+        """The cast on every TP rank that holds a shard of the tensor; on this rank alone where it is replicated."""
         whole = all(placement == "Replicate()" for placement in self._casts[rank][key].placements)
-        others = (rank,) if whole else neighbours(self._case.layout, rank, ("tp",))
+        others = (rank,) if whole else peers(self._case.layout, rank, ("tp",))
         return [self._casts[other][key] for other in others if key in self._casts.get(other, {})]
 
-    def _matmul(self, rank: int, kind: MatmulKind, found: MatmulRecord, at: int) -> Iterator[Divergence]:
-        expected = self._witness_matmuls.get((kind, at))
+    def _matmul(self, rank: int, key: MatmulKey, found: MatmulRecord, at: int) -> Iterator[Mismatch]:
+        expected = self._witness_matmuls.get((key, at))
         if expected is None:
-            yield self._divergence(rank, found.index, kind, f"matmul {kind.gemm}", "no such matmul", "a matmul")
+            yield Mismatch(key.step, found.index, rank, key.fqn, f"matmul {key.gemm}", "no such matmul", "a matmul")
             return
-        for side, role in zip("ab", ROLES[kind.gemm], strict=True):
-            difference = self._operand(side, role, found, expected)
-            if difference:
-                yield self._divergence(rank, found.index, kind, f"{role} of matmul {kind.gemm}", *difference)
+        for side, role in zip("ab", GEMM_OPERANDS[key.gemm], strict=True):
+            values = self._operand(side, role, found, expected)
+            if values:
+                yield Mismatch(key.step, found.index, rank, key.fqn, f"{role} of matmul {key.gemm}", *values)
 
     def _operand(self, side: str, role: str, found: MatmulRecord, expected: MatmulRecord) -> tuple[str, str] | None:
-        """(expected, found) of one operand of a matmul when it is not the witness's."""
+        """(expected, found) of one operand of a matmul when it differs from the witness."""
         right, wrong = (
             (one.a_scale, one.a_digest) if side == "a" else (one.b_scale, one.b_digest) for one in (expected, found)
         )
-        if self._exact(found.step):
-            return None if right == wrong else (f"{_named(right[0])} x {right[1]}", f"{_named(wrong[0])} x {wrong[1]}")
-        if (role == "weight" and self._own_scales) or self._case.float8.recipe != "tensorwise":
-            return None  # EXEMPT: see `_has_own_scale`; rows are compared where they are cast
+        if self._sums_in_order(found.step):
+            texts = f"{format_scale(right[0])} x {right[1]}", f"{format_scale(wrong[0])} x {wrong[1]}"
+            return None if right == wrong else texts
+        if (role == "weight" and self._scales_per_tp_rank) or not self._case.float8.traits.one_scale_per_tensor:
+            return None  # EXEMPT: see `_is_scaled_per_tp_rank`; row scales are compared at their cast
         tolerance = self._tolerance(role, found.step)
         if _close(wrong[0].maximum, right[0].maximum, tolerance):
             return None
-        return f"scale {_named(right[0])} ± {tolerance:g} of it", f"scale {_named(wrong[0])}"
-
-    def _divergence(
-        self, rank: int, index: int, kind: CastKind | MatmulKind, operand: str, expected: str, found: str
-    ) -> Divergence:
-        return Divergence(index, rank, kind.step, kind.fqn, operand, expected, found)
+        return f"scale {format_scale(right[0])} ± {tolerance:g} of it", f"scale {format_scale(wrong[0])}"
 
 
 def _exponents(
-    found: CastRecord, expected: CastRecord, pieces: list[CastRecord], tolerance: float
-) -> Iterator[tuple[str, str, str]]:
-    """Scales of rows, by their mean exponent over all rows: of this rank, or of all ranks where rows are spread."""
-    spread = found.placements[-1:] not in ((f"Shard({scaled_dim(found)})",), ("Replicate()",), ())
-    mine = _mean_exponent([piece.scale for piece in pieces] if spread else [found.scale])
+    found: CastRecord, expected: CastRecord, shards: list[CastRecord], tolerance: float
+) -> Iterator[Difference]:
+    """Row scales by their mean exponent over all rows: those of this rank, or of all ranks where rows are sharded."""
+    sharded = found.placements[-1:] not in ((f"Shard({scaled_dim(found)})",), ("Replicate()",), ())
+    wrong = _mean_exponent([shard.scale for shard in shards] if sharded else [found.scale])
     right = _mean_exponent([expected.scale])
-    if not abs(mine - right) <= max(tolerance, 1e-9):  # sums of whole numbers
-        yield "mean exponent of the scales", f"{right:.4f} ± {tolerance:g}", f"{mine:.4f}"
+    if not abs(wrong - right) <= max(tolerance, 1e-9):  # the exponents are integers, their mean is rounded
+        yield "mean exponent of the scales", f"{right:.4f} ± {tolerance:g}", f"{wrong:.4f}"
 
 
 def _mean_exponent(scales: list[ScaleSummary]) -> float:
-    return sum(scale.log2_total for scale in scales) / sum(_count(scale) for scale in scales)
-
-
-def _count(scale: ScaleSummary) -> int:
-    count = 1
-    for size in scale.shape:
-        count *= size
-    return count
+    return sum(scale.log2_total for scale in scales) / sum(math.prod(scale.shape) for scale in scales)
 
 
 def _close(found: float, expected: float, tolerance: float) -> bool:
     return found == expected or abs(found - expected) <= tolerance * abs(expected)
-
-
-def _named(scale: ScaleSummary) -> str:
-    if scale.minimum == scale.maximum:
-        return f"{scale.minimum!r}"
-    return f"{scale.minimum!r} to {scale.maximum!r}, sum {scale.total!r}"

@@ -1,27 +1,30 @@
-"""Did every rank train all the way, on real numbers? Ranks, step numbers, NaN, infinity, gradients that vanish."""
+"""Did every rank train to the last step with finite numbers? Ranks, steps, NaN, infinity, gradient norms of zero."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 
-from harness.checks.ranks import by_value, ordered, rank_names
+from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
 from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case
+from harness.matrix.case import Case
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
 
 NAME = "finite"
 
+_finding = partial(Finding, check=NAME)
+
 
 def check_finite(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings when a rank or step is missing, or a loss or gradient norm is no positive finite number."""
+    """Findings for a missing rank or step, a loss that is not finite, a gradient norm that is not a positive number."""
     del witnesses  # a run must be complete and finite whatever it is compared with
-    return [*_attendance(case, run), *_steps(case, run), *_numbers(run)]
+    return [*_ranks(case, run), *_steps(case, run), *_numbers(run)]
 
 
-def _attendance(case: Case, run: Run) -> list[Finding]:
-    """Every rank of the world exactly once."""
+def _ranks(case: Case, run: Run) -> list[Finding]:
+    """One trace of every rank of the world, and no other."""
     count = Counter(trace.rank for trace in run.traces)
     world = set(range(case.world_size))
     wrong = {
@@ -30,9 +33,8 @@ def _attendance(case: Case, run: Run) -> list[Finding]:
         "left more than one trace": {rank for rank, times in count.items() if times > 1},
     }
     return [
-        Finding(
-            check=NAME,
-            message=f"{rank_names(ranks)} {what}",
+        _finding(
+            message=f"{format_ranks(ranks)} {what}",
             rank=min(ranks),
             expected=f"{case.world_size} ranks",
             found=f"{len(run.traces)} traces",
@@ -46,27 +48,26 @@ def _steps(case: Case, run: Run) -> list[Finding]:
     """Steps 1 to n, each once and in order."""
     expected = tuple(range(1, case.train.steps + 1))
     return [
-        Finding(
-            check=NAME,
-            message=f"{rank_names(ranks)} did not record steps 1 to {case.train.steps}",
+        _finding(
+            message=f"{format_ranks(ranks)} did not record steps 1 to {case.train.steps}",
             rank=ranks[0],
-            expected=f"{len(expected)} steps: {_numbered(expected)}",
-            found=f"{len(steps)} steps: {_numbered(steps)}",
+            expected=f"{len(expected)} steps: {_text(expected)}",
+            found=f"{len(steps)} steps: {_text(steps)}",
         )
-        for steps, ranks in by_value(run, lambda trace: tuple(step.step for step in trace.steps)).items()
+        for steps, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items()
         if steps != expected
     ]
 
 
-def _numbered(steps: tuple[int, ...]) -> str:
+def _text(steps: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, steps[:12]))
     return f"{shown}, …" if len(steps) > 12 else shown or "none"
 
 
 def _numbers(run: Run) -> list[Finding]:
-    """The first step and rank of each quantity that went wrong, and how many values did in all."""
+    """For loss and gradient norm the first bad value, with the number of bad values."""
     bad: dict[str, list[tuple[int, int, float]]] = {"loss": [], "grad_norm": []}
-    for trace in ordered(run):
+    for trace in traces_by_rank(run):
         for step in trace.steps:
             if not math.isfinite(step.loss):
                 bad["loss"].append((step.step, trace.rank, step.loss))
@@ -77,10 +78,9 @@ def _numbers(run: Run) -> list[Finding]:
 
 def _first(quantity: str, values: list[tuple[int, int, float]]) -> Finding:
     step, rank, value = min(values, key=lambda item: item[:2])
-    ranks = rank_names(other for _, other, _ in values)
-    return Finding(
-        check=NAME,
-        message=f"{quantity} is {value} at step {step} on rank {rank}; {len(values)} such value(s) on {ranks}",
+    ranks = format_ranks(other for _, other, _ in values)
+    return _finding(
+        message=f"{quantity} is {value} at step {step} on rank {rank}; {len(values)} bad value(s) on {ranks}",
         verdict=Verdict.NUMERIC,
         step=step,
         rank=rank,

@@ -1,45 +1,48 @@
-"""Is FP8 really on, exactly where the case says? Converted linears, filters, scaled matmuls, the virtual device."""
+"""Is FP8 on, exactly where the case asks for it? Converted linears, filters, executed matmuls, the virtual device."""
 
 from __future__ import annotations
 
-from harness.checks.ranks import by_value, rank_names
+from functools import partial
+
+from harness.checks.ranks import format_ranks, group_ranks
 from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case
-from harness.trace import RankTrace, Run
+from harness.matrix.case import Case
+from harness.trace import Run
 from harness.verdict import Finding
 
 NAME = "fp8_on"
 
+_finding = partial(Finding, check=NAME)
+
 
 def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings when a linear, a filter entry or a scaled matmul is missing or too much, on any rank and step."""
-    fqns, calls = (witnesses.expected_fqns, witnesses.expected_scaled_mm) if case.float8.enabled else ((), 0)
+    """Findings when the wrong linears are converted on any rank, or when FP8 is not used at all."""
+    fqns = witnesses.expect.converted_fqns
     if not run.traces:
-        return [_finding("no rank left a trace: nothing was compared", expected=f"{case.world_size} ranks", found="0")]
-    if case.float8.enabled and not (fqns and calls):
-        return [_finding("the case asks for FP8 but converts no linear", expected="at least 1 linear", found="none")]
+        return [_finding(message="no rank left a trace", expected=f"{case.world_size} ranks", found="0")]
+    if case.float8.enabled and not fqns:
+        message = "the case asks for FP8 but converts no linear"
+        return [_finding(message=message, expected="at least 1 linear", found="none")]
     return [
         *_converted(run, fqns),
         *_filters(run),
-        *_calls(run, calls),
-        *_virtual(case, run),
+        *_executed(case, run),
+        *_virtual_device(case, run),
     ]
 
 
 def _converted(run: Run, expected: tuple[str, ...]) -> list[Finding]:
     """Exactly the expected linears, each once. One finding for every linear that is not as expected."""
     findings = []
-    for found, ranks in by_value(run, lambda trace: tuple(sorted(trace.converted_fqns))).items():
+    for found, ranks in group_ranks(run, lambda trace: tuple(sorted(trace.converted_fqns))).items():
         wrong = [
             *((fqn, "was not converted to FP8", "converted") for fqn in sorted(set(expected) - set(found))),
             *((fqn, "was converted to FP8", "not converted") for fqn in sorted(set(found) - set(expected))),
             *((fqn, "is recorded twice", "once") for fqn in sorted({fqn for fqn in found if found.count(fqn) > 1})),
         ]
         findings += [
-            Finding(
-                check=NAME, message=f"{fqn} {what} on {rank_names(ranks)}", rank=ranks[0], module=fqn, expected=promised
-            )
-            for fqn, what, promised in wrong
+            _finding(message=f"{fqn} {what} on {format_ranks(ranks)}", rank=ranks[0], module=fqn, expected=wanted)
+            for fqn, what, wanted in wrong
         ]
     return findings
 
@@ -47,58 +50,45 @@ def _converted(run: Run, expected: tuple[str, ...]) -> list[Finding]:
 def _filters(run: Run) -> list[Finding]:
     return [
         _finding(
-            f"filter entries {', '.join(entries)} match no linear on {rank_names(ranks)}",
-            ranks[0],
-            expected="every entry of filter_fqns names at least one linear",
+            message=f"filter_fqns {', '.join(entries)} match no linear on {format_ranks(ranks)}",
+            rank=ranks[0],
+            expected="every entry of filter_fqns matches at least one linear",
         )
-        for entries, ranks in by_value(run, lambda trace: trace.unmatched_filters).items()
+        for entries, ranks in group_ranks(run, lambda trace: trace.unmatched_filters).items()
         if entries
     ]
 
 
-def _calls(run: Run, expected: int) -> list[Finding]:
-    """The first step with a wrong number of scaled matmuls, once for every group of ranks that agree."""
-
-    def first_wrong(trace: RankTrace) -> tuple[int, int] | None:
-        return next(
-            ((step.step, step.scaled_mm_calls) for step in trace.steps if step.scaled_mm_calls != expected), None
-        )
-
-    findings = [
-        Finding(
-            check=NAME,
-            message=f"{wrong[1]} scaled matmuls at step {wrong[0]} on {rank_names(ranks)}, expected {expected}",
-            step=wrong[0],
-            rank=ranks[0],
-            expected=f"{expected} calls a step",
-            found=f"{wrong[1]} calls",
-        )
-        for wrong, ranks in by_value(run, first_wrong).items()
-        if wrong is not None
-    ]
+def _executed(case: Case, run: Run) -> list[Finding]:
+    """Scaled matmuls in every step of every rank, or none at all; their exact number is the check `matmuls`."""
+    enabled = case.float8.enabled
+    wrong = [trace.rank for trace in run.traces if any((step.scaled_mm_calls > 0) != enabled for step in trace.steps)]
     idle = [trace.rank for trace in run.traces if not trace.steps]
+    findings = []
+    if wrong:
+        what = "ran without scaled matmuls" if enabled else "ran scaled matmuls although the case asks for none"
+        expected = "at least 1" if enabled else "0"
+        findings.append(_finding(message=f"{format_ranks(wrong)} {what}", rank=min(wrong), expected=expected))
     if idle:
-        findings.append(_finding(f"no step was counted on {rank_names(idle)}", min(idle), expected="at least 1 step"))
+        message = f"no step was recorded on {format_ranks(idle)}"
+        findings.append(_finding(message=message, rank=min(idle), expected="at least 1 step"))
     return findings
 
 
-def _virtual(case: Case, run: Run) -> list[Finding]:
-    """On CPU the stand-ins that the case needs must be in place; on a GPU there must be none."""
+def _virtual_device(case: Case, run: Run) -> list[Finding]:
+    """On CPU the parts of the virtual device that the case needs must be installed; on a GPU none may be."""
     needed = {"collectives"} if case.world_size > 1 else set()
     if case.float8.enabled:
         needed.add("scaled_mm")
     findings = []
-    for (device, parts), ranks in by_value(run, lambda trace: (trace.device, tuple(sorted(trace.virtual)))).items():
+    for (device, parts), ranks in group_ranks(run, lambda trace: (trace.device, tuple(sorted(trace.virtual)))).items():
         found = ", ".join(parts) or "nothing"
         if device == "cpu" and not needed <= set(parts):
-            lacking = ", ".join(sorted(needed - set(parts)))
-            message = f"the virtual FP8 device lacks {lacking} on {rank_names(ranks)}"
-            findings.append(_finding(message, ranks[0], ", ".join(sorted(needed)), found))
+            missing = ", ".join(sorted(needed - set(parts)))
+            message = f"the virtual FP8 device lacks {missing} on {format_ranks(ranks)}"
+            expected = ", ".join(sorted(needed))
+            findings.append(_finding(message=message, rank=ranks[0], expected=expected, found=found))
         if device != "cpu" and parts:
-            message = f"parts of the virtual FP8 device replace the real one on {rank_names(ranks)} ({device})"
-            findings.append(_finding(message, ranks[0], "nothing is replaced", found))
+            message = f"parts of the virtual FP8 device are installed on {device} on {format_ranks(ranks)}"
+            findings.append(_finding(message=message, rank=ranks[0], expected="nothing", found=found))
     return findings
-
-
-def _finding(message: str, rank: int | None = None, expected: str | None = None, found: str | None = None) -> Finding:
-    return Finding(check=NAME, message=message, rank=rank, expected=expected, found=found)

@@ -1,27 +1,30 @@
-"""Did the compiler make of the blocks what the case asks for? Graphs, fused collectives, and what fused operators did.
+"""Were the blocks compiled as the case asks? Graphs, fused collectives, and the results of fused operators.
 
-Async TP that fuses nothing is slow and silent, and a fused operator that is wrong is fast and silent. So the executed
-fusions are counted against `spec/fusion.py`, and every fused operator was repeated in its unfused form while it ran.
+Async TP that fuses nothing is slow without an error, and a wrong fused operator is fast without an error. So executed
+fusions are counted against `expect/fusion.py`, and the probe compares every fused operator with its unfused form.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
-from harness.checks.ranks import by_value, rank_names
+from harness.checks.ranks import merge_ranks
 from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case
-from harness.spec.fusion import joints
+from harness.expect.expectations import Expectations
+from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphTrace, Phase
 from harness.verdict import Finding, Verdict
 
 NAME = "graphs"
 
+_finding = partial(Finding, check=NAME)
 
-class Kind(NamedTuple):
+
+class FusionKind(NamedTuple):
     """What fused operators are counted by."""
 
     phase: Phase
@@ -31,128 +34,115 @@ class Kind(NamedTuple):
         return f"{self.collective.replace('_', '-')}s fused with matmuls in {self.phase}"
 
 
-class _Words(NamedTuple):
-    message: str
-    expected: str
-    found: str
-    step: int | None = None
-    verdict: Verdict = Verdict.INVARIANT
-
-
 def check_graphs(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """One finding for every rule that is broken; ranks on which it is broken alike share it."""
-    del witnesses  # the rules follow from the case alone
-    return [
-        Finding(
-            check=NAME,
-            message=f"{words.message} on {rank_names(ranks)}",
-            verdict=words.verdict,
-            step=words.step,
-            rank=ranks[0],
-            expected=words.expected,
-            found=words.found,
-        )
-        for group, ranks in by_value(run, lambda trace: tuple(_broken(case, trace))).items()
-        for words in group
-    ]
+    """One finding for every rule that is broken; ranks that break it in the same way share it."""
+    return merge_ranks(run, lambda trace: _findings(witnesses.expect, trace))
 
 
-def expected_fusions(case: Case) -> Counter[Kind]:
-    """How often one rank executes fused operators in one step."""
-    return Counter(Kind(joint.phase, joint.collective) for joint in joints(case) if joint.fuses)
+def expected_fusions(expect: Expectations) -> Counter[FusionKind]:
+    """How many fused operators of each kind one rank executes in one step."""
+    return Counter(FusionKind(each.phase, each.collective) for each in expect.fusion_candidates if each.fuses)
 
 
-def _broken(case: Case, trace: RankTrace) -> Iterator[_Words]:
+def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     recorded = trace.graphs
     if recorded is None or not recorded.graphs:
-        yield _Words("the case asks for compiled blocks and no graph was compiled", "graphs of every block", "none")
+        message = "the case asks for compiled blocks, but no graph was compiled"
+        yield _finding(message=message, expected="graphs of every block", found="none")
         return
     yield from _phases(recorded)
     yield from _nodes(recorded)
-    yield from _fusions(case, recorded)
-    yield from _rows(recorded)
+    yield from _fusions(expect, recorded)
+    yield from _wrong_rows(recorded)
 
 
-def _phases(recorded: GraphTrace) -> Iterator[_Words]:
+def _phases(recorded: GraphTrace) -> Iterator[Finding]:
     phases = Counter(graph.phase for graph in recorded.graphs)
     if phases["forward"] != phases["backward"]:
-        counts = f"{phases['forward']} forward, {phases['backward']} backward"
-        yield _Words("forward and backward graphs do not pair up", "a backward graph for every forward graph", counts)
+        yield _finding(
+            message="forward and backward graphs do not pair up",
+            expected="a backward graph for every forward graph",
+            found=f"{phases['forward']} forward, {phases['backward']} backward",
+        )
 
 
-def _nodes(recorded: GraphTrace) -> Iterator[_Words]:
-    """Shapes and groups of fused operators, as they stand in the graphs."""
+def _nodes(recorded: GraphTrace) -> Iterator[Finding]:
+    """Process groups and scale shapes of the fused operators in the graphs."""
     for node in dict.fromkeys(node for graph in recorded.graphs for node in graph.fused):
         if node.axis != "tp":
-            yield _Words(f"{node.operator} works on the wrong ranks", "the axis tp", node.axis)
+            message = f"{node.operator} communicates over the wrong ranks"
+            yield _finding(message=message, expected="the mesh axis tp", found=node.axis)
         if not _scale_fits(node):
-            shapes = f"A {list(node.a_shape)}, A_scale {list(node.a_scale_shape or ())}"
-            yield _Words(
-                f"{node.operator} gets a scale that does not belong to the shape of its operand",
-                "leading dims of A_scale are those of A, or one scale for all",
-                shapes,
+            yield _finding(
+                message=f"{node.operator} gets a scale whose shape does not match its operand",
+                expected="A_scale with the leading dims of A, or one scale for the tensor",
+                found=f"A {list(node.a_shape)}, A_scale {list(node.a_scale_shape or ())}",
             )
 
 
 def _scale_fits(node: FusedNode) -> bool:
-    """A scale for the tensor, or one for every row of A."""
+    """True for one scale for the tensor, or one for every row of A."""
     scale = node.a_scale_shape
     if scale is None or all(size == 1 for size in scale):
         return True
     return scale[-1] == 1 and scale[:-1] == node.a_shape[:-1]
 
 
-def _fusions(case: Case, recorded: GraphTrace) -> Iterator[_Words]:
-    """As many fused operators as the case must have, in every step. Nothing at all is said in plain words."""
-    expected = expected_fusions(case)
-    by_step = {step: _executed(recorded, step) for step in range(1, case.train.steps + 1)}
-    if case.layout.async_tp and not any(by_step.values()):
+def _fusions(expect: Expectations, recorded: GraphTrace) -> Iterator[Finding]:
+    """The expected number of fused operators in every step; one separate finding when nothing was fused at all."""
+    expected = expected_fusions(expect)
+    by_step = {step: _executed(recorded, step) for step in range(1, expect.case.train.steps + 1)}
+    if expect.case.layout.async_tp and not any(by_step.values()):
         wanted = f"{expected.total()} fused collectives a step" if expected else "fused collectives"
-        yield _Words("async TP was asked for and nothing was fused", wanted, _reasons(recorded), step=1)
+        message = "async TP is on, but nothing was fused"
+        yield _finding(message=message, step=1, expected=wanted, found=_reasons(recorded))
         return
     for kind in sorted({*expected, *(kind for found in by_step.values() for kind in found)}):
         step = next((step for step, found in by_step.items() if found[kind] != expected[kind]), None)
         if step is not None:
-            less = by_step[step][kind] < expected[kind]
-            why = f"; left alone: {_reasons(recorded, kind)}" if less else ""
-            yield _Words(
-                f"wrong number of {kind}", f"{expected[kind]} a step", f"{by_step[step][kind]}{why}", step=step
+            found = by_step[step][kind]
+            why = f"; not fused: {_reasons(recorded, kind)}" if found < expected[kind] else ""
+            yield _finding(
+                message=f"wrong number of {kind}",
+                step=step,
+                expected=f"{expected[kind]} a step",
+                found=f"{found}{why}",
             )
 
 
-def _executed(recorded: GraphTrace, step: int) -> Counter[Kind]:
-    counts: Counter[Kind] = Counter()
+def _executed(recorded: GraphTrace, step: int) -> Counter[FusionKind]:
+    counts: Counter[FusionKind] = Counter()
     for call in recorded.calls:
         if call.step == step:
-            counts[Kind(call.phase, call.collective)] += call.times
+            counts[FusionKind(call.phase, call.collective)] += call.times
     return counts
 
 
-def _reasons(recorded: GraphTrace, kind: Kind | None = None) -> str:
-    """Why collectives of the TP axis were not fused, with how many of each reason."""
+def _reasons(recorded: GraphTrace, kind: FusionKind | None = None) -> str:
+    """Why collectives of the TP axis were not fused, with the number of collectives for each reason."""
     counts = Counter(
-        f"{left.collective} of {left.dtype} {list(left.shape)}: {left.reason}"
+        f"{unfused.collective} of {unfused.dtype} {list(unfused.shape)}: {unfused.reason}"
         for graph in recorded.graphs
-        for left in graph.unfused
-        if left.axis == "tp" and (kind is None or (graph.phase, left.collective) == kind)
+        for unfused in graph.unfused
+        if unfused.axis == "tp" and (kind is None or (graph.phase, unfused.collective) == kind)
     )
-    return "; ".join(f"{count} x {reason}" for reason, count in counts.items()) or "the graphs hold no such collective"
+    return "; ".join(f"{count} x {reason}" for reason, count in counts.items()) or "no such collective in the graphs"
 
 
-def _rows(recorded: GraphTrace) -> Iterator[_Words]:
-    """Every row that a fused operator gave must be the one that its unfused form gives."""
+def _wrong_rows(recorded: GraphTrace) -> Iterator[Finding]:
+    """Rows of fused operators that differ from those of their unfused form."""
     wrong: dict[str, list[FusedCall]] = {}
     for call in recorded.calls:
         if call.wrong_rows:
             wrong.setdefault(call.operator, []).append(call)
     for operator, calls in wrong.items():
-        rows, of = sum(call.wrong_rows for call in calls), sum(call.rows for call in calls)
-        yield _Words(
-            f"{operator} gives other rows than a matmul and a collective do: {rows} of {of}",
-            "the rows of its unfused form, up to rounding",
-            _example(calls[0]),
-            step=calls[0].step,
+        rows, total = sum(call.wrong_rows for call in calls), sum(call.rows for call in calls)
+        yield _finding(
+            message=f"{operator} gives wrong rows: {rows} of {total} differ from its unfused form",
             verdict=Verdict.NUMERIC,
+            step=calls[0].step,
+            expected="the rows of its unfused form, up to rounding",
+            found=_example(calls[0]),
         )
 
 
@@ -161,5 +151,5 @@ def _example(call: FusedCall) -> str:
     assert row is not None, "a call with wrong rows has an example"
     where = f"in {call.phase}, row {list(row.index)} of this rank"
     if row.holds_index is None:
-        return f"{where} is {row.distance:.2g} of its norm away, and is no other row either"
-    return f"{where} holds what belongs into row {list(row.holds_index)} of TP rank {row.holds_rank}"
+        return f"{where} has a relative error of {row.distance:.2g} and matches no other row"
+    return f"{where} holds row {list(row.holds_index)} of TP rank {row.holds_rank}"

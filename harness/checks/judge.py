@@ -1,153 +1,169 @@
-"""The judge: one run of one case and its witnesses in, one verdict with its findings out.
+"""The judge: takes one run of one case and its witnesses, returns one verdict with its findings.
 
 The rules, in order:
 
-1. The engine's `infra` and `hang` stand: such a run proves nothing about the numbers, and no refusal explains a hang.
-2. Every check that applies is executed. A case with an expected refusal is judged by the check that the refusal
-   names and by nothing else; a case that failed otherwise, by `alignment` alone, which may explain the failure.
-3. A crash is a crash, unless it is the expected refusal, whole and exact.
-4. Otherwise the worst finding decides. `invariant` outranks `numeric`: a broken rule usually is why a number is off.
-   A case for which no check was executed has broken the rule that something must be checked.
-5. A recorded fault turns a failure into `known` when the verdict is the recorded one and its pattern matches every
+1. The engine's `infra` and `hang` are final: such a run proves nothing about the numbers, and no expected refusal
+   explains a hang.
+2. Every check that applies is executed. A case with an expected refusal is judged only by the check that the refusal
+   names; any other case whose ranks failed, only by `alignment`, which may explain the failure.
+3. A crash is a crash, unless it is exactly the expected refusal.
+4. Otherwise the worst finding decides. `invariant` outranks `numeric`: a broken rule is usually the cause of a wrong
+   number. A case for which no check was executed is `invariant`.
+5. A known fault turns a failure into `known` when the verdict is the recorded one and its pattern matches every
    finding: a second, new fault must not hide behind a known one. If the case passes, that is `unexpected_pass`.
-
-It does not know how runs are made, retried or reported.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from harness.checks.alignment import NAME as ALIGNMENT
-from harness.checks.alignment import check_alignment
-from harness.checks.divergence import first_divergence
-from harness.checks.finite import NAME as FINITE
-from harness.checks.finite import check_finite
-from harness.checks.fp8_on import NAME as FP8_ON
-from harness.checks.fp8_on import check_fp8_on
-from harness.checks.graphcasts import NAME as GRAPH_SCALES
-from harness.checks.graphcasts import check_graph_casts
-from harness.checks.graphs import NAME as GRAPHS
-from harness.checks.graphs import check_graphs
-from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
-from harness.checks.loss_vs_golden import check_loss_vs_golden
-from harness.checks.memory import NAME as MEMORY
-from harness.checks.memory import check_memory
-from harness.checks.metamorphic import NAME as METAMORPHIC
-from harness.checks.metamorphic import check_metamorphic
-from harness.checks.parity import NAME as PARITY
-from harness.checks.parity import check_parity
-from harness.checks.ranks import rank_names
-from harness.checks.recompute import NAME as RECOMPUTE
-from harness.checks.recompute import check_recompute
-from harness.checks.scales import NAME as SCALES
-from harness.checks.scales import check_scales
-from harness.checks.wire import NAME as WIRE
-from harness.checks.wire import check_wire
+from harness.checks import (
+    alignment,
+    finite,
+    fp8_on,
+    graph_scales,
+    graphs,
+    loss_vs_golden,
+    matmuls,
+    memory,
+    metamorphic,
+    parity,
+    recompute,
+    scales,
+    traffic,
+)
+from harness.checks.ranks import format_ranks
 from harness.checks.witnesses import Witnesses
-from harness.engine.wire import JobOutcome, JobStatus, RankOutcome
-from harness.spec.case import Case
-from harness.spec.known import KnownFault
+from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
+from harness.expect.expectations import version_gap
+from harness.matrix.case import Case
+from harness.matrix.known import KnownFault
 from harness.trace import RankFailure, RankTrace, Run
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding, NotJudged, Verdict
 
-ENGINE = "engine"  # what findings about ranks that did not finish are filed under
-JUDGE = "judge"
+ENGINE = "engine"  # the `check` of findings about ranks that did not finish
+JUDGE = "judge"  # the `check` of findings about the judgement itself
 
-Question = Callable[[Case, Run, Witnesses], list[Finding]]
+CheckFunction = Callable[[Case, Run, Witnesses], list[Finding]]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One question to a run. `ask` is pure. `explains_failures`: it also has something to say when ranks failed."""
+    """One check and when it applies. `function` is pure."""
 
     name: str
-    ask: Question
-    explains_failures: bool = False
-    needs: str | None = None  # the part of a trace that it reads: not asked of runs that did not record it
-    given: str | None = None  # the field of `Witnesses` that says what it asks for: not asked where that is None
+    function: CheckFunction
+    explains_failures: bool = False  # it also runs when ranks failed
+    record: str | None = None  # the field of `RankTrace` that it reads
+    formula: str | None = None  # the formula of `expect/` that it relies on
+    needs_relation: bool = False  # it compares with a partner, which not every case has
 
 
 CHECKS: tuple[Check, ...] = (
-    Check(name=FINITE, ask=check_finite),
-    Check(name=LOSS_VS_GOLDEN, ask=check_loss_vs_golden),
-    Check(name=FP8_ON, ask=check_fp8_on),
-    Check(name=PARITY, ask=check_parity, needs="sketches"),
-    Check(name=SCALES, ask=check_scales, needs="operands"),
-    Check(name=GRAPH_SCALES, ask=check_graph_casts, needs="graphs"),
-    Check(name=RECOMPUTE, ask=check_recompute, needs="operands"),
-    Check(name=WIRE, ask=check_wire, needs="traffic"),
-    Check(name=MEMORY, ask=check_memory, needs="saved_memory"),
-    Check(name=GRAPHS, ask=check_graphs, needs="graphs"),
-    Check(name=METAMORPHIC, ask=check_metamorphic, needs="sketches", given="relation"),
-    Check(name=ALIGNMENT, ask=check_alignment, explains_failures=True),
+    Check(name=finite.NAME, function=finite.check_finite),
+    Check(name=loss_vs_golden.NAME, function=loss_vs_golden.check_loss_vs_golden),
+    Check(name=fp8_on.NAME, function=fp8_on.check_fp8_on),
+    Check(name=matmuls.NAME, function=matmuls.check_matmuls, formula="matmuls"),
+    Check(name=parity.NAME, function=parity.check_parity, record="sketches"),
+    Check(name=scales.NAME, function=scales.check_scales, record="operands", formula="casts"),
+    Check(name=graph_scales.NAME, function=graph_scales.check_graph_scales, record="graphs"),
+    Check(name=recompute.NAME, function=recompute.check_recompute, record="operands", formula="matmuls"),
+    Check(name=traffic.NAME, function=traffic.check_traffic, record="traffic", formula="traffic"),
+    Check(name=memory.NAME, function=memory.check_memory, record="saved_memory", formula="saved memory"),
+    Check(name=graphs.NAME, function=graphs.check_graphs, record="graphs", formula="fusion"),
+    Check(
+        name=metamorphic.NAME,
+        function=metamorphic.check_metamorphic,
+        record="sketches",
+        formula="relations",
+        needs_relation=True,
+    ),
+    Check(name=alignment.NAME, function=alignment.check_alignment, explains_failures=True),
 )
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on one run, why, and the names of the checks that were executed."""
+    """The verdict on one run with its findings, the checks that were executed, and why others were skipped."""
 
     verdict: Verdict
     findings: tuple[Finding, ...]
-    checks: tuple[str, ...]
+    checks: tuple[str, ...] = ()
+    not_judged: tuple[NotJudged, ...] = ()
 
 
-def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, known: KnownFault | None = None) -> Judgement:
-    """The verdict by the rules above. `status` is the engine's word on how the ranks ended."""
-    found = _judge(case, run, status, witnesses)
-    return found if known is None else _with_known(found, known)
+def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: Sequence[Check] = CHECKS) -> Judgement:
+    """The verdict by rules 1 to 4. `status` is how the engine says the ranks ended."""
+    if status in ("infra", "hang"):
+        return Judgement(verdict=Verdict(status), findings=_failures(run, status))
+    checks, skipped = _applicable(run, status, witnesses, among)
+    findings = tuple(finding for check in checks for finding in check.function(case, run, witnesses))
+    failed = status == "crash" or bool(run.failures)
+    refused_as_expected = witnesses.expect.refusal is not None and bool(checks) and bool(run.failures) and not findings
+    if failed and not refused_as_expected:
+        verdict, findings = Verdict.CRASH, (*findings, *_failures(run, "crash"))
+    else:
+        if not checks:
+            findings = (Finding(check=JUDGE, message="no check was executed: nothing was proven", expected="a check"),)
+        verdict = _worst(findings)
+        findings = tuple(sorted(findings, key=_likely_cause))
+    names = tuple(check.name for check in checks)
+    return Judgement(verdict=verdict, findings=findings, checks=names, not_judged=skipped)
+
+
+def with_known_fault(found: Judgement, known: KnownFault) -> Judgement:
+    """The judgement by rule 5: `known` when the failure is the recorded one, `unexpected_pass` when the case passed."""
+    if found.verdict is Verdict.PASSED:
+        message = f"passed although the fault {known.name} ({known.link}) is recorded for it: close the record"
+        finding = Finding(check=JUDGE, message=message, expected=known.verdict.value, found="passed")
+        return msgspec.structs.replace(found, verdict=Verdict.UNEXPECTED_PASS, findings=(finding,))
+    explained = all(_matches(finding, known.pattern) for finding in found.findings)
+    if found.verdict is known.verdict and found.verdict is not Verdict.INFRA and found.findings and explained:
+        return msgspec.structs.replace(found, verdict=Verdict.KNOWN)
+    return found
 
 
 def run_from_outcome(outcome: JobOutcome) -> Run:
-    """What came back, decoded: a trace for every rank that returned a readable one, a failure for every other."""
-    answers = [_answer(rank) for rank in sorted(outcome.ranks, key=lambda rank: rank.rank)]
+    """The decoded outcome: a trace for every rank that returned a readable one, a failure for every other."""
+    ends = [_decode(rank) for rank in sorted(outcome.ranks, key=lambda rank: rank.rank)]
     return Run(
-        traces=tuple(answer for answer in answers if isinstance(answer, RankTrace)),
-        failures=tuple(answer for answer in answers if isinstance(answer, RankFailure)),
+        traces=tuple(end for end in ends if isinstance(end, RankTrace)),
+        failures=tuple(end for end in ends if isinstance(end, RankFailure)),
     )
 
 
-def _judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses) -> Judgement:
-    if status in ("infra", "hang"):
-        return Judgement(verdict=Verdict(status), findings=_failures(run, status), checks=())
-    asked = _applicable(run, status, witnesses)
-    findings = tuple(finding for check in asked for finding in check.ask(case, run, witnesses))
-    findings += _located(case, run, witnesses, findings)
-    checks = tuple(check.name for check in asked)
-    failed = status == "crash" or bool(run.failures)
-    refused_as_expected = witnesses.refusal is not None and bool(asked) and bool(run.failures) and not findings
-    if failed and not refused_as_expected:
-        return Judgement(verdict=Verdict.CRASH, findings=(*findings, *_failures(run, "crash")), checks=checks)
-    if not asked:
-        findings = (Finding(check=JUDGE, message="no check was executed: nothing was proven", expected="a check"),)
-    return Judgement(verdict=_worst(findings), findings=findings, checks=checks)
-
-
-def _located(case: Case, run: Run, witnesses: Witnesses, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Where a run that failed parity first did something else than its solo witness."""
-    off = any(finding.check == PARITY for finding in findings)
-    recorded = witnesses.solo is not None and all(
-        trace.operands is not None for trace in (*run.traces, *witnesses.solo.traces)
-    )
-    if not off or not recorded or witnesses.solo is None:
-        return ()
-    first = first_divergence(case, run, witnesses.solo)
-    return () if first is None else (first,)
-
-
-def _applicable(run: Run, status: JobStatus, witnesses: Witnesses) -> list[Check]:
-    if witnesses.refusal is not None:
-        return [check for check in CHECKS if check.name == witnesses.refusal.check]
+def _applicable(
+    run: Run, status: JobStatus, witnesses: Witnesses, among: Sequence[Check]
+) -> tuple[list[Check], tuple[NotJudged, ...]]:
+    """The checks that apply to this run, and why the others do not."""
+    refusal = witnesses.expect.refusal
+    if refusal is not None:
+        return [check for check in among if check.name == refusal.check], ()
     if status == "crash" or run.failures:
-        return [check for check in CHECKS if check.explains_failures]
-    return [check for check in CHECKS if _can_answer(check, run, witnesses)]
+        return [check for check in among if check.explains_failures], ()
+    skipped = {check.name: _skipped(check, run, witnesses) for check in among}
+    applicable = [check for check in among if skipped[check.name] is None]
+    return applicable, tuple(each for each in skipped.values() if each is not None)
 
 
-def _can_answer(check: Check, run: Run, witnesses: Witnesses) -> bool:
-    recorded = check.needs is None or any(getattr(trace, check.needs) is not None for trace in run.traces)
-    return recorded and (check.given is None or getattr(witnesses, check.given) is not None)
+def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
+    """Why a check is not executed for a run that finished; None when it is."""
+    reason = _inapplicable(check, run, witnesses)
+    if reason is not None:
+        return NotJudged(check=check.name, reason=reason)
+    if check.formula is None or not run.traces:
+        return None
+    gap = version_gap(check.formula, run.traces[0].software)
+    return None if gap is None else NotJudged(check=check.name, reason=gap, unverified=True)
+
+
+def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
+    if check.record is not None and all(getattr(trace, check.record) is None for trace in run.traces):
+        return f"no rank recorded {check.record.replace('_', ' ')}"
+    if check.needs_relation and witnesses.expect.relation is None:
+        return "no option of this case must be neutral, or parity already leaves no room for rounding"
+    return None
 
 
 def _worst(findings: tuple[Finding, ...]) -> Verdict:
@@ -155,39 +171,32 @@ def _worst(findings: tuple[Finding, ...]) -> Verdict:
     for verdict in (Verdict.INVARIANT, Verdict.NUMERIC):
         if verdict in verdicts:
             return verdict
-    assert not verdicts, "a finding makes a case numeric or invariant"
+    assert not verdicts, "every finding is numeric or invariant"
     return Verdict.PASSED
 
 
-def _with_known(found: Judgement, known: KnownFault) -> Judgement:
-    record = f"the recorded fault {known.name} ({known.link})"
-    if found.verdict is Verdict.PASSED:
-        message = f"{record} did not show: close the record"
-        finding = Finding(check=JUDGE, message=message, expected=known.verdict.value, found="passed")
-        return Judgement(verdict=Verdict.UNEXPECTED_PASS, findings=(finding,), checks=found.checks)
-    explained = all(_mentions(finding, known.pattern) for finding in found.findings)
-    if found.verdict is known.verdict and found.verdict is not Verdict.INFRA and found.findings and explained:
-        return msgspec.structs.replace(found, verdict=Verdict.KNOWN)
-    return found
+def _likely_cause(finding: Finding) -> tuple[int, bool]:
+    """Sorts what is wrong first to the front: findings without a step, then by step, broken rules before numbers."""
+    return finding.step or 0, finding.verdict is not Verdict.INVARIANT
 
 
-def _mentions(finding: Finding, pattern: str) -> bool:
+def _matches(finding: Finding, pattern: str) -> bool:
     return any(re.search(pattern, text) for text in (finding.message, finding.found or ""))
 
 
 def _failures(run: Run, status: str) -> tuple[Finding, ...]:
-    """What the engine saw, one finding for ranks that ended alike. Ranks brought down by others only if none else."""
+    """How the ranks failed; ranks with the same failure share a finding. Consequences only where no cause is known."""
     failures = sorted(run.failures, key=lambda failure: failure.rank)
     causes = [failure for failure in failures if not failure.consequence] or failures
     groups: dict[tuple[str, str, str], list[int]] = {}
     for failure in causes:
         groups.setdefault((failure.kind, failure.phase, failure.message), []).append(failure.rank)
     if not groups:
-        return (Finding(check=ENGINE, message=f"the engine reports {status}, but no rank says why"),)
+        return (Finding(check=ENGINE, message=f"the engine reports {status}, but no rank reports a cause"),)
     return tuple(
         Finding(
             check=ENGINE,
-            message=f"{rank_names(ranks)} {kind}{f' in {phase}' if phase else ''}: {message}",
+            message=f"{format_ranks(ranks)} {kind}{f' in {phase}' if phase else ''}: {message}",
             rank=ranks[0],
             expected="every rank returns",
             found=kind,
@@ -196,7 +205,7 @@ def _failures(run: Run, status: str) -> tuple[Finding, ...]:
     )
 
 
-def _answer(outcome: RankOutcome) -> RankTrace | RankFailure:
+def _decode(outcome: RankOutcome) -> RankTrace | RankFailure:
     if outcome.status == "returned":
         try:
             trace = msgspec.msgpack.decode(outcome.payload or b"", type=RankTrace)
@@ -209,7 +218,7 @@ def _answer(outcome: RankOutcome) -> RankTrace | RankFailure:
 
 
 def _failure(outcome: RankOutcome, kind: str, message: str) -> RankFailure:
-    """The failure with what the rank last wrote: the only place where its output survives."""
+    """The failure with the last output of the rank, which is kept nowhere else."""
     output = f"last output:\n{outcome.log_tail}" if outcome.log_tail.strip() else ""
     return RankFailure(
         rank=outcome.rank,

@@ -1,26 +1,29 @@
-"""Does the run learn what BF16 learns? The loss of every step against the stored single-rank golden.
+"""Does the run learn what BF16 learns? The loss of every step against the stored single-rank BF16 golden.
 
-First everything that would make the comparison worthless (no golden, other data, other hardware, ranks that disagree,
-nothing learned), then the comparison.
+First come the conditions under which the comparison means nothing (no golden, other data, other hardware, ranks that
+disagree, a loss that never changes), then the comparison.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import msgspec
 
-from harness.checks.ranks import by_value, ordered, rank_names
+from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
 from harness.checks.witnesses import Witnesses
-from harness.measured.golden import Golden, hardware_class, update_command
-from harness.measured.tolerance import MEASURE, Tolerance
-from harness.spec.case import Case
-from harness.spec.caseid import family_id
+from harness.evidence.golden import Golden, hardware_class, update_command
+from harness.evidence.tolerance import MEASURE, Tolerance
+from harness.matrix.case import Case
+from harness.matrix.caseid import family_id
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding, Verdict
 
 NAME = "loss_vs_golden"
 SHOWN_ROWS = 12  # of the table in a message
+
+_finding = partial(Finding, check=NAME)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,105 +41,103 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """True when the loss is as near as allowed. NaN or infinity on any side is never good."""
+        """True when the loss is within the tolerance. NaN or infinity on either side never is."""
         return abs(self.difference) <= self.allowed < math.inf
 
 
 def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings when the loss leaves the tolerance around the golden, or when the two must not be compared."""
+    """Findings when a loss leaves the tolerance around the golden, or when the two cannot be compared."""
     golden, tolerance = witnesses.golden, witnesses.tolerance
     if golden is None:
-        command = update_command(family_id(case))
-        return [_finding(f"there is no golden for {family_id(case)}: run `{command}`", expected="a golden")]
+        family = family_id(case)
+        message = f"cannot be judged: no golden is stored for {family}; run `{update_command(family)}`"
+        return [_finding(message=message, expected="a golden")]
     if tolerance is None:
-        fix = f"{MEASURE}, or set `loss_tolerance` in the case"
-        return [_finding(f"there is no tolerance for this case: {fix}", expected="a tolerance")]
-    incomparable = _incomparable(case, run, golden) or _unaligned(case, run, golden, tolerance)
+        message = f"cannot be judged: no loss tolerance for cases like this; {MEASURE}, or set `loss_tolerance`"
+        return [_finding(message=message, expected="a tolerance")]
+    incomparable = _incomparable(case, run, golden) or _other_steps(case, run, golden, tolerance)
     if incomparable:
         return incomparable
-    return [*_agreement(run), *_learning(run, golden, tolerance), *_distance(run, golden, tolerance)]
+    return [*_disagreement(run), *_learning(run, golden, tolerance), *_distance(run, golden, tolerance)]
 
 
 def _incomparable(case: Case, run: Run, golden: Golden) -> list[Finding]:
-    """The golden must be of this family, hardware class and data, on every rank."""
+    """The golden must be of the same family, hardware class and data as every rank."""
     if not run.traces:
-        return [_finding("no rank left a trace: nothing was compared", expected=f"{case.world_size} ranks", found="0")]
+        return [_finding(message="no rank left a trace", expected=f"{case.world_size} ranks", found="0")]
     if golden.family != family_id(case):
-        return [_finding("the golden belongs to another family", expected=family_id(case), found=golden.family)]
-    hardware = by_value(run, lambda trace: hardware_class(trace.device or "unnamed device"))
-    data = by_value(run, lambda trace: trace.data_digest)
+        message = "the golden belongs to another family"
+        return [_finding(message=message, expected=family_id(case), found=golden.family)]
+    hardware = group_ranks(run, lambda trace: hardware_class(trace.device or "unnamed device"))
+    data = group_ranks(run, lambda trace: trace.data_digest)
     return [
-        *(
-            _finding(f"{rank_names(ranks)} ran on other hardware than the golden", ranks[0], golden.hardware, name)
-            for name, ranks in hardware.items()
-            if name != golden.hardware
-        ),
-        *(
-            _finding(f"{rank_names(ranks)} trained on other data than the golden", ranks[0], golden.data_digest, digest)
-            for digest, ranks in data.items()
-            if digest != golden.data_digest
-        ),
+        _finding(message=f"{format_ranks(ranks)} {what} than the golden", rank=ranks[0], expected=expected, found=found)
+        for what, expected, groups in (
+            ("ran on other hardware", golden.hardware, hardware),
+            ("trained on other data", golden.data_digest, data),
+        )
+        for found, ranks in groups.items()
+        if found != expected
     ]
 
 
-def _unaligned(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
-    """Case, golden, tolerance and every rank must have the same steps: what is not there cannot be compared."""
+def _other_steps(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
+    """Golden, tolerance and every rank must have the steps of the case."""
     steps = case.train.steps
+    expected = f"{steps} steps"
     findings = [
-        _finding(f"the {who} does not have the steps of the case", expected=f"{steps} steps", found=f"{count} steps")
+        _finding(message=f"the {who} does not have the steps of the case", expected=expected, found=f"{count} steps")
         for who, count in (("golden", len(golden.losses)), ("tolerance", len(tolerance.per_step)))
         if count != steps
     ]
-    for numbers, ranks in by_value(run, lambda trace: tuple(step.step for step in trace.steps)).items():
+    for numbers, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items():
         if numbers != tuple(range(1, steps + 1)):
-            message = f"{rank_names(ranks)} did not record every step of the golden"
-            findings.append(_finding(message, ranks[0], f"{steps} steps", f"{len(numbers)} steps"))
+            message = f"{format_ranks(ranks)} did not record every step of the golden"
+            findings.append(_finding(message=message, rank=ranks[0], expected=expected, found=f"{len(numbers)} steps"))
     return findings
 
 
-def _agreement(run: Run) -> list[Finding]:
-    """The loss is global: every rank must report the same bits. Names the first step where they differ."""
-    traces = ordered(run)
+def _disagreement(run: Run) -> list[Finding]:
+    """The first step at which ranks report different losses: the loss is global, so every bit must be equal."""
+    traces = traces_by_rank(run)
     for steps in zip(*(trace.steps for trace in traces), strict=True):
         groups: dict[str, list[int]] = {}
         for trace, step in zip(traces, steps, strict=True):
             groups.setdefault(float(step.loss).hex(), []).append(trace.rank)
         if len(groups) > 1:
-            return [_disagreement(steps[0].step, groups)]
+            return [
+                _finding(
+                    message=f"ranks report different global losses from step {steps[0].step} on",
+                    step=steps[0].step,
+                    rank=list(groups.values())[1][0],
+                    expected="the same loss on every rank",
+                    found="; ".join(f"{format_ranks(r)}: {float.fromhex(loss)!r}" for loss, r in groups.items()),
+                )
+            ]
     return []
 
 
-def _disagreement(step: int, groups: dict[str, list[int]]) -> Finding:
-    return Finding(
-        check=NAME,
-        message=f"ranks report different global losses from step {step} on",
-        step=step,
-        rank=list(groups.values())[1][0],
-        expected="the same loss on every rank",
-        found="; ".join(f"{rank_names(ranks)}: {float.fromhex(loss)!r}" for loss, ranks in groups.items()),
-    )
-
-
 def _learning(run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
-    """A loss that stands still, or a tolerance as wide as all that was learned, proves nothing."""
+    """A loss that never changes, or a tolerance wider than the progress of the golden, proves nothing."""
     if len(golden.losses) < 2:
         return []
     findings = []
-    frozen = [trace.rank for trace in ordered(run) if len({step.loss for step in trace.steps}) == 1]
+    frozen = [trace.rank for trace in traces_by_rank(run) if len({step.loss for step in trace.steps}) == 1]
     if frozen:
-        message = f"the loss is the same at every step on {rank_names(frozen)}: the model did not learn"
-        findings.append(_finding(message, frozen[0], "a loss that changes", f"{ordered(run)[0].steps[0].loss!r}"))
-    start = golden.losses[0]
-    if all(abs(loss - start) <= allowed for loss, allowed in zip(golden.losses, tolerance.per_step, strict=True)):
-        message = "the tolerance is wider than all that the golden learns: a model that never trains would pass"
-        moved = max(abs(loss - start) for loss in golden.losses)
-        findings.append(_finding(message, None, f"allowed below {moved:g}", f"{max(tolerance.per_step):g}"))
+        message = f"the loss is the same at every step on {format_ranks(frozen)}: the model did not learn"
+        loss = repr(traces_by_rank(run)[0].steps[0].loss)
+        findings.append(_finding(message=message, rank=frozen[0], expected="a loss that changes", found=loss))
+    progress = [abs(loss - golden.losses[0]) for loss in golden.losses]
+    if all(moved <= allowed for moved, allowed in zip(progress, tolerance.per_step, strict=True)):
+        message = "the tolerance is wider than the progress of the golden: a model that never trains would pass"
+        expected, found = f"allowed below {max(progress):g}", f"{max(tolerance.per_step):g}"
+        findings.append(_finding(message=message, expected=expected, found=found))
     return findings
 
 
 def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
     """The first rank whose loss leaves the tolerance, with the table of its steps."""
-    for trace in ordered(run):
+    for trace in traces_by_rank(run):
         rows = _rows(trace, golden, tolerance)
         bad = [row for row in rows if not row.good]
         if bad:
@@ -153,10 +154,11 @@ def _rows(trace: RankTrace, golden: Golden, tolerance: Tolerance) -> list[Row]:
 
 def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -> Finding:
     first = bad[0]
-    head = f"the loss is {first.difference:+.3g} from the golden at step {first.step}, allowed is {first.allowed:.3g}"
-    basis = f"{len(bad)} of {len(rows)} steps are off; tolerance {tolerance.key}: {tolerance.evidence}"
-    return Finding(
-        check=NAME,
+    head = (
+        f"the loss differs by {first.difference:+.3g} from the golden at step {first.step}, {first.allowed:.3g} allowed"
+    )
+    basis = f"{len(bad)} of {len(rows)} steps are outside the tolerance {tolerance.key}: {tolerance.evidence}"
+    return _finding(
         message=f"{head}\n{_table(rows, rows.index(first))}\n{basis}",
         verdict=Verdict.NUMERIC,
         step=first.step,
@@ -167,7 +169,7 @@ def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -
 
 
 def _table(rows: list[Row], first_bad: int) -> str:
-    """The steps around the first bad one, aligned; bad ones end in a mark."""
+    """The steps around the first bad one, aligned; bad ones are marked at the end of the line."""
     start = max(0, min(first_bad - 2, len(rows) - SHOWN_ROWS))
     head = f"{'step':>6}  {'golden':>12}  {'found':>12}  {'difference':>12}  {'allowed':>10}"
     lines = [_line(row) for row in rows[start : start + SHOWN_ROWS]]
@@ -179,7 +181,3 @@ def _line(row: Row) -> str:
     mark = "" if row.good else "  <"
     difference = f"{row.difference:+.6f}" if math.isfinite(row.difference) else str(row.difference)
     return f"{row.step:>6}  {row.golden:>12.6f}  {row.found:>12.6f}  {difference:>12}  {row.allowed:>10.6f}{mark}"
-
-
-def _finding(message: str, rank: int | None = None, expected: str | None = None, found: str | None = None) -> Finding:
-    return Finding(check=NAME, message=message, rank=rank, expected=expected, found=found)

@@ -1,20 +1,22 @@
-"""Metamorphic: does a case compute what its partner, which lacks options that must be neutral, computes?
+"""Metamorphic: does a case compute what its partner computes, the same case without options that must be neutral?
 
-The solo witness cannot answer this sharply where a layout adds up in another order: rounding drowns it. The partner has
-the same layout, so its bits are the same. It does not know which options are neutral; that is `spec/relations.py`.
+The solo witness cannot answer this sharply where a layout sums in another order, because rounding hides differences.
+The partner has the same layout, so its results must match bit for bit. Which options are neutral is stated in
+`expect/relations.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
-from harness.checks.assembly import SketchKey, assemble, relative_distance
+from harness.checks.assembly import SketchKey, assemble, nan_is_worst, relative_distances
 from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case
-from harness.spec.caseid import case_id
-from harness.spec.relations import Relation
+from harness.expect.relations import Relation
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
 from harness.trace import Run
 from harness.trace.sketches import TensorSketch
 from harness.verdict import Finding, Verdict
@@ -26,34 +28,35 @@ EXACT = 1e-11
 
 _NUMBERS = ("loss", "grad_norm")
 
+_finding = partial(Finding, check=NAME)
+
 
 def check_metamorphic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings at the first step where the run is not what `witnesses.relation` promises; none without a relation."""
-    relation, partner = witnesses.relation, witnesses.partner
+    """Findings at the first step where the run breaks the promise of its relation; none without a relation."""
+    relation, partner = witnesses.expect.relation, witnesses.partner
     if relation is None:
         return []
     if partner is None:
-        words = _told(relation, "could not be run: nothing to compare with")
-        return [Finding(check=NAME, message=words, expected="a partner")]
-    return [*_numbers(relation, run, partner), *_tensors(relation, run, partner)]
+        message = f"cannot be judged: {_partner(relation)} could not be run"
+        return [_finding(message=message, expected="a partner")]
+    return [*_reported_numbers(relation, run, partner), *_tensors(relation, run, partner)]
 
 
-def _numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
-    """The first step at which a loss or a norm is not the promised one. Steps that are missing are `finite`'s."""
+def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
+    """The first step with a different loss or gradient norm. Steps that are missing are reported by `finite`."""
     expected = {step.step: step for step in partner.traces[0].steps}
     for name in _NUMBERS:
-        off = [
+        compared = [
             (step.step, trace.rank, getattr(step, name), getattr(expected[step.step], name))
             for trace in run.traces
             for step in trace.steps
             if step.step in expected and _is_promised(relation, step.step)
         ]
-        first = min((each for each in off if not _is_equal(relation, each[2], each[3])), default=None)
+        first = min((each for each in compared if not _is_equal(relation, each[2], each[3])), default=None)
         if first is not None:
             step, rank, found, wanted = first
-            yield Finding(
-                check=NAME,
-                message=_told(relation, f"has another {name.replace('_', ' ')}: {wanted!r}, here {found!r}"),
+            yield _finding(
+                message=f"{name.replace('_', ' ')} differs from {_promise(relation)}",
                 verdict=Verdict.NUMERIC,
                 step=step,
                 rank=rank,
@@ -63,7 +66,7 @@ def _numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
 
 
 class _Difference(NamedTuple):
-    """One tensor that is not as promised. `rank` is None where it was put together from several."""
+    """One tensor that differs from the partner's. `rank` is None where the tensor was assembled from several ranks."""
 
     key: SketchKey
     rank: int | None
@@ -76,14 +79,15 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
     compare = _unequal_bits if relation.promise == "bitwise" else _unequal_sketches
     found, expected = _keys(relation, run), _keys(relation, partner)
     if not expected:
-        words = _told(relation, "recorded no gradient: nothing was compared")
-        yield Finding(check=NAME, message=words, expected="sketches")
+        message = f"no gradients were compared: {_partner(relation)} recorded none"
+        yield _finding(message=message, expected="sketches")
     for key in sorted(found ^ expected)[:1]:
         side = "here only" if key in found else "there only"
-        words = (
-            f"sketched other tensors: {len(found ^ expected)} on one side alone, first {key.kind} of {key.fqn} {side}"
+        message = (
+            f"{len(found ^ expected)} tensor(s) were recorded either here or by {_partner(relation)}, not by both: "
+            f"first {key.kind} of {key.fqn} {side}"
         )
-        yield Finding(check=NAME, message=_told(relation, words), step=key.step, module=key.fqn)
+        yield _finding(message=message, step=key.step, module=key.fqn)
     differences = [each for each in compare(run, partner) if each.key in found & expected]
     if differences:
         first = min((each.key.step, each.key.kind) for each in differences)
@@ -92,14 +96,13 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
         yield _first_difference(relation, together, compared)
 
 
-def _first_difference(relation: Relation, off: list[_Difference], compared: int) -> Finding:
-    worst = max(off, key=lambda each: math.inf if math.isnan(each.distance) else each.distance)
+def _first_difference(relation: Relation, differences: list[_Difference], compared: int) -> Finding:
+    worst = max(differences, key=lambda each: nan_is_worst(each.distance))
     noun = {"grad": "gradients", "param": "final parameters"}[worst.key.kind]
-    count = len({each.key for each in off})
-    words = f"has other {noun}: {count} of {compared}; worst {worst.key.fqn}, {worst.distance:.2g} of its norm away"
-    return Finding(
-        check=NAME,
-        message=_told(relation, words),
+    count = len({each.key for each in differences})
+    return _finding(
+        message=f"{count} of {compared} {noun} differ from {_promise(relation)}; worst {worst.key.fqn}: relative "
+        f"distance {worst.distance:.2g}",
         verdict=Verdict.NUMERIC,
         step=worst.key.step,
         rank=worst.rank,
@@ -110,49 +113,43 @@ def _first_difference(relation: Relation, off: list[_Difference], compared: int)
 
 
 def _unequal_bits(run: Run, partner: Run) -> list[_Difference]:
-    """Pieces of a rank that are not the same bits on the same rank of the partner, or not finite."""
-    found, expected = _pieces(run), _pieces(partner)
-    off = [place for place in sorted(found) if not _same_bits(found[place], expected.get(place))]
-    distances = _distances(run, partner) if off else {}
+    """Shards of a rank that are not bitwise equal to those of the same rank of the partner, or not finite."""
+    found, expected = _shards(run), _shards(partner)
+    unequal = [place for place in sorted(found) if not _same_bits(found[place], expected.get(place))]
+    distances = relative_distances(assemble(run.traces), assemble(partner.traces)) if unequal else {}
     return [
-        _Difference(
-            key, rank, distances.get(key, math.nan), _words(expected.get((key, rank))), _words(found[key, rank])
-        )
-        for key, rank in off
+        _Difference(key, rank, distances.get(key, math.nan), _text(expected.get((key, rank))), _text(found[key, rank]))
+        for key, rank in unequal
     ]
 
 
-def _same_bits(piece: TensorSketch, other: TensorSketch | None) -> bool:
-    """True for equal bits of equal places. NaN never equals anything, itself included."""
-    if other is None or not math.isfinite(piece.norm_squared):
+def _same_bits(shard: TensorSketch, other: TensorSketch | None) -> bool:
+    """True for equal bits at the same offset. NaN never equals anything, itself included."""
+    if other is None or not math.isfinite(shard.norm_squared):
         return False
-    return (piece.digest, piece.offset, piece.local_shape) == (other.digest, other.offset, other.local_shape)
+    return (shard.digest, shard.offset, shard.local_shape) == (other.digest, other.offset, other.local_shape)
 
 
-def _words(piece: TensorSketch | None) -> str:
-    return "nothing" if piece is None else f"{list(piece.local_shape)} at {list(piece.offset)}: {piece.digest}"
+def _text(shard: TensorSketch | None) -> str:
+    return "nothing" if shard is None else f"{list(shard.local_shape)} at {list(shard.offset)}: {shard.digest}"
 
 
 def _unequal_sketches(run: Run, partner: Run) -> list[_Difference]:
     """Logical tensors that are further apart than the rounding of sums; the layouts may differ."""
+    distances = relative_distances(assemble(run.traces), assemble(partner.traces))
     return [
         _Difference(key, None, distance, f"distance <= {EXACT:.2g}", f"{distance:.2g}")
-        for key, distance in _distances(run, partner).items()
-        if not distance <= EXACT  # NaN is off
+        for key, distance in distances.items()
+        if not distance <= EXACT  # NaN is not equal
     ]
 
 
-def _distances(run: Run, partner: Run) -> dict[SketchKey, float]:
-    found, expected = assemble(run.traces), assemble(partner.traces)
-    return {key: relative_distance(found[key], expected[key]) for key in found if key in expected}
-
-
 def _keys(relation: Relation, run: Run) -> set[SketchKey]:
-    """What is compared: `_unequal_bits` and `_unequal_sketches` see steps that nothing is promised about, too."""
-    return {key for key, _ in _pieces(run) if _is_promised(relation, key.step)}
+    """The tensors that the promise is about: the comparisons also see later steps."""
+    return {key for key, _ in _shards(run) if _is_promised(relation, key.step)}
 
 
-def _pieces(run: Run) -> dict[tuple[SketchKey, int], TensorSketch]:
+def _shards(run: Run) -> dict[tuple[SketchKey, int], TensorSketch]:
     return {
         (SketchKey(sketch.step, sketch.kind, sketch.fqn), trace.rank): sketch
         for trace in run.traces
@@ -165,11 +162,15 @@ def _is_promised(relation: Relation, step: int) -> bool:
 
 
 def _is_equal(relation: Relation, found: float, expected: float) -> bool:
-    """By the promise; false for NaN and infinities on either side."""
+    """As close as promised; false for NaN and infinities on either side."""
     allowed = 0.0 if relation.promise == "bitwise" else EXACT * abs(expected)
     return math.isfinite(expected) and abs(found - expected) <= allowed
 
 
-def _told(relation: Relation, what: str) -> str:
-    promise = {"bitwise": "the same bits", "exact": "the same numbers"}[relation.promise]
-    return f"the partner {case_id(relation.partner)} ({relation.name}) must give {promise}, but it {what}"
+def _partner(relation: Relation) -> str:
+    return f"the partner {case_id(relation.partner)} ({relation.name})"
+
+
+def _promise(relation: Relation) -> str:
+    equal = {"bitwise": "bit for bit", "exact": "up to the order of sums"}[relation.promise]
+    return f"{_partner(relation)}, which must match {equal}"

@@ -1,4 +1,8 @@
-"""Casts and matmuls of a rank by what they are and the how-manieth of their kind: what is compared across ranks."""
+"""The casts and matmuls of a rank, keyed so that the same one can be found on another rank or in another run.
+
+A key says where an operand is cast or multiplied (`CastKey`, `MatmulKey`) and is paired with the occurrence, counted
+from 0: a linear casts the same operand several times in a step when forward is recomputed or batches are replayed.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,14 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple, TypeVar
 
 from harness.trace import RankTrace
-from harness.trace.operands import CastPhase, CastRecord, Gemm, MatmulRecord, Role
+from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord, Role
 
 Record = TypeVar("Record")
-Kind = TypeVar("Kind", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 
 
 # The operands a and b of a linear's matmuls.
-ROLES: dict[Gemm, tuple[Role, Role]] = {
+GEMM_OPERANDS: dict[GemmRole, tuple[Role, Role]] = {
     "forward": ("input", "weight"),
     "recompute": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),
@@ -22,8 +26,8 @@ ROLES: dict[Gemm, tuple[Role, Role]] = {
 }
 
 
-class CastKind(NamedTuple):
-    """Casts that follow one another in one step of one linear."""
+class CastKey(NamedTuple):
+    """Where a cast happens: one operand of one linear in one phase of one step."""
 
     step: int
     fqn: str
@@ -31,30 +35,30 @@ class CastKind(NamedTuple):
     phase: CastPhase
 
 
-class MatmulKind(NamedTuple):
-    """Matmuls that follow one another in one step of one linear. Several when a witness replays dp ranks."""
+class MatmulKey(NamedTuple):
+    """Where a matmul happens: one GEMM of one linear in one step. The solo witness repeats it for every dp rank."""
 
     step: int
     fqn: str
-    gemm: Gemm
+    gemm: GemmRole
 
 
-def casts_of(trace: RankTrace) -> dict[tuple[CastKind, int], CastRecord]:
-    """Every cast of a rank by its kind and number (from 0), in execution order."""
+def casts_by_key(trace: RankTrace) -> dict[tuple[CastKey, int], CastRecord]:
+    """Every cast of a rank by key and occurrence, in execution order."""
     casts = trace.operands.casts if trace.operands is not None else ()
-    return _numbered((CastKind(cast.step, cast.fqn, cast.role, cast.phase), cast) for cast in casts)
+    return _with_occurrence((CastKey(cast.step, cast.fqn, cast.role, cast.phase), cast) for cast in casts)
 
 
-def matmuls_of(trace: RankTrace) -> dict[tuple[MatmulKind, int], MatmulRecord]:
-    """Every matmul of a rank by its kind and number (from 0), in execution order."""
+def matmuls_by_key(trace: RankTrace) -> dict[tuple[MatmulKey, int], MatmulRecord]:
+    """Every matmul of a rank by key and occurrence, in execution order."""
     matmuls = trace.operands.matmuls if trace.operands is not None else ()
-    return _numbered((MatmulKind(matmul.step, matmul.fqn, matmul.gemm), matmul) for matmul in matmuls)
+    return _with_occurrence((MatmulKey(matmul.step, matmul.fqn, matmul.gemm), matmul) for matmul in matmuls)
 
 
-def _numbered(records: Iterable[tuple[Kind, Record]]) -> dict[tuple[Kind, int], Record]:
-    seen: Counter[Kind] = Counter()
-    numbered = {}
-    for kind, record in records:
-        numbered[kind, seen[kind]] = record
-        seen[kind] += 1
-    return numbered
+def _with_occurrence(records: Iterable[tuple[Key, Record]]) -> dict[tuple[Key, int], Record]:
+    seen: Counter[Key] = Counter()
+    by_key = {}
+    for key, record in records:
+        by_key[key, seen[key]] = record
+        seen[key] += 1
+    return by_key

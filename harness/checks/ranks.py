@@ -1,6 +1,6 @@
-"""Sets of ranks in words, and the grouping that turns the same finding on 8 ranks into one.
+"""Sets of ranks in messages, and merging the same finding on 8 ranks into one.
 
-Public names: `rank_names`, `by_value`, `ordered`.
+Public names: `traces_by_rank`, `group_ranks`, `merge_ranks`, `missing_records`, `format_ranks`.
 """
 
 from __future__ import annotations
@@ -9,26 +9,48 @@ from collections.abc import Callable, Hashable, Iterable
 from itertools import groupby
 from typing import TypeVar
 
+import msgspec
+
 from harness.trace import RankTrace, Run
+from harness.verdict import Finding
 
-Value = TypeVar("Value", bound=Hashable)
+T = TypeVar("T", bound=Hashable)
 
 
-def ordered(run: Run) -> list[RankTrace]:
-    """The traces by rank: what a check says never depends on the order in which ranks answered."""
+def traces_by_rank(run: Run) -> list[RankTrace]:
+    """The traces sorted by rank, so that findings never depend on the order in which ranks returned."""
     return sorted(run.traces, key=lambda trace: trace.rank)
 
 
-def by_value(run: Run, read: Callable[[RankTrace], Value]) -> dict[Value, list[int]]:
-    """Which ranks recorded which value, in the order of the lowest rank."""
-    groups: dict[Value, list[int]] = {}
-    for trace in ordered(run):
-        groups.setdefault(read(trace), []).append(trace.rank)
+def group_ranks(run: Run, value_of: Callable[[RankTrace], T]) -> dict[T, list[int]]:
+    """The ranks that recorded each value; values in the order of their lowest rank."""
+    groups: dict[T, list[int]] = {}
+    for trace in traces_by_rank(run):
+        groups.setdefault(value_of(trace), []).append(trace.rank)
     return groups
 
 
-def rank_names(ranks: Iterable[int]) -> str:
-    """The ranks in words: "rank 3", "ranks 0-3, 6"."""
+def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]]) -> list[Finding]:
+    """The findings of every rank. Ranks with the same findings share them: "... on ranks 0-3" ends each message."""
+    return [
+        msgspec.structs.replace(finding, message=f"{finding.message} on {format_ranks(ranks)}", rank=ranks[0])
+        for findings, ranks in group_ranks(run, lambda trace: tuple(findings_of(trace))).items()
+        for finding in findings
+    ]
+
+
+def missing_records(run: Run, check: str, field: str) -> list[Finding]:
+    """A finding when a rank did not fill `field` of its trace, or when there is no trace at all."""
+    ranks = [trace.rank for trace in run.traces if getattr(trace, field) is None]
+    if run.traces and not ranks:
+        return []
+    what = field.replace("_", " ")
+    message = f"no record of {what} on {format_ranks(ranks) if ranks else 'any rank'}"
+    return [Finding(check=check, message=message, rank=min(ranks, default=None), expected=f"{what} of every rank")]
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """The ranks as text: "rank 3", "ranks 0-3, 6"."""
     numbers = sorted(set(ranks))
     runs = [
         [number for _, number in group] for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])

@@ -1,7 +1,7 @@
-"""Is what runs a second time the same as the first time? Recomputed casts and matmuls, and operands used again.
+"""Does everything that runs twice give the same result twice? Recomputed casts and matmuls, and operands used again.
 
-A recomputation that differs from its forward gives gradients of a function that was never evaluated, with a loss that
-is right.
+When recomputation differs from forward, the gradients belong to a function that was never evaluated, while the loss is
+correct.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from harness.checks.expectedcasts import gathers_float8, is_recomputed
-from harness.checks.occurrences import CastKind, MatmulKind, casts_of, matmuls_of
-from harness.checks.ranks import ordered
+from harness.checks.mismatch import Mismatch
+from harness.checks.occurrences import CastKey, casts_by_key, matmuls_by_key
+from harness.checks.ranks import traces_by_rank
 from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case
-from harness.spec.gemms import converted_fqns, recomputed_calls
+from harness.expect.expectations import Expectations
+from harness.matrix.case import Case
+from harness.matrix.linears import is_checkpointed
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord
 from harness.verdict import Finding
@@ -22,64 +23,60 @@ from harness.verdict import Finding
 NAME = "recompute"
 
 
-class Difference(NamedTuple):
-    """Something that is not as it was the first time."""
+class _Repetition(NamedTuple):
+    """Two executions of the same cast or matmul, `second` at `order`, by the properties that must be equal."""
 
-    order: int  # of execution on its rank
+    order: int
     step: int
     fqn: str
     what: str
-    expected: str
-    found: str
+    first: dict[str, object]
+    second: dict[str, object]
 
 
 def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """The first difference of every rank that has one, with how many there are."""
-    del witnesses  # a run is compared with itself
+    """The first mismatch of every rank that has one, with the number of mismatches."""
     findings = []
-    for trace in ordered(run):
+    for trace in traces_by_rank(run):
         if trace.operands is None:
             continue  # EXEMPT: `scales` reports operands that were not recorded
-        differences = sorted((*_casts(case, trace), *_matmuls(trace), *_missing(case, trace)))
-        if differences:
-            findings.append(_finding(trace.rank, differences))
+        mismatches = sorted((*_unequal(case, trace), *_not_recomputed(witnesses.expect, trace)))
+        if mismatches:
+            first = mismatches[0]
+            findings.append(first.finding(NAME, f"{first.what}: first in {first.place}; {len(mismatches)} in total"))
     return findings
 
 
-def _finding(rank: int, differences: list[Difference]) -> Finding:
-    first = differences[0]
-    return Finding(
-        check=NAME,
-        message=f"{first.what} of {first.fqn} differs from the first time at step {first.step} on rank {rank}; "
-        f"{len(differences)} difference(s)",
-        step=first.step,
-        rank=rank,
-        module=first.fqn,
-        expected=first.expected,
-        found=first.found,
-    )
+def _unequal(case: Case, trace: RankTrace) -> Iterator[Mismatch]:
+    for each in (*_repeated_casts(case, trace), *_recomputed_matmuls(trace)):
+        for name, expected in each.first.items():
+            if each.second[name] != expected:
+                what = f"{each.what} differs from the first execution in its {name}"
+                found = f"{each.second[name]}"
+                yield Mismatch(each.step, each.order, trace.rank, each.fqn, what, f"{expected}", found)
 
 
-def _casts(case: Case, trace: RankTrace) -> Iterator[Difference]:
-    casts = casts_of(trace)
-    for (kind, number), cast in casts.items():
-        first = casts.get(_first_time(case, kind, number))
+def _repeated_casts(case: Case, trace: RankTrace) -> Iterator[_Repetition]:
+    casts = casts_by_key(trace)
+    for (key, occurrence), cast in casts.items():
+        first = casts.get(_first_execution(case, key, occurrence))
         if first is not None and first is not cast:
-            yield from _differences(cast.index, kind, f"{cast.role} cast in {cast.phase}", _seen(first), _seen(cast))
+            what = f"{cast.role} cast in {cast.phase}"
+            yield _Repetition(cast.index, key.step, key.fqn, what, _cast_properties(first), _cast_properties(cast))
 
 
-def _first_time(case: Case, kind: CastKind, number: int) -> tuple[CastKind, int]:
-    """What this cast repeats: a recomputation its forward; a gathered weight the one that the forward found.
+def _first_execution(case: Case, key: CastKey, occurrence: int) -> tuple[CastKey, int]:
+    """What a cast repeats: a recomputed cast the one in forward, a gathered weight the one that forward used.
 
     With one scale for the tensor the backward pass casts input and weight again exactly as the forward did.
     """
-    if kind.phase == "gathered":
-        return kind, 0
-    again = kind.phase == "backward" and kind.role != "grad_output" and case.float8.recipe == "tensorwise"
-    return (kind._replace(phase="forward") if again or kind.phase == "recompute" else kind), number
+    if key.phase == "gathered":
+        return key, 0
+    again = key.phase == "backward" and key.role != "grad_output" and case.float8.traits.one_scale_per_tensor
+    return (key._replace(phase="forward") if again or key.phase == "recompute" else key), occurrence
 
 
-def _seen(cast: CastRecord) -> dict[str, object]:
+def _cast_properties(cast: CastRecord) -> dict[str, object]:
     return {
         "elements": cast.elements,
         "dtype": cast.target_dtype,
@@ -88,15 +85,16 @@ def _seen(cast: CastRecord) -> dict[str, object]:
     }
 
 
-def _matmuls(trace: RankTrace) -> Iterator[Difference]:
-    matmuls = matmuls_of(trace)
-    for (kind, number), matmul in matmuls.items():
-        first = matmuls.get((kind._replace(gemm="forward"), number))
-        if kind.gemm == "recompute" and first is not None:
-            yield from _differences(matmul.index, kind, "recomputed matmul", _multiplied(first), _multiplied(matmul))
+def _recomputed_matmuls(trace: RankTrace) -> Iterator[_Repetition]:
+    matmuls = matmuls_by_key(trace)
+    for (key, occurrence), matmul in matmuls.items():
+        first = matmuls.get((key._replace(gemm="forward"), occurrence))
+        if key.gemm == "recompute" and first is not None:
+            properties = _matmul_properties(first), _matmul_properties(matmul)
+            yield _Repetition(matmul.index, key.step, key.fqn, "recomputed matmul", *properties)
 
 
-def _multiplied(matmul: MatmulRecord) -> dict[str, object]:
+def _matmul_properties(matmul: MatmulRecord) -> dict[str, object]:
     return {
         "sizes": (matmul.m, matmul.k, matmul.n),
         "dtypes": (matmul.a_dtype, matmul.b_dtype),
@@ -105,24 +103,18 @@ def _multiplied(matmul: MatmulRecord) -> dict[str, object]:
     }
 
 
-def _differences(
-    index: int, kind: CastKind | MatmulKind, what: str, expected: dict[str, object], found: dict[str, object]
-) -> Iterator[Difference]:
-    for name, value in expected.items():
-        if found[name] != value:
-            yield Difference(index, kind.step, kind.fqn, f"{name} of the {what}", f"{value}", f"{found[name]}")
-
-
-def _missing(case: Case, trace: RankTrace) -> Iterator[Difference]:
-    """Checkpointing that recomputes nothing has nothing to compare, which must not pass."""
+def _not_recomputed(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
+    """Checkpointed blocks that recompute nothing: there is nothing to compare then, which must not pass."""
     assert trace.operands is not None
-    fqns = [fqn for fqn in converted_fqns(case) if is_recomputed(case, fqn)]
-    phase = "gathered" if gathers_float8(case) else "recompute"
+    fqns = [fqn for fqn in expect.converted_fqns if is_checkpointed(expect.case, fqn)]
+    phase = "gathered" if expect.case.gathers_float8 else "recompute"
     again = {cast.fqn for cast in trace.operands.casts if cast.phase == phase and cast.role == "weight"}
-    yield from (
-        Difference(0, 1, fqn, "checkpointed forward", "a recomputation", "none") for fqn in fqns if fqn not in again
-    )
+    for fqn in fqns:
+        if fqn not in again:
+            what = "checkpointed forward was not recomputed"
+            yield Mismatch(1, 0, trace.rank, fqn, what, "a recomputation", "none")
     count = sum(matmul.gemm == "recompute" for matmul in trace.operands.matmuls)
-    if count != recomputed_calls(case) * len(trace.steps):
-        expected = recomputed_calls(case) * len(trace.steps)
-        yield Difference(0, 1, "the model", "number of recomputed matmuls", f"{expected}", f"{count}")
+    expected = expect.recomputed_calls * len(trace.steps)
+    if count != expected:
+        what = "wrong number of recomputed matmuls"
+        yield Mismatch(1, 0, trace.rank, "the model", what, f"{expected}", f"{count}")

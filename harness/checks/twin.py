@@ -1,7 +1,7 @@
-"""The twin's word on a loss that is off: is it FP8, or is it the layout and the environment?
+"""The BF16 twin's diagnosis of a wrong loss: is the cause FP8, or the layout and the environment?
 
-The twin is BF16 with the same layout, run now. It is asked only when a loss is too far from its golden, and it never
-changes a verdict: it says where to look.
+The twin is BF16 with the same layout, run on the same machine. It runs only when a loss is outside the tolerance around
+its golden. It never changes a verdict; it says where to look.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ import math
 import msgspec
 
 from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
-from harness.measured.golden import Golden
+from harness.evidence.golden import Golden
 from harness.trace import Run
 from harness.verdict import Finding
 
 
-def asks_for_twin(findings: tuple[Finding, ...]) -> bool:
+def needs_twin(findings: tuple[Finding, ...]) -> bool:
     """True when a finding is about the distance of a loss to its golden."""
     return any(finding.check == LOSS_VS_GOLDEN for finding in findings)
 
 
-def with_twins_word(findings: tuple[Finding, ...], run: Run, golden: Golden, twin: Run | None) -> tuple[Finding, ...]:
-    """The findings, those about losses with what the twin says of them."""
-    word = _word(_distance(run, golden), None if twin is None else _distance(twin, golden))
+def with_twin_diagnosis(
+    findings: tuple[Finding, ...], run: Run, golden: Golden, twin: Run | None
+) -> tuple[Finding, ...]:
+    """The findings, with the diagnosis added to those about losses."""
+    diagnosis = _diagnosis(_distance(run, golden), None if twin is None else _distance(twin, golden))
     return tuple(
-        msgspec.structs.replace(finding, message=f"{finding.message}\n{word}")
+        msgspec.structs.replace(finding, message=f"{finding.message}\n{diagnosis}")
         if finding.check == LOSS_VS_GOLDEN
         else finding
         for finding in findings
@@ -38,7 +40,7 @@ def _distance(run: Run, golden: Golden) -> float:
     return max(gaps, key=lambda gap: (math.isnan(gap), gap), default=0.0)
 
 
-def _word(found: float, twin: float | None) -> str:
+def _diagnosis(found: float, twin: float | None) -> str:
     if twin is None:
         return "BF16 with the same layout could not be run: the layout or the environment may be at fault."
     if not twin < found / 2:

@@ -8,44 +8,44 @@ from pathlib import Path
 
 import click
 
-from harness.conformance.judge import Conclusion
+from harness.cli.options import json_option
+from harness.report.wording import counted
+from harness.studies.conformance.judge import Conclusion
 from harness.verdict import ExitCode
 
 _EPILOG = """\b
 Examples:
-  fp8-harness conformance                          every check of the fixed list
-  fp8-harness conformance --select 'amax*'         those of one operator
-  fp8-harness conformance --select '*-m2x2-*'      those on a 2 x 2 mesh
-  fp8-harness conformance --list                   ids only, nothing is run
-  fp8-harness conformance --inject fix.py:apply    with a patch of yours in every rank
+  fp8-harness conformance                          all checks
+  fp8-harness conformance --select 'amax*'         the checks of one operator
+  fp8-harness conformance --select '*-m2x2-*'      the checks on a 2 x 2 mesh
+  fp8-harness conformance --list                   print the ids, run nothing
+  fp8-harness conformance --inject fix.py:apply    apply your patch in every rank first
 
 \b
-Exit codes: 0 good, 1 a check failed or a known deviation is gone, 2 usage or bad input,
-3 nothing ran, 4 infrastructure, 130 interrupted.
+Exit codes: 0 good, 1 a check failed or a known deviation no longer occurs, 2 usage error or bad input,
+3 nothing to run, 4 infrastructure, 130 interrupted.
 """
 
 
 @click.command("conformance", epilog=_EPILOG)
-@click.option("--select", "globs", metavar="GLOB", multiple=True, help="Keep checks whose id matches one of these.")
-@click.option("--list", "listed", is_flag=True, help="Print the ids of the checks and run nothing.")
-@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank first.")
-@click.option(
-    "--json", "json_file", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write the results."
-)
-@click.option("-v", "--verbose", is_flag=True, help="Print the problems of known deviations too.")
+@click.option("--select", "globs", metavar="GLOB", multiple=True, help="Only checks with a matching id. Repeatable.")
+@click.option("--list", "listed", is_flag=True, help="Print the ids of the checks and exit.")
+@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this first in every rank. Repeatable.")
+@json_option
+@click.option("-v", "--verbose", is_flag=True, help="Also print the problems that known deviations explain.")
 def conformance_command(
     globs: tuple[str, ...], listed: bool, inject: tuple[str, ...], json_file: Path | None, verbose: bool
 ) -> int:
-    """Check DTensor's sharding strategies of the operators that FP8 training uses, on four ranks of the CPU."""
-    from harness.conformance.fixed import select_checks
-    from harness.conformance.session import PROGRAM, RanksFailed, run_checks
-    from harness.engine.zygote import ZygoteEngine
+    """Check DTensor's sharding strategies for the operators of FP8 training, on four CPU ranks."""
+    from harness.engine.zygote_engine import ZygoteEngine
     from harness.running.injection import parse_injection
+    from harness.running.selection import NothingSelected
+    from harness.studies.conformance.fixed import select_checks
+    from harness.studies.conformance.runner import PROGRAM, RanksFailed, run_checks
 
     checks = select_checks(globs)
     if not checks:
-        click.echo("fp8-harness: error: no check matches. Fix: see `fp8-harness conformance --list`.", err=True)
-        return ExitCode.NOTHING_RAN
+        raise NothingSelected("no check matches.", where="--select", fix="see `fp8-harness conformance --list`.")
     if listed:
         for check in checks:
             click.echo(check.id)
@@ -66,21 +66,21 @@ def conformance_command(
 
 
 def _print(conclusions: list[Conclusion], seconds: float, *, verbose: bool) -> None:
-    from harness.conformance.table import deviation_lines, lines
+    from harness.studies.conformance.table import LEGEND, deviation_lines, lines
 
-    for line in lines(conclusions):
-        click.echo(line)
-    click.echo("\nknown deviations (checks that show them)")
-    for line in deviation_lines(conclusions):
-        click.echo(line)
+    click.echo("\n".join([*lines(conclusions), "", LEGEND]))
+    deviations = list(deviation_lines(conclusions))
+    if deviations:
+        click.echo("\n".join(["\nknown deviations, with the number of checks that show them", *deviations]))
     for each in conclusions:
         if not each.good or (verbose and each.problems):
             click.echo(f"\n{each.check.id}: {each.status} {' '.join(each.deviations)}")
             for problem in each.problems:
                 click.echo(f"  {problem}")
     counts = Counter(each.status for each in conclusions)
-    told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-    click.echo(f"\n{len(conclusions)} checks in {seconds:.1f} s ({_software_line()}): {told}")
+    summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    software = ", ".join(f"{name} {version or 'missing'}" for name, version in _software().items())
+    click.echo(f"\n{counted(len(conclusions), 'check')} in {seconds:.1f} s ({software}): {summary}")
 
 
 def _software() -> dict[str, str | None]:
@@ -89,14 +89,10 @@ def _software() -> dict[str, str | None]:
     return {name: installed_version(name) for name in ("torch", "torchao")}
 
 
-def _software_line() -> str:
-    return ", ".join(f"{name} {version or 'missing'}" for name, version in _software().items())
-
-
 def _write(path: Path, conclusions: list[Conclusion]) -> None:
     import msgspec
 
-    from harness.conformance.table import document
     from harness.durable import write_whole
+    from harness.studies.conformance.table import document
 
     write_whole(path, msgspec.json.format(msgspec.json.encode(document(conclusions, _software()))))

@@ -8,10 +8,10 @@ import click
 import msgspec
 
 from harness.cli.options import root_option
+from harness.matrix.coverage import Coverage, coverage
+from harness.matrix.tier import Selection
 from harness.project import find_project
 from harness.running.selection import Query, select_sources
-from harness.spec.coverage import Coverage, coverage
-from harness.spec.matrix import Selection
 
 _EPILOG = """\b
 Examples:
@@ -22,7 +22,8 @@ Examples:
 """
 
 _MEANINGS = {
-    "covered": "in a case that trains",
+    "covered": "in a case that trains without a recorded fault",
+    "known": "only in cases that run into a recorded fault",
     "refused": "only in cases that must be refused",
     "skipped": "possible, but in no selected case",
     "excluded": "excluded by rules",

@@ -5,41 +5,43 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Callable
 
 import click
 
-from harness.cli.options import plan_options, query_options, root_option
+from harness.cli.options import plan_parameter, query_parameter, root_option
 from harness.errors import HarnessError
-from harness.measured.golden import Golden, compare_goldens, list_goldens, load_golden, write_golden
-from harness.measured.references import GoldenChange, make_goldens, needed_references
+from harness.evidence.golden import Golden, compare_goldens, list_goldens, load_golden, write_golden
+from harness.matrix.case import Case
+from harness.matrix.caseid import family_id
 from harness.project import Project, find_project
 from harness.report.text import case_block
-from harness.running.briefs import make_briefs
+from harness.report.wording import counted
+from harness.running.case_judge import prepare_judge
 from harness.running.machine import hardware, resolve_device
-from harness.running.plan import EngineKind, make_plan
+from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
-from harness.spec.case import Case
-from harness.spec.caseid import family_id
+from harness.studies.references import GoldenChange, make_goldens, needed_references
 from harness.verdict import ExitCode
 
 _UPDATE_EPILOG = """\b
 Examples:
   fp8-harness golden update pr --missing --reason "first goldens of tier pr"
   fp8-harness golden update --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
-  fp8-harness golden update smoke --dry-run --reason "only looking"
+  fp8-harness golden update smoke --dry-run --reason "compare only"
 """
 
 
 @click.group(epilog="\b\nExamples:\n  fp8-harness golden list\n  fp8-harness golden check pr")
 def golden() -> None:
-    """The stored BF16 references that losses are compared with."""
+    """Manage the stored BF16 references that losses are compared with."""
 
 
 @golden.command("list", epilog="\b\nExample:\n  fp8-harness golden list")
 @root_option
 def list_command(root: str | None) -> None:
-    """List the stored goldens: hardware class and family."""
+    """List the hardware class and family of all stored goldens."""
     for key in list_goldens(find_project(root).root):
         click.echo(f"{key.hardware:<12}  {key.family}")
 
@@ -70,67 +72,53 @@ def show_command(family: str, hardware_name: str, root: str | None) -> None:
 
 
 @golden.command("check", epilog="\b\nExamples:\n  fp8-harness golden check\n  fp8-harness golden check pr nightly")
-@query_options
+@query_parameter
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @root_option
-def check_command(
-    *,
-    sources: tuple[str, ...],
-    tiers: tuple[str, ...],
-    case_ids: tuple[str, ...],
-    expressions: tuple[str, ...],
-    device: str,
-    root: str | None,
-) -> int:
-    """Check that every stored golden is intact and that none is missing for the given tiers (all by default)."""
+def check_command(*, query: Query, device: str, root: str | None) -> int:
+    """Check that no stored golden is damaged, and that none is missing for the given tiers (default: all tiers)."""
     project = find_project(root)
-    troubles = _damaged(project)
-    for text in troubles:
+    errors = _damage(project)
+    for text in errors:
         click.echo(text)
-    cases = _cases(project, Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions))
-    missing = () if troubles else make_briefs(project, cases, hardware=hardware(resolve_device(device))).missing_goldens
+    cases = _cases(project, query)
+    missing = () if errors else prepare_judge(project, cases, hardware=hardware(resolve_device(device))).missing_goldens
     for family in missing:
         click.echo(f"missing: {family}")
-    click.echo(f"{len(list_goldens(project.root))} goldens, {len(troubles)} damaged, {len(missing)} missing")
-    return ExitCode.FAILED if troubles or missing else ExitCode.GOOD
+    stored = counted(len(list_goldens(project.root)), "golden")
+    click.echo(f"{stored}, {len(errors)} damaged, {len(missing)} missing")
+    return ExitCode.FAILED if errors or missing else ExitCode.GOOD
 
 
 @golden.command("update", epilog=_UPDATE_EPILOG)
-@query_options
-@click.option("--family", "families", metavar="FAMILY", multiple=True, help="Only this family; may be repeated.")
-@click.option("--missing", is_flag=True, help="Only families that have no golden yet.")
+@query_parameter
+@click.option("--family", "families", metavar="FAMILY", multiple=True, help="Only this family. Repeatable.")
+@click.option("--missing", is_flag=True, help="Only families without a golden.")
 @click.option("--reason", metavar="TEXT", help="Why the goldens change; stored with them. Required.")
-@click.option("--dry-run", is_flag=True, help="Run and compare, store nothing.")
-@plan_options
+@click.option("--dry-run", is_flag=True, help="Run and compare, but store nothing.")
+@plan_parameter
 @root_option
-def update_command(  # noqa: PLR0913  one parameter an option
+def update_command(  # noqa: PLR0913  one parameter per option
     *,
-    sources: tuple[str, ...],
-    tiers: tuple[str, ...],
-    case_ids: tuple[str, ...],
-    expressions: tuple[str, ...],
+    query: Query,
     families: tuple[str, ...],
     missing: bool,
     reason: str | None,
     dry_run: bool,
-    device: str,
-    engine: EngineKind,
-    jobs: int,
-    slots: int | None,
-    timeout_s: float | None,
+    plan_for: Callable[..., Plan],
     root: str | None,
 ) -> int:
-    """Run the BF16 reference of each family and store it; shows old and new values. Needs a reason."""
+    """Run the BF16 reference of every family, show old and new values, and store the new ones."""
     if not reason or not reason.strip():
         raise HarnessError(
-            "goldens are not changed without a reason.",
+            "--reason is missing.",
             where="golden update",
-            fix='add --reason "why they change".',
+            fix='add --reason "why the goldens change".',
         )
     project = find_project(root)
-    plan = make_plan(device=device, engine=engine, jobs=jobs, slots=slots, timeout_s=timeout_s)
-    cases = _cases(project, Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions))
-    references = _wanted(project, needed_references(cases), families, hardware(plan.device), missing=missing)
+    plan = plan_for()
+    references = needed_references(_cases(project, query))
+    references = _chosen(project, references, families, hardware(plan.device), missing=missing)
     with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
         made = make_goldens(
             project, references, plan, progress, reason=reason, command=shlex.join(["fp8-harness", *sys.argv[1:]])
@@ -142,30 +130,31 @@ def update_command(  # noqa: PLR0913  one parameter an option
     for result in made.failed:
         click.echo(f"\n{case_block(result)}")
     stored = "not stored (--dry-run)" if dry_run else "stored"
-    click.echo(f"\n{len(made.changes)} goldens {stored}, {len(made.failed)} references failed")
+    failed = counted(len(made.failed), "reference")
+    click.echo(f"\n{counted(len(made.changes), 'golden')} {stored}, {failed} failed")
     if made.interrupted:
         return ExitCode.INTERRUPTED
     return ExitCode.FAILED if made.failed else ExitCode.GOOD
 
 
 def _cases(project: Project, query: Query) -> tuple[Case, ...]:
-    """The cases of a query; those of every tier when it names none."""
+    """The cases of a query; those of all tiers if it names none."""
     if not query.sources and not query.case_ids:
         query = Query(sources=project.tiers, expressions=query.expressions)
     return select_cases(project, query)
 
 
-def _wanted(
+def _chosen(
     project: Project, references: tuple[Case, ...], families: tuple[str, ...], hardware_name: str, *, missing: bool
 ) -> tuple[Case, ...]:
-    """The references of the named families, or of all; with `missing` those without a golden."""
+    """The references of the given families, or of all; with `missing`, only those without a golden."""
     by_family = {family_id(case): case for case in references}
     unknown = [family for family in families if family not in by_family]
     if unknown:
         raise HarnessError(
-            "no case of the given tiers belongs to this family.",
+            "no selected case belongs to this family.",
             where=f"--family {unknown[0]}",
-            fix="name the tier or file of its cases, or see `fp8-harness explain CASE` for a family.",
+            fix="add the tier or file of its cases; `fp8-harness golden list` shows the stored families.",
         )
     stored = {key.family for key in list_goldens(project.root) if key.hardware == hardware_name}
     chosen = tuple(
@@ -178,21 +167,22 @@ def _wanted(
     return chosen
 
 
-def _damaged(project: Project) -> list[str]:
-    troubles = []
+def _damage(project: Project) -> list[str]:
+    """What is wrong with each damaged golden."""
+    errors = []
     for key in list_goldens(project.root):
         try:
             load_golden(project.root, key.hardware, key.family)
         except HarnessError as error:
-            troubles.append(error.text)
-    return troubles
+            errors.append(error.text)
+    return errors
 
 
 def _show_change(change: GoldenChange) -> None:
-    """The table of old and new losses of one family."""
+    """Print the old and new losses of one family."""
     click.echo(f"\n{change.new.family} on {change.new.hardware}: {_summary(change.old, change.new)}")
-    if change.old_trouble:
-        click.echo(f"  replaces a damaged golden: {change.old_trouble}")
+    if change.old_error:
+        click.echo(f"  replaces a damaged golden: {change.old_error}")
     click.echo("  step     old loss     new loss       change     old norm     new norm")
     for row in compare_goldens(change.old, change.new):
         numbers = (row.old_loss, row.new_loss, row.loss_change, row.old_grad_norm, row.new_grad_norm)

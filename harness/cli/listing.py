@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from harness.cli.options import query_options, root_option
-from harness.project import find_project
+from harness.project import Project, find_project
+
+if TYPE_CHECKING:
+    from harness.running.selection import Query
 
 _EPILOG = """\b
 Examples:
   fp8-harness list                        the smoke tier
   fp8-harness list pr --select 'tp=4,8'   cases of tier pr with TP 4 or 8
+  fp8-harness list pr --why               what every case of a chosen tier is there for
   fp8-harness list my/cases.toml --json   a file of your own, for a program
 """
 
@@ -18,27 +24,51 @@ Examples:
 @click.command("list", epilog=_EPILOG)
 @query_options
 @root_option
+@click.option("--why", is_flag=True, help="Print also what each case is expected to cost and what it is there for.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def list_command(
+def list_command(  # noqa: PLR0913  one parameter an option
+    *,
     sources: tuple[str, ...],
     tiers: tuple[str, ...],
     case_ids: tuple[str, ...],
     expressions: tuple[str, ...],
     root: str | None,
+    why: bool,
     as_json: bool,
 ) -> None:
     """List the cases of tiers or files: world size and id."""
+    from harness.matrix.caseid import case_id
     from harness.running.selection import Query, select_cases
-    from harness.spec.caseid import case_id
 
     query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions)
-    cases = select_cases(find_project(root), query)
+    project = find_project(root)
+    cases = select_cases(project, query)
+    reasons = _reasons(project, query) if why else {}
     if as_json:
         import msgspec
 
-        rows = [{"id": case_id(case), "world_size": case.world_size} for case in cases]
+        rows = [
+            {"id": case_id(case), "world_size": case.world_size, **reasons.get(case_id(case), {})} for case in cases
+        ]
         click.echo(msgspec.json.format(msgspec.json.encode(rows)))
         return
     for case in cases:
         click.echo(f"{case.world_size:>3}  {case_id(case)}")
+        if case_id(case) in reasons:
+            found = reasons[case_id(case)]
+            click.echo(f"     {found['cost_cpu_s']:.1f} CPU s; {found['reason']}")
     click.echo(f"{len(cases)} cases", err=True)
+
+
+def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:
+    """What the chosen cases of the tiers of a query were expected to cost and what they are there for, by id."""
+    from harness.matrix.caseid import case_id
+    from harness.matrix.chosen import chosen_path, read_chosen
+
+    paths = [chosen_path(project.case_file(source)) for source in query.effective_sources]
+    return {
+        case_id(each.case): {"cost_cpu_s": each.cost_cpu_s, "reason": each.reason}
+        for path in paths
+        if path.exists()
+        for each in read_chosen(path)
+    }

@@ -1,7 +1,6 @@
-"""The `fp8-harness` command: its subcommands, and what an error looks like.
+"""The `fp8-harness` command: its subcommands, error messages and exit codes.
 
-Owns the exit codes of everything that goes wrong. A subcommand is imported when it is called, so that `list` does not
-pay for what only `run` needs.
+A subcommand is imported when it is called, so that `list` does not import what only `run` needs.
 """
 
 from __future__ import annotations
@@ -25,23 +24,24 @@ _COMMANDS = {
     "tolerance": "harness.cli.tolerance:tolerance",
     "conformance": "harness.cli.conformance:conformance_command",
     "power": "harness.cli.power:power_command",
+    "tier": "harness.cli.tier:tier",
     "version": "harness.cli.version:version_command",
 }
 
 _EPILOG = """\b
 Examples:
-  fp8-harness run smoke                       the quick check of this machine
-  fp8-harness run pr -j 4 --junit junit.xml   what a pull request is judged by
-  fp8-harness explain tp4-rowwise-v2256-f32   what a case is and which rules apply
+  fp8-harness run smoke                       a quick check of this machine
+  fp8-harness run pr -j 4 --junit junit.xml   the cases that gate pull requests
+  fp8-harness explain tp4-rowwise-v2256-f32   describe a case and its rules
 
 \b
-Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
+Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to run,
 4 infrastructure, 130 interrupted.
 """
 
 
 class _LazyGroup(click.Group):
-    """A group whose commands are imported when they are looked up."""
+    """A group that imports a command when it is looked up."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -61,7 +61,7 @@ def app() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; errors are one line on stderr."""
+    """Run the command line and return its exit code. Errors are one line on stderr."""
     try:
         code = app.main(args=arguments, prog_name="fp8-harness", standalone_mode=False)
         sys.stdout.flush()
@@ -69,18 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(error.format_message(), err=True)
         return ExitCode.USAGE
     except BrokenPipeError:
-        # Whoever read our output (`head`) has gone; stdout is replaced so that Python's exit does not complain again.
+        # The reader of stdout (`head`) has exited; replace stdout so that Python does not fail again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except (click.ClickException, click.Abort, HarnessError, KeyboardInterrupt, OSError) as error:
-        text, failure = _described(error)
+        text, failure = _describe(error)
         click.echo(f"fp8-harness: error: {' '.join(text.split())}", err=True)
         return failure
     return code if isinstance(code, int) else ExitCode.GOOD
 
 
-def _described(error: BaseException) -> tuple[str, ExitCode]:
-    """What the one line says, and the exit code."""
+def _describe(error: BaseException) -> tuple[str, ExitCode]:
+    """The error message and the exit code."""
     match error:
         case click.UsageError(ctx=context):
             path = context.command_path if context is not None else "fp8-harness"

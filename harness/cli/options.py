@@ -48,7 +48,7 @@ def plan_options(command: Command) -> Command:
                 type=click.Choice(["zygote", "torchrun"]),
                 default="zygote",
                 show_default=True,
-                help="zygote: fresh ranks forked from one warm process. torchrun: one torchrun per case, slower.",
+                help="zygote: fresh ranks forked from one zygote. torchrun: one torchrun per case, slower.",
             ),
             click.option(
                 "-j",
@@ -62,7 +62,7 @@ def plan_options(command: Command) -> Command:
                 "--slots",
                 type=click.IntRange(min=1),
                 help="Ranks at the same time on this machine, over all jobs that share it. "
-                "Default on CPU: one a core, at least 8; on CUDA: the visible devices.",
+                "Default on CPU: one a core, at least 10; on CUDA: the visible devices.",
             ),
             click.option(
                 "--timeout-s",
@@ -74,3 +74,39 @@ def plan_options(command: Command) -> Command:
     ):
         command = decorate(command)
     return command
+
+
+def query_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`query_options`, passed to the command as one parameter `query` (a `Query`)."""
+    import functools
+
+    @functools.wraps(command)
+    def with_query(*, sources: tuple[str, ...], tiers: tuple[str, ...], **given: Any) -> Any:
+        from harness.running.selection import Query
+
+        chosen = {name: given.pop(name) for name in ("case_ids", "expressions")}
+        return command(query=Query(sources=(*sources, *tiers), **chosen), **given)
+
+    return query_options(with_query)
+
+
+def plan_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`plan_options`, passed to the command as one parameter `plan_for`: `make_plan` with these options."""
+    import functools
+
+    @functools.wraps(command)
+    def with_plan(**given: Any) -> Any:
+        from harness.running.plan import make_plan
+
+        options = {name: given.pop(name) for name in ("device", "engine", "jobs", "slots", "timeout_s")}
+        return command(plan_for=functools.partial(make_plan, **options), **given)
+
+    return plan_options(with_plan)
+
+
+def json_option(command: Command) -> Command:
+    """`--json FILE`: where to write the results."""
+    from pathlib import Path
+
+    path = click.Path(path_type=Path, dir_okay=False)
+    return click.option("--json", "json_file", metavar="FILE", type=path, help="Write the results as JSON.")(command)

@@ -10,14 +10,14 @@ import click
 import msgspec
 
 from harness.cli.options import plan_options, query_options, root_option
-from harness.durable import DiskTrouble, write_whole
+from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.project import find_project
 from harness.report.document import json_report
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
 from harness.report.text import case_block, rich_table, text_report
-from harness.report.wording import totals_line
+from harness.report.wording import left_out_text, totals_line, unverified_text
 from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
 from harness.running.progress import open_progress
@@ -31,6 +31,7 @@ Examples:
   fp8-harness run pr -j 4 --json result.json    tier pr, results for a program
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run --case tp4-rowwise-v2256-f32  one case
+  fp8-harness run pr --budget-s 60              what covers most in a minute
   fp8-harness run --rerun-failed                what was not good in the last run
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
 
@@ -47,6 +48,11 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @plan_options
 @root_option
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank before it builds.")
+@click.option(
+    "--budget-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Run the cases that cover most in so many seconds; the others are named.",
+)
 @click.option("--rerun-failed", is_flag=True, help="Run what was not good in the last run of this project.")
 @click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the results as JSON.")
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
@@ -67,6 +73,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     timeout_s: float | None,
     root: str | None,
     inject: tuple[str, ...],
+    budget_s: float | None,
     rerun_failed: bool,
     json_file: Path | None,
     junit_file: Path | None,
@@ -83,7 +90,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     ]
     for path, _ in outputs:
         _check_folder(path)
-    query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions)
+    query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, budget_s=budget_s)
     project = find_project(root)
     if rerun_failed:
         query = _failed_query(rerun_query(project), query)
@@ -111,7 +118,7 @@ def _failed_query(failed: Query, asked: Query) -> Query:
             where="--rerun-failed",
             fix="drop tiers, files and --case, or narrow by --select.",
         )
-    return Query(case_ids=failed.case_ids, expressions=asked.expressions)
+    return Query(case_ids=failed.case_ids, expressions=asked.expressions, budget_s=asked.budget_s)
 
 
 def _print(result: RunResult, *, quiet: bool) -> None:
@@ -124,7 +131,7 @@ def _print(result: RunResult, *, quiet: bool) -> None:
         for each in result.results:
             if not each.verdict.good:
                 click.echo(f"\n{case_block(each)}")
-        click.echo(f"\n{totals_line(result)}")
+        click.echo(f"\n{unverified_text(result)}{left_out_text(result)}{totals_line(result)}")
     else:
         click.echo(text_report(result), nl=False)
 
@@ -135,7 +142,7 @@ def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes
     for path, render in outputs:
         try:
             write_whole(path, render(report.result))
-        except DiskTrouble as error:
+        except WriteFailed as error:
             text = f"fp8-harness: error: {error.text} Every result is kept in {report.stored}."
             click.echo(text, err=True)
             code = ExitCode.USAGE

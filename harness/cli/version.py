@@ -11,6 +11,6 @@ _SHOWN = ("fp8-harness", "torch", "torchao", "numpy")
 
 @click.command("version")
 def version_command() -> None:
-    """Print the version of the harness and of what it runs on; imports none of them."""
+    """Print the versions of the harness and its main dependencies."""
     for name in _SHOWN:
         click.echo(f"{name} {installed_version(name) or 'not installed'}")

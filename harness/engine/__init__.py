@@ -1,1 +1,1 @@
-"""Where ranks run: engines that turn a job into the outcomes of its ranks. Torch-free; knows no case and no check."""
+"""Engines: run the ranks of a job and return their outcomes. Torch-free; knows neither cases nor checks."""

@@ -1,4 +1,4 @@
-"""Which slots this process may lease: places for CPU ranks, or the CUDA devices visible to it. No torch, no CUDA."""
+"""The slots this process may lease: CPU ranks, or the CUDA devices visible to it. Uses neither torch nor CUDA."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-MIN_CPU_SLOTS = 8  # the widest worlds of the tiers; ranks of a tiny model share a core well
+# The largest world size of the tiers, and two more: a witness of one rank need not wait for the end of such a case.
+# Ranks of a tiny model can share a core.
+MIN_CPU_SLOTS = 10
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _SMI_TIMEOUT_S = 30.0
 
 
 def default_cpu_slots() -> int:
-    """Returns how many CPU ranks may run at once on this box: one per usable core, at least 8."""
+    """Returns how many CPU ranks may run at once on this machine: one per usable core, at least MIN_CPU_SLOTS."""
     return max(MIN_CPU_SLOTS, len(os.sched_getaffinity(0)))
 
 
 def cuda_names(environ: Mapping[str, str], *, proc: Path = _NVIDIA_GPUS) -> tuple[str, ...]:
-    """Returns the CUDA devices this process may use, in the order of their CUDA indices; empty without any.
+    """Returns the names of the CUDA devices this process may use, in the order of their CUDA indices.
 
-    A name is what CUDA_VISIBLE_DEVICES calls the device, its number on the box when that is not set. It is the name
-    to lease by: two jobs with different CUDA_VISIBLE_DEVICES then agree on who holds which device.
+    A name is what CUDA_VISIBLE_DEVICES calls the device, or its number on this machine when that is not set. Leases use
+    these names, so that jobs with different CUDA_VISIBLE_DEVICES agree on who holds which device.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -30,7 +32,7 @@ def cuda_names(environ: Mapping[str, str], *, proc: Path = _NVIDIA_GPUS) -> tupl
 
 
 def _parse_visible(visible: str) -> tuple[str, ...]:
-    """CUDA reads the list up to the first entry that names no device; a device named twice means none at all."""
+    """Parses the list as CUDA does: up to the first invalid entry; a duplicate makes all devices invisible."""
     names: list[str] = []
     for entry in visible.split(","):
         name = entry.strip()
@@ -45,9 +47,9 @@ def _installed(environ: Mapping[str, str], proc: Path) -> int:
         return sum(1 for _ in proc.iterdir())
     try:
         command = ["nvidia-smi", "--list-gpus"]
-        answer = subprocess.run(
+        listing = subprocess.run(
             command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, env=dict(environ), check=True
         )
     except (OSError, subprocess.SubprocessError):
         return 0  # no driver, no devices
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())

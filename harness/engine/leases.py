@@ -1,11 +1,9 @@
-"""Leases: who may use which slots (device indices, or places for CPU ranks) of this box, across processes.
+"""Leases: hand out the slots of this machine (device indices, or CPU ranks) across processes.
 
-A slot is a file; holding it is holding the kernel's lock on it, so a killed holder frees its slots at once and a
-stale file means nothing. Shared by threads, pytest-xdist workers and other jobs that use the same folder. It does not
-know what a slot is for (`devices.py`).
+A slot is a file and a lease is an flock on it, so the kernel frees the slots of a killed holder and leftover files do
+no harm. Works across threads, pytest-xdist workers and all jobs that use the same folder. `devices.py` names the slots.
 
-flock is used directly: the filelock package falls back to locks without a kernel behind them where flock is missing,
-and those outlive their holder.
+Not the filelock package: where flock is missing it falls back to lock files that outlive their holder.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ POLL_S = 0.01  # a waiting thread costs about 0.3 ms of CPU per second at this p
 
 
 class Leases:
-    """Slots 0 to `slots` - 1, locked in `folder`. Jobs that name a slot alike share it; default names are numbers."""
+    """Slots 0 to `slots` - 1, locked in `folder`. Jobs share slots of the same name (default: the number)."""
 
     def __init__(self, folder: Path, slots: int, *, names: Sequence[str] | None = None) -> None:
         assert names is None or len(names) == slots, "one name per slot"
@@ -34,28 +32,28 @@ class Leases:
     def acquire(self, count: int, timeout_s: float | None = None) -> Iterator[tuple[int, ...]]:
         """Hold `count` slots at once; yields their indices, ascending. Raises HarnessError, also after `timeout_s`.
 
-        Whoever comes first gets all its slots first: one waiter at a time collects, the others queue behind it. So
-        large requests do not starve and two half-served ones cannot block each other.
+        First come, first served: one waiter at a time collects slots and the others queue behind it, so large requests
+        do not starve and two partly served ones cannot deadlock.
         """
         if count > len(self._paths):
             raise HarnessError(
-                f"{count} slots are needed and there are {len(self._paths)}",
+                f"needs {count} slots, but there are only {len(self._paths)}.",
                 where=f"leases in {self._folder}",
-                fix="allow more slots, or leave out cases with more ranks",
+                fix="raise --slots, or leave out the cases with more ranks.",
             )
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with ExitStack() as held:
-            with ExitStack() as turn:
-                self._wait_for_turn(turn, until_s)
+            with ExitStack() as queue:
+                self._wait_in_queue(queue, until_s)
                 slots = self._collect(held, count, until_s)
             yield slots
 
-    def _wait_for_turn(self, turn: ExitStack, until_s: float | None) -> None:
+    def _wait_in_queue(self, queue: ExitStack, until_s: float | None) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._unusable(error) from error
-        while not self._lock(self._folder / "queue.lock", turn):
+        while not self._lock(self._folder / "queue.lock", queue):
             self._pause(until_s)
 
     def _collect(self, held: ExitStack, count: int, until_s: float | None) -> tuple[int, ...]:
@@ -71,14 +69,14 @@ class Leases:
     def _pause(self, until_s: float | None) -> None:
         if until_s is not None and time.monotonic() >= until_s:
             raise HarnessError(
-                f"the slots did not become free in time; there are {len(self._paths)}",
+                f"timed out waiting for slots; there are {len(self._paths)}.",
                 where=f"leases in {self._folder}",
-                fix="wait for the other runs on this machine, or allow more time",
+                fix="wait for the other runs on this machine to finish.",
             )
         time.sleep(POLL_S)
 
     def _lock(self, path: Path, held: ExitStack) -> bool:
-        """Lock a file if nobody holds it, until `held` closes."""
+        """Lock a file until `held` closes; returns False when another process holds it."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -96,7 +94,7 @@ class Leases:
 
     def _unusable(self, error: OSError) -> HarnessError:
         return HarnessError(
-            f"the lease folder cannot be used: {error}",
+            f"cannot use the lease folder: {error}.",
             where=f"leases in {self._folder}",
-            fix="name another folder: a local one that you can write to",
+            fix="set FP8_HARNESS_STATE to a writable folder on a local disk.",
         )

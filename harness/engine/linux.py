@@ -1,10 +1,11 @@
-"""The kernel facts about processes that Python has no call for: prctl, threads, states, children. Knows no job."""
+"""Process control on Linux that the standard library lacks: prctl, /proc, and killing leftover processes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,19 +23,19 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL this process when its parent dies; exits at once when that has already happened."""
+    """Have the kernel SIGKILL this process when its parent dies; exits at once if the parent is already dead."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """From now on orphaned descendants of this process become its children, so that it can find and end them."""
+    """Make this process the subreaper of its descendants: orphans become its children, so that it can end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def thread_names() -> tuple[str, ...]:
-    """Names of all threads of this process, those made by C libraries too, sorted."""
+    """Names of all threads of this process, including those of C libraries, sorted."""
     names = []
     for task in (_PROC / "self" / "task").iterdir():
         with suppress(OSError):
@@ -44,7 +45,7 @@ def thread_names() -> tuple[str, ...]:
 
 def open_fds() -> frozenset[int]:
     """File descriptors that are open in this process."""
-    listed = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  the fd of the listing is among them
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  includes the listing's own fd
     return frozenset(fd for fd in listed if _is_open(fd))
 
 
@@ -57,57 +58,79 @@ def _is_open(fd: int) -> bool:
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for what a process does: R, S, D, T (stopped), t (traced), Z; empty when it is gone."""
+    """The kernel's state letter of a process: R, S, D, T (stopped), t (traced), Z; empty when it is gone."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on: state, parent, group, session, ...; empty when it is gone."""
+    """The fields of /proc/<pid>/stat after the name: state, parent, group, session, ...; empty when it is gone."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return []
-    return text.rpartition(")")[2].split()  # the name before it may hold spaces and parentheses
+    return text.rpartition(")")[2].split()  # the process name may hold spaces and parentheses
 
 
 def children() -> tuple[int, ...]:
-    """Pids of the direct children of this process, zombies too, sorted. It must be single-threaded."""
+    """Pids of the direct children of this process, including zombies, sorted. It must be single-threaded."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return ()  # the usual case, answered without reading /proc
+        return ()  # the usual case, without reading /proc
     me = str(os.getpid())
     return tuple(sorted(pid for pid in _pids() if (fields := _stat(pid)) and fields[1] == me))
 
 
 def session(pid: int) -> int:
-    """Session of a process; 0 when it is gone."""
+    """Session id of a process; 0 when it is gone."""
     fields = _stat(pid)
     return int(fields[3]) if fields else 0
+
+
+def kill_orphans(live_pids: frozenset[int]) -> tuple[tuple[int, ...], float]:
+    """SIGKILL and reap the orphans that ranks left, without waiting. Call until none is left: their children follow.
+
+    Needs `adopt_orphans`. Returns the orphans found and the CPU seconds of those reaped. An orphan in the session of a
+    live rank is spared: that rank may still need it.
+    """
+    orphans = tuple(pid for pid in children() if pid not in live_pids and session(pid) not in live_pids)
+    cpu_s = 0.0
+    for pid in orphans:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            _, _, usage = os.wait4(pid, os.WNOHANG)
+            cpu_s += usage.ru_utime + usage.ru_stime
+    return orphans, cpu_s
 
 
 def _pids() -> Iterator[int]:
     return (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit())
 
 
-def kill_marked(variable: str, value: str) -> tuple[int, ...]:
-    """SIGKILL every process started with `variable=value` in its environment; returns their pids.
+def kill_marked(variable: str, value: str, timeout_s: float) -> None:
+    """SIGKILL all processes started with `variable=value` in their environment, until none is left or `timeout_s`.
 
-    Descendants inherit the variable, forked ones too, so nothing that an engine started can hide from it.
+    Descendants inherit the variable, so this reaches every process that an engine started.
     """
-    needle = f"{variable}={value}".encode()
-    killed = []
+    give_up_s = time.monotonic() + timeout_s
+    while _kill_marked_once(f"{variable}={value}".encode()) and time.monotonic() < give_up_s:
+        time.sleep(0.005)
+
+
+def _kill_marked_once(mark: bytes) -> bool:
+    killed = False
     for pid in _pids():
         with suppress(OSError):
-            if pid != os.getpid() and needle in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+            if pid != os.getpid() and mark in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
                 os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-    return tuple(sorted(killed))
+                killed = True
+    return killed
 
 
 def oom_kills() -> int:
-    """How many processes the kernel's OOM killer has ended since boot; 0 where the kernel does not tell."""
+    """How many processes the kernel's OOM killer has ended since boot; 0 where the kernel does not count them."""
     with suppress(OSError):
         for line in (_PROC / "vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")

@@ -1,6 +1,6 @@
-"""The rank program: what the engine asks of the module that does the work in a rank.
+"""The rank program: the interface of the module that does the work in a rank.
 
-The engine knows a program by its dotted module name alone, so it never imports one in the controller.
+The engine refers to a program by its dotted module name, so the controller never imports it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Protocol, cast
 
 import msgspec
 
+from harness.engine.messages import Job
 from harness.errors import HarnessError
 
 
 class RankContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is told: who it is, what to do, where its files go.
+    """The input of a rank: its identity, its work and its folder.
 
     `folder` is shared by the ranks of the job (rendezvous, TMPDIR); `device` is a CUDA index, None on CPU.
-    `report_phase` names what the rank does from now on; the last phase is part of every failure report.
+    `report_phase` sets the current phase of the rank; failure reports include the last one.
     """
 
     rank: int
@@ -30,24 +31,36 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     report_phase: Callable[[str], None]
 
 
+def rank_context(job: Job, rank: int, report_phase: Callable[[str], None]) -> RankContext:
+    """Returns the input of one rank of a job."""
+    return RankContext(
+        rank=rank,
+        world_size=job.world_size,
+        payload=job.payload,
+        folder=Path(job.folder),
+        device=job.devices[rank] if job.devices else None,
+        report_phase=report_phase,
+    )
+
+
 class RankProgram(Protocol):
-    """A module with these two functions is a rank program."""
+    """A module with these two functions."""
 
     def preload(self, options: Mapping[str, str]) -> None:
-        """Import and warm everything that all jobs share. No CUDA; the process is single-threaded after it."""
+        """Import and warm up everything that all jobs share. Must not use CUDA or leave threads running."""
 
     def rank_main(self, context: RankContext) -> bytes:
-        """Do the work of one rank, in a fresh process; what it returns goes to the caller of the engine as it is."""
+        """Do the work of one rank in a fresh process; the engine passes the returned bytes to its caller unchanged."""
 
 
 def load_program(name: str) -> RankProgram:
-    """Returns the module `name` as a rank program. Import errors pass through; a missing function is a HarnessError."""
+    """Returns the module `name` as a rank program. Raises ImportError, and HarnessError when a function is missing."""
     module = importlib.import_module(name)
     missing = [function for function in ("preload", "rank_main") if not callable(getattr(module, function, None))]
     if missing:
         raise HarnessError(
-            f"not a rank program: it has no function {' and no function '.join(missing)}",
+            f"not a rank program: it does not define {' or '.join(missing)}.",
             where=f"module {name}",
-            fix="define preload(options) and rank_main(context)",
+            fix="define preload(options) and rank_main(context).",
         )
     return cast("RankProgram", module)

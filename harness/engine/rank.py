@@ -1,7 +1,7 @@
-"""A rank, from its first instruction after the fork to its last: settle, run the program, report, hold, leave.
+"""The code of a forked rank: set up the process, run the program, report the result, wait for release, exit.
 
-Runs in the forked child only and never returns to the code of the warm process above it. Knows the rank program and
-its own end of the socket; it does not know other ranks, deadlines or verdicts.
+Runs only in the child and never returns to the code of the zygote that forked it. `supervisor.py` handles deadlines and
+the other ranks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import msgspec
 
 from harness.engine import linux
 from harness.engine.folder import JobFolder
-from harness.engine.program import RankContext, RankProgram
-from harness.engine.wire import Job, PhaseReached, Raised, Returned, encode_frame
+from harness.engine.messages import Job, PhaseReached, Raised, Returned, encode_frame
+from harness.engine.program import RankContext, RankProgram, rank_context
 
 MESSAGE_CHARS = 4000
 TRACEBACK_CHARS = 65536
-LOST_EXIT_CODE = 70  # the rank could not even report
+LOST_EXIT_CODE = 70  # the rank could not report its result
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one rank gets from its supervisor. `keep_fds` were open before the engine opened its own."""
+class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank gets from its supervisor. `keep_fds` were open before the engine opened any."""
 
     job: Job
     folder: JobFolder
@@ -42,61 +42,52 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     keep_fds: frozenset[int]
 
 
-def be_rank(program: RankProgram, seat: Seat) -> NoReturn:
-    """Be this rank until the end of the process. Called directly after the fork."""
+def run_rank(program: RankProgram, setup: RankSetup) -> NoReturn:
+    """Run this rank to the end of the process. Call right after the fork."""
     code = LOST_EXIT_CODE
     try:
-        _settle(seat)
-        report = _work(program, seat)
+        _prepare_process(setup)
+        report = _run_with_phases(program, setup)
         flush_streams()
-        seat.socket.sendall(encode_frame(report))
-        seat.socket.recv(1)  # hold every resource until the supervisor releases all ranks together
+        setup.socket.sendall(encode_frame(report))
+        setup.socket.recv(1)  # keep all resources until the supervisor releases every rank
         code = 0
     except BaseException:
-        traceback.print_exc()  # into the log of the rank; the program's own exceptions were reported above
+        traceback.print_exc()  # to the log of the rank; exceptions of the program were reported above
         flush_streams()
     finally:
         os._exit(code)
 
 
-def _settle(seat: Seat) -> None:
+def _prepare_process(setup: RankSetup) -> None:
     os.setsid()
-    linux.die_with_parent(seat.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides what Ctrl-C means
-    os.dup2(seat.log_fd, 1)
-    os.dup2(seat.log_fd, 2)
-    own = {0, 1, 2, seat.socket.fileno(), seat.dump_fd}
-    for fd in linux.open_fds() - seat.keep_fds - own:
-        os.close(fd)  # the engine's own and those of other ranks: a copy would keep their sockets open
-    faulthandler.enable(file=seat.dump_fd)
-    faulthandler.register(signal.SIGUSR1, file=seat.dump_fd, all_threads=True)
+    linux.die_with_parent(setup.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the controller
+    os.dup2(setup.log_fd, 1)
+    os.dup2(setup.log_fd, 2)
+    own = {0, 1, 2, setup.socket.fileno(), setup.dump_fd}
+    for fd in linux.open_fds() - setup.keep_fds - own:
+        os.close(fd)  # inherited from the engine: a copy would keep the sockets of other ranks open
+    faulthandler.enable(file=setup.dump_fd)
+    faulthandler.register(signal.SIGUSR1, file=setup.dump_fd, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed rank loses no line
-    os.environ["TMPDIR"] = str(seat.folder.tmp)
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that a killed rank loses no output
+    os.environ["TMPDIR"] = str(setup.folder.tmp)
     tempfile.tempdir = None
 
 
-def _work(program: RankProgram, seat: Seat) -> Returned | Raised:
+def _run_with_phases(program: RankProgram, setup: RankSetup) -> Returned | Raised:
     lock = threading.Lock()
 
     def report_phase(phase: str) -> None:
         with lock:
-            seat.socket.sendall(encode_frame(PhaseReached(phase=phase)))
+            setup.socket.sendall(encode_frame(PhaseReached(phase=phase)))
 
-    job = seat.job
-    context = RankContext(
-        rank=seat.rank,
-        world_size=job.world_size,
-        payload=job.payload,
-        folder=seat.folder.path,
-        device=job.devices[seat.rank] if job.devices else None,
-        report_phase=report_phase,
-    )
-    return run_program(program, context)
+    return run_program(program, rank_context(setup.job, setup.rank, report_phase))
 
 
 def run_program(program: RankProgram, context: RankContext) -> Returned | Raised:
-    """Returns what came of `rank_main`. SystemExit is a failure too: a rank has a result or it has failed."""
+    """Returns the result of `rank_main`, or the exception it raised. SystemExit counts as a failure too."""
     try:
         payload = program.rank_main(context)
         if not isinstance(payload, bytes):
@@ -109,16 +100,16 @@ def run_program(program: RankProgram, context: RankContext) -> Returned | Raised
 
 
 def one_line(error: BaseException) -> str:
-    """Returns type and whole text of an exception with all white space folded, at most 4000 characters."""
+    """Returns the type and text of an exception on one line, at most 4000 characters."""
     try:
         text = " ".join(str(error).split())
     except Exception as broken:  # an exception whose __str__ raises
-        text = f"<its text cannot be made: {type(broken).__name__}>"
+        text = f"<str() raised {type(broken).__name__}>"
     return f"{type(error).__name__}: {text}"[:MESSAGE_CHARS] if text else type(error).__name__
 
 
 def flush_streams() -> None:
-    """Write out what the program printed; a full disk here must not hide its result."""
+    """Flush stdout and stderr. Errors are ignored: a full disk must not hide the result of the program."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

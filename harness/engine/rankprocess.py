@@ -1,6 +1,6 @@
-"""One rank as its supervisor sees it: fork it, hear it, ask for its stacks, end it, account for it.
+"""One rank process, as its supervisor handles it: fork it, read its messages, dump its stacks, kill it, reap it.
 
-Knows one process and what it said; which failure matters and when to end ranks is decided in `supervisor.py`.
+`supervisor.py` decides which failure matters and when to end ranks.
 """
 
 from __future__ import annotations
@@ -14,37 +14,47 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from harness.engine import linux
-from harness.engine.ending import Ending, describe_exit
 from harness.engine.folder import JobFolder
+from harness.engine.messages import (
+    FrameReader,
+    FromRank,
+    Job,
+    PhaseReached,
+    ProtocolError,
+    Raised,
+    RankOutcome,
+    RankStatus,
+    Returned,
+)
+from harness.engine.outcome import describe_exit
 from harness.engine.program import RankProgram
-from harness.engine.rank import Seat, be_rank, flush_streams
-from harness.engine.wire import FrameReader, FromRank, Job, PhaseReached, Raised, RankStatus, Returned, WireError
+from harness.engine.rank import RankSetup, flush_streams, run_rank
 
 _CHUNK_BYTES = 1 << 20
 
 
 class RankProcess:
-    """A rank that was forked. `ending` is None until it reported or died; `alive` until it was reaped."""
+    """A forked rank. `outcome` is None until it has reported or died; `alive` is True until it is reaped."""
 
     def __init__(self, job: Job, rank: int, *, started_s: float, selector: selectors.BaseSelector) -> None:
         self.rank = rank
         self.pid = 0
         self.alive = False
         self.cpu_s = 0.0
-        self.ending: Ending | None = None
+        self.outcome: RankOutcome | None = None
         self._folder = JobFolder(Path(job.folder))
         self._job = job
         self._started_s = started_s
         self._selector = selector
         self._phase = ""
-        self._halted: RankStatus | None = None  # why it was asked for its stacks, once it was
-        self._deaf = False  # nothing that it says counts any more
-        self._condemned = False  # its death is our doing
+        self._hang_status: RankStatus | None = None  # "stuck" or "stopped", once its stacks were requested
+        self._muted = False  # ignore whatever it still sends
+        self._killed = False  # by this class, so its death is not a failure
         self._oom_kills = linux.oom_kills()
         self._reader: FrameReader[FromRank] = FrameReader(FromRank)
 
     def start(self, program: RankProgram, keep_fds: frozenset[int]) -> None:
-        """Fork the rank. Raises OSError, leaving nothing behind, when the machine cannot."""
+        """Fork the rank. Raises OSError, without leaking a process or a file, when the system refuses."""
         with ExitStack() as opened:
             near, far = socket.socketpair()
             opened.callback(far.close)
@@ -52,11 +62,11 @@ class RankProcess:
             on_failure.callback(near.close)
             log_fd = self._open(self._folder.log(self.rank), opened)
             dump_fd = self._open(self._folder.dump(self.rank), opened)
-            flush_streams()  # else the rank would write our pending output again
+            flush_streams()  # or the rank would print our buffered output again
             parent_pid = os.getpid()
             self.pid = os.fork()
             if self.pid == 0:
-                seat = Seat(
+                setup = RankSetup(
                     job=self._job,
                     folder=self._folder,
                     rank=self.rank,
@@ -66,7 +76,7 @@ class RankProcess:
                     dump_fd=dump_fd,
                     keep_fds=keep_fds,
                 )
-                be_rank(program, seat)
+                run_rank(program, setup)
             self._watch(near)
             on_failure.pop_all()
 
@@ -86,12 +96,12 @@ class RankProcess:
             os.waitpid(self.pid, 0)
             raise
         self.alive = True
-        self._selector.register(near, selectors.EVENT_READ, self._hear)
+        self._selector.register(near, selectors.EVENT_READ, self._receive)
         self._selector.register(self._pidfd, selectors.EVENT_READ, self._reap)
 
-    def _hear(self) -> None:
-        """Take in everything that the rank has sent so far."""
-        while self.alive:  # a callback of the same batch may have reaped it
+    def _receive(self) -> None:
+        """Handle everything that the rank has sent so far."""
+        while self.alive:  # another callback of the same poll may have reaped it
             try:
                 data = self._socket.recv(_CHUNK_BYTES)
             except BlockingIOError:
@@ -101,59 +111,59 @@ class RankProcess:
             if not data:
                 self._selector.unregister(self._socket)
                 return
-            if not self._deaf:
-                self._understand(data)
+            if not self._muted:
+                self._decode(data)
 
-    def _understand(self, data: bytes) -> None:
+    def _decode(self, data: bytes) -> None:
         try:
             for message in self._reader.feed(data):
-                self._take(message)
-        except WireError as error:
-            self._deaf = True
-            if self.ending is None:
-                self._end("raised", time.monotonic(), message=f"sent unreadable data to its supervisor: {error}")
+                self._handle(message)
+        except ProtocolError as error:
+            self._muted = True
+            if self.outcome is None:
+                self._finish("raised", time.monotonic(), message=f"sent unreadable data to its supervisor: {error}")
 
-    def _take(self, message: FromRank) -> None:
+    def _handle(self, message: FromRank) -> None:
         if isinstance(message, PhaseReached):
             self._phase = message.phase
         elif isinstance(message, Returned):
-            self._end("returned", message.at_s, payload=message.payload)
+            self._finish("returned", message.at_s, payload=message.payload)
         elif isinstance(message, Raised):
-            self._end("raised", message.at_s, message=message.message, traceback=message.traceback)
+            self._finish("raised", message.at_s, message=message.message, traceback=message.traceback)
 
-    def _end(
+    def _finish(
         self, status: RankStatus, at_s: float, *, payload: bytes | None = None, message: str = "", traceback: str = ""
     ) -> None:
-        self.ending = Ending(
+        self.outcome = RankOutcome(
             rank=self.rank,
             status=status,
-            at_s=at_s - self._started_s,
             payload=payload,
             message=message,
             traceback=traceback,
             phase=self._phase,
+            seconds=at_s - self._started_s,
             log_tail=self._folder.log_tail(self.rank),
         )
 
     def _reap(self) -> None:
-        """The process has ended: hear its last words, end its group, collect its exit status and CPU time."""
+        """The process has exited: read its last messages, kill its group, collect its exit status and CPU time."""
         if self._socket in self._selector.get_map():
-            self._hear()
-        self._kill_group()  # before reaping: until then its pid cannot belong to anyone else
+            self._receive()
+        self._kill_group()  # before reaping, after which its pid may be reused
         _, status, usage = os.wait4(self.pid, 0)
         self.alive = False
         self.cpu_s = usage.ru_utime + usage.ru_stime
-        self.forget()
-        returned = self.ending is not None and self.ending.status == "returned"
+        self.unwatch()
+        returned = self.outcome is not None and self.outcome.status == "returned"
         returncode = os.waitstatus_to_exitcode(status)
-        if self._deaf or self._condemned or (self.ending and not returned) or (returned and returncode == 0):
+        if self._muted or self._killed or (self.outcome and not returned) or (returned and returncode == 0):
             return
         grown = linux.oom_kills() - self._oom_kills
         kind, message = describe_exit(returncode, returned=returned, oom_kills=grown)
-        self._end(kind, time.monotonic(), message=message, traceback=self._folder.dump_text(self.rank))
+        self._finish(kind, time.monotonic(), message=message, traceback=self._folder.dump_text(self.rank))
 
-    def forget(self) -> None:
-        """Stop watching: it was reaped, or nothing can end it."""
+    def unwatch(self) -> None:
+        """Stop watching the process: it was reaped, or nothing can kill it."""
         for source in (self._socket, self._pidfd):
             if source in self._selector.get_map():
                 self._selector.unregister(source)
@@ -161,40 +171,40 @@ class RankProcess:
         os.close(self._pidfd)
 
     def release(self) -> None:
-        """Let a rank that has reported leave. Reaches it even where a child of it holds a copy of its socket."""
+        """Let a rank that has reported exit. Works even if a child of it holds a copy of its socket."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
-    def halt(self, *, final: bool) -> None:
-        """Ask a rank that has not reported for the stacks of all its threads; `final`: it can no longer report."""
-        if not self.alive or self.ending is not None:
+    def request_stacks(self, *, final: bool) -> None:
+        """Have a rank that has not reported dump the stacks of all its threads. `final`: ignore what it sends later."""
+        if not self.alive or self.outcome is not None:
             return
-        self._deaf = final
-        self._halted = "stopped" if linux.state(self.pid) in ("T", "t") else "stuck"
+        self._muted = final
+        self._hang_status = "stopped" if linux.state(self.pid) in ("T", "t") else "stuck"
         self._signal(signal.SIGUSR1)
-        if self._halted == "stopped":
-            self._signal(signal.SIGCONT)  # a stopped process handles no signal, so it could not dump
+        if self._hang_status == "stopped":
+            self._signal(signal.SIGCONT)  # a stopped process would not handle SIGUSR1
 
     def kill(self) -> None:
-        """SIGKILL the rank and its group. A rank that has not reported ends as what it was halted for."""
+        """SIGKILL the rank and its group. A rank that has not reported ends as stuck or stopped."""
         if not self.alive:
             return
-        if self.ending is None:
-            self._end_as_halted()
-        self._condemned = True
+        if self.outcome is None:
+            self._finish_hung()
+        self._killed = True
         self._signal(signal.SIGKILL)
         self._kill_group()
 
-    def _end_as_halted(self) -> None:
-        status = self._halted or "stuck"
+    def _finish_hung(self) -> None:
+        status = self._hang_status or "stuck"
         message = "stopped by a signal (SIGSTOP or a debugger)" if status == "stopped" else "did not finish"
         stacks = self._folder.dump_text(self.rank)
-        self._end(status, time.monotonic(), message=message, traceback=stacks)
+        self._finish(status, time.monotonic(), message=message, traceback=stacks)
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def _kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # no group: it was killed before it made its own
+        with suppress(ProcessLookupError, PermissionError):  # killed before it had created its group
             os.killpg(self.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Files in /dev/shm that ranks made and did not remove: a killed rank cannot, and one that leaves by os._exit does not.
+"""Removes the files in /dev/shm that ranks leave behind: a rank that is killed or calls os._exit does not clean up.
 
-Only what appeared during the job and is in use by one of its ranks when it is ended counts as theirs. What a rank made
-for itself alone before it died by itself cannot be told from other people's files, and stays.
+A file belongs to a job if it appeared during the job and one of its ranks still uses it when the job ends. Files of a
+rank that died earlier cannot be told from those of other users, and are kept.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _SHM = Path("/dev/shm")
 
 
 def names() -> frozenset[str]:
-    """Names of the files directly in /dev/shm; empty where there is none."""
+    """Names of the files directly in /dev/shm; empty where it does not exist."""
     with suppress(OSError):
         return frozenset(entry.name for entry in _SHM.iterdir() if not entry.is_dir())
     return frozenset()
 
 
 def used_by(pids: Iterable[int], candidates: frozenset[str]) -> frozenset[str]:
-    """Returns the candidates that one of these processes has mapped or open."""
+    """Returns the candidates that one of these processes has open or mapped."""
     used = {path for pid in pids for path in _paths(Path("/proc") / str(pid))}
     return frozenset(name for name in candidates if str(_SHM / name) in used)
 
@@ -38,8 +38,8 @@ def _paths(process: Path) -> Iterator[str]:
                 yield str(entry.readlink())
 
 
-def remove(theirs: Iterable[str]) -> None:
-    """Remove these files; those that are gone already are fine."""
-    for name in theirs:
+def remove(files: Iterable[str]) -> None:
+    """Remove these files if they still exist."""
+    for name in files:
         with suppress(OSError):
             (_SHM / name).unlink(missing_ok=True)

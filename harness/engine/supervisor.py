@@ -1,7 +1,7 @@
-"""The life of one job: start its ranks, see the first failure, collect stacks, end everything, tell how it ended.
+"""Supervises one job: starts its ranks, detects the first failure, collects stacks, ends every process.
 
-A state machine driven by a selector loop that it does not own (`warm.py` does): rank sockets and pidfds call back
-through the selector, `tick` moves the job on. Never blocks.
+A state machine driven by the selector loop of `zygote.py`: rank sockets and pidfds call back through the selector, and
+`tick` advances the state. Never blocks.
 """
 
 from __future__ import annotations
@@ -13,34 +13,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.engine import linux, sharedmem
-from harness.engine.ending import JobEnd, conclude
 from harness.engine.folder import JobFolder
-from harness.engine.orphans import end_orphans
+from harness.engine.messages import Job, JobOutcome
+from harness.engine.outcome import JobRecord, conclude
 from harness.engine.program import RankProgram
 from harness.engine.rankprocess import RankProcess
-from harness.engine.wire import Job, JobOutcome
 
-GRACE_S = 0.5  # after the first failure: ranks that fail by themselves in this time tell why themselves
-DUMP_S = 0.2  # from asking for stacks to SIGKILL; faulthandler needs milliseconds even with 100 threads
-RELEASE_S = 2.0  # a released rank leaves by os._exit
-DEATH_S = 20.0  # from SIGKILL to giving up on a process, which only a broken driver keeps alive that long
+GRACE_S = 0.5  # after the first failure, other ranks may still report their own
+DUMP_S = 0.2  # from requesting stacks to SIGKILL; faulthandler needs milliseconds even with 100 threads
+RELEASE_S = 2.0  # a released rank only has to call os._exit
+DEATH_S = 20.0  # from SIGKILL to giving up on a process: only a broken driver keeps it alive that long
 SWEEP_POLL_S = 0.01
 
 
 class Stage(enum.Enum):
-    """Where a job is."""
+    """State of a job."""
 
     RUNNING = "running"
-    GRACE = "grace"  # a rank has failed, the others may still say something
-    DUMPING = "dumping"  # the rest was asked for its stacks
-    RELEASED = "released"  # every rank returned and was told to leave
+    GRACE = "grace"  # a rank has failed, others may still report
+    DUMPING = "dumping"  # waiting for the stacks of the other ranks
+    RELEASED = "released"  # every rank returned and may exit
     KILLED = "killed"
-    SWEEPING = "sweeping"  # all ranks are gone, what they left behind is being ended
+    SWEEPING = "sweeping"  # all ranks are reaped, orphans are being killed
     DONE = "done"
 
 
 class Supervisor:
-    """Runs one job. Call `start` once, `tick` whenever `wakeup_s` has passed or a callback ran, until `outcome`."""
+    """Runs one job. Call `start` once, then `tick` after every callback and at `wakeup_s`, until `outcome` is set."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Supervisor:
         self.outcome: JobOutcome | None = None
         self._program = program
         self._selector = selector
-        self._live_pids = live_pids  # ranks of all jobs: whoever else is our child is an orphan
+        self._live_pids = live_pids  # ranks of all jobs: any other child is an orphan
         self._ranks: list[RankProcess] = []
         self._stage = Stage.RUNNING
         self._started_s = time.monotonic()
@@ -63,7 +62,7 @@ class Supervisor:
         self._infra = ""
         self._orphans_cpu_s = 0.0
         self._shm_before = sharedmem.names()
-        self._shm: frozenset[str] = frozenset()  # files in /dev/shm that our ranks made and have not removed
+        self._shm: frozenset[str] = frozenset()  # files in /dev/shm that the ranks left
         self._steps: dict[Stage, Callable[[float], None]] = {
             Stage.RUNNING: self._run,
             Stage.GRACE: self._grace,
@@ -75,19 +74,19 @@ class Supervisor:
 
     @property
     def wakeup_s(self) -> float:
-        """When `tick` must be called at the latest, in time.monotonic() seconds."""
+        """When to call `tick` next if no callback runs earlier, in time.monotonic() seconds."""
         return time.monotonic() + SWEEP_POLL_S if self._stage is Stage.SWEEPING else self._until_s
 
     @property
     def pids(self) -> frozenset[int]:
-        """Ranks that were not reaped yet."""
+        """Pids of the ranks that have not been reaped."""
         return frozenset(rank.pid for rank in self._ranks if rank.alive)
 
     def start(self, keep_fds: frozenset[int]) -> None:
-        """Fork all ranks. What goes wrong here is `infra`: the machine's fault, not the job's."""
+        """Fork all ranks. An error here ends the job as `infra`."""
         threads = linux.thread_names()
         if len(threads) > 1:
-            self.abort(f"the warm process must be single-threaded to fork, but has the threads {', '.join(threads)}")
+            self.abort(f"the zygote must be single-threaded to fork, but it has these threads: {', '.join(threads)}")
             return
         try:
             JobFolder(Path(self.job.folder)).prepare()
@@ -99,15 +98,15 @@ class Supervisor:
             self.abort(f"could not start rank {len(self._ranks)} of {self.job.world_size}: {error}")
 
     def abort(self, reason: str) -> None:
-        """End the job now; its outcome is `infra` with this reason."""
+        """End the job now, as `infra` with this reason."""
         if self._stage in (Stage.SWEEPING, Stage.DONE):
             return
         self._infra = reason
-        self._see_failure(time.monotonic())
+        self._record_failure(time.monotonic())
         self._kill()
 
     def tick(self, now_s: float) -> None:
-        """Move on as far as possible without waiting."""
+        """Advance as many stages as possible without waiting."""
         while self._stage is not Stage.DONE:
             before = self._stage
             self._steps[before](now_s)
@@ -116,17 +115,17 @@ class Supervisor:
 
     @property
     def _reported(self) -> bool:
-        return all(rank.ending is not None for rank in self._ranks)
+        return all(rank.outcome is not None for rank in self._ranks)
 
     @property
     def _failed(self) -> bool:
-        return any(rank.ending is not None and rank.ending.status != "returned" for rank in self._ranks)
+        return any(rank.outcome is not None and rank.outcome.status != "returned" for rank in self._ranks)
 
     @property
     def _all_dead(self) -> bool:
         return not any(rank.alive for rank in self._ranks)
 
-    def _see_failure(self, now_s: float) -> None:
+    def _record_failure(self, now_s: float) -> None:
         if self._detected_s is None:
             self._detected_s = now_s - self._started_s
 
@@ -136,52 +135,52 @@ class Supervisor:
 
     def _run(self, now_s: float) -> None:
         if self._failed:
-            self._see_failure(now_s)
+            self._record_failure(now_s)
             self._enter(Stage.GRACE, GRACE_S)
         elif self._reported:
-            self._note_shared_memory()
+            self._record_shared_memory()
             for rank in self._ranks:
                 rank.release()
             self._enter(Stage.RELEASED, RELEASE_S)
         elif now_s >= self._until_s:
             self._hung = True
-            self._see_failure(now_s)
-            self._dump(final=True)
+            self._record_failure(now_s)
+            self._request_stacks(final=True)
 
     def _grace(self, now_s: float) -> None:
         if self._reported:
             self._kill()
         elif now_s >= self._until_s:
-            self._dump(final=False)
+            self._request_stacks(final=False)
 
-    def _dump(self, *, final: bool) -> None:
+    def _request_stacks(self, *, final: bool) -> None:
         for rank in self._ranks:
-            rank.halt(final=final)
+            rank.request_stacks(final=final)
         self._enter(Stage.DUMPING, DUMP_S)
 
     def _dumping(self, now_s: float) -> None:
         if self._reported or now_s >= self._until_s:
             self._kill()
 
-    def _note_shared_memory(self) -> None:
+    def _record_shared_memory(self) -> None:
         appeared = sharedmem.names() - self._shm_before
         if appeared:
             self._shm |= sharedmem.used_by(self.pids, appeared)
 
     def _kill(self) -> None:
-        self._note_shared_memory()
+        self._record_shared_memory()
         for rank in self._ranks:
             rank.kill()
         self._enter(Stage.KILLED, DEATH_S)
 
     def _released(self, now_s: float) -> None:
         if self._all_dead and self._failed:
-            self._see_failure(now_s)
+            self._record_failure(now_s)
             self._kill()
         elif self._all_dead:
             self._enter(Stage.SWEEPING, DEATH_S)
         elif now_s >= self._until_s:
-            self._kill()  # it has given its result: whatever keeps it is not the job's failure
+            self._kill()  # it has returned its result, so a slow exit is no failure
 
     def _killed(self, now_s: float) -> None:
         if self._all_dead:
@@ -191,7 +190,7 @@ class Supervisor:
             self._finish(f"{', '.join(survivors)} survived SIGKILL for {DEATH_S:g} s: the driver or the disk is stuck")
 
     def _sweep(self, now_s: float) -> None:
-        orphans, cpu_s = end_orphans(self._live_pids())
+        orphans, cpu_s = linux.kill_orphans(self._live_pids())
         self._orphans_cpu_s += cpu_s
         if not orphans:
             self._finish(self._infra)
@@ -201,15 +200,15 @@ class Supervisor:
     def _finish(self, infra: str) -> None:
         for rank in self._ranks:
             if rank.alive:
-                rank.forget()
+                rank.unwatch()
         sharedmem.remove(self._shm)
-        end = JobEnd(
-            endings=tuple(rank.ending for rank in self._ranks if rank.ending is not None),
+        record = JobRecord(
+            ranks=tuple(rank.outcome for rank in self._ranks if rank.outcome is not None),
             hung=self._hung,
             infra=infra,
             wall_s=time.monotonic() - self._started_s,
             cpu_s=sum(rank.cpu_s for rank in self._ranks) + self._orphans_cpu_s,
             detected_s=self._detected_s,
         )
-        self.outcome = conclude(self.job, end)
+        self.outcome = conclude(self.job, record)
         self._stage = Stage.DONE

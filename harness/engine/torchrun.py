@@ -1,6 +1,6 @@
-"""The torchrun engine: one torchrun per job, every rank a new interpreter. Slow, and how users launch.
+"""The torchrun engine: one torchrun per job, one new interpreter per rank. Slow, but the way users launch training.
 
-For comparing with the zygote engine, in results and in cost. It imports no torch: torchrun is a command to it.
+The baseline for the results and the cost of the zygote engine. Does not import torch: it runs torchrun as a command.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
 from harness.engine import linux
-from harness.engine.ending import Ending, JobEnd, conclude, describe_exit, first_failure
 from harness.engine.folder import JobFolder, tail
 from harness.engine.interpreter import MARK, child_environ, module_command
+from harness.engine.messages import Job, JobOutcome, RankOutcome, RankStatus
+from harness.engine.outcome import JobRecord, conclude, describe_exit, first_failure, infra_outcome
 from harness.engine.supervisor import DUMP_S
-from harness.engine.wire import Job, JobOutcome, RankStatus
 
 _SWEEP_S = 5.0
 
 
-class RankFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank under torchrun is asked to do; written to `job.msgpack`."""
+class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The input of a rank under torchrun; written to `job.msgpack`."""
 
     program: str
     options: Mapping[str, str]
@@ -53,22 +53,22 @@ class TorchrunEngine:
         self.close()
 
     def close(self) -> None:
-        """Nothing outlives a job."""
+        """Does nothing: no process outlives its job."""
 
     def run(self, job: Job) -> JobOutcome:
-        """Run one job to its end and return its outcome; nothing of it is left then. Callable from any thread."""
+        """Run one job and return its outcome; by then all its processes have ended. Callable from any thread."""
         started_s = time.monotonic()
         folder = JobFolder(Path(job.folder))
         try:
             folder.prepare()
             for rank in range(job.world_size):
-                for path_of in (ending_path, pid_path, phase_path):
-                    path_of(folder, rank).unlink(missing_ok=True)
-            orders = RankFile(program=self._program, options=self._options, job=job, started_s=started_s)
-            job_path(folder).write_bytes(msgspec.msgpack.encode(orders))
+                for kind in ("outcome", "pid", "phase"):
+                    rank_file(folder, rank, kind).unlink(missing_ok=True)
+            spec = LaunchSpec(program=self._program, options=self._options, job=job, started_s=started_s)
+            job_file(folder).write_bytes(msgspec.msgpack.encode(spec))
             return _Launch(job, folder, started_s).run(self._command(job, folder))
         except OSError as error:
-            return JobOutcome(job_id=job.job_id, status="infra", ranks=(), message=f"could not start torchrun: {error}")
+            return infra_outcome(job, f"could not start torchrun: {error}")
 
     def _command(self, job: Job, folder: JobFolder) -> list[str]:
         rank = module_command(self._python, "harness.engine.torchrun_rank", [str(folder.path)])
@@ -76,24 +76,14 @@ class TorchrunEngine:
         return [self._python, "-P", "-m", "torch.distributed.run", *launch]
 
 
-def job_path(folder: JobFolder) -> Path:
-    """Where the orders for all ranks are."""
+def job_file(folder: JobFolder) -> Path:
+    """The file with the `LaunchSpec` of a job."""
     return folder.path / "job.msgpack"
 
 
-def ending_path(folder: JobFolder, rank: int) -> Path:
-    """Where a rank writes how it ended."""
-    return folder.path / f"rank{rank}.ending"
-
-
-def pid_path(folder: JobFolder, rank: int) -> Path:
-    """Where a rank writes its pid."""
-    return folder.path / f"rank{rank}.pid"
-
-
-def phase_path(folder: JobFolder, rank: int) -> Path:
-    """Where a rank writes what it does."""
-    return folder.path / f"rank{rank}.phase"
+def rank_file(folder: JobFolder, rank: int, kind: Literal["outcome", "pid", "phase"]) -> Path:
+    """A file that a rank writes: its encoded `RankOutcome`, its pid or its current phase."""
+    return folder.path / f"rank{rank}.{kind}"
 
 
 class _Launch:
@@ -136,63 +126,61 @@ class _Launch:
         finally:
             os.close(pidfd)
         if self._hung:
-            self._ask_for_stacks()
+            self._request_stacks()
             time.sleep(DUMP_S)
 
-    def _ask_for_stacks(self) -> None:
+    def _request_stacks(self) -> None:
         for rank in range(self._job.world_size):
-            path = pid_path(self._folder, rank)
-            if path.exists() and not ending_path(self._folder, rank).exists():
-                with suppress(ProcessLookupError, ValueError):  # it has just ended, or just begun to write
-                    os.kill(int(path.read_text()), signal.SIGUSR1)
+            pid = rank_file(self._folder, rank, "pid")
+            if pid.exists() and not rank_file(self._folder, rank, "outcome").exists():
+                with suppress(ProcessLookupError, ValueError):  # just exited, or the file is still empty
+                    os.kill(int(pid.read_text()), signal.SIGUSR1)
 
     def _end_all(self, pid: int) -> None:
-        """torchrun gives every rank a session of its own, so its group is not enough: find all by their mark."""
+        """Kill torchrun, and find its ranks by their mark: each is in a session of its own, outside of its group."""
         os.killpg(pid, signal.SIGKILL)
-        give_up_s = time.monotonic() + _SWEEP_S
-        while linux.kill_marked(MARK, self._mark) and time.monotonic() < give_up_s:
-            time.sleep(0.005)
+        linux.kill_marked(MARK, self._mark, _SWEEP_S)
 
     def _conclude(self, returncode: int, cpu_s: float, log: str) -> JobOutcome:
         now_s = time.monotonic() - self._started_s
-        endings = tuple(self._ending(rank, now_s) for rank in range(self._job.world_size))
-        cause = first_failure(endings)
+        ranks = tuple(self._rank_outcome(rank, now_s) for rank in range(self._job.world_size))
+        cause = first_failure(ranks)
         infra = ""
         if cause and not self._hung and cause.phase in ("", "preload"):
             how = describe_exit(returncode, returned=False, oom_kills=0)[1]
             infra = f"rank {cause.rank} did not start: {cause.message}; torchrun {how}\n{cause.log_tail or log}"
-        end = JobEnd(
-            endings=endings,
+        record = JobRecord(
+            ranks=ranks,
             hung=self._hung,
             infra=infra,
             wall_s=now_s,
             cpu_s=cpu_s,
-            detected_s=cause.at_s if cause else None,
+            detected_s=cause.seconds if cause else None,
         )
-        return conclude(self._job, end)
+        return conclude(self._job, record)
 
-    def _ending(self, rank: int, now_s: float) -> Ending:
-        path = ending_path(self._folder, rank)
+    def _rank_outcome(self, rank: int, now_s: float) -> RankOutcome:
+        path = rank_file(self._folder, rank, "outcome")
         if path.exists():
-            return msgspec.msgpack.decode(path.read_bytes(), type=Ending)
+            return msgspec.msgpack.decode(path.read_bytes(), type=RankOutcome)
         stacks = self._folder.dump_text(rank)
         status, message = self._guess(stacks)
-        return Ending(
+        return RankOutcome(
             rank=rank,
             status=status,
-            at_s=now_s,
             message=message,
             traceback=stacks,
-            phase=tail(phase_path(self._folder, rank)),
+            phase=tail(rank_file(self._folder, rank, "phase")),
+            seconds=now_s,
             log_tail=self._folder.log_tail(rank),
         )
 
     def _guess(self, stacks: str) -> tuple[RankStatus, str]:
-        """What became of a rank that left no ending; only torchrun's log has its exit code."""
+        """Status and message of a rank that wrote no outcome; only torchrun's log has its exit code."""
         if stacks.startswith("Fatal Python error"):
             return "signalled", stacks.splitlines()[0]
         if self._hung:
             return "stuck", "did not finish"
         if stacks:
-            return "stuck", "did not finish: torchrun ended it after another rank had failed"
+            return "stuck", "did not finish: torchrun killed it after another rank failed"
         return "exited", "exited without a result; its exit code is in torchrun.log"

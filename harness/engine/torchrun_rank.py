@@ -1,6 +1,6 @@
 """One rank under torchrun: `python -m harness.engine.torchrun_rank FOLDER`, with RANK in the environment.
 
-Reads the orders that `torchrun.py` left in the folder and writes there how it ended.
+Reads the `LaunchSpec` that `torchrun.py` wrote to the folder, and writes its `RankOutcome` there.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from pathlib import Path
 
 import msgspec
 
-from harness.engine.ending import Ending
 from harness.engine.folder import JobFolder
-from harness.engine.program import RankContext, load_program
+from harness.engine.messages import RankOutcome, Returned
+from harness.engine.program import RankContext, load_program, rank_context
 from harness.engine.rank import flush_streams, run_program
-from harness.engine.torchrun import RankFile, ending_path, job_path, phase_path, pid_path
-from harness.engine.wire import Returned
+from harness.engine.torchrun import LaunchSpec, job_file, rank_file
 
 
 class _Program:
-    """The rank program, preloaded as the first part of its work: an import error is then a failure of this rank."""
+    """The rank program, preloaded inside `rank_main`: an import error is then a failure of this rank."""
 
-    def __init__(self, orders: RankFile) -> None:
-        self._orders = orders
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._spec = spec
 
     def preload(self, options: object) -> None:
-        """Nothing before the rank runs."""
+        """Does nothing: `rank_main` preloads."""
 
     def rank_main(self, context: RankContext) -> bytes:
         """Preload and run."""
         context.report_phase("preload")
-        program = load_program(self._orders.program)
-        program.preload(self._orders.options)
+        program = load_program(self._spec.program)
+        program.preload(self._spec.options)
         context.report_phase("start")
         return program.rank_main(context)
 
@@ -42,46 +41,38 @@ class _Program:
 def main(folder: JobFolder, rank: int) -> int:
     """Run this rank; returns the exit code: 0 when the program returned."""
     _redirect(folder, rank)
-    pid_path(folder, rank).write_text(str(os.getpid()))  # from now on we can be asked for our stacks
-    orders = msgspec.msgpack.decode(job_path(folder).read_bytes(), type=RankFile)
+    rank_file(folder, rank, "pid").write_text(str(os.getpid()))  # from now on, SIGUSR1 dumps the stacks
+    spec = msgspec.msgpack.decode(job_file(folder).read_bytes(), type=LaunchSpec)
     phases: list[str] = []
 
     def report_phase(phase: str) -> None:
         phases.append(phase)
-        phase_path(folder, rank).write_text(phase)
+        rank_file(folder, rank, "phase").write_text(phase)
 
-    context = RankContext(
-        rank=rank,
-        world_size=orders.job.world_size,
-        payload=orders.job.payload,
-        folder=folder.path,
-        device=orders.job.devices[rank] if orders.job.devices else None,
-        report_phase=report_phase,
-    )
-    report = run_program(_Program(orders), context)
+    report = run_program(_Program(spec), rank_context(spec.job, rank, report_phase))
     flush_streams()
-    returned = isinstance(report, Returned)
-    ending = Ending(
+    message, traceback = ("", "") if isinstance(report, Returned) else (report.message, report.traceback)
+    outcome = RankOutcome(
         rank=rank,
-        status="returned" if returned else "raised",
-        at_s=report.at_s - orders.started_s,
+        status="returned" if isinstance(report, Returned) else "raised",
         payload=report.payload if isinstance(report, Returned) else None,
-        message="" if isinstance(report, Returned) else report.message,
-        traceback="" if isinstance(report, Returned) else report.traceback,
+        message=message,
+        traceback=traceback,
         phase=phases[-1],
+        seconds=report.at_s - spec.started_s,
         log_tail=folder.log_tail(rank),
     )
-    path = ending_path(folder, rank)
+    path = rank_file(folder, rank, "outcome")
     draft = path.with_suffix(".draft")
-    draft.write_bytes(msgspec.msgpack.encode(ending))
+    draft.write_bytes(msgspec.msgpack.encode(outcome))
     draft.rename(path)
-    return 0 if returned else 1
+    return 0 if isinstance(report, Returned) else 1
 
 
 def _redirect(folder: JobFolder, rank: int) -> None:
     faulthandler.enable(file=(dump := folder.dump(rank).open("wb")))
     faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
-    faulthandler.register(signal.SIGTERM, file=dump, all_threads=True, chain=True)  # torchrun's way to end a rank
+    faulthandler.register(signal.SIGTERM, file=dump, all_threads=True, chain=True)  # torchrun ends ranks with SIGTERM
     with folder.log(rank).open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

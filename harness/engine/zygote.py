@@ -1,107 +1,145 @@
-"""The zygote engine: runs jobs on ranks forked from one warm process, and replaces that process when it dies.
+"""The zygote: imports and warms up a rank program once, then forks fresh ranks for every job.
 
-Never imports the rank program, never forks: any thread may call it.
+`python -m harness.engine.zygote --fd N PROGRAM [KEY=VALUE ...]`; `zygote_client.py` passes it one end of a socket.
+One thread, one selector loop, several jobs at a time. When the controller exits, it kills every rank and exits too.
 """
 
 from __future__ import annotations
 
+import fcntl
+import gc
+import os
+import select
+import selectors
+import signal
+import socket
 import sys
-import threading
-from collections.abc import Mapping
-from typing import Self
+import time
+from collections.abc import Sequence
 
-from harness.engine.warmclient import WarmClient, WarmFailure, WarmSpec
-from harness.engine.wire import Job, JobOutcome
+from harness.engine import linux
+from harness.engine.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Finished,
+    FrameReader,
+    Hello,
+    Message,
+    Submit,
+    ToZygote,
+    encode_frame,
+)
+from harness.engine.program import RankProgram, load_program
+from harness.engine.supervisor import Supervisor
 
-START_ATTEMPTS = 2  # a program that fails to preload twice in a row will not preload the third time
-START_TIMEOUT_S = 600.0  # preloading and warming torch takes 10-60 s on a busy machine
-LOST_S = 60.0  # beyond a job's deadline; stacks, kill and sweep take 41 s at the very worst
+SHUTDOWN_S = 5.0  # from losing the controller to giving up on ranks that survive SIGKILL
 
 
-def infra_outcome(job: Job, message: str) -> JobOutcome:
-    """Returns the outcome of a job of which nothing came back."""
-    return JobOutcome(job_id=job.job_id, status="infra", ranks=(), message=message)
+class Zygote:
+    """Serves one controller until it disconnects."""
+
+    def __init__(self, control: socket.socket, controller_pid: int, program: RankProgram) -> None:
+        self._keep_fds = linux.open_fds() - {control.fileno()}  # opened by the program, so ranks inherit them
+        self._control = control
+        self._program = program
+        self._reader: FrameReader[ToZygote] = FrameReader(ToZygote)
+        self._jobs: dict[int, Supervisor] = {}
+        self._serving = True
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, self._receive)
+        # A child of the controller may hold a copy of its socket and hide its death, so watch the process too.
+        self._controller = os.pidfd_open(controller_pid)
+        self._selector.register(self._controller, selectors.EVENT_READ, self._disconnect)
+
+    def serve(self) -> None:
+        """Run jobs until the controller closes its end or dies; then kill all ranks."""
+        self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid()))
+        while self._serving:
+            self._poll()
+        for supervisor in self._jobs.values():
+            supervisor.abort("the controller is gone")
+        give_up_s = time.monotonic() + SHUTDOWN_S
+        while self._jobs and time.monotonic() < give_up_s:
+            self._poll()
+        while linux.kill_orphans(frozenset())[0] and time.monotonic() < give_up_s:
+            time.sleep(0.005)
+
+    def _poll(self) -> None:
+        wakeups = [supervisor.wakeup_s for supervisor in self._jobs.values()]
+        timeout_s = max(0.0, min(wakeups) - time.monotonic()) if wakeups else None
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        now_s = time.monotonic()
+        for ticket, supervisor in list(self._jobs.items()):
+            supervisor.tick(now_s)
+            if supervisor.outcome is not None:
+                del self._jobs[ticket]
+                self._send(Finished(ticket=ticket, outcome=supervisor.outcome))
+
+    def _receive(self) -> None:
+        try:
+            data = self._control.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._disconnect()
+            return
+        for message in self._reader.feed(data):
+            if isinstance(message, Submit):
+                self._start(message)
+            elif isinstance(message, Cancel) and message.ticket in self._jobs:
+                self._jobs[message.ticket].abort("cancelled")
+
+    def _start(self, message: Submit) -> None:
+        supervisor = Supervisor(message.job, self._program, self._selector, self._live_pids)
+        self._jobs[message.ticket] = supervisor
+        supervisor.start(self._keep_fds)
+
+    def _live_pids(self) -> frozenset[int]:
+        return frozenset(pid for supervisor in self._jobs.values() for pid in supervisor.pids)
+
+    def _disconnect(self) -> None:
+        if self._serving:
+            self._serving = False
+            self._selector.unregister(self._control)
+            self._selector.unregister(self._controller)
+
+    def _send(self, message: Message) -> None:
+        if self._serving:
+            try:
+                self._control.sendall(encode_frame(message))
+            except OSError:
+                self._disconnect()
 
 
-class ZygoteEngine:
-    """Runs jobs of the rank program `program`, a dotted module name, preloaded with `options` by `python`.
+def _die_on_hangup(control: socket.socket, *, armed: bool) -> None:
+    """While armed, losing the controller terminates this process at once, even in the middle of a long import.
 
-    The warm process starts with the first job. Use as a context manager, or `close` it.
+    The controller sends nothing before Hello, so the only event on the socket is its end; SIGIO then terminates.
     """
+    flags = fcntl.fcntl(control, fcntl.F_GETFL)
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags & ~os.O_ASYNC)
+    if armed and select.select([control], [], [], 0)[0]:
+        sys.exit("the controller exited before the zygote had started")
 
-    def __init__(self, program: str, options: Mapping[str, str] | None = None, python: str = sys.executable) -> None:
-        self._spec = WarmSpec(program=program, options=dict(options or {}), python=python)
-        self._starting = threading.Lock()
-        self._client: WarmClient | None = None
-        self._closed = False
-        self._failed_starts = 0
-        self._failure = ""
 
-    def __enter__(self) -> Self:
-        return self
+def main(arguments: Sequence[str]) -> None:
+    """Preload the program, send Hello, serve. An exception in `preload` ends the process with a traceback on stderr."""
+    _, fd, name, *options = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the controller
+    controller_pid = os.getppid()
+    control = socket.socket(fileno=int(fd))
+    control.set_inheritable(False)
+    _die_on_hangup(control, armed=True)
+    linux.adopt_orphans()
+    program = load_program(name)
+    program.preload(dict(option.split("=", 1) for option in options))
+    gc.collect()
+    gc.freeze()  # ranks share these pages, and a collection in a rank would copy them all
+    _die_on_hangup(control, armed=False)
+    Zygote(control, controller_pid, program).serve()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
-    def run(self, job: Job) -> JobOutcome:
-        """Run one job to its end and return its outcome; nothing of it is left then. Callable from any thread.
-
-        Whatever goes wrong is in the outcome. On KeyboardInterrupt and the like the job is killed.
-        """
-        assert not job.devices or len(job.devices) == job.world_size, "one device per rank, or none"
-        assert job.world_size > 0, "a job has ranks"
-        assert job.deadline_s > 0, "a job has time"
-        try:
-            return self._run_on(self._ready_client(), job)
-        except WarmFailure as failure:
-            return infra_outcome(job, str(failure))
-
-    def _run_on(self, client: WarmClient, job: Job) -> JobOutcome:
-        ticket, future = client.submit(job)
-        try:
-            return future.result(job.deadline_s + LOST_S)
-        except WarmFailure:
-            raise
-        except TimeoutError:
-            reason = f"the warm process did not answer within {LOST_S:g} s after the deadline of {job.job_id}"
-            client.close(reason)
-            raise WarmFailure(reason) from None
-        except BaseException:
-            client.cancel(ticket)
-            raise
-
-    def _ready_client(self) -> WarmClient:
-        with self._starting:
-            if self._closed:
-                raise WarmFailure("the engine is closed")
-            if self._client is not None and self._client.serving:
-                return self._client
-            if self._client is not None:
-                self._client.close("it had died")  # and whatever outlived it
-            if self._failed_starts >= START_ATTEMPTS:
-                raise WarmFailure(self._failure)
-            self._client = WarmClient(self._spec)
-            self._greet(self._client)
-            return self._client
-
-    def _greet(self, client: WarmClient) -> None:
-        try:
-            if self._closed:  # between the check and the spawn
-                raise WarmFailure("the engine is closed")
-            client.greet(START_TIMEOUT_S)
-        except WarmFailure as failure:
-            self._failed_starts += 1
-            self._failure = str(failure)
-            client.close(self._failure)
-            raise
-        except BaseException:
-            client.close("interrupted while it started")
-            raise
-        self._failed_starts = 0
-
-    def close(self) -> None:
-        """End the warm process and all ranks. Jobs in flight end as `infra`, and so does every later one."""
-        self._closed = True
-        client = self._client  # without the lock: another thread may be waiting for the preload
-        if client is not None:
-            client.close("the engine was closed")
+if __name__ == "__main__":
+    main(sys.argv[1:])

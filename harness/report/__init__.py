@@ -1,1 +1,1 @@
-"""Reports: results in, text out. Nothing here prints, decides or writes files."""
+"""Reports: turn results into text. Nothing here judges, prints or writes files."""

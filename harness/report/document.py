@@ -1,7 +1,7 @@
-"""The JSON document of a whole run, for other programs. Its schema is `harness/schemas/result.schema.json`.
+"""The JSON report of a run, with the schema `harness/schemas/result.schema.json`.
 
-Fields are only added; a change of meaning raises `SCHEMA`. Numbers that are not finite are the strings "NaN",
-"Infinity" and "-Infinity".
+Fields may be added; any other change increments `SCHEMA`. Numbers that are not finite are the strings "NaN", "Infinity"
+and "-Infinity".
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import msgspec
 
 from harness.jsonform import to_json
-from harness.result import Attempt, CaseResult, RunResult
+from harness.result import Attempt, CaseResult, RunResult, WitnessMade
 from harness.trace import RankFailure
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding, NotJudged, Verdict
 
 SCHEMA = 1
 
 
 class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """One case. `losses` (nats) and `grad_norms` are those of the lowest rank that finished; empty when none did."""
+    """One case. `losses` (nats) and `grad_norms` are those of the lowest rank that finished; empty if none did."""
 
     id: str
     verdict: Verdict
@@ -31,12 +31,16 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[Attempt, ...]
     expectation: str | None
     checks: tuple[str, ...]
+    not_judged: tuple[NotJudged, ...]
     failures: tuple[RankFailure, ...]
     command: str
 
 
 class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run. `totals` counts the cases of every verdict, also of those that did not occur."""
+    """A run. `totals` has the number of cases of every verdict, including zeros.
+
+    `witnesses` are those that had to be run; `left_out` are ids that did not fit into `--budget-s`.
+    """
 
     schema: int
     exit_code: int
@@ -46,15 +50,17 @@ class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
     totals: dict[str, int]
     provenance: dict[str, str]
     cases: tuple[CaseDocument, ...]
+    witnesses: tuple[WitnessMade, ...]
+    left_out: tuple[str, ...]
 
 
 def json_report(run: RunResult) -> bytes:
-    """The document as indented JSON text with a line break at its end."""
+    """The report as indented JSON with a trailing newline."""
     return to_json(run_document(run), indent=2) + b"\n"
 
 
 def run_document(run: RunResult) -> RunDocument:
-    """The document of a run, its cases in the order of the results."""
+    """The report of a run, with its cases in the order of the results."""
     return RunDocument(
         schema=SCHEMA,
         exit_code=int(run.exit_code),
@@ -64,11 +70,13 @@ def run_document(run: RunResult) -> RunDocument:
         totals=verdict_totals(run),
         provenance=dict(sorted(run.provenance.items())),
         cases=tuple(_case_document(result) for result in run.results),
+        witnesses=run.witnesses,
+        left_out=run.left_out,
     )
 
 
 def verdict_totals(run: RunResult) -> dict[str, int]:
-    """How many cases ended with each verdict, in the order of `Verdict`."""
+    """The number of cases of every verdict, in the order of `Verdict`."""
     verdicts = [result.verdict for result in run.results]
     return {verdict.value: verdicts.count(verdict) for verdict in Verdict}
 
@@ -89,6 +97,7 @@ def _case_document(result: CaseResult) -> CaseDocument:
         attempts=result.attempts,
         expectation=result.expectation,
         checks=result.checks,
+        not_judged=result.not_judged,
         failures=result.run.failures if result.run else (),
         command=result.command,
     )

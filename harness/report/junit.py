@@ -1,7 +1,7 @@
-"""The JUnit XML report that CI systems read: one testcase per case.
+"""The JUnit XML report for CI systems: one testcase per case.
 
 `failure`: the case was judged and is not good. `error`: it could not be judged (crash, hang, infra, not run).
-`skipped`: a recorded upstream fault showed, as it must. Everything that was not passed has its findings as text.
+`skipped`: it failed as its recorded upstream fault says. Their text lists the findings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ELEMENTS = {
 
 
 def junit_report(run: RunResult, suite: str = "fp8-harness") -> bytes:
-    """The XML document, UTF-8. `suite` names the test suite and is the classname of every case."""
+    """The XML document in UTF-8. `suite` is the name of the test suite and the classname of every case."""
     elements = [_ELEMENTS.get(result.verdict) for result in run.results]
     counts = {
         "tests": str(len(run.results)),

@@ -1,12 +1,15 @@
-"""The report for a pull request or a CI summary page: totals, a table of what is not good, details folded away."""
+"""The report for pull requests and CI summary pages: totals, a table of the bad cases, and collapsed details."""
 
 from __future__ import annotations
 
+import html
+import re
+
 from harness.report.text import case_block
-from harness.report.wording import headline, totals_line
+from harness.report.wording import headline, totals_line, unverified_text
 from harness.result import CaseResult, RunResult
 
-SHOWN_CASES = 200  # CI summary pages are cut at about 1 MB
+SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
 
 
 def markdown_report(run: RunResult) -> str:
@@ -17,9 +20,15 @@ def markdown_report(run: RunResult) -> str:
     if bad:
         parts += [_table(bad[:SHOWN_CASES]), *(_details(result) for result in bad[:SHOWN_CASES])]
     if len(bad) > SHOWN_CASES:
-        parts.append(f"… and {len(bad) - SHOWN_CASES} more cases that are not good.")
+        parts.append(f"… and {len(bad) - SHOWN_CASES} more that are not good.")
+    unverified = unverified_text(run)
+    if unverified:
+        parts.append(f"```text\n{unverified.rstrip()}\n```")
+    if run.left_out:
+        listed = "\n".join(f"- `{name}`" for name in run.left_out)
+        parts.append(_collapsed(f"cases beyond the budget ({len(run.left_out)})", listed))
     if run.results:
-        parts.append(_folded(f"all {len(run.results)} cases", _table(list(run.results))))
+        parts.append(_collapsed(f"all cases ({len(run.results)})", _table(list(run.results))))
     return "\n\n".join(parts) + "\n"
 
 
@@ -34,21 +43,14 @@ def _table(results: list[CaseResult]) -> str:
 
 def _details(result: CaseResult) -> str:
     block = case_block(result)
-    fence = "`" * max(3, _longest_ticks(block) + 1)
-    return _folded(f"{result.case_id}: {result.verdict.value}", f"{fence}text\n{block}\n{fence}")
+    longest = max(map(len, re.findall("`+", block)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return _collapsed(f"{result.case_id}: {result.verdict.value}", f"{fence}text\n{block}\n{fence}")
 
 
-def _folded(title: str, body: str) -> str:
-    return f"<details><summary>{_escaped(title)}</summary>\n\n{body}\n\n</details>"
-
-
-def _longest_ticks(text: str) -> int:
-    return max((len(run) for run in "".join(char if char == "`" else " " for char in text).split()), default=0)
+def _collapsed(title: str, body: str) -> str:
+    return f"<details><summary>{html.escape(title, quote=False)}</summary>\n\n{body}\n\n</details>"
 
 
 def _cell(text: str) -> str:
-    return _escaped(text).replace("|", "\\|").replace("\n", " ")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return html.escape(text, quote=False).replace("|", "\\|").replace("\n", " ")

@@ -1,28 +1,44 @@
-"""The words that every text report shares: how a finding, a case and a whole run read. No layout, no markup.
+"""The text that all reports share: findings, cases, failures and totals, without markup.
 
-Text that comes from ranks may hold anything; `printable` takes out what would spoil a terminal or an XML file.
+Text from ranks may contain anything; `printable` removes what would break a terminal or an XML file.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 from harness.report.document import verdict_totals
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, Verdict
 
-# Colour and cursor sequences of terminals, then every character that XML 1.0 does not allow.
+# ANSI escape sequences, and all characters that XML 1.0 does not allow.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
+def counted(count: int, noun: str) -> str:
+    """The count with its noun in the right number: "1 case", "2 cases"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """The rows as a table with aligned columns, those in `right` to the right; no trailing spaces."""
+    columns = []
+    for index, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if index in right else cell.ljust(width) for cell in column])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
 def printable(text: str) -> str:
-    """The text without terminal sequences and control characters."""
+    """The text without ANSI escape sequences and control characters."""
     return _UNPRINTABLE.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def place(finding: Finding) -> str:
-    """Where a finding is: "step 3, rank 1, module layers.0.attention.wq"; empty when it is about the whole run."""
+    """Where a finding is: "step 3, rank 1, module layers.0.attention.wq"; empty if it is about the whole run."""
     parts = (("step", finding.step), ("rank", finding.rank), ("module", finding.module))
     return ", ".join(f"{name} {value}" for name, value in parts if value is not None)
 
@@ -39,7 +55,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def headline(result: CaseResult) -> str:
-    """Why a case is not simply passed, on one line; empty when there is nothing to say."""
+    """The first finding of a case, or what was unusual about it, on one line; empty if nothing was."""
     if result.findings:
         more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
         known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
@@ -49,7 +65,7 @@ def headline(result: CaseResult) -> str:
 
 
 def retried(result: CaseResult) -> str:
-    """How often a case was tried and why, when it was more than once."""
+    """The number of attempts and the reasons for retrying; empty after a single attempt."""
     if len(result.attempts) < 2:
         return ""
     earlier = "; ".join(f"{attempt.verdict.value}: {attempt.message}" for attempt in result.attempts[:-1])
@@ -57,16 +73,33 @@ def retried(result: CaseResult) -> str:
 
 
 def failure_text(failure: RankFailure) -> str:
-    """How a rank ended, with its traceback or stack dump and its last output."""
+    """How a rank failed, with its traceback or stack dump."""
     phase = f" in {failure.phase}" if failure.phase else ""
     because = " (after another rank failed)" if failure.consequence else ""
     head = f"rank {failure.rank} {failure.kind}{phase}{because}: {failure.message}"
     return printable("\n".join(part for part in (head, failure.traceback.rstrip()) if part))
 
 
+def left_out_text(run: RunResult) -> str:
+    """The cases that did not fit into the budget, each on a line; empty when there was none."""
+    if not run.left_out:
+        return ""
+    lines = "".join(f"  {name}\n" for name in run.left_out)
+    return f"left out, beyond the budget ({len(run.left_out)}):\n{lines}\n"
+
+
+def unverified_text(run: RunResult) -> str:
+    """The checks that were not judged for want of a verified formula, each on a line; empty when all were."""
+    found = Counter(
+        (skipped.check, skipped.reason) for result in run.results for skipped in result.not_judged if skipped.unverified
+    )
+    lines = "".join(f"  {check} in {counted(count, 'case')}: {why}\n" for (check, why), count in found.items())
+    return printable(f"not judged with these versions:\n{lines}\n") if lines else ""
+
+
 def totals_line(run: RunResult) -> str:
-    """The run in one line: how many cases, by verdict, and the seconds it took."""
+    """The run on one line: the number of cases by verdict, and the seconds it took."""
     counts = ", ".join(f"{count} {name}" for name, count in verdict_totals(run).items() if count) or "nothing"
     cpu_s = sum(result.cpu_s for result in run.results)
     stopped = " - interrupted" if run.interrupted else ""
-    return f"{len(run.results)} cases: {counts}; {run.wall_s:.1f} s wall, {cpu_s:.1f} s CPU{stopped}"
+    return f"{counted(len(run.results), 'case')}: {counts}; {run.wall_s:.1f} s wall, {cpu_s:.1f} s CPU{stopped}"

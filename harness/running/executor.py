@@ -1,6 +1,6 @@
 """The executor: one case to one job and back, on leased slots, in a folder of its own.
 
-Owns the engine, the leases and the job folders. It does not judge: see `casework.py`.
+Owns the engine, the leases and the job folders. It does not judge: see `case_runner.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import msgspec
 
 from harness.engine.devices import cuda_names
 from harness.engine.leases import Leases
+from harness.engine.messages import Job, JobOutcome
 from harness.engine.torchrun import TorchrunEngine
-from harness.engine.wire import Job, JobOutcome
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.zygote_engine import ZygoteEngine
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
 from harness.project import Project
 from harness.request import RunRequest
 from harness.running.plan import Plan
-from harness.spec.case import Case
-from harness.spec.caseid import case_id
 
-SOLO_PROBES = ("sketches", "operands")  # one rank has no traffic, and replays do not save what a step saves
 _ID_IN_FOLDER = 80  # characters; sockets in a job folder have at most 107 for their whole path
 
 
@@ -40,7 +39,7 @@ class Engine(Protocol):
         """Run one job to its end; never raises for what ranks do."""
 
     def close(self) -> None:
-        """Kill every rank and the warm process."""
+        """Kill every rank and the zygote."""
 
 
 class Executor:
@@ -76,9 +75,8 @@ class Executor:
             )
         )
 
-    def execute_solo(self, case: Case) -> JobOutcome | None:
+    def execute_solo(self, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
         """Run the solo witness of a case, without the injections: it says what the case should compute."""
-        probes = tuple(name for name in self._plan.probes if name in SOLO_PROBES)
         return self._serve(RunRequest(case=case, device=self._plan.device, probes=probes, solo=True))
 
     def execute_plain(self, case: Case, *, probes: tuple[str, ...] = ()) -> JobOutcome | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.planted.faults import PREFIX, fault_named
+from harness.matrix.faults import PREFIX, fault_named
 
 _FORM_FIX = "write --inject FILE.py:FUNCTION or fault:NAME."
 
@@ -48,7 +48,7 @@ def _top_level_names(file: Path, *, where: str) -> frozenset[str]:
         raise HarnessError(f"cannot read {file}: {error.strerror}.", where=where, fix=_FORM_FIX) from error
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
-        raise HarnessError(f"{file}:{line}: {error}.", where=where, fix="mend the file.") from error
+        raise HarnessError(f"{file}:{line}: {error}.", where=where, fix="correct the file.") from error
     return frozenset(name for statement in module.body for name in _bound_names(statement))
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from harness.engine.devices import cuda_names
 from harness.errors import HarnessError
-from harness.measured.golden import hardware_class
+from harness.evidence.golden import hardware_class
 
 Device = Literal["cpu", "cuda"]
 
@@ -46,6 +46,19 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def cpu_name() -> str:
+    """Model name of the CPU and how many of its threads this process may use."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), flags=re.MULTILINE)
+    return f"{found[1] if found else 'unknown CPU'}, {len(os.sched_getaffinity(0))} threads"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _cuda_name() -> str:

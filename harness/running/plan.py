@@ -14,9 +14,9 @@ from typing import Literal
 import msgspec
 
 from harness.engine.devices import cuda_names, default_cpu_slots
+from harness.matrix.case import Case
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import Device, resolve_device
-from harness.spec.case import Case
 
 PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`
 DEFAULT_PROGRAM = "harness.worker.main"
@@ -46,7 +46,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
     probes: tuple[str, ...] = ()  # what ranks record besides losses: fields of `RankTrace`
-    compiles: bool = False  # some case compiles its blocks: the warm process pays for the first compilation
+    compiles: bool = False  # some case compiles its blocks: the zygote pays for the first compilation
     timeout_s: float | None = None  # of every case; None scales it with the case
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case

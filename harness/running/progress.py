@@ -1,6 +1,6 @@
 """Progress: what a person or a CI log sees while cases run.
 
-Owns the two forms: a live line on a terminal (rich), one plain line per finished case elsewhere. Both write to the
+Owns the two forms: a live line on a terminal (rich), one plain line per finished item elsewhere. Both write to the
 stream they are given; the final report is `report/`'s.
 """
 
@@ -11,10 +11,6 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from harness.result import CaseResult
-from harness.spec.case import Case
-from harness.spec.caseid import case_id
-
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -24,13 +20,13 @@ class Progress(Protocol):
     """Who is told what happens during a run. `note` is called from any thread, the rest from one."""
 
     def begin(self, total: int) -> None:
-        """`total` cases are going to be run."""
+        """`total` items are going to be run."""
 
-    def started(self, case: Case) -> None:
-        """A case was taken up."""
+    def started(self, name: str, ranks: int) -> None:
+        """An item was taken up."""
 
-    def finished(self, result: CaseResult) -> None:
-        """A case has its result."""
+    def finished(self, name: str, line: str, *, remarkable: bool) -> None:
+        """An item has its result, which `line` says; a `remarkable` one is worth a line even on a terminal."""
 
     def note(self, text: str) -> None:
         """Something worth a line: a retry, missing goldens."""
@@ -42,10 +38,10 @@ class SilentProgress:
     def begin(self, total: int) -> None:
         """Say nothing."""
 
-    def started(self, case: Case) -> None:
+    def started(self, name: str, ranks: int) -> None:
         """Say nothing."""
 
-    def finished(self, result: CaseResult) -> None:
+    def finished(self, name: str, line: str, *, remarkable: bool) -> None:
         """Say nothing."""
 
     def note(self, text: str) -> None:
@@ -53,7 +49,7 @@ class SilentProgress:
 
 
 class PlainProgress:
-    """One line per finished case, for logs. `verbose` adds a line when a case starts."""
+    """One line per finished item, for logs. `verbose` adds a line when one starts."""
 
     def __init__(self, stream: TextIO, *, verbose: bool = False) -> None:
         self._stream = stream
@@ -66,15 +62,15 @@ class PlainProgress:
         """Remember how many there are."""
         self._total = total
 
-    def started(self, case: Case) -> None:
+    def started(self, name: str, ranks: int) -> None:
         """Write a line when verbose."""
         if self._verbose:
-            self._write(f"started {case_id(case)} ({case.world_size} ranks)")
+            self._write(f"started {name} ({ranks} ranks)")
 
-    def finished(self, result: CaseResult) -> None:
-        """Write the line of this case."""
+    def finished(self, name: str, line: str, *, remarkable: bool) -> None:
+        """Write the line."""
         self._done += 1
-        self._write(f"[{self._done}/{self._total}] {_finished_text(result)}")
+        self._write(f"[{self._done}/{self._total}] {line}")
 
     def note(self, text: str) -> None:
         """Write the text on a line of its own."""
@@ -87,7 +83,7 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A bar with the running cases; only cases that are not good stay as lines, unless `verbose`. A context manager."""
+    """A bar with the running items; only remarkable ones leave a line, unless `verbose`. A context manager."""
 
     def __init__(self, stream: TextIO, *, verbose: bool = False) -> None:
         from rich.console import Console
@@ -110,16 +106,16 @@ class LiveProgress:
         """Set the length of the bar."""
         self._rich.update(self._task, total=total)
 
-    def started(self, case: Case) -> None:
-        """Add the case to the running ones."""
-        self._running[case_id(case)] = None
+    def started(self, name: str, ranks: int) -> None:
+        """Add the item to the running ones."""
+        self._running[name] = None
         self._describe()
 
-    def finished(self, result: CaseResult) -> None:
+    def finished(self, name: str, line: str, *, remarkable: bool) -> None:
         """Advance the bar; leave a line when there is something to say."""
-        self._running.pop(result.case_id, None)
-        if self._verbose or not result.verdict.good:
-            self.note(_finished_text(result))
+        self._running.pop(name, None)
+        if self._verbose or remarkable:
+            self.note(line)
         self._rich.advance(self._task)
         self._describe()
 
@@ -147,7 +143,3 @@ def open_progress(stream: TextIO, *, quiet: bool, verbose: bool) -> contextlib.A
     if stream.isatty():
         return LiveProgress(stream, verbose=verbose)
     return contextlib.nullcontext(PlainProgress(stream, verbose=verbose))
-
-
-def _finished_text(result: CaseResult) -> str:
-    return f"{result.verdict.value:<15} {result.seconds:7.1f} s  {result.case_id}"

@@ -1,6 +1,7 @@
-"""The schedule: many cases on a few threads, largest world first, ended cleanly by Ctrl-C.
+"""The schedule: many items of work on a few threads, largest world first, ended cleanly by Ctrl-C.
 
-Owns order, threads and interruption. It does not know how a case is run or judged: it is given `Work` for that.
+Owns order, threads and interruption. It does not know what an item is (a case, or a fault in a case) nor how it is run
+or judged: it is given `Work` for that.
 """
 
 from __future__ import annotations
@@ -11,41 +12,53 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
-
-from harness.result import CaseResult
-from harness.spec.case import Case
 
 # After a stop the engine kills every rank and the threads only have to notice; this bounds the wait for them.
 _LAST_WORDS_S = 5.0
 
 
-class Work(Protocol):
-    """How one case is run. Both methods are called from several threads."""
+class HasRanks(Protocol):
+    """An item of work: all that the schedule asks of it is its number of ranks."""
 
-    def run(self, case: Case) -> CaseResult | None:
-        """Run one case to its result; None when stopped before there was one."""
+    @property
+    def world_size(self) -> int:
+        """Ranks that it runs on."""
+
+
+Item = TypeVar("Item", bound=HasRanks)
+Result = TypeVar("Result")
+_Taken_contra = TypeVar("_Taken_contra", bound=HasRanks, contravariant=True)
+_Given_co = TypeVar("_Given_co", covariant=True)
+_Heard_contra = TypeVar("_Heard_contra", contravariant=True)
+
+
+class Work(Protocol[_Taken_contra, _Given_co]):
+    """How one item is run. Both methods are called from several threads."""
+
+    def run(self, item: _Taken_contra, /) -> _Given_co | None:
+        """Run one item to its result; None when stopped before there was one."""
 
     def stop(self) -> None:
         """Start nothing any more and kill what runs."""
 
 
-class Observer(Protocol):
+class Observer(Protocol[_Taken_contra, _Heard_contra]):
     """Who is told what happens, in the thread that called `run_schedule`."""
 
-    def started(self, case: Case) -> None:
-        """A thread took up this case."""
+    def started(self, item: _Taken_contra, /) -> None:
+        """A thread took up this item."""
 
-    def finished(self, result: CaseResult) -> None:
-        """A case has its result."""
+    def finished(self, result: _Heard_contra, /) -> None:
+        """An item has its result."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out: results by position in the given cases, None for a case that was not run."""
+class Ended(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
+    """What came out: results by position in the given items, None for an item that was not run."""
 
-    results: tuple[CaseResult | None, ...]
+    results: tuple[Result | None, ...]
     interrupted: bool
 
 
@@ -53,9 +66,9 @@ class _Started(msgspec.Struct, frozen=True):
     position: int
 
 
-class _Finished(msgspec.Struct, frozen=True):
+class _Finished(msgspec.Struct, Generic[Result], frozen=True):
     position: int
-    result: CaseResult | None
+    result: Result | None
 
 
 class _Failed(msgspec.Struct, frozen=True):
@@ -70,29 +83,31 @@ class _Interrupted(msgspec.Struct, frozen=True):
     """Ctrl-C, or SIGTERM from a CI system that cancels."""
 
 
-_Event = _Started | _Finished | _Failed | _Idle | _Interrupted
-_Events = queue.SimpleQueue[_Event]
+_Event = _Started | _Finished[Result] | _Failed | _Idle | _Interrupted
+_Events = queue.SimpleQueue[_Event[Result]]
 
 
-def run_schedule(cases: Sequence[Case], work: Work, observer: Observer, *, jobs: int) -> Ended:
-    """Run every case on `jobs` threads; Ctrl-C stops them all and keeps what has finished.
+def run_schedule(
+    items: Sequence[Item], work: Work[Item, Result], observer: Observer[Item, Result], *, jobs: int
+) -> Ended[Result]:
+    """Run every item on `jobs` threads; Ctrl-C stops them all and keeps what has finished.
 
     What `work.run` raises stops the run and is raised here.
     """
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for position in sorted(range(len(cases)), key=lambda at: -cases[at].world_size):
+    for position in sorted(range(len(items)), key=lambda at: -items[at].world_size):
         pending.put(position)
-    events: _Events = queue.SimpleQueue()
+    events: _Events[Result] = queue.SimpleQueue()
     threads = [
         # Daemon: a thread that still waits for a device lease must not keep a stopped program alive.
-        threading.Thread(target=_serve, args=(cases, pending, events, work), daemon=True)
-        for _ in range(min(jobs, len(cases)))
+        threading.Thread(target=_serve, args=(items, pending, events, work), daemon=True)
+        for _ in range(min(jobs, len(items)))
     ]
-    results: list[CaseResult | None] = [None] * len(cases)
+    results: list[Result | None] = [None] * len(items)
     with _interrupts_to(events):
         for thread in threads:
             thread.start()
-        stopped = _collect(cases, events, results, observer, threads=len(threads))
+        stopped = _collect(items, events, results, observer, threads=len(threads))
         if stopped is not None:
             _drain(pending)
             work.stop()
@@ -104,7 +119,7 @@ def run_schedule(cases: Sequence[Case], work: Work, observer: Observer, *, jobs:
 
 
 @contextlib.contextmanager
-def _interrupts_to(events: _Events) -> Iterator[None]:
+def _interrupts_to(events: _Events[Result]) -> Iterator[None]:
     """Turn the first SIGINT or SIGTERM into an event, so that it never cuts a result in two; a second one raises."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals; whoever owns it decides
@@ -126,8 +141,10 @@ def _interrupts_to(events: _Events) -> Iterator[None]:
             signal.signal(number, previous[number])
 
 
-def _serve(cases: Sequence[Case], pending: queue.SimpleQueue[int], events: _Events, work: Work) -> None:
-    """One thread: take the next case until there is none."""
+def _serve(
+    items: Sequence[Item], pending: queue.SimpleQueue[int], events: _Events[Result], work: Work[Item, Result]
+) -> None:
+    """One thread: take the next item until there is none."""
     while True:
         try:
             position = pending.get_nowait()
@@ -136,17 +153,17 @@ def _serve(cases: Sequence[Case], pending: queue.SimpleQueue[int], events: _Even
             return
         events.put(_Started(position))
         try:
-            events.put(_Finished(position, work.run(cases[position])))
+            events.put(_Finished(position, work.run(items[position])))
         except BaseException as error:
             events.put(_Failed(error))
             return
 
 
 def _collect(
-    cases: Sequence[Case],
-    events: _Events,
-    results: list[CaseResult | None],
-    observer: Observer,
+    items: Sequence[Item],
+    events: _Events[Result],
+    results: list[Result | None],
+    observer: Observer[Item, Result],
     *,
     threads: int,
 ) -> _Interrupted | _Failed | None:
@@ -154,7 +171,7 @@ def _collect(
     while threads:
         event = events.get()
         if isinstance(event, _Started):
-            observer.started(cases[event.position])
+            observer.started(items[event.position])
         elif isinstance(event, _Finished):
             _keep(event, results, observer)
         elif isinstance(event, _Idle):
@@ -164,7 +181,7 @@ def _collect(
     return None
 
 
-def _collect_ready(events: _Events, results: list[CaseResult | None], observer: Observer) -> None:
+def _collect_ready(events: _Events[Result], results: list[Result | None], observer: Observer[Item, Result]) -> None:
     """Keep the results that became ready while the run was being stopped."""
     while not events.empty():
         event = events.get()
@@ -172,7 +189,7 @@ def _collect_ready(events: _Events, results: list[CaseResult | None], observer: 
             _keep(event, results, observer)
 
 
-def _keep(event: _Finished, results: list[CaseResult | None], observer: Observer) -> None:
+def _keep(event: _Finished[Result], results: list[Result | None], observer: Observer[Item, Result]) -> None:
     if event.result is not None:
         results[event.position] = event.result
         observer.finished(event.result)

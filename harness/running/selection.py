@@ -1,22 +1,25 @@
 """The selection: which cases were asked for, by tier, file, id and expression.
 
-Owns how the sources combine. Reading files and expanding the matrix is `spec/`'s.
+Owns how the sources combine. Reading files and expanding the matrix is `matrix/`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from harness.errors import HarnessError
+from harness.matrix.case import Case
+from harness.matrix.casefile import read_case_file
+from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.chosen import chosen_path, read_chosen
+from harness.matrix.known import read_known
+from harness.matrix.rules import exclusions
+from harness.matrix.selector import parse_selector
+from harness.matrix.tier import Selection, select
 from harness.project import Project
-from harness.spec.case import Case
-from harness.spec.casefile import read_case_file
-from harness.spec.caseid import case_id, parse_case_id
-from harness.spec.matrix import Selection, select
-from harness.spec.rules import exclusions
-from harness.spec.selector import parse_selector
 
 DEFAULT_TIER = "smoke"
 
@@ -31,6 +34,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sources: tuple[str, ...] = ()
     case_ids: tuple[str, ...] = ()
     expressions: tuple[str, ...] = ()  # all must hold
+    budget_s: float | None = None  # seconds of wall clock that the run may take; None: as long as it takes
 
     @property
     def effective_sources(self) -> tuple[str, ...]:
@@ -42,7 +46,15 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def select_sources(project: Project, query: Query) -> tuple[Selection, ...]:
     """The selections of the tiers and files of a query, before any expression."""
-    return tuple(select(read_case_file(project.case_file(source))) for source in query.effective_sources)
+    return tuple(select_file(project, project.case_file(source)) for source in query.effective_sources)
+
+
+def select_file(project: Project, path: Path) -> Selection:
+    """The selection of one case file of a project: the chosen cases where there is a choice, else a covering array."""
+    chosen = chosen_path(path)
+    cases = [each.case for each in read_chosen(chosen)] if chosen.exists() else None
+    known = read_known(project.known) if project.known.exists() else ()
+    return select(read_case_file(path), known=known, chosen=cases)
 
 
 def select_cases(project: Project, query: Query) -> tuple[Case, ...]:

@@ -1,4 +1,4 @@
-"""The trace: what a run recorded. Plain numbers and strings, no torch; one file for each thing that is recorded."""
+"""The trace: what a run recorded, as plain numbers and strings without torch. One file per kind of record."""
 
 from harness.trace.run import RankFailure, RankTrace, Run, StepTrace
 

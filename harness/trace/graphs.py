@@ -1,13 +1,13 @@
-"""Graphs: what the compiler made of the blocks, and what the fused operators of async TP did.
+"""Graphs: the compiled graphs of the blocks, and the results of the fused operators of async TP.
 
-Recorded by `worker/probes/graphs.py`, of compiled runs only.
+Recorded by `worker/probes/graphs.py`, for compiled runs only.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from harness.trace.operands import ScaleSummary
+from harness.trace.operands import CastStatistics
 from harness.trace.record import Record
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -15,20 +15,20 @@ Phase = Literal["forward", "backward"]
 
 
 class FusedNode(Record, frozen=True, kw_only=True):
-    """One fused operator in a graph. Shapes are those of this rank; scales are None where the operator has none."""
+    """One fused operator in a graph. Shapes are those of this rank; scale shapes are None for unscaled operators."""
 
     operator: str  # "fused_scaled_matmul_reduce_scatter", ...
     collective: Collective
-    axis: str  # the mesh axis of its group
+    axis: str  # the mesh axis of its process group
     a_shape: tuple[int, ...]
     a_scale_shape: tuple[int, ...] | None
     matmuls: int  # how many it computes: an all-gather feeds several
-    dim: int  # along which is gathered or scattered, of the tensor before it was flattened
-    flat_dim: int | None = None  # the same of A, where the operator has both
+    dim: int  # the gathered or scattered dim of the tensor before it was flattened
+    flat_dim: int | None = None  # the same dim of A, where the operator has both
 
 
 class Unfused(Record, frozen=True, kw_only=True):
-    """One collective of the TP axis that was left as it was, and why, as far as the graph tells."""
+    """One collective of the TP axis that was not fused, and why, as far as the graph shows."""
 
     collective: Collective
     axis: str
@@ -38,7 +38,7 @@ class Unfused(Record, frozen=True, kw_only=True):
 
 
 class GraphRecord(Record, frozen=True, kw_only=True):
-    """One compiled graph. Blocks of the same kind share one."""
+    """One compiled graph. Blocks with the same code share it."""
 
     phase: Phase
     fused: tuple[FusedNode, ...]
@@ -47,19 +47,19 @@ class GraphRecord(Record, frozen=True, kw_only=True):
 
 
 class WrongRow(Record, frozen=True, kw_only=True):
-    """A row of a fused operator's result on this rank that is not its reference's. Indices leave the last dim out."""
+    """A row of a fused operator's result that differs from the reference row. Indices leave out the last dim."""
 
     index: tuple[int, ...]
     distance: float  # relative to the reference row
-    holds_rank: int | None  # position in the group and index of the reference row that it holds instead, if any
-    holds_index: tuple[int, ...] | None
+    holds_rank: int | None  # the rank in the group whose reference row it holds instead, if any
+    holds_index: tuple[int, ...] | None  # the index of that row
 
 
 class FusedCall(Record, frozen=True, kw_only=True):
     """Executions of one fused operator with the same shapes in one phase of one step, against torch's reference.
 
-    `worst`: the largest relative distance of a row of any of its results to the reference row, over all executions.
-    `wrong_rows` counts rows that are further away than rounding explains, `example` is the first of them.
+    `worst`: the largest relative distance of any result row to its reference row, over all executions. `wrong_rows`
+    counts rows that are further away than rounding explains; `example` is the first of them.
     """
 
     step: int  # 1-based
@@ -75,24 +75,15 @@ class FusedCall(Record, frozen=True, kw_only=True):
     example: WrongRow | None
 
 
-class GraphCast(Record, frozen=True, kw_only=True):
-    """One cast to float8 that a graph executed. Numbers are of the local tensor, as in `trace/operands.py`."""
+class GraphCast(CastStatistics, frozen=True, kw_only=True):
+    """One cast to float8 that a graph executed."""
 
     step: int  # 1-based
-    order: int  # within the step, from 1: the same cast on every rank of a TP group has the same
+    order: int  # within the step, from 1; equal for the same cast on every rank of a TP group
     phase: Phase
-    fqn: str  # as the compiler names the module: blocks of one kind share a graph, so not which block it was
+    fqn: str  # as the compiler names the module: blocks share a graph, so it does not say which block
     is_weight: bool
     shape: tuple[int, ...]
-    target_dtype: str
-    scale: ScaleSummary
-    amax: float
-    scaled_amax_minimum: float
-    scaled_amax_maximum: float
-    saturated: int
-    nonfinite: int
-    mismatched: int
-    elements: int
 
 
 class GraphTrace(Record, frozen=True, kw_only=True):
@@ -100,5 +91,5 @@ class GraphTrace(Record, frozen=True, kw_only=True):
 
     graphs: tuple[GraphRecord, ...]
     calls: tuple[FusedCall, ...]
-    casts: tuple[GraphCast, ...] | None  # None where code was generated, which nothing can look into
+    casts: tuple[GraphCast, ...] | None  # None for generated code, whose casts cannot be recorded
     workarounds: tuple[str, ...]  # limits of torch on a CPU that the virtual device worked around

@@ -10,14 +10,14 @@ from typing import Literal
 from harness.trace.record import Record
 
 Role = Literal["input", "weight", "grad_output"]
-# all_gather: the cast of this rank's shard before FSDP2 gathers it. gathered: no cast, but the gathered weight as a
-# linear is about to use it: this rank's own rows of it, held against its master weights of that moment.
+# all_gather: the cast of this rank's shard before FSDP2 gathers it. gathered: not a cast, but the gathered weight right
+# before a linear uses it: this rank's own rows of it, compared with its master weights at that moment.
 CastPhase = Literal["forward", "recompute", "backward", "all_gather", "gathered"]
-Gemm = Literal["forward", "dgrad", "wgrad", "recompute"]
+GemmRole = Literal["forward", "dgrad", "wgrad", "recompute"]
 
 
 class ScaleSummary(Record, frozen=True, kw_only=True):
-    """A scale tensor (torchao's meaning: what the high-precision value is multiplied by), without its values."""
+    """A scale tensor, summarized. As in torchao, the high-precision value times the scale is what is cast."""
 
     shape: tuple[int, ...]
     dtype: str  # "float32"
@@ -29,7 +29,21 @@ class ScaleSummary(Record, frozen=True, kw_only=True):
     power_of_two: bool  # every value is an exact power of two
 
 
-class CastRecord(Record, frozen=True, kw_only=True):
+class CastStatistics(Record, frozen=True, kw_only=True):
+    """The numbers of one cast to float8, eager or in a compiled graph. They are of the local tensor."""
+
+    target_dtype: str  # "float8_e4m3fn", "float8_e5m2"
+    scale: ScaleSummary
+    amax: float  # largest magnitude of the high-precision tensor
+    scaled_amax_minimum: float  # smallest over the scales of (amax of its row) * scale, rows of zeros left out
+    scaled_amax_maximum: float
+    saturated: int  # elements whose scaled magnitude exceeds the largest float8 value
+    nonfinite: int  # elements of the float8 result that are NaN or infinite
+    mismatched: int  # elements of the float8 result that are not the cast of their source by their scale
+    elements: int
+
+
+class CastRecord(CastStatistics, frozen=True, kw_only=True):
     """One cast of a high-precision tensor to float8."""
 
     index: int  # execution order on this rank, over the whole run, shared with matmuls
@@ -40,19 +54,10 @@ class CastRecord(Record, frozen=True, kw_only=True):
     shape: tuple[int, ...]  # of the logical tensor
     local_shape: tuple[int, ...]
     placements: tuple[str, ...]  # "Shard(0)", "Replicate()", ... per mesh axis; empty for a plain tensor
-    mesh_axes: tuple[str, ...]  # names of the mesh axes that `placements` speaks of
+    mesh_axes: tuple[str, ...]  # names of the mesh axes, in the order of `placements`
     source_dtype: str  # "float32", "bfloat16"
-    target_dtype: str  # "float8_e4m3fn", "float8_e5m2"
     axiswise_dim: int | None  # None: one scale for the tensor
-    scale: ScaleSummary
-    amax: float  # largest magnitude of the local high-precision tensor
-    scaled_amax_minimum: float  # smallest over the scales of (amax of its row) * scale, rows of zeros left out
-    scaled_amax_maximum: float
-    saturated: int  # elements whose scaled magnitude exceeds the largest float8 value
     flushed: int  # elements that are not zero and became zero
-    nonfinite: int  # elements of the float8 result that are NaN or infinite
-    mismatched: int  # elements of the float8 result that are not the cast of their own source by their own scale
-    elements: int
     data_digest: str
 
 
@@ -62,20 +67,20 @@ class MatmulRecord(Record, frozen=True, kw_only=True):
     index: int
     step: int
     fqn: str
-    gemm: Gemm
+    gemm: GemmRole
     m: int
     k: int
     n: int
     a_dtype: str
     b_dtype: str
-    a_scale: ScaleSummary  # torch's meaning: what the float8 value is multiplied by
+    a_scale: ScaleSummary  # as in torch._scaled_mm, the inverse: the float8 value times the scale is the operand
     b_scale: ScaleSummary
     a_digest: str
     b_digest: str
 
 
 class OperandTrace(Record, frozen=True, kw_only=True):
-    """Everything the operand probe saw on one rank."""
+    """Everything that the operand probe recorded on one rank."""
 
     casts: tuple[CastRecord, ...]
     matmuls: tuple[MatmulRecord, ...]

@@ -1,4 +1,4 @@
-"""The base of everything recorded: immutable, keyword-only, unknown keys refused. Plain numbers and strings."""
+"""The base of everything that ranks record: immutable, keyword-only, unknown keys rejected."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every recorded value."""
+    """Base of every recorded value. Fields are plain numbers, strings and other records."""

@@ -1,7 +1,7 @@
 """The run: what every rank recorded, or how it failed.
 
-Written inside a rank (`worker/`), read by `checks/`. Every probe adds its own part as an optional field: a part that
-is None was not recorded, which is different from recorded-and-empty.
+Written inside a rank (`worker/`), read by `checks/`. Every probe fills one optional field: None means that it was not
+recorded, which is different from recorded and empty.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     converted_fqns: tuple[str, ...]  # linears that are Float8Linear after conversion, sorted
     unmatched_filters: tuple[str, ...]  # filter_fqns entries that matched no linear
     peak_memory_bytes: int  # CUDA: allocator peak; CPU: growth of the resident set of this rank
-    data_digest: str  # sha256 of tokens and initial weights: equal over all layouts of a case family
+    data_digest: str  # sha256 of tokens and initial weights: equal for all layouts of a case family
     software: dict[str, str]  # torch, torchao, numpy, python
     device: str  # "cpu" or the CUDA device name
     virtual: tuple[str, ...]  # parts of the virtual FP8 device that were installed, sorted
@@ -44,32 +44,32 @@ class RankTrace(Record, frozen=True, kw_only=True):
     graphs: GraphTrace | None = None
 
     @property
-    def slim(self) -> RankTrace:
-        """The same without what only checks need: small enough to store."""
+    def without_records(self) -> RankTrace:
+        """The trace without the records that only checks need: small enough to store."""
         return msgspec.structs.replace(self, sketches=None, operands=None, traffic=None, saved_memory=None, graphs=None)
 
 
 class RankFailure(Record, frozen=True, kw_only=True):
-    """How a rank ended when it did not finish: an exception, an exit, a signal, or stuck."""
+    """How a rank ended that did not finish: an exception, an exit, a signal, or stuck."""
 
     rank: int
-    kind: str  # "raised", "exited", "signalled", "stuck", "stopped"
+    kind: str  # "raised", "exited", "signalled", "stuck", "stopped", "garbled" (its result cannot be read)
     message: str  # "RuntimeError: Expected both dimensions of mat2 ..." or "exit code 7" or "SIGSEGV"
-    traceback: str  # Python traceback or faulthandler dump of all threads, may be empty
-    phase: str  # what the rank said it was doing: "build", "step 3", ...
+    traceback: str  # Python traceback or faulthandler dump of all threads; may be empty
+    phase: str  # what the rank reported it was doing: "build", "step 3", ...
     consequence: bool  # True when another rank failed first
 
 
 class Run(Record, frozen=True, kw_only=True):
-    """What came back from one run of one case: a trace for every rank that finished, a failure for every other."""
+    """The outcome of one run of one case: a trace for every rank that finished, a failure for every other."""
 
     traces: tuple[RankTrace, ...]
     failures: tuple[RankFailure, ...]
 
     @property
-    def slim(self) -> Run:
-        """The same without what only checks need."""
-        return msgspec.structs.replace(self, traces=tuple(trace.slim for trace in self.traces))
+    def without_records(self) -> Run:
+        """The run without the records that only checks need."""
+        return msgspec.structs.replace(self, traces=tuple(trace.without_records for trace in self.traces))
 
     @property
     def complete(self) -> bool:

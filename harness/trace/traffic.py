@@ -1,7 +1,7 @@
-"""Traffic: the collectives a rank took part in, added up per step, axis, kind and dtype.
+"""Traffic: the collectives of a rank, added up per step, axis, kind and dtype. And the memory saved for backward.
 
-Recorded by `worker/probes/traffic.py` on the virtual fabric. Memory saved for backward is here too: both are bytes
-that a formula predicts.
+Both are bytes that a formula predicts. Recorded by `worker/probes/traffic.py` on the virtual fabric and by
+`worker/probes/saved_memory.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from harness.trace.record import Record
 class TrafficRecord(Record, frozen=True, kw_only=True):
     """`count` collectives of one kind over one mesh axis in one step.
 
-    `payload_bytes` is what this rank put in, summed: the shard for all_gather, the full input for reduce_scatter and
+    `payload_bytes` is the sum of this rank's inputs: the shard for all_gather, the full input for reduce_scatter and
     all_reduce.
     """
 
@@ -24,13 +24,13 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
     dtype: str  # "float32", "bfloat16", "uint8" for float8 gathered as bytes by FSDP2, ...
     count: int
     payload_bytes: int
-    scalars: int  # how many of them carried a single element: amax reductions of tensorwise scaling
+    scalars: int  # how many of them carried a single element, as the amax reductions of tensorwise scaling do
 
 
 class SavedMemory(Record, frozen=True, kw_only=True):
-    """What autograd kept for the backward pass of one step on this rank, parameters, buffers and tokens left out."""
+    """What autograd saved for the backward pass of one step on this rank, without parameters, buffers and tokens."""
 
     step: int
-    saved_bytes: int  # distinct storages
-    float8_bytes: int  # the part of it that is float8
+    saved_bytes: int  # of distinct storages
+    float8_bytes: int  # of them in float8
     by_dtype: dict[str, int]

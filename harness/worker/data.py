@@ -1,6 +1,6 @@
-"""Tokens and initial weights: made from the seed alone, the same bits on every machine and for every layout.
+"""Tokens and initial weights: determined by the seed alone, bitwise equal on every machine and for every layout.
 
-Only raw Philox words and integer or exactly rounded arithmetic are used: numpy promises the raw stream of a bit
+Only raw Philox words and integer or exactly rounded arithmetic are used: numpy guarantees the raw stream of a bit
 generator, not its distributions, and libm differs in the last bit between CPUs.
 """
 
@@ -14,10 +14,10 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float32]
 
-# An outlier for each of 8 shards, growing with the shard: no two shards of any layout have the same amax, so a scale
-# taken from the wrong shard is a wrong number. Even layouts of up to 8 ranks get at least one outlier each.
+# One outlier for each of 8 shards, larger for every shard: no two shards of any layout have the same amax, so a scale
+# from the wrong shard is a wrong number. With even shards every one of up to 8 ranks has at least one outlier.
 OUTLIER_SHARDS = 8
-_FOLLOW_PERCENT = 80  # how often a token is the fixed successor of the one before it: what there is to learn
+_FOLLOW_PERCENT = 80  # how often a token is the fixed successor of the previous one, which the model can learn
 
 
 def _stream(seed: int, purpose: str) -> np.random.Philox:
@@ -28,8 +28,8 @@ def _stream(seed: int, purpose: str) -> np.random.Philox:
 def make_tokens(*, steps: int, sequences: int, seq_len: int, vocab_size: int, seed: int) -> Tokens:
     """Zipf-distributed text with a bigram rule: [steps, sequences, seq_len + 1], values in [0, vocab_size).
 
-    Every token is followed by its fixed successor in 80 of 100 cases and by a fresh draw otherwise, so that a model
-    that learns lowers its loss within a few steps.
+    A token is followed by its fixed successor with a probability of 80 % and by an independent draw otherwise, so that
+    a model that learns reduces its loss within a few steps.
     """
     words = _stream(seed, "tokens").random_raw(2 * steps * sequences * (seq_len + 1)).reshape(2, -1)
     fresh = _zipf(words[0], vocab_size).reshape(steps, sequences, seq_len + 1)
@@ -57,8 +57,8 @@ def _successors(vocab_size: int, seed: int) -> Tokens:
 def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int) -> Weights:
     """The full initial weight of one parameter, float32.
 
-    Vectors (norms) are ones. Matrices are uniform with a bound of 1/sqrt(features in), skewed to the negative side (so
-    that a missing abs shows) and with one negative outlier per shard on the diagonal (so that a local amax shows).
+    Vectors (norms) are ones. Matrices are uniform with a bound of 1/sqrt(in_features), skewed to the negative side, so
+    that a missing abs is found, and with one negative outlier per shard on the diagonal, so that a local amax is found.
     """
     if len(shape) == 1:
         return np.ones(shape, dtype=np.float32)
@@ -74,13 +74,13 @@ def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int) -> Weights:
 
 
 def _bound(fqn: str, features_in: int) -> float:
-    # A power of two near 1/sqrt: scaling by it is exact, and the weights have the same bits everywhere. Embeddings are
-    # of order one, as in Llama: small ones make the first norm amplify rounding into chaos within five steps.
+    # A power of two near 1/sqrt(features_in): scaling by it is exact, so weights are bitwise equal everywhere.
+    # Embeddings are of order one, as in Llama: small ones make the first norm amplify rounding errors in five steps.
     return 1.0 if "embedding" in fqn else float(2.0 ** -round(np.log2(features_in) / 2))
 
 
 def digest(arrays: dict[str, npt.NDArray[np.generic]]) -> str:
-    """sha256 over names, shapes and bytes, in the order of names."""
+    """sha256 over names, shapes, dtypes and bytes, sorted by name."""
     state = hashlib.sha256()
     for name in sorted(arrays):
         state.update(f"{name}{arrays[name].shape}{arrays[name].dtype}".encode())

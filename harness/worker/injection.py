@@ -1,32 +1,28 @@
-"""Injections: a function called in every rank before the target is built: a user's patch, or a planted fault."""
+"""Injections: a user's patch or a planted fault that every rank applies before the target is built."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-from harness.planted.faults import PREFIX
+from harness.matrix.faults import PREFIX
+
+
+class InjectionError(Exception):
+    """An injection raised, so the run says nothing about the target."""
 
 
 def inject(spec: str) -> None:
-    """Do what `FILE.py:FUNCTION` or `fault:NAME` says. What it raises carries a note that names the injection."""
+    """Apply `FILE.py:FUNCTION` or `fault:NAME`. Raises InjectionError, which names the injection."""
     try:
         if spec.startswith(PREFIX):
-            _plant(spec.removeprefix(PREFIX))
+            from harness.worker.faults import plant  # imported only where a fault is planted
+
+            plant(spec.removeprefix(PREFIX))
         else:
             _call(spec)
     except Exception as error:
         raise InjectionError(f"injection {spec} raised {type(error).__name__}: {error}") from error
-
-
-class InjectionError(Exception):
-    """An injection failed: the run says nothing about the target."""
-
-
-def _plant(name: str) -> None:
-    from harness.worker.faults.planting import plant  # patches' imports only where a fault is planted
-
-    plant(name)
 
 
 def _call(spec: str) -> None:

@@ -1,4 +1,4 @@
-"""The rank program: what the engine preloads once and calls in every forked rank. Request in, trace out."""
+"""The rank program that trains a case: request in, trace out. Preloaded once, called in every forked rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from harness.engine.program import RankContext
 
 
-# Threads of a rank. One is right for several ranks a core; more are for measuring what they change in the numbers.
+# Threads per rank. One is right for several ranks per core; more are for measuring their effect on the numbers.
 THREADS_VARIABLE = "FP8_HARNESS_RANK_THREADS"
 
 
 def preload(options: Mapping[str, str]) -> None:
-    """Pay once for what every rank needs: imports, the virtual device, and the first, slow pass through the code.
+    """Do once what every rank needs: imports, the virtual device, and the slow first run of the code.
 
     Leaves the process single-threaded and without a CUDA context, so that it can be forked.
     """
@@ -43,8 +43,8 @@ def rank_main(context: RankContext) -> bytes:
     request = msgspec.msgpack.decode(context.payload, type=RunRequest)
     torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
     context.report_phase("start")
-    # Generated code is shared by the ranks of a job and dies with it: a rank that is killed while it writes a library
-    # would break every later run that finds it.
+    # The ranks of a job share generated code, and no other job does: a rank killed while writing a library would break
+    # every later run that loads it.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(context.folder / "inductor")
     device = start_ranks(context, request.device)
     virtual = virtual_device.install() if request.device == "cpu" else ()
@@ -56,10 +56,10 @@ def rank_main(context: RankContext) -> bytes:
 
 
 def start_ranks(context: RankContext, kind: str) -> torch.device:
-    """Join the process group of this job (FileStore in the job's folder) and choose this rank's device."""
+    """Join the process group of this job (FileStore in its folder); returns the device of this rank."""
     store = FileStore(str(context.folder / "rendezvous"), context.world_size)
     if kind == "cuda":
-        assert context.device is not None, "a CUDA job has a device per rank"
+        assert context.device is not None, "a CUDA job needs a device per rank"
         device = torch.device("cuda", context.device)
         torch.cuda.set_device(device)
         backend = "nccl"

@@ -33,12 +33,13 @@ def reduce_over_ranks(loss: torch.Tensor, model: nn.Module, tp: int) -> Reduced:
     return Reduced(loss=table[dist.get_rank() % tp :: tp, 0].sum().item(), grad_norm=table[:, 1].sum().sqrt().item())
 
 
-def settled_gradient(param: nn.Parameter) -> torch.Tensor | None:
+def reduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """The gradient, distributed as its parameter is: those of norms arrive as partial sums."""
     grad = param.grad
     if isinstance(grad, DTensor):
         assert isinstance(param, DTensor), "a distributed gradient belongs to a distributed parameter"
-        return grad.redistribute(placements=param.placements)
+        if grad.placements != param.placements:
+            return grad.redistribute(placements=param.placements)
     return grad
 
 
@@ -47,7 +48,7 @@ def _squared_norm_share(model: nn.Module) -> torch.Tensor:
     world = dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for param in model.parameters():
-        grad = settled_gradient(param)
+        grad = reduced_gradient(param)
         if grad is None:
             continue
         shards = 1

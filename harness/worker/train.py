@@ -1,4 +1,4 @@
-"""Training: a few steps of a built target, watched by probes. Read `target.py` for how it is built."""
+"""Training: a few steps of a built target, recorded by probes. The target is built in `targets/reference/build.py`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import loss_parallel
 
-from harness.spec.case import Case
+from harness.matrix.case import Case
 from harness.trace import RankTrace, StepTrace
-from harness.worker.float8 import after_optimizer_step
 from harness.worker.probes.graphs import GraphProbe
 from harness.worker.probes.matmuls import ScaledMMCounter
 from harness.worker.probes.operands import OperandProbe
@@ -28,11 +27,12 @@ from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.sketches import SketchProbe
 from harness.worker.probes.traffic import TrafficProbe
 from harness.worker.reduction import reduce_over_ranks
-from harness.worker.target import Target, build
+from harness.worker.targets.reference.build import Target, build
+from harness.worker.targets.reference.float8 import after_optimizer_step
 
 ReportPhase = Callable[[str], None]
 
-# By the field of RankTrace that they fill.
+# By the field of RankTrace that each fills.
 PROBES: dict[str, ProbeFactory] = {
     "sketches": SketchProbe,
     "operands": OperandProbe,
@@ -42,8 +42,8 @@ PROBES: dict[str, ProbeFactory] = {
 }
 
 
-# What compiled code never calls, or keeps by rules of its own: not recorded of compiled runs, whose checks are parity,
-# wire, metamorphic and graphs.
+# Not used in compiled runs: compiled code does not call what the operand probe patches, and saves tensors by its own
+# rules. Compiled runs are judged by parity, traffic, metamorphic, graphs and graph_scales.
 EAGER_PROBES = ("operands", "saved_memory")
 
 
@@ -56,7 +56,7 @@ def train(
     probes: Sequence[str] = (),
     solo_witness: bool = False,
 ) -> RankTrace:
-    """Build and train one case on this rank. Returns what was recorded."""
+    """Build and train one case on this rank. Returns its trace."""
     base_memory = _peak_memory_bytes(device)
     report_phase("build")
     steps = []
@@ -86,7 +86,7 @@ def train(
 def train_step(
     case: Case, target: Target, step: int, replays: torch.Tensor, scaled_mm: ScaledMMCounter, watching: ProbeSet
 ) -> StepTrace:
-    """Forward, backward, norm, update. The loss is the mean over the tokens of the global batch."""
+    """Forward, backward, gradient norm, update. The loss is the mean over the tokens of the global batch."""
     started, calls_before = time.perf_counter(), scaled_mm.calls
     loss = torch.stack([forward_backward(case, target, batch) for batch in replays]).sum()
     watching.after_backward(target.model)
@@ -105,7 +105,7 @@ def train_step(
 
 
 def forward_backward(case: Case, target: Target, batch: torch.Tensor) -> torch.Tensor:
-    """Add the gradients of one batch [local_batch, seq_len + 1]; returns its share of the global loss, detached."""
+    """Accumulate gradients of one batch [local_batch, seq_len + 1]; returns its share of the global loss, detached."""
     inputs, labels = batch[:, :-1], batch[:, 1:]
     sharded_loss = target.meshes.tp is not None and case.layout.loss_parallel
     with loss_parallel() if sharded_loss else contextlib.nullcontext():
@@ -117,7 +117,7 @@ def forward_backward(case: Case, target: Target, batch: torch.Tensor) -> torch.T
 
 
 def global_token_count(case: Case) -> int:
-    """Tokens whose loss is averaged in one step, over all data-parallel ranks."""
+    """Tokens over which the loss of one step is averaged, on all data-parallel ranks."""
     return case.train.global_batch * case.train.seq_len
 
 
@@ -128,7 +128,7 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def mask_padded_vocab(logits: torch.Tensor, case: Case) -> torch.Tensor:
-    """Logits [..., padded vocab] with those of padding rows at -inf, so that they take no probability."""
+    """Logits [..., padded vocab] with those of the padding set to -inf, so that its probability is zero."""
     vocab_size = case.model.vocab_size
     if vocab_size == case.model.padded_vocab_size:
         return logits
@@ -150,7 +150,7 @@ def _peak_memory_bytes(device: torch.device) -> int:
 
 
 def software() -> dict[str, str]:
-    """Versions of what computes."""
+    """Versions of the packages that determine the numbers."""
     return {
         "torch": str(torch.__version__),
         "torchao": str(torchao.__version__),

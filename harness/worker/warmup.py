@@ -1,7 +1,7 @@
-"""The warm-up: trains once on a fabric that loops back, so that forked ranks inherit lazy imports and first-call costs.
+"""The warm-up: trains once on a loopback fabric, so that lazy imports and first-call costs are paid before the fork.
 
-What must not be inherited is forgotten again: DTensor's sharding and redistribution caches are keyed by meshes, whose
-equality ignores process groups, and would hand the plans of rank 0 to every other rank.
+Clears the caches that ranks must not inherit: DTensor's sharding and redistribution caches are keyed by meshes, whose
+equality ignores process groups, so every rank would reuse the plans of rank 0.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
-from harness.worker.compiled import blocks
+from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
+from harness.worker.targets.reference.compiled import forget as forget_compiled
 from harness.worker.train import PROBES, train
 from harness.worker.virtual import collectives
 
 _TRAIN = Train(steps=1, global_batch=4, seq_len=16)
 
-# One case per kind of machinery; together they touch what the matrix needs at the price of about two seconds.
+# Together these cover the code paths of the matrix, in about two seconds.
 WARMUP_CASES = (
     Case(
         layout=Layout(dp_replicate=2, dp_shard=2),
@@ -49,27 +49,27 @@ COMPILED_CASE = Case(
 
 
 def warm_up(*, compiled: bool = False) -> None:
-    """Train every warm-up case, under probes, as rank 0 of a world without peers, then forget its meshes.
+    """Train every warm-up case with all probes, as rank 0 of a loopback group, then clear the caches.
 
-    `compiled`: a case with compiled blocks too, which takes as long as all others together.
+    `compiled`: also a case with compiled blocks, which takes as long as all others together.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in (*WARMUP_CASES, *([COMPILED_CASE] if compiled else [])):
-            collectives.FABRIC.loop_back()
+            collectives.FABRIC.connect_loopback()
             dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=case.world_size)
             try:
-                probes = tuple(PROBES) if case.compile == "none" else ()  # those of graphs compare with other ranks
+                probes = tuple(PROBES) if case.compile == "none" else ()  # the graph probe compares ranks
                 train(case, torch.device("cpu"), lambda _: None, (), probes=probes)
             finally:
                 dist.destroy_process_group()
                 collectives.FABRIC.disconnect()
-    blocks.forget()
-    forget_meshes()
+    forget_compiled()
+    clear_mesh_caches()
 
 
-def forget_meshes() -> None:
-    """Clear every cache of torch.distributed that may hold a mesh, a placement plan or a process group."""
+def clear_mesh_caches() -> None:
+    """Clear every cache of torch.distributed that may hold a mesh, a redistribution plan or a process group."""
     _clear_sharding_prop_cache()
     for found in gc.get_objects():
         if type(found) is _CACHED and (found.__module__ or "").startswith("torch.distributed"):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 CASES = """
 description = "cases of the acceptance tests"
@@ -75,11 +74,11 @@ class Command:
         self.tier(name, f"[[case]]\naxes = {{{axes}}}\n")
 
     def _environment(self) -> dict[str, str]:
-        paths = [str(REPOSITORY), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
-            "FP8_HARNESS_PROGRAM": "fake_program",
+            "FP8_HARNESS_PROGRAM": "tests.acceptance.fake_program",
             "FP8_HARNESS_STATE": str(self.folder / "state"),
             **self.environment,
         }

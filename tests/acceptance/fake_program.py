@@ -1,7 +1,7 @@
 """A rank program without torch: what it does to a tensorwise case is written in the seed of the case.
 
-Seed 1 raises, 2 never returns, 3 has a NaN loss, 4 is far from its golden, 5 exits, 6 is slow; other seeds and all
-other recipes train well.
+Seed 1 raises, 2 never returns, 3 has a NaN loss, 4 is far from its golden, 5 exits, 6 is slow, 7 runs another number
+of matmuls under a torch that no formula was verified for; other seeds and all other recipes train well.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from importlib.util import module_from_spec, spec_from_file_location
 import msgspec
 
 from harness.engine.program import RankContext
+from harness.matrix.case import Case
+from harness.matrix.rules import expected_refusal
 from harness.request import RunRequest
-from harness.spec.case import Case
-from harness.spec.gemms import converted_fqns, scaled_mm_calls
-from harness.spec.rules import expected_refusal
-from harness.trace import RankTrace, StepTrace
+from harness.trace import RankTrace
+from tests.builders import SOFTWARE, make_trace
 
 REFUSAL = "Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])"
-RAISES, HANGS, NAN, FAR, EXITS, SLOW = 1, 2, 3, 4, 5, 6
+RAISES, HANGS, NAN, FAR, EXITS, SLOW, UNVERIFIED = 1, 2, 3, 4, 5, 6, 7
 
 
 def preload(options: Mapping[str, str]) -> None:
@@ -52,49 +52,39 @@ def _inject(text: str) -> None:
         raise RuntimeError(f"injection {text} raised {error!r}") from error
 
 
+def _planted(case: Case) -> int:
+    """What goes wrong in this case; 0 for nothing."""
+    return case.train.seed if case.float8.recipe == "tensorwise" else 0
+
+
 def _behave(case: Case, rank: int) -> None:
-    if case.float8.recipe != "tensorwise":
-        return
-    seed = case.train.seed
-    if seed == RAISES:
+    planted = _planted(case)
+    if planted == RAISES:
         raise ValueError("planted failure")
-    if seed == HANGS and rank == 0:
+    if planted == HANGS and rank == 0:
         time.sleep(3600)
-    if seed == EXITS:
+    if planted == EXITS:
         os._exit(7)
-    if seed == SLOW:
+    if planted == SLOW:
         time.sleep(1.0)
 
 
 def _trace(case: Case, rank: int) -> RankTrace:
-    fp8 = case.float8.recipe != "bf16"
-    steps = tuple(
-        StepTrace(
-            step=step,
-            loss=_loss(case, step, fp8=fp8),
-            grad_norm=1.0 / step,
-            scaled_mm_calls=scaled_mm_calls(case),
-            seconds=0.01,
-        )
-        for step in range(1, case.train.steps + 1)
-    )
-    return RankTrace(
-        rank=rank,
-        steps=steps,
-        converted_fqns=converted_fqns(case),
-        unmatched_filters=(),
-        peak_memory_bytes=1,
+    unverified = _planted(case) == UNVERIFIED
+    return make_trace(
+        case,
+        rank,
+        losses=[_loss(case, step) for step in range(1, case.train.steps + 1)],
+        calls=1 if unverified else None,
         data_digest=f"data-{case.model.vocab_size}-{case.train.seed}",
-        software={"torch": "0", "python": "3"},
-        device="cpu",
-        virtual=("collectives", "scaled_mm"),
+        software=SOFTWARE | {"torch": "2.99.0"} if unverified else SOFTWARE,
     )
 
 
-def _loss(case: Case, step: int, *, fp8: bool) -> float:
+def _loss(case: Case, step: int) -> float:
     loss = 8.0 - 0.5 * step
-    if case.float8.recipe == "tensorwise" and case.train.seed == NAN and step == 2:
+    if _planted(case) == NAN and step == 2:
         return math.nan
-    if case.float8.recipe == "tensorwise" and case.train.seed == FAR:
+    if _planted(case) == FAR:
         return loss + 0.3
-    return loss + (0.001 * case.layout.world_size if fp8 else 0.0)
+    return loss + (0.001 * case.world_size if case.float8.enabled else 0.0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from tests.acceptance.conftest import Command
 
 FILES = {
     "malformed": ("[base\n", "bad.toml:1"),

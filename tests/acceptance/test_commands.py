@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from tests.acceptance.conftest import Command
 
 COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "golden show", "golden check"]
 COMMANDS += ["golden update", "tolerance", "tolerance measure", "tolerance show", "version", ""]

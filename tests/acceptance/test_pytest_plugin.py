@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from tests.acceptance.conftest import Command
 
 PLUGIN = ("--fp8-device", "cpu")  # loaded by its entry point, as for every user
 

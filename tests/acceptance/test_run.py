@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 import jsonschema
 import psutil
 
+from harness.checks.judge import CHECKS
+
 if TYPE_CHECKING:
-    from conftest import Command
+    from tests.acceptance.conftest import Command
 
 CPU = ("--device", "cpu")
 
@@ -27,6 +29,13 @@ def test_good_run(shared: Command, tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     jsonschema.validate(document, json.loads((shared.repository / "harness/schemas/result.schema.json").read_text()))
     assert {case["verdict"] for case in document["cases"]} == {"passed"}
+    for case in document["cases"]:
+        asked, left_out = set(case["checks"]), {each["check"]: each["reason"] for each in case["not_judged"]}
+        if case["expectation"] is None:
+            assert asked | left_out.keys() == {check.name for check in CHECKS} and "matmuls" in asked
+            assert left_out["parity"] == "no rank recorded sketches"
+        else:
+            assert (asked, left_out) == ({"alignment"}, {})
     assert len(ElementTree.parse(tmp_path / "junit.xml").findall(".//testcase")) == 4
 
 
@@ -81,6 +90,14 @@ def test_loss_far_from_golden(project: Command) -> None:
     assert "from the golden at step 1" in text
 
 
+def test_formulas_do_not_judge_a_torch_that_they_were_not_verified_for(project: Command) -> None:
+    code, case, _ = failing(project, 7)
+    assert (code, case["verdict"]) == (0, "passed")
+    assert {"finite", "loss_vs_golden", "fp8_on"} <= set(case["checks"])
+    (reason,) = [each["reason"] for each in case["not_judged"] if each["check"] == "matmuls"]
+    assert reason.startswith("the formula for matmuls was not verified: torch 2.99.0 is installed")
+
+
 def test_rank_exits(project: Command) -> None:
     code, case, text = failing(project, 5)
     assert (code, case["verdict"]) == (1, "crash")
@@ -99,7 +116,7 @@ def test_rerun_failed(project: Command) -> None:
     failing(project, 1)
     done = project.run("run", "--rerun-failed", *CPU)
     assert done.returncode == 1
-    assert "1 cases: 1 crash" in done.stdout
+    assert "1 case: 1 crash" in done.stdout
     assert project.run("run", "smoke", *CPU).returncode == 0
     again = project.run("run", "--rerun-failed", *CPU)
     assert again.returncode == 3

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from harness.planted.faults import all_faults
-from harness.planted.killmatrix import Power
-from harness.planted.power import run_power
+from harness.matrix.faults import all_faults
 from harness.project import find_project
 from harness.running.plan import make_plan
+from harness.running.progress import SilentProgress
+from harness.studies.kill_matrix import Power
+from harness.studies.power import carriers_among, run_power
 
 # Faults that no check finds yet, each with the reason. A name that is found must leave this list.
 ESCAPING = {
@@ -20,36 +21,27 @@ ESCAPING = {
 }
 
 
-class _Quiet:
-    """A progress that says nothing."""
-
-    def begin(self, total: int) -> None: ...
-
-    def started(self, case: object) -> None: ...
-
-    def finished(self, result: object) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
 @pytest.fixture(scope="module")
 def power() -> Power:
-    return run_power(find_project(), tuple(all_faults().values()), make_plan(device="cpu"), _Quiet(), carriers=1)
+    project, faults = find_project(), tuple(all_faults().values())
+    carriers = carriers_among(project, faults, None, at_most=1)
+    return run_power(project, faults, carriers, make_plan(device="cpu"), SilentProgress())
 
 
 def test_no_check_cries_in_a_clean_run(power: Power) -> None:
     assert len(power.clean) >= 12
-    assert {trial.case_id: trial.message for trial in power.false_findings} == {}
+    assert {trial.case_id: trial.message for trial in power.false_positives} == {}
 
 
 def test_every_fault_that_must_be_found_is_found(power: Power) -> None:
     required = [trial for trial in power.trials if not trial.equivalent]
     assert len({trial.fault for trial in required}) >= 90
-    assert {trial.fault for trial in power.escaped} == set(ESCAPING)
+    assert {trial.fault for trial in power.undetected} == set(ESCAPING)
 
 
 def test_every_class_and_every_judging_check_has_kills(power: Power) -> None:
-    caught = [trial for trial in power.trials if trial.caught]
+    caught = [trial for trial in power.trials if trial.detected]
     assert {trial.group for trial in caught} == set("ABCDEFGH")
     checks = {check for trial in caught for check in trial.checks}
-    assert {"finite", "loss_vs_golden", "fp8_on", "alignment", "parity", "scales", "wire", "memory", "graphs"} <= checks
+    judging = "finite loss_vs_golden fp8_on matmuls alignment parity scales traffic memory graphs"
+    assert set(judging.split()) <= checks

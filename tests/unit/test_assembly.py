@@ -8,12 +8,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checks.assembly import Assembled, SketchKey, assemble, relative_distance, unequal_replicas
 from harness.trace import RankTrace
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from tests.builders import make_trace
 
 Matrix = npt.NDArray[np.float64]
 ROWS, COLUMNS = 12, 5
@@ -40,18 +41,7 @@ def sketch(
 
 
 def trace(rank: int, *sketches: TensorSketch) -> RankTrace:
-    return RankTrace(
-        rank=rank,
-        steps=(),
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=(),
-        sketches=sketches,
-    )
+    return make_trace(rank=rank, sketches=sketches)
 
 
 def whole(values: Matrix) -> Assembled:
@@ -63,7 +53,6 @@ def values_of(seed: int = 0) -> Matrix:
 
 
 @given(st.integers(0, 99), st.lists(st.integers(0, ROWS), max_size=4), st.booleans())
-@settings(deadline=None)
 def test_pieces_add_up_to_the_tensor_however_it_is_cut(seed: int, cuts: list[int], replicated: bool) -> None:
     values = values_of(seed)
     edges = [0, *sorted(cuts), ROWS]
@@ -98,7 +87,6 @@ def test_a_run_without_sketches_has_no_tensor() -> None:
 
 
 @given(st.integers(0, 99), st.floats(1e-9, 10))
-@settings(deadline=None)
 def test_the_distance_is_estimated_within_a_factor_of_two(seed: int, size: float) -> None:
     """32 sums are within a quarter with a chance of 19 in 20, and never so far off that a fault is missed."""
     values, noise = values_of(seed), values_of(seed + 1000)

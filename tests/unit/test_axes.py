@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.spec.axes import AXES, axis_type, axis_values, case_from_axes, checked_value, choices, ignored_axes
-from harness.spec.case import Case, Float8, Layout, Model
+from harness.matrix.axes import AXES, axis_type, axis_values, case_from_axes, checked_value, choices, ignored_axes
+from harness.matrix.case import Case, Float8, Layout, Model
 
 
 @given(st.from_type(Case))

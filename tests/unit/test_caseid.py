@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.spec.axes import case_from_axes
-from harness.spec.case import Case, Train
-from harness.spec.caseid import case_id, family_id, parse_case_id, reference_case
+from harness.matrix.axes import case_from_axes
+from harness.matrix.case import Case, Train
+from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
 
 
 @given(st.from_type(Case))
@@ -96,7 +96,7 @@ def test_a_family_forgets_layout_precision_and_checks() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp4-rowwize-v2048-f32", "unknown word 'rowwize'. Fix: did you mean rowwise"),
+        ("tp4-rowwize-v2048-f32", "unknown token 'rowwize'. Fix: did you mean rowwise"),
         ("single-bf16-v2048", "write single-bf16-v2048-f32"),
         ("bf16-single-v2048-f32", "write single-bf16-v2048-f32"),
         ("tp04-bf16-v2048-f32", "write tp4-bf16-v2048-f32"),

@@ -7,49 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checks.alignment import check_alignment
-from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case, Layout
-from harness.spec.rules import Refusal
-from harness.trace import RankFailure, RankTrace, Run
+from harness.matrix.rules import Refusal
+from harness.trace import RankFailure, RankTrace
 from harness.verdict import Finding
+from tests.builders import make_case, make_failure, make_refusal, make_trace, make_witnesses, run_of
+
+CASE = make_case(tp=2)
 
 MESSAGE = "RuntimeError: Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])"
-REFUSAL = Refusal(
-    name="output_alignment",
-    reason="1128 is not a multiple of 16",
-    source="https://example.org",
-    axes=(),
-    applies=lambda case: True,
-    check="alignment",
-    pattern=r"Expected both dimensions of mat2 to be divisible by 16",
-)
+REFUSAL = make_refusal()
 
 
-def failure(rank: int, message: str = MESSAGE, *, kind: str = "raised", consequence: bool = False) -> RankFailure:
-    return RankFailure(rank=rank, kind=kind, message=message, traceback="", phase="step 1", consequence=consequence)
+def failure(rank: int, message: str = MESSAGE, **changes: object) -> RankFailure:
+    return make_failure(rank, message, **changes)
 
 
 def trace(rank: int) -> RankTrace:
-    return RankTrace(
-        rank=rank,
-        steps=(),
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=(),
-    )
+    return make_trace(CASE, rank)
 
 
 def check(*ends: RankFailure | RankTrace, refusal: Refusal | None = REFUSAL) -> list[Finding]:
-    run = Run(
-        traces=tuple(end for end in ends if isinstance(end, RankTrace)),
-        failures=tuple(end for end in ends if isinstance(end, RankFailure)),
-    )
-    witnesses = Witnesses(golden=None, tolerance=None, refusal=refusal, expected_fqns=(), expected_scaled_mm=0)
-    return check_alignment(Case(layout=Layout(tp=2)), run, witnesses)
+    return check_alignment(CASE, run_of(*ends), make_witnesses(CASE, refusal=refusal))
 
 
 def test_refused_on_every_rank() -> None:
@@ -98,7 +76,7 @@ def test_an_empty_run_fails() -> None:
 
 def test_a_run_that_nobody_failed_by_itself_fails() -> None:
     (found,) = check(failure(0, consequence=True), failure(1, consequence=True))
-    assert "none was refused" in found.message
+    assert "no rank was refused" in found.message
 
 
 @pytest.mark.parametrize(

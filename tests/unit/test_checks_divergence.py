@@ -4,79 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from harness.checks.divergence import first_divergence
-from harness.spec.case import Case, Float8, Layout, Train
+from harness.matrix.case import Case, Layout
 from harness.trace import RankTrace, Run
-from harness.trace.operands import CastRecord, MatmulRecord, OperandTrace, ScaleSummary
+from harness.trace.operands import CastRecord, MatmulRecord, OperandTrace
+from tests.builders import make_case, make_cast, make_matmul, make_scale, make_trace, run_of, with_casts
 
 FQNS = ("layers.0.attention.wq", "layers.0.attention.wk")
 STEPS = 2
+WEIGHT = make_cast(role="weight", amax=448.0)
 
 
-def case(layout: Layout, *, dtype: Any = "float32", **float8: Any) -> Case:
-    train = Train(steps=STEPS, global_batch=4, seq_len=32, dtype=dtype)
-    return Case(layout=layout, float8=Float8(**{"recipe": "tensorwise", **float8}), train=train)
-
-
-def summary(value: float) -> ScaleSummary:
-    return ScaleSummary(
-        shape=(),
-        dtype="float32",
-        minimum=value,
-        maximum=value,
-        total=value,
-        log2_total=0.0,
-        digest=f"{value!r}",
-        power_of_two=False,
-    )
+def case(layout: Layout, *, recipe: str = "tensorwise", **axes: object) -> Case:
+    return replace(make_case(recipe=recipe, steps=STEPS, **axes), layout=layout)
 
 
 def cast(index: int, step: int, fqn: str, dp_rank: int, placements: tuple[str, ...]) -> CastRecord:
-    amax = 1.0 + dp_rank
-    return CastRecord(
+    return make_cast(
         index=index,
         step=step,
         fqn=fqn,
-        role="input",
-        phase="forward",
-        shape=(4, 4),
-        local_shape=(4, 4),
+        amax=1.0 + dp_rank,
         placements=placements,
         mesh_axes=("tp",) if placements else (),
-        source_dtype="float32",
-        target_dtype="float8_e4m3fn",
-        axiswise_dim=None,
-        scale=summary(448 / amax),
-        amax=amax,
-        scaled_amax_minimum=448.0,
-        scaled_amax_maximum=448.0,
-        saturated=0,
-        flushed=0,
-        nonfinite=0,
-        mismatched=0,
-        elements=16,
         data_digest=f"{fqn} {step} {dp_rank}",
-    )
-
-
-def matmul(index: int, a: CastRecord) -> MatmulRecord:
-    return MatmulRecord(
-        index=index,
-        step=a.step,
-        fqn=a.fqn,
-        gemm="forward",
-        m=4,
-        k=4,
-        n=4,
-        a_dtype="float8_e4m3fn",
-        b_dtype="float8_e4m3fn",
-        a_scale=summary(1 / a.scale.maximum),
-        b_scale=summary(1.0),
-        a_digest=a.data_digest,
-        b_digest="weight",
     )
 
 
@@ -87,36 +41,27 @@ def trace(rank: int, dp_ranks: tuple[int, ...], placements: tuple[str, ...] = ()
         for dp_rank in dp_ranks:
             for fqn in FQNS:
                 casts.append(cast(len(casts) + len(matmuls), step, fqn, dp_rank, placements))
-                matmuls.append(matmul(len(casts) + len(matmuls), casts[-1]))
-    return RankTrace(
-        rank=rank,
-        steps=(),
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=(),
-        operands=OperandTrace(casts=tuple(casts), matmuls=tuple(matmuls)),
-    )
+                matmuls.append(make_matmul(casts[-1], WEIGHT, index=len(casts) + len(matmuls)))
+    return make_trace(rank=rank, operands=OperandTrace(casts=tuple(casts), matmuls=tuple(matmuls)))
 
 
 def runs(of: Case, placements: tuple[str, ...] = ()) -> tuple[Run, Run]:
     """A run and its witness, which replays every data-parallel rank."""
     tp = of.layout.tp
-    traces = tuple(trace(rank, (rank // tp,), placements) for rank in range(of.world_size))
-    return Run(traces=traces, failures=()), Run(traces=(trace(0, tuple(range(of.layout.dp))),), failures=())
+    run = run_of(*(trace(rank, (rank // tp,), placements) for rank in range(of.world_size)))
+    return run, run_of(trace(0, tuple(range(of.layout.dp))))
+
+
+def whole(layout: Layout) -> tuple[str, ...]:
+    """The placements of a tensor that every TP rank holds whole."""
+    return ("Replicate()",) if layout.tp > 1 else ()
 
 
 def changed(run: Run, rank: int, *, step: int, fqn: str, **changes: Any) -> Run:
-    mine = run.traces[rank].operands
-    assert mine is not None
-    casts = tuple(
-        msgspec.structs.replace(one, **changes) if (one.step, one.fqn) == (step, fqn) else one for one in mine.casts
-    )
-    new = msgspec.structs.replace(run.traces[rank], operands=OperandTrace(casts=casts, matmuls=mine.matmuls))
-    return Run(traces=(*run.traces[:rank], new, *run.traces[rank + 1 :]), failures=())
+    def change(one: CastRecord) -> CastRecord:
+        return replace(one, **changes) if (one.step, one.fqn) == (step, fqn) else one
+
+    return with_casts(run, change, rank=rank)
 
 
 LAYOUTS = [Layout(), Layout(tp=2), Layout(dp_shard=3), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2)]
@@ -126,14 +71,13 @@ LAYOUTS = [Layout(), Layout(tp=2), Layout(dp_shard=3), Layout(dp_replicate=2, dp
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_what_the_witness_does_does_not_diverge(layout: Layout, dtype: str) -> None:
     of = case(layout, dtype=dtype)
-    placements = ("Replicate()",) if layout.tp > 1 else ()
-    assert first_divergence(of, *runs(of, placements)) is None
+    assert first_divergence(of, *runs(of, whole(layout))) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_is_named_by_step_rank_and_module(layout: Layout) -> None:
     of = case(layout, dtype="float64")
-    run, witness = runs(of, ("Replicate()",) if layout.tp > 1 else ())
+    run, witness = runs(of, whole(layout))
     rank = of.world_size - 1
     later = changed(run, 0, step=2, fqn=FQNS[0], data_digest="y")
     both = changed(later, rank, step=1, fqn=FQNS[1], data_digest="x")
@@ -177,24 +121,21 @@ def test_a_part_of_a_tensor_need_not_have_its_largest_magnitude() -> None:
 def test_operands_that_one_side_lacks() -> None:
     of = case(Layout())
     run, witness = runs(of)
-    empty = Run(
-        traces=(msgspec.structs.replace(run.traces[0], operands=OperandTrace(casts=(), matmuls=())),), failures=()
-    )
+    empty = run_of(make_trace(operands=OperandTrace(casts=(), matmuls=())))
     found = first_divergence(of, empty, witness)
     assert found is not None and (found.step, found.module) == (1, FQNS[0])
     assert "was the linear converted" in (found.found or "")
     found = first_divergence(of, run, empty)
-    assert found is not None and (found.step, found.module, found.found) == (1, FQNS[0], "none")
+    assert found is not None and (found.step, found.module, found.found) == (1, FQNS[0], "a cast")
 
 
 def test_rows_are_compared_by_their_mean_exponent() -> None:
     of = case(Layout(tp=2), dtype="float64", recipe="rowwise")
     run, witness = runs(of, ("Shard(0)",))
-    rows = msgspec.structs.replace(summary(2.0), shape=(4, 1), log2_total=4.0)
-    shards = msgspec.structs.replace(rows, shape=(2, 1), log2_total=2.0)
+    rows, shards = make_scale(2.0, (4, 1), log2_total=4.0), make_scale(2.0, (2, 1), log2_total=2.0)
     witness = changed(witness, 0, step=1, fqn=FQNS[0], scale=rows, axiswise_dim=-1)
     for log2_total, diverges in ((2.0, False), (3.0, True)):
-        wrong = msgspec.structs.replace(shards, log2_total=log2_total)
+        wrong = replace(shards, log2_total=log2_total)
         pieces = changed(run, 0, step=1, fqn=FQNS[0], scale=shards, axiswise_dim=-1)
         pieces = changed(pieces, 1, step=1, fqn=FQNS[0], scale=wrong, axiswise_dim=-1)
         assert (first_divergence(of, pieces, witness) is not None) is diverges
@@ -207,5 +148,5 @@ def test_replays_are_counted_by_what_the_witness_casts() -> None:
     mine = witness.traces[0].operands
     assert mine is not None
     twice = tuple(again for one in mine.casts for again in (one, one))
-    doubled = msgspec.structs.replace(witness.traces[0], operands=OperandTrace(casts=twice, matmuls=mine.matmuls))
-    assert first_divergence(of, run, Run(traces=(doubled,), failures=())) is None
+    doubled = run_of(make_trace(operands=OperandTrace(casts=twice, matmuls=mine.matmuls)))
+    assert first_divergence(of, run, doubled) is None

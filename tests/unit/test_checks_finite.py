@@ -4,60 +4,30 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.checks.finite import check_finite
-from harness.checks.ranks import rank_names
-from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case, Layout, Train
-from harness.trace import RankTrace, Run, StepTrace
+from harness.checks.ranks import format_ranks
+from harness.matrix.case import Case
+from harness.trace import Run
 from harness.verdict import Finding, Verdict
-
-NOTHING = Witnesses(golden=None, tolerance=None, refusal=None, expected_fqns=(), expected_scaled_mm=0)
+from tests.builders import make_case, make_run, make_steps, make_witnesses, run_of, with_rank, with_step
 
 
 def case(tp: int = 2, steps: int = 3) -> Case:
-    return Case(layout=Layout(tp=tp), train=Train(steps=steps))
-
-
-def step(number: int, *, loss: float = 7.0, grad_norm: float = 1.0) -> StepTrace:
-    return StepTrace(step=number, loss=loss, grad_norm=grad_norm, scaled_mm_calls=0, seconds=0.1)
-
-
-def trace(rank: int, steps: tuple[StepTrace, ...]) -> RankTrace:
-    return RankTrace(
-        rank=rank,
-        steps=steps,
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=(),
-    )
+    return make_case(tp=tp, steps=steps)
 
 
 def run(world: int = 2, steps: int = 3) -> Run:
-    numbers = range(1, steps + 1)
-    return Run(traces=tuple(trace(rank, tuple(step(n) for n in numbers)) for rank in range(world)), failures=())
-
-
-def with_step(found: Run, rank: int, changed: StepTrace) -> Run:
-    traces = tuple(
-        msgspec.structs.replace(t, steps=tuple(changed if s.step == changed.step else s for s in t.steps))
-        if t.rank == rank
-        else t
-        for t in found.traces
-    )
-    return Run(traces=traces, failures=found.failures)
+    return make_run(case(world), losses=(7.0,) * steps)
 
 
 def check(found: Run, of: Case | None = None) -> list[Finding]:
-    return check_finite(of or case(), found, NOTHING)
+    of = of or case()
+    return check_finite(of, found, make_witnesses(of))
 
 
 @given(st.integers(1, 8), st.integers(1, 6))
@@ -70,7 +40,7 @@ def test_a_whole_run_has_no_findings(tp: int, steps: int) -> None:
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )  # fmt: skip
 def test_no_number_that_is_not_finite_passes(number: int, rank: int, quantity: str, value: float) -> None:
-    findings = check(with_step(run(), rank, step(number, **{quantity: value})))
+    findings = check(with_step(run(), rank, number, **{quantity: value}))
     assert len(findings) == 1
     found = findings[0]
     assert (found.step, found.rank, found.verdict) == (number, rank, Verdict.NUMERIC)
@@ -79,51 +49,47 @@ def test_no_number_that_is_not_finite_passes(number: int, rank: int, quantity: s
 
 @pytest.mark.parametrize("norm", [0.0, -0.0, -1.0])
 def test_a_gradient_that_vanishes_is_found(norm: float) -> None:
-    assert [finding.step for finding in check(with_step(run(), 1, step(2, grad_norm=norm)))] == [2]
+    assert [finding.step for finding in check(with_step(run(), 1, 2, grad_norm=norm))] == [2]
 
 
 def test_a_loss_of_zero_is_a_number() -> None:
-    assert check(with_step(run(), 1, step(2, loss=0.0))) == []
+    assert check(with_step(run(), 1, 2, loss=0.0)) == []
 
 
 def test_the_first_step_wins_then_the_lowest_rank_and_all_are_counted() -> None:
     broken = run()
     for rank, number in ((0, 3), (1, 3), (1, 2)):
-        broken = with_step(broken, rank, step(number, loss=math.nan))
+        broken = with_step(broken, rank, number, loss=math.nan)
     (found,) = check(broken)
     assert (found.step, found.rank) == (2, 1)
-    assert "3 such value(s) on ranks 0-1" in found.message
+    assert "3 bad value(s) on ranks 0-1" in found.message
 
 
 @given(st.permutations(range(4)), st.sets(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=4))
 def test_the_order_of_ranks_does_not_matter(order: list[int], bad: set[tuple[int, int]]) -> None:
     broken = run(4)
     for rank, number in bad:
-        broken = with_step(broken, rank, step(number, loss=math.nan))
-    shuffled = Run(traces=tuple(broken.traces[index] for index in order), failures=())
+        broken = with_step(broken, rank, number, loss=math.nan)
+    shuffled = run_of(*(broken.traces[index] for index in order))
     assert check(shuffled, case(4)) == check(broken, case(4))
 
 
 @given(st.integers(0, 1), st.integers(1, 3))
 def test_dropping_any_step_on_any_rank_fails(rank: int, number: int) -> None:
-    broken = run()
-    traces = tuple(
-        msgspec.structs.replace(t, steps=tuple(s for s in t.steps if s.step != number)) if t.rank == rank else t
-        for t in broken.traces
-    )
-    (found,) = check(Run(traces=traces, failures=()))
+    broken = with_rank(run(), rank, lambda t: replace(t, steps=tuple(s for s in t.steps if s.step != number)))
+    (found,) = check(broken)
     assert found.rank == rank and found.verdict is Verdict.INVARIANT
 
 
 @pytest.mark.parametrize("numbers", [(), (1, 2), (1, 2, 3, 4), (0, 1, 2), (1, 3, 2), (1, 2, 2), (1, 1, 2, 3)])
 def test_only_steps_1_to_n_in_order_are_right(numbers: tuple[int, ...]) -> None:
-    steps = tuple(step(number) for number in numbers)
-    (found,) = check(Run(traces=(trace(0, steps), trace(1, steps)), failures=()))
+    (one,) = make_steps([7.0])
+    (found,) = check(make_run(case(), steps=tuple(replace(one, step=number) for number in numbers)))
     assert "ranks 0-1 did not record steps 1 to 3" in found.message
 
 
 def test_an_empty_run_fails() -> None:
-    (found,) = check(Run(traces=(), failures=()))
+    (found,) = check(run_of())
     assert "ranks 0-1 left no trace" in found.message
 
 
@@ -134,14 +100,14 @@ def test_every_rank_must_answer_exactly_once() -> None:
         (full, "rank 2 outside the world"),
         ((full[0], full[1], full[1]), "rank 1 left more than one trace"),
     ):
-        assert [words in finding.message for finding in check(Run(traces=traces, failures=()))] == [True]
+        assert [words in finding.message for finding in check(run_of(*traces))] == [True]
 
 
 def test_ranks_in_words() -> None:
-    assert rank_names([3]) == "rank 3"
-    assert rank_names([6, 1, 0, 3, 2, 6]) == "ranks 0-3, 6"
-    assert rank_names([0, 2, 4]) == "ranks 0, 2, 4"
-    assert rank_names([16, 1]) == "ranks 1, 16"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([6, 1, 0, 3, 2, 6]) == "ranks 0-3, 6"
+    assert format_ranks([0, 2, 4]) == "ranks 0, 2, 4"
+    assert format_ranks([16, 1]) == "ranks 1, 16"
 
 
 def test_the_words_of_the_findings() -> None:
@@ -152,7 +118,7 @@ def test_the_words_of_the_findings() -> None:
     (short,) = check(run(2, steps=12), case(steps=13))
     assert short.found == "12 steps: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
     assert (short.expected or "").endswith("11, 12, …")
-    (bad,) = check(with_step(run(), 0, step(2, loss=math.nan)))
+    (bad,) = check(with_step(run(), 0, 2, loss=math.nan))
     assert (bad.expected, bad.found) == ("a finite number", "nan")
-    (bad,) = check(with_step(run(), 0, step(2, grad_norm=0.0)))
+    (bad,) = check(with_step(run(), 0, 2, grad_norm=0.0))
     assert (bad.expected, bad.found) == ("a finite number above 0", "0.0")

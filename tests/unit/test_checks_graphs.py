@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.checks.graphs import check_graphs, expected_fusions
-from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case
-from harness.spec.caseid import parse_case_id
-from harness.trace import RankTrace, Run
+from harness.expect.expectations import Expectations
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
 from harness.trace.graphs import FusedCall, FusedNode, GraphRecord, GraphTrace, Unfused, WrongRow
 from harness.verdict import Finding, Verdict
+from tests.builders import make_trace, make_witnesses, run_of
 
 ASYNC = parse_case_id("atp2-tensorwise-tpstyle.fp8-graph-v2048-s2-b16")
 PLAIN = parse_case_id("tp2-tensorwise-graph-v2048-s2-b16")
-WITNESSES = Witnesses(golden=None, tolerance=None, refusal=None, expected_fqns=(), expected_scaled_mm=0)
 
 NODE = FusedNode(
     operator="fused_scaled_matmul_reduce_scatter",
@@ -55,40 +54,22 @@ def calls(case: Case) -> tuple[FusedCall, ...]:
             example=None,
         )
         for step in range(1, case.train.steps + 1)
-        for kind, times in expected_fusions(case).items()
+        for kind, times in expected_fusions(Expectations(case)).items()
     )
 
 
-def correct(case: Case) -> GraphTrace:
-    return GraphTrace(graphs=(FORWARD, BACKWARD), calls=calls(case), casts=(), workarounds=())
+def correct(case: Case, **changes: Any) -> GraphTrace:
+    return replace(GraphTrace(graphs=(FORWARD, BACKWARD), calls=calls(case), casts=(), workarounds=()), **changes)
 
 
 def check(case: Case, *graphs: GraphTrace | None) -> list[Finding]:
-    traces = tuple(
-        RankTrace(
-            rank=rank,
-            steps=(),
-            converted_fqns=(),
-            unmatched_filters=(),
-            peak_memory_bytes=0,
-            data_digest="d",
-            software={},
-            device="cpu",
-            virtual=(),
-            graphs=each,
-        )
-        for rank, each in enumerate(graphs)
-    )
-    return check_graphs(case, Run(traces=traces, failures=()), WITNESSES)
-
-
-def changed(found: GraphTrace, **changes: Any) -> GraphTrace:
-    return msgspec.structs.replace(found, **changes)
+    run = run_of(*(make_trace(case, rank, graphs=each) for rank, each in enumerate(graphs)))
+    return check_graphs(case, run, make_witnesses(case))
 
 
 def test_a_correct_run_has_no_finding() -> None:
     assert check(ASYNC, correct(ASYNC), correct(ASYNC)) == []
-    plain = changed(correct(PLAIN), graphs=(msgspec.structs.replace(FORWARD, fused=()), BACKWARD))
+    plain = correct(PLAIN, graphs=(replace(FORWARD, fused=()), BACKWARD))
     assert check(PLAIN, plain, plain) == []
 
 
@@ -100,12 +81,12 @@ def test_nothing_compiled_is_found(lost: GraphTrace | None) -> None:
 
 
 def test_a_block_without_backward_is_found() -> None:
-    (finding,) = check(ASYNC, changed(correct(ASYNC), graphs=(FORWARD, BACKWARD, FORWARD)))
+    (finding,) = check(ASYNC, correct(ASYNC, graphs=(FORWARD, BACKWARD, FORWARD)))
     assert "do not pair up" in finding.message
 
 
 def test_nothing_fused_says_why() -> None:
-    (finding,) = check(ASYNC, changed(correct(ASYNC), calls=()))
+    (finding,) = check(ASYNC, correct(ASYNC, calls=()))
     assert "nothing was fused" in finding.message
     assert finding.found is not None
     assert "1 x reduce_scatter of bfloat16 [4, 16, 128]: it sums several matmuls" in finding.found
@@ -114,23 +95,23 @@ def test_nothing_fused_says_why() -> None:
 @given(st.integers(0, len(calls(ASYNC)) - 1), st.sampled_from([-1, 1]))
 def test_one_fusion_more_or_less_is_found_in_its_step(place: int, more: int) -> None:
     every = list(calls(ASYNC))
-    every[place] = msgspec.structs.replace(every[place], times=every[place].times + more)
-    (finding,) = check(ASYNC, changed(correct(ASYNC), calls=tuple(every)))
+    every[place] = replace(every[place], times=every[place].times + more)
+    (finding,) = check(ASYNC, correct(ASYNC, calls=tuple(every)))
     assert finding.message.startswith("wrong number of ")
     assert finding.step == every[place].step
     assert every[place].phase in finding.message
 
 
 def test_fusing_without_being_asked_is_found() -> None:
-    (finding,) = check(PLAIN, changed(correct(PLAIN), calls=calls(ASYNC)[:1]))
+    (finding,) = check(PLAIN, correct(PLAIN, calls=calls(ASYNC)[:1]))
     assert "wrong number of" in finding.message
     assert finding.expected == "0 a step"
 
 
 def test_the_wrong_ranks_are_found() -> None:
-    strayed = msgspec.structs.replace(FORWARD, fused=(msgspec.structs.replace(NODE, axis="dp_shard"),))
-    (finding,) = check(ASYNC, changed(correct(ASYNC), graphs=(strayed, BACKWARD)))
-    assert "works on the wrong ranks" in finding.message
+    strayed = replace(FORWARD, fused=(replace(NODE, axis="dp_shard"),))
+    (finding,) = check(ASYNC, correct(ASYNC, graphs=(strayed, BACKWARD)))
+    assert "communicates over the wrong ranks" in finding.message
     assert finding.found == "dp_shard"
 
 
@@ -149,26 +130,26 @@ def test_the_wrong_ranks_are_found() -> None:
 def test_a_scale_belongs_to_the_shape_of_its_operand(
     a_shape: tuple[int, ...], a_scale_shape: tuple[int, ...] | None, fits: bool
 ) -> None:
-    node = msgspec.structs.replace(NODE, a_shape=a_shape, a_scale_shape=a_scale_shape)
-    graph = msgspec.structs.replace(FORWARD, fused=(node,))
-    found = check(ASYNC, changed(correct(ASYNC), graphs=(graph, BACKWARD)))
+    node = replace(NODE, a_shape=a_shape, a_scale_shape=a_scale_shape)
+    graph = replace(FORWARD, fused=(node,))
+    found = check(ASYNC, correct(ASYNC, graphs=(graph, BACKWARD)))
     assert bool(found) is not fits
 
 
 def test_wrong_rows_say_where_they_belong() -> None:
     row = WrongRow(index=(1, 0), distance=0.8, holds_rank=1, holds_index=(0, 0))
     every = list(calls(ASYNC))
-    every[1] = msgspec.structs.replace(every[1], wrong_rows=32, worst=1.2, example=row)
-    (finding,) = check(ASYNC, changed(correct(ASYNC), calls=tuple(every)))
+    every[1] = replace(every[1], wrong_rows=32, worst=1.2, example=row)
+    (finding,) = check(ASYNC, correct(ASYNC, calls=tuple(every)))
     assert finding.verdict is Verdict.NUMERIC
     assert "32 of 64" in finding.message
     assert finding.found is not None
-    assert "row [1, 0] of this rank holds what belongs into row [0, 0] of TP rank 1" in finding.found
+    assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in finding.found
 
 
 def test_a_row_that_is_no_row_at_all_says_so() -> None:
     row = WrongRow(index=(3,), distance=float("nan"), holds_rank=None, holds_index=None)
-    every = (msgspec.structs.replace(calls(ASYNC)[0], wrong_rows=1, example=row), *calls(ASYNC)[1:])
-    (finding,) = check(ASYNC, changed(correct(ASYNC), calls=every))
+    every = (replace(calls(ASYNC)[0], wrong_rows=1, example=row), *calls(ASYNC)[1:])
+    (finding,) = check(ASYNC, correct(ASYNC, calls=every))
     assert finding.found is not None
-    assert "is no other row either" in finding.found
+    assert "matches no other row" in finding.found

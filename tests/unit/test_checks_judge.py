@@ -7,120 +7,118 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome
+from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome, with_known_fault
 from harness.checks.witnesses import Witnesses
-from harness.engine.wire import JobOutcome, JobStatus, RankOutcome, RankStatus
-from harness.measured.golden import Golden, Provenance
-from harness.measured.tolerance import Tolerance
-from harness.spec.case import Case, Float8, Layout, Train
-from harness.spec.caseid import family_id
-from harness.spec.known import KnownFault
-from harness.spec.rules import Refusal
-from harness.trace import RankFailure, RankTrace, Run, StepTrace
+from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
+from harness.matrix.known import KnownFault
+from harness.matrix.rules import Refusal
+from harness.trace import RankTrace, Run
+from harness.trace.operands import OperandTrace
 from harness.verdict import Verdict
+from tests.builders import (
+    SOFTWARE,
+    make_case,
+    make_failure,
+    make_golden,
+    make_known,
+    make_refusal,
+    make_run,
+    make_tolerance,
+    make_trace,
+    make_witnesses,
+    run_of,
+)
 
-CASE = Case(layout=Layout(tp=2), float8=Float8(recipe="rowwise"), train=Train(steps=2))
-FQNS = ("layers.0.wq",)
-LOSSES = (8.0, 7.5)
+CASE = make_case(tp=2, recipe="rowwise", steps=2)
 ALL = tuple(check.name for check in CHECKS)
-UNPROBED = tuple(check.name for check in CHECKS if check.needs is None)
+UNPROBED = tuple(check.name for check in CHECKS if check.record is None)
 ALIGNED = "RuntimeError: Expected both dimensions of mat2 to be divisible by 16 but got [128, 1128]"
 
 
-def refusal(check: str = "alignment") -> Refusal:
-    return Refusal(
-        name="output_alignment",
-        reason="r",
-        source="s",
-        axes=(),
-        applies=lambda case: True,
-        check=check,
-        pattern="divisible by 16",
-    )
-
-
-def known(verdict: Verdict = Verdict.NUMERIC, pattern: str = "from the golden at step") -> KnownFault:
-    return KnownFault(
-        name="f1",
-        where="tp=2",
-        verdict=verdict,
-        pattern=pattern,
-        link="https://example.org/1",
-        torch=">=2.11",
-        reason="r",
-    )
-
-
 def witnesses(*, refused: Refusal | None = None, golden: bool = True) -> Witnesses:
-    provenance = Provenance(software={}, device="cpu", commit="", command="", reason="x", created="")
-    stored = Golden(
-        schema=1,
-        family=family_id(CASE),
-        hardware="cpu",
-        case_id="g",
-        losses=LOSSES,
-        grad_norms=(1.0, 1.0),
-        data_digest="d",
-        provenance=provenance,
-    )
-    return Witnesses(
-        golden=stored if golden else None,
-        tolerance=Tolerance(name="loss_vs_golden", key="k", per_step=(0.125, 0.125), margin=2.0, evidence="e"),
+    return make_witnesses(
+        CASE,
+        golden=make_golden(CASE) if golden else None,
+        tolerance=make_tolerance(0.125, 0.125),
         refusal=refused,
-        expected_fqns=FQNS,
-        expected_scaled_mm=3,
     )
 
 
-def trace(rank: int, *, losses: tuple[float, ...] = LOSSES, fqns: tuple[str, ...] = FQNS) -> RankTrace:
-    steps = tuple(
-        StepTrace(step=number, loss=loss, grad_norm=1.0, scaled_mm_calls=3, seconds=0.1)
-        for number, loss in enumerate(losses, 1)
-    )
-    return RankTrace(
-        rank=rank,
-        steps=steps,
-        converted_fqns=fqns,
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=("collectives", "scaled_mm"),
-    )
+def trace(rank: int, **changes: object) -> RankTrace:
+    return make_trace(CASE, rank, **changes)
 
 
-def failure(rank: int, message: str = "ValueError: x", *, consequence: bool = False) -> RankFailure:
-    return RankFailure(rank=rank, kind="raised", message=message, traceback="", phase="step 1", consequence=consequence)
-
-
-def trained(*, losses: tuple[float, ...] = LOSSES, fqns: tuple[str, ...] = FQNS) -> Run:
-    return Run(traces=tuple(trace(rank, losses=losses, fqns=fqns) for rank in range(2)), failures=())
-
-
-def failed(*failures: RankFailure) -> Run:
-    return Run(traces=(), failures=failures)
-
-
-GOOD = trained()
-OFF = trained(losses=(8.0, 9.0))
-REFUSED = failed(failure(0, ALIGNED), failure(1, ALIGNED))
+GOOD = make_run(CASE)
+OFF = make_run(CASE, losses=(8.0, 9.0))
+OFF_AND_PLAIN = make_run(CASE, losses=(8.0, 9.0), converted_fqns=())
+REFUSED = run_of(make_failure(0, ALIGNED), make_failure(1, ALIGNED))
 
 
 def messages(found: Judgement) -> str:
     return "\n".join(finding.message for finding in found.findings)
 
 
+def left_out(found: Judgement) -> dict[str, str]:
+    return {each.check: each.reason for each in found.not_judged}
+
+
 def test_a_good_run_passes_after_every_check() -> None:
-    assert judge(CASE, GOOD, "ok", witnesses()) == Judgement(verdict=Verdict.PASSED, findings=(), checks=UNPROBED)
+    found = judge(CASE, GOOD, "ok", witnesses())
+    assert (found.verdict, found.findings, found.checks) == (Verdict.PASSED, (), UNPROBED)
 
 
 def test_a_check_is_not_executed_on_runs_that_recorded_nothing_for_it() -> None:
-    probed = msgspec.structs.replace(GOOD, traces=tuple(msgspec.structs.replace(t, sketches=()) for t in GOOD.traces))
     assert "parity" not in judge(CASE, GOOD, "ok", witnesses()).checks
-    found = judge(CASE, probed, "ok", witnesses())
+    found = judge(CASE, make_run(CASE, sketches=()), "ok", witnesses())
     assert "parity" in found.checks
     assert found.verdict is Verdict.INVARIANT  # recorded, but nothing to compare
+
+
+def test_one_rank_that_recorded_is_enough_to_ask() -> None:
+    found = judge(CASE, run_of(trace(0, traffic=()), trace(1)), "ok", witnesses())
+    assert "traffic" in found.checks and "no record of traffic on rank 1" in messages(found)
+
+
+def test_what_was_not_judged_is_named_with_its_reason() -> None:
+    found = judge(CASE, GOOD, "ok", witnesses())
+    assert [each.check for each in found.not_judged] == [name for name in ALL if name not in UNPROBED]
+    reasons = left_out(found)
+    assert reasons["memory"] == "no rank recorded saved memory"
+    assert reasons["metamorphic"] == "no rank recorded sketches"
+    sketched = left_out(judge(CASE, make_run(CASE, sketches=()), "ok", witnesses()))
+    assert "parity" not in sketched
+    assert "no option of this case must be neutral" in sketched["metamorphic"]
+
+
+# Each of these records is wrong by the formula of its check.
+RECORDED = {"calls": 1, "operands": OperandTrace(casts=(), matmuls=()), "traffic": (), "saved_memory": ()}
+BY_FORMULA = {"matmuls": "matmuls", "scales": "casts", "traffic": "traffic", "memory": "saved memory"}
+
+
+@pytest.mark.parametrize(
+    ("package", "installed"), [("torch", "2.99.0"), ("torch", "2.12.1+cpu"), ("torchao", "0.19.0")]
+)
+def test_a_formula_judges_nothing_under_versions_that_it_was_not_verified_for(package: str, installed: str) -> None:
+    found = judge(CASE, make_run(CASE, **RECORDED, software=SOFTWARE | {package: installed}), "ok", witnesses())
+    assert (found.verdict, found.findings) == (Verdict.PASSED, ())
+    assert found.checks == ("finite", "loss_vs_golden", "fp8_on", "alignment")
+    for name, formula in (BY_FORMULA | {"recompute": "matmuls"}).items():
+        words = f"the formula for {formula} was not verified: {package} {installed} is installed, verified with "
+        assert left_out(found)[name].startswith(words + package)
+
+
+@pytest.mark.parametrize("software", [SOFTWARE, {"torch": "2.13.2"}, {"python": "3.12"}, {}])
+def test_a_formula_judges_under_versions_that_it_was_verified_for(software: dict[str, str]) -> None:
+    found = judge(CASE, make_run(CASE, **RECORDED, software=software), "ok", witnesses())
+    assert found.verdict is Verdict.INVARIANT
+    assert {finding.check for finding in found.findings} == set(BY_FORMULA)
+    assert not left_out(found).keys() & {*BY_FORMULA, "recompute"}
+
+
+def test_what_needs_no_formula_is_judged_whatever_is_installed() -> None:
+    unknown = {"torch": "2.99.0"}
+    for wrong, verdict in (({"losses": (8.0, 9.0)}, Verdict.NUMERIC), ({"calls": 0}, Verdict.INVARIANT)):
+        assert judge(CASE, make_run(CASE, software=unknown, **wrong), "ok", witnesses()).verdict is verdict
 
 
 def test_names_of_checks_are_unique() -> None:
@@ -129,8 +127,8 @@ def test_names_of_checks_are_unique() -> None:
 
 def test_a_wrong_number_is_numeric_and_a_broken_rule_outranks_it() -> None:
     assert judge(CASE, OFF, "ok", witnesses()).verdict is Verdict.NUMERIC
-    assert judge(CASE, trained(fqns=()), "ok", witnesses()).verdict is Verdict.INVARIANT
-    found = judge(CASE, trained(losses=(8.0, 9.0), fqns=()), "ok", witnesses())
+    assert judge(CASE, make_run(CASE, converted_fqns=()), "ok", witnesses()).verdict is Verdict.INVARIANT
+    found = judge(CASE, OFF_AND_PLAIN, "ok", witnesses())
     assert found.verdict is Verdict.INVARIANT
     assert {finding.verdict for finding in found.findings} == {Verdict.INVARIANT, Verdict.NUMERIC}
 
@@ -142,27 +140,27 @@ def test_a_missing_golden_is_a_failure() -> None:
 
 @given(st.sampled_from(["ok", "crash", "hang", "infra"]), st.booleans())
 def test_an_empty_run_never_passes(status: JobStatus, refused: bool) -> None:
-    found = judge(CASE, Run(traces=(), failures=()), status, witnesses(refused=refusal() if refused else None))
+    found = judge(CASE, run_of(), status, witnesses(refused=make_refusal() if refused else None))
     assert found.verdict not in (Verdict.PASSED, Verdict.KNOWN) and found.findings
 
 
 @pytest.mark.parametrize("status", ["infra", "hang"])
-@pytest.mark.parametrize("run", [GOOD, REFUSED, failed(failure(0))])
-@pytest.mark.parametrize("refused", [None, refusal()])
+@pytest.mark.parametrize("run", [GOOD, REFUSED, run_of(make_failure(0))])
+@pytest.mark.parametrize("refused", [None, make_refusal()])
 def test_infra_and_hang_stand_whatever_came_back(status: JobStatus, run: Run, refused: Refusal | None) -> None:
     found = judge(CASE, run, status, witnesses(refused=refused))
     assert found.verdict is Verdict(status) and found.checks == () and found.findings
 
 
 def test_a_crash_is_a_crash_and_names_who_began() -> None:
-    run = failed(failure(1, "peer gone", consequence=True), failure(0))
+    run = run_of(make_failure(1, "peer gone", consequence=True), make_failure(0))
     found = judge(CASE, run, "crash", witnesses())
     assert found.verdict is Verdict.CRASH
     assert messages(found) == "rank 0 raised in step 1: ValueError: x"
 
 
 def test_ranks_that_failed_alike_are_one_finding() -> None:
-    found = judge(CASE, failed(failure(0), failure(1)), "crash", witnesses())
+    found = judge(CASE, run_of(make_failure(0), make_failure(1)), "crash", witnesses())
     assert messages(found) == "ranks 0-1 raised in step 1: ValueError: x"
 
 
@@ -172,8 +170,7 @@ def test_a_crash_status_stands_even_with_whole_traces() -> None:
 
 
 def test_a_failed_rank_is_a_crash_even_when_the_engine_says_ok() -> None:
-    run = Run(traces=(trace(0),), failures=(failure(1),))
-    found = judge(CASE, run, "ok", witnesses())
+    found = judge(CASE, run_of(trace(0), make_failure(1)), "ok", witnesses())
     assert (found.verdict, found.checks) == (Verdict.CRASH, ("alignment",))
 
 
@@ -183,40 +180,40 @@ def test_an_uncalled_for_refusal_is_explained() -> None:
 
 
 def test_the_expected_refusal_passes() -> None:
-    found = judge(CASE, REFUSED, "crash", witnesses(refused=refusal()))
+    found = judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal()))
     assert found == Judgement(verdict=Verdict.PASSED, findings=(), checks=("alignment",))
 
 
 def test_the_expected_refusal_needs_no_golden() -> None:
-    assert judge(CASE, REFUSED, "crash", witnesses(refused=refusal(), golden=False)).verdict is Verdict.PASSED
+    assert judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal(), golden=False)).verdict is Verdict.PASSED
 
 
 def test_training_silently_breaks_a_rule() -> None:
-    found = judge(CASE, GOOD, "ok", witnesses(refused=refusal()))
+    found = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal()))
     assert found.verdict is Verdict.INVARIANT and "trained silently" in messages(found)
 
 
 def test_failing_otherwise_than_refused_is_a_crash_with_both_stories() -> None:
-    found = judge(CASE, failed(failure(0), failure(1, ALIGNED)), "crash", witnesses(refused=refusal()))
+    found = judge(CASE, run_of(make_failure(0), make_failure(1, ALIGNED)), "crash", witnesses(refused=make_refusal()))
     assert found.verdict is Verdict.CRASH
-    assert "not with the refusal" in messages(found) and "ValueError: x" in messages(found)
+    assert "another error than the refusal" in messages(found) and "ValueError: x" in messages(found)
 
 
 def test_no_executed_check_is_a_failure() -> None:
-    found = judge(CASE, GOOD, "ok", witnesses(refused=refusal(check="nobody")))
+    found = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal(check="nobody")))
     assert (found.verdict, found.checks) == (Verdict.INVARIANT, ())
     assert "no check was executed" in messages(found)
-    assert judge(CASE, REFUSED, "crash", witnesses(refused=refusal(check="nobody"))).verdict is Verdict.CRASH
+    assert judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal(check="nobody"))).verdict is Verdict.CRASH
 
 
 def test_a_recorded_fault_that_shows_is_known_and_keeps_its_findings() -> None:
-    found = judge(CASE, OFF, "ok", witnesses(), known())
+    found = with_known_fault(judge(CASE, OFF, "ok", witnesses()), make_known())
     assert found.verdict is Verdict.KNOWN
     assert found.findings == judge(CASE, OFF, "ok", witnesses()).findings
 
 
 def test_a_recorded_fault_that_is_gone_must_be_closed() -> None:
-    found = judge(CASE, GOOD, "ok", witnesses(), known())
+    found = with_known_fault(judge(CASE, GOOD, "ok", witnesses()), make_known())
     assert found.verdict is Verdict.UNEXPECTED_PASS
     assert "https://example.org/1" in messages(found) and "close the record" in messages(found)
 
@@ -224,34 +221,37 @@ def test_a_recorded_fault_that_is_gone_must_be_closed() -> None:
 @pytest.mark.parametrize(
     ("run", "status", "record", "verdict"),
     [
-        (OFF, "ok", known(pattern="other words"), Verdict.NUMERIC),
-        (OFF, "ok", known(Verdict.INVARIANT), Verdict.NUMERIC),
-        (trained(losses=(8.0, 9.0), fqns=()), "ok", known(), Verdict.INVARIANT),
-        (trained(losses=(8.0, 9.0), fqns=()), "ok", known(Verdict.INVARIANT, "not converted"), Verdict.INVARIANT),
-        (failed(failure(0), failure(1, "KeyError")), "crash", known(Verdict.CRASH, "ValueError"), Verdict.CRASH),
-        (failed(failure(0)), "hang", known(Verdict.CRASH, "ValueError"), Verdict.HANG),
-        (failed(failure(0)), "infra", known(Verdict.INFRA, "ValueError"), Verdict.INFRA),
+        (OFF, "ok", make_known(pattern="other words"), Verdict.NUMERIC),
+        (OFF, "ok", make_known(verdict=Verdict.INVARIANT), Verdict.NUMERIC),
+        (OFF_AND_PLAIN, "ok", make_known(), Verdict.INVARIANT),
+        (OFF_AND_PLAIN, "ok", make_known(verdict=Verdict.INVARIANT, pattern="not converted"), Verdict.INVARIANT),
+        (
+            run_of(make_failure(0), make_failure(1, "KeyError")),
+            "crash",
+            make_known(verdict=Verdict.CRASH, pattern="ValueError"),
+            Verdict.CRASH,
+        ),
+        (run_of(make_failure(0)), "hang", make_known(verdict=Verdict.CRASH, pattern="ValueError"), Verdict.HANG),
+        (run_of(make_failure(0)), "infra", make_known(verdict=Verdict.INFRA, pattern="ValueError"), Verdict.INFRA),
     ],
 )
 def test_failing_differently_than_recorded_keeps_its_verdict(
     run: Run, status: JobStatus, record: KnownFault, verdict: Verdict
 ) -> None:
-    assert judge(CASE, run, status, witnesses(), record).verdict is verdict
+    assert with_known_fault(judge(CASE, run, status, witnesses()), record).verdict is verdict
 
 
 @pytest.mark.parametrize("status", ["crash", "hang"])
 def test_a_recorded_crash_or_hang_is_known(status: JobStatus) -> None:
-    run = failed(failure(0), failure(1, "gone", consequence=True))
-    found = judge(CASE, run, status, witnesses(), known(Verdict(status), r"raised in step \d+: ValueError"))
-    assert found.verdict is Verdict.KNOWN
+    run = run_of(make_failure(0), make_failure(1, "gone", consequence=True))
+    record = make_known(verdict=Verdict(status), pattern=r"raised in step \d+: ValueError")
+    assert with_known_fault(judge(CASE, run, status, witnesses()), record).verdict is Verdict.KNOWN
 
 
-@given(st.permutations(range(2)), st.sampled_from([GOOD, OFF, REFUSED, failed(failure(0), failure(1, "y"))]))
+@given(st.permutations(range(2)), st.sampled_from([GOOD, OFF, REFUSED, run_of(make_failure(0), make_failure(1, "y"))]))
 def test_the_order_of_ranks_does_not_matter(order: list[int], run: Run) -> None:
-    shuffled = Run(
-        traces=tuple(run.traces[index] for index in order if run.traces),
-        failures=tuple(run.failures[index] for index in order if run.failures),
-    )
+    ends = run.traces or run.failures
+    shuffled = run_of(*(ends[index] for index in order))
     status: JobStatus = "crash" if run.failures else "ok"
     assert judge(CASE, shuffled, status, witnesses()) == judge(CASE, run, status, witnesses())
 

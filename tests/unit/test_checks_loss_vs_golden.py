@@ -4,71 +4,42 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.checks.loss_vs_golden import check_loss_vs_golden
-from harness.checks.witnesses import Witnesses
-from harness.measured.golden import Golden, Provenance
-from harness.measured.tolerance import Tolerance
-from harness.spec.case import Case, Layout, Train
-from harness.spec.caseid import family_id
-from harness.trace import RankTrace, Run, StepTrace
+from harness.evidence.golden import Golden
+from harness.evidence.tolerance import Tolerance
+from harness.matrix.case import Case
+from harness.matrix.caseid import family_id
+from harness.trace import RankTrace
 from harness.verdict import Finding, Verdict
+from tests.builders import make_case, make_golden, make_tolerance, make_trace, make_witnesses, run_of
 
 # Powers of two: sums and differences of these numbers are exact, so the bound itself can be tested.
 GOLDEN = (8.0, 7.5, 7.25, 7.0)
 ALLOWED = (0.125, 0.125, 0.25, 0.5)
 STEPS = len(GOLDEN)
-CASE = Case(layout=Layout(tp=2), train=Train(steps=STEPS))
+CASE = make_case(tp=2, steps=STEPS)
 
 
 def golden(losses: tuple[float, ...] = GOLDEN, **changes: object) -> Golden:
-    fields: dict[str, object] = {
-        "schema": 1,
-        "family": family_id(CASE),
-        "hardware": "cpu",
-        "case_id": "single",
-        "losses": losses,
-        "grad_norms": (1.0,) * len(losses),
-        "data_digest": "d1",
-        "provenance": Provenance(software={}, device="cpu", commit="", command="", reason="x", created=""),
-    }
-    return Golden(**{**fields, **changes})  # type: ignore[arg-type]
+    return make_golden(CASE, losses, **changes)
 
 
-def tolerance(per_step: tuple[float, ...] = ALLOWED) -> Tolerance:
-    return Tolerance(name="loss_vs_golden", key="tiny-bf16-float32", per_step=per_step, margin=2.0, evidence="samples")
+def trace(rank: int, losses: tuple[float, ...] = GOLDEN, **changes: object) -> RankTrace:
+    return make_trace(CASE, rank, losses=losses, **changes)
 
 
-def trace(rank: int, losses: tuple[float, ...] = GOLDEN, *, device: str = "cpu", data: str = "d1") -> RankTrace:
-    steps = tuple(
-        StepTrace(step=number, loss=loss, grad_norm=1.0, scaled_mm_calls=0, seconds=0.1)
-        for number, loss in enumerate(losses, 1)
-    )
-    return RankTrace(
-        rank=rank,
-        steps=steps,
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest=data,
-        software={},
-        device=device,
-        virtual=(),
-    )
-
-
-STORED, WITHIN = golden(), tolerance()
+STORED, WITHIN = golden(), make_tolerance(*ALLOWED)
 
 
 def check(
     *traces: RankTrace, against: Golden | None = STORED, within: Tolerance | None = WITHIN, of: Case = CASE
 ) -> list[Finding]:
-    witnesses = Witnesses(golden=against, tolerance=within, refusal=None, expected_fqns=(), expected_scaled_mm=0)
-    return check_loss_vs_golden(of, Run(traces=traces, failures=()), witnesses)
+    return check_loss_vs_golden(of, run_of(*traces), make_witnesses(of, golden=against, tolerance=within))
 
 
 def both(losses: tuple[float, ...]) -> tuple[RankTrace, RankTrace]:
@@ -115,8 +86,8 @@ def test_what_is_not_finite_never_passes(step: int, sign: float, rank: int, valu
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_golden_or_tolerance_that_is_not_finite_does_not_wave_nan_through(value: float) -> None:
     assert check(*both((8.0, math.nan, 7.25, 7.0)), against=golden((8.0, math.nan, 7.25, 7.0)))
-    assert check(*both((8.0, math.nan, 7.25, 7.0)), within=tolerance((0.1, value, 0.1, 0.1)))
-    assert check(*both(GOLDEN), within=tolerance((0.1, value, 0.1, 0.1)))
+    assert check(*both((8.0, math.nan, 7.25, 7.0)), within=make_tolerance(0.1, value, 0.1, 0.1))
+    assert check(*both(GOLDEN), within=make_tolerance(0.1, value, 0.1, 0.1))
 
 
 @given(steps, st.integers(0, 1), signs)
@@ -144,14 +115,14 @@ def test_the_order_of_ranks_does_not_matter(order: list[int], noise: list[float]
 @given(steps, st.integers(0, 1))
 def test_dropping_any_step_on_any_rank_fails(step: int, rank: int) -> None:
     whole = trace(rank)
-    dropped = msgspec.structs.replace(whole, steps=tuple(each for each in whole.steps if each.step != step))
+    dropped = replace(whole, steps=tuple(each for each in whole.steps if each.step != step))
     (found,) = check(dropped, trace(1 - rank))
     assert found.rank == rank and "did not record every step" in found.message
 
 
 def test_steps_in_another_order_are_not_compared() -> None:
     whole = trace(0)
-    assert check(msgspec.structs.replace(whole, steps=tuple(reversed(whole.steps))))
+    assert check(replace(whole, steps=tuple(reversed(whole.steps))))
 
 
 def test_a_step_too_many_fails() -> None:
@@ -161,17 +132,17 @@ def test_a_step_too_many_fails() -> None:
 def test_an_empty_run_fails() -> None:
     assert check()
     assert check(*both(()))
-    assert check(*both(()), against=golden(()), within=tolerance(()))
+    assert check(*both(()), against=golden(()), within=make_tolerance())
 
 
 @pytest.mark.parametrize(
     ("against", "within", "who"),
     [
-        (golden(GOLDEN[:-1]), tolerance(), "golden"),
-        (golden((*GOLDEN, 6.9)), tolerance(), "golden"),
-        (golden(()), tolerance(), "golden"),
-        (golden(), tolerance(ALLOWED[:-1]), "tolerance"),
-        (golden(), tolerance((*ALLOWED, 1.0)), "tolerance"),
+        (golden(GOLDEN[:-1]), WITHIN, "golden"),
+        (golden((*GOLDEN, 6.9)), WITHIN, "golden"),
+        (golden(()), WITHIN, "golden"),
+        (golden(), make_tolerance(*ALLOWED[:-1]), "tolerance"),
+        (golden(), make_tolerance(*ALLOWED, 1.0), "tolerance"),
     ],
 )
 def test_witnesses_with_other_steps_fail(against: Golden, within: Tolerance, who: str) -> None:
@@ -199,7 +170,7 @@ def test_a_golden_of_other_hardware_is_not_used() -> None:
 
 
 def test_other_data_is_found() -> None:
-    (found,) = check(trace(0), trace(1, data="d2"))
+    (found,) = check(trace(0), trace(1, data_digest="d2"))
     assert "other data" in found.message and found.rank == 1
 
 
@@ -209,54 +180,54 @@ def test_a_golden_of_another_family_is_not_used() -> None:
 
 
 def test_a_loss_that_stands_still_fails_even_within_the_tolerance() -> None:
-    (found,) = check(*both((7.75,) * STEPS), within=tolerance((0.75,) * STEPS))
+    (found,) = check(*both((7.75,) * STEPS), within=make_tolerance(*[0.75] * STEPS))
     assert "the model did not learn" in found.message
 
 
 def test_a_tolerance_as_wide_as_all_learning_proves_nothing() -> None:
     for width, good in ((1.0, False), (0.75, True)):
-        findings = check(*both(GOLDEN), within=tolerance((width,) * STEPS))
+        findings = check(*both(GOLDEN), within=make_tolerance(*[width] * STEPS))
         assert (findings == []) is good
-    (found,) = check(*both(GOLDEN), within=tolerance((1.0,) * STEPS))
+    (found,) = check(*both(GOLDEN), within=make_tolerance(*[1.0] * STEPS))
     assert "a model that never trains would pass" in found.message
     assert (found.expected, found.found) == ("allowed below 1", "1")
 
 
 def test_two_steps_must_show_learning() -> None:
-    two = Case(layout=Layout(tp=2), train=Train(steps=2))
-    against = golden((8.0, 7.0), family=family_id(two))
-    (found,) = check(*both((7.5, 7.5)), of=two, against=against, within=tolerance((0.5, 0.5)))
+    two = make_case(tp=2, steps=2)
+    against = make_golden(two, (8.0, 7.0))
+    (found,) = check(*both((7.5, 7.5)), of=two, against=against, within=make_tolerance(0.5, 0.5))
     assert "the model did not learn" in found.message
-    (found,) = check(*both((8.0, 7.5)), of=two, against=against, within=tolerance((2.0, 1.0)))
+    (found,) = check(*both((8.0, 7.5)), of=two, against=against, within=make_tolerance(2.0, 1.0))
     assert "never trains" in found.message
     assert (found.expected, found.found) == ("allowed below 1", "2")
 
 
 def test_one_step_cannot_show_learning_but_is_compared() -> None:
-    one = Case(layout=Layout(tp=2), train=Train(steps=1))
-    single = golden((8.0,), family=family_id(one))
-    assert check(*both((8.0,)), of=one, against=single, within=tolerance((0.125,))) == []
-    assert check(*both((8.5,)), of=one, against=single, within=tolerance((0.125,)))
+    one = make_case(tp=2, steps=1)
+    single = make_golden(one, (8.0,))
+    assert check(*both((8.0,)), of=one, against=single, within=make_tolerance(0.125)) == []
+    assert check(*both((8.5,)), of=one, against=single, within=make_tolerance(0.125))
 
 
 def test_the_message_is_an_aligned_table() -> None:
     (found,) = check(*both((8.0, 7.5, 8.25, 9.0)))
     head, columns, *rows, basis = found.message.splitlines()
-    assert head == "the loss is +1 from the golden at step 3, allowed is 0.25"
+    assert head == "the loss differs by +1 from the golden at step 3, 0.25 allowed"
     assert columns.split() == ["step", "golden", "found", "difference", "allowed"]
     assert rows[2].split() == ["3", "7.250000", "8.250000", "+1.000000", "0.250000", "<"]
     assert len({row.removesuffix("  <").rindex("0") for row in rows}) == 1
     assert [row.endswith("<") for row in rows] == [False, False, True, True]
-    assert basis == "2 of 4 steps are off; tolerance tiny-bf16-float32: samples"
+    assert basis == "2 of 4 steps are outside the tolerance tiny-bf16-float32: samples"
     assert (found.expected, found.found) == ("7.25 ± 0.25", "8.25")
 
 
 def test_a_long_table_shows_the_first_bad_step() -> None:
-    long = Case(layout=Layout(tp=2), train=Train(steps=100))
+    long = make_case(tp=2, steps=100)
     losses = tuple(8.0 - number / 16 for number in range(100))
     off = tuple(loss + 1 if number == 70 else loss for number, loss in enumerate(losses, 1))
-    against = golden(losses, family=family_id(long))
-    (found,) = check(*both(off), of=long, against=against, within=tolerance((0.125,) * 100))
+    against = make_golden(long, losses)
+    (found,) = check(*both(off), of=long, against=against, within=make_tolerance(*[0.125] * 100))
     assert found.step == 70
     assert "(88 more steps)" in found.message
     assert any(line.split()[0] == "70" and line.endswith("<") for line in found.message.splitlines())

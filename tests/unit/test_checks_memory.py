@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checks.memory import check_memory
-from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
-from harness.spec.saved import expected_saved
-from harness.trace import RankTrace, Run
+from harness.expect.saved_memory import expected_saved
+from harness.matrix.case import Case
 from harness.trace.traffic import SavedMemory
 from harness.verdict import Finding
+from tests.builders import make_case, make_trace, make_witnesses, run_of
 
-TRAIN = Train(steps=2, global_batch=4, seq_len=32)
-CASE = Case(layout=Layout(tp=2), float8=Float8(recipe="tensorwise"), train=TRAIN)
-FULL = msgspec.structs.replace(CASE, checkpointing=Checkpointing(mode="full"))
-WITNESSES = Witnesses(golden=None, tolerance=None, refusal=None, expected_fqns=(), expected_scaled_mm=0)
+CASE = make_case(tp=2, recipe="tensorwise", steps=2)
+FULL = make_case(tp=2, recipe="tensorwise", steps=2, checkpointing="full")
 Records = tuple[SavedMemory, ...]
 
 
@@ -32,24 +28,9 @@ def records(case: Case, rank: int = 0) -> Records:
     return tuple(record(step, expected_saved(case, step=step, rank=rank)) for step in (1, 2))
 
 
-def trace(rank: int, saved: Records | None) -> RankTrace:
-    return RankTrace(
-        rank=rank,
-        steps=(),
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=(),
-        saved_memory=saved,
-    )
-
-
 def check(case: Case, *saved: Records | None) -> list[Finding]:
-    traces = tuple(trace(rank, each) for rank, each in enumerate(saved))
-    return check_memory(case, Run(traces=traces, failures=()), WITNESSES)
+    run = run_of(*(make_trace(case, rank, saved_memory=each) for rank, each in enumerate(saved)))
+    return check_memory(case, run, make_witnesses(case))
 
 
 @pytest.mark.parametrize("case", [CASE, FULL], ids=["none", "full"])
@@ -73,7 +54,7 @@ def test_one_byte_is_found_at_its_step_and_rank(rank: int, step: int, off: int, 
 
 def test_lost_checkpointing_is_told_in_plain_words() -> None:
     (found,) = check(FULL, records(CASE), records(CASE))
-    assert found.message.endswith("on ranks 0-1: it is what checkpointing none keeps")
+    assert found.message.startswith("saved memory is that of checkpointing none, not full")
 
 
 def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
@@ -85,7 +66,7 @@ def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
 
 def test_what_was_not_recorded_is_a_finding() -> None:
     (found,) = check(CASE, records(CASE), None)
-    assert found.message == "no saved memory was recorded on rank 1"
+    assert found.message == "no record of saved memory on rank 1"
     assert check(CASE)
     (found,) = check(CASE, records(CASE)[:1], records(CASE))
     assert (found.step, found.rank, found.found) == (2, 0, "0 bytes")

@@ -3,113 +3,62 @@
 from __future__ import annotations
 
 import math
-import struct
-from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.checks.parity import FLOAT32_LOSS, LOSS_SHARE, check_parity, worst_distance
-from harness.checks.witnesses import Witnesses
-from harness.measured.tolerance import Tolerance
-from harness.spec.case import Case, Dtype, Layout, Train
-from harness.trace import RankTrace, Run, StepTrace
-from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from harness.matrix.case import Dtype
+from harness.trace import Run
+from harness.trace.sketches import TensorSketch
 from harness.verdict import Finding, Verdict
+from tests.builders import (
+    make_case,
+    make_sketch,
+    make_tolerance,
+    make_trace,
+    make_witnesses,
+    run_of,
+    with_sketches,
+    with_step,
+)
 
 ALLOWED = (1e-3, 2e-3)
 FQNS = ("a", "b")
-
-
-def case(dtype: Dtype = "float64") -> Case:
-    return Case(layout=Layout(tp=2), train=Train(steps=2, dtype=dtype))
-
-
-def sketch(fqn: str, step: int, kind: str = "grad", *, rank: int = 0, value: float = 1.0) -> TensorSketch:
-    """One of two halves of a tensor whose norm is `value`; the sketch of the whole is `value` in every sum."""
-    return TensorSketch(
-        fqn=fqn,
-        kind=kind,  # type: ignore[arg-type]
-        step=step,
-        shape=(4, 4),
-        offset=(2 * rank, 0),
-        local_shape=(2, 4),
-        owner=True,
-        norm_squared=value * value / 2,
-        sums=struct.pack(f"<{SKETCH_SIZE}d", *[value / 2] * SKETCH_SIZE),
-        digest=f"{rank}{value!r}",
-    )
-
-
-def trace(rank: int, sketches: tuple[TensorSketch, ...]) -> RankTrace:
-    return RankTrace(
-        rank=rank,
-        steps=tuple(StepTrace(step=n, loss=8.0, grad_norm=1.0, scaled_mm_calls=0, seconds=0.1) for n in (1, 2)),
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=(),
-        sketches=sketches,
-    )
 
 
 def places() -> list[tuple[str, int, str]]:
     return [(fqn, step, "grad") for step in (1, 2) for fqn in FQNS] + [(fqn, 2, "param") for fqn in FQNS]
 
 
-def run(**off: Any) -> Run:
+def run(**off: float) -> Run:
     """Two ranks that hold a half of every tensor each. `off`: values of tensors by `kind_fqn_step`."""
-    traces = []
-    for rank in range(2):
-        values = {place: off.get(f"{place[2]}_{place[0]}_{place[1]}", 1.0) for place in places()}
-        traces.append(trace(rank, tuple(sketch(*place, rank=rank, value=value) for place, value in values.items())))
-    return Run(traces=tuple(traces), failures=())
+    values = {place: off.get(f"{place[2]}_{place[0]}_{place[1]}", 1.0) for place in places()}
+    halves = (
+        tuple(make_sketch(*place, value=value, part=rank, parts=2) for place, value in values.items())
+        for rank in range(2)
+    )
+    return run_of(*(make_trace(rank=rank, losses=(8.0, 8.0), sketches=half) for rank, half in enumerate(halves)))
 
 
-def solo(**off: Any) -> Run:
+def solo(**off: float) -> Run:
     """The same on one rank, which holds everything."""
-    both = [sketch for each in run(**off).traces for sketch in each.sketches or ()]
-    return Run(traces=(trace(0, tuple(both)),), failures=())
+    first, second = run(**off).traces
+    return run_of(replace(first, sketches=(*first.sketches, *second.sketches)))
 
 
-def with_loss(found: Run, step: int, rank: int, loss: float) -> Run:
-    return Run(
-        traces=tuple(
-            msgspec.structs.replace(
-                each,
-                steps=tuple(
-                    msgspec.structs.replace(s, loss=loss) if (each.rank, s.step) == (rank, step) else s
-                    for s in each.steps
-                ),
-            )
-            for each in found.traces
-        ),
-        failures=(),
-    )
+def is_lost(sketch: TensorSketch, lost: tuple[str, int]) -> bool:
+    return (sketch.kind, sketch.step) == lost and sketch.fqn == "b"
 
 
-def with_sketches(found: Run, rank: int, sketches: tuple[TensorSketch, ...]) -> Run:
-    traces = [msgspec.structs.replace(t, sketches=sketches) if t.rank == rank else t for t in found.traces]
-    return Run(traces=tuple(traces), failures=())
-
-
-def check(found: Run, expected: Run | None, *, dtype: Dtype = "float64", tolerance: bool = True) -> list[Finding]:
-    allowed = Tolerance(name="parity", key="k", per_step=ALLOWED, margin=2.0, evidence="e")
-    given = Witnesses(
-        golden=None,
-        tolerance=None,
-        solo=expected,
-        parity_tolerance=allowed if tolerance else None,
-        refusal=None,
-        expected_fqns=(),
-        expected_scaled_mm=0,
-    )
-    return check_parity(case(dtype), found, given)
+def check(
+    found: Run, expected: Run | None, *, dtype: Dtype = "float64", allowed: tuple[float, ...] | None = ALLOWED
+) -> list[Finding]:
+    case = make_case(tp=2, steps=2, dtype=dtype)
+    tolerance = None if allowed is None else make_tolerance(*allowed, name="parity")
+    return check_parity(case, found, make_witnesses(case, solo=expected, parity_tolerance=tolerance))
 
 
 def test_what_one_rank_computes_has_no_findings() -> None:
@@ -121,19 +70,18 @@ def test_what_one_rank_computes_has_no_findings() -> None:
 def test_one_gradient_of_one_step_is_found_and_named(fqn: str, step: int) -> None:
     (finding,) = check(run(**{f"grad_{fqn}_{step}": 1.01}), solo())
     assert (finding.step, finding.module, finding.verdict) == (step, fqn, Verdict.NUMERIC)
-    assert "gradients of 1 of 2 parameters" in finding.message
+    assert "1 of 2 gradients differ" in finding.message
     assert (finding.expected, finding.found) == (f"distance <= {ALLOWED[step - 1]:.2g}", "0.01")
 
 
 def test_the_worst_gradient_is_named_and_nan_is_the_worst() -> None:
     (finding,) = check(run(grad_a_1=1.01, grad_b_1=1.02), solo())
-    assert finding.module == "b" and "gradients of 2 of 2" in finding.message
+    assert finding.module == "b" and "2 of 2 gradients" in finding.message
     (finding,) = check(run(grad_a_1=math.nan, grad_b_1=5.0), solo())
     assert finding.module == "a"
 
 
 @given(st.sampled_from([1, 2]), st.floats(0, 0.02))
-@settings(deadline=None)
 def test_each_step_has_its_own_tolerance(step: int, distance: float) -> None:
     found = check(run(**{f"grad_a_{step}": 1 + distance}), solo())
     assert bool(found) == (distance > ALLOWED[step - 1] + 1e-15) or distance == pytest.approx(ALLOWED[step - 1])
@@ -168,32 +116,21 @@ def test_final_parameters_are_compared() -> None:
 @pytest.mark.parametrize(("step", "rank"), [(1, 0), (2, 1)])
 def test_a_loss_is_compared_on_every_rank(step: int, rank: int) -> None:
     allowed = ALLOWED[step - 1] * LOSS_SHARE
-    (finding,) = check(with_loss(run(), step, rank, 8.0 + 1.1 * allowed), solo())
+    (finding,) = check(with_step(run(), rank, step, loss=8.0 + 1.1 * allowed), solo())
     assert (finding.step, finding.rank, finding.expected) == (step, rank, "8.0")
-    assert check(with_loss(run(), step, rank, 8.0 + 0.9 * allowed), solo()) == []
-    assert check(with_loss(run(), step, rank, math.nan), solo())
+    assert check(with_step(run(), rank, step, loss=8.0 + 0.9 * allowed), solo()) == []
+    assert check(with_step(run(), rank, step, loss=math.nan), solo())
 
 
 def test_a_float32_loss_may_be_a_few_units_of_its_last_place_off() -> None:
-    tight = Tolerance(name="parity", key="k", per_step=(1e-9, 1e-9), margin=2.0, evidence="e")
-    given = Witnesses(
-        golden=None,
-        tolerance=None,
-        solo=solo(),
-        parity_tolerance=tight,
-        refusal=None,
-        expected_fqns=(),
-        expected_scaled_mm=0,
-    )
-    off = with_loss(run(), 1, 0, 8.0 + FLOAT32_LOSS / 2)
-    assert check_parity(case("bfloat16"), off, given) == []
-    assert len(check_parity(case("float64"), off, given)) == 1
+    off = with_step(run(), 0, 1, loss=8.0 + FLOAT32_LOSS / 2)
+    assert check(off, solo(), dtype="bfloat16", allowed=(1e-9, 1e-9)) == []
+    assert len(check(off, solo(), allowed=(1e-9, 1e-9))) == 1
 
 
 @pytest.mark.parametrize("lost", [("grad", 1), ("grad", 2), ("param", 2)])
 def test_a_lost_half_of_a_tensor_is_found(lost: tuple[str, int]) -> None:
-    kept = tuple(s for s in run().traces[1].sketches or () if (s.kind, s.step) != lost or s.fqn != "b")
-    found = check(with_sketches(run(), 1, kept), solo())
+    found = check(with_sketches(run(), lambda s: None if is_lost(s, lost) else s, rank=1), solo())
     (finding,) = [each for each in found if each.verdict is Verdict.INVARIANT]
     assert (finding.step, finding.module) == (lost[1], "b") and "hold 8 elements" in finding.message
 
@@ -201,42 +138,39 @@ def test_a_lost_half_of_a_tensor_is_found(lost: tuple[str, int]) -> None:
 @pytest.mark.parametrize("lost", [("grad", 1), ("grad", 2), ("param", 2)])
 def test_a_tensor_on_one_side_alone_is_found(lost: tuple[str, int]) -> None:
     def without(found: Run) -> Run:
-        for each in found.traces:
-            kept = tuple(s for s in each.sketches or () if (s.kind, s.step) != lost or s.fqn != "b")
-            found = with_sketches(found, each.rank, kept)
-        return found
+        return with_sketches(found, lambda s: None if is_lost(s, lost) else s)
 
     (missing,) = check(without(run()), solo())
     (unknown,) = check(run(), without(solo()))
-    assert f"{lost[0]} of b is missing" in missing.message and f"{lost[0]} of b is unknown" in unknown.message
+    assert f"{lost[0]} of b is missing from this run" in missing.message
+    assert f"{lost[0]} of b is missing from the single-rank reference" in unknown.message
     assert missing.step == unknown.step == lost[1]
 
 
 @pytest.mark.parametrize("kind", ["grad", "param"])
 def test_comparing_nothing_never_passes(kind: str) -> None:
     def without(found: Run) -> Run:
-        for each in found.traces:
-            found = with_sketches(found, each.rank, tuple(s for s in each.sketches or () if s.kind != kind))
-        return found
+        return with_sketches(found, lambda s: None if s.kind == kind else s)
 
     for finding in check(without(run()), without(solo())):
-        assert "was compared" in finding.message and finding.verdict is Verdict.INVARIANT
+        assert "were compared" in finding.message and finding.verdict is Verdict.INVARIANT
     assert len(check(without(run()), without(solo()))) == 1
 
 
 def test_replicas_that_differ_are_found() -> None:
     """Two ranks hold the same half, as under HSDP; what the second one has is not what counts."""
-    copies = tuple(msgspec.structs.replace(s, owner=False) for s in run(grad_a_2=1.5).traces[0].sketches or ())
-    both = Run(traces=(*run().traces, trace(2, copies)), failures=())
+    copies = with_sketches(run(grad_a_2=1.5), lambda s: replace(s, owner=False)).traces[0]
+    both = run_of(*run().traces, replace(copies, rank=2))
     (finding,) = check(both, solo())
     assert (finding.step, finding.module, finding.verdict) == (2, "a", Verdict.INVARIANT)
-    assert "1 pieces are not the same bits" in finding.message and finding.found == "rank 0: 01.0, rank 2: 01.5"
+    assert "replicas of 1 shard(s) are not bitwise equal" in finding.message
+    assert finding.found == "rank 0: 0 1.0, rank 2: 0 1.5"
 
 
 def test_without_a_witness_or_a_tolerance_nothing_passes() -> None:
     (no_solo,) = check(run(), None)
-    (no_tolerance,) = check(run(), solo(), tolerance=False)
-    assert "solo witness could not be run" in no_solo.message
+    (no_tolerance,) = check(run(), solo(), allowed=None)
+    assert "single-rank reference (solo witness) could not be run" in no_solo.message
     assert "fp8-harness tolerance measure" in no_tolerance.message
 
 
@@ -249,8 +183,6 @@ def test_the_worst_distance_of_a_step_is_what_tolerances_are_fitted_to() -> None
 
 def test_the_reported_gradient_norm_is_compared() -> None:
     """Sketches cannot see a norm that counts replicas twice: only what the ranks report does."""
-    traces = run().traces
-    steps = tuple(msgspec.structs.replace(step, grad_norm=step.grad_norm * 1.5) for step in traces[0].steps)
-    found = Run(traces=(msgspec.structs.replace(traces[0], steps=steps), *traces[1:]), failures=())
+    found = with_step(with_step(run(), 0, 1, grad_norm=1.5), 0, 2, grad_norm=1.5)
     (finding,) = check(found, solo())
     assert "grad_norm" in finding.message and (finding.step, finding.rank) == (1, 0)

@@ -2,175 +2,111 @@
 
 from __future__ import annotations
 
-import struct
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from harness.checks.expectedcasts import E4M3, LARGEST, CastForm, CastSite, expected_casts
-from harness.checks.occurrences import ROLES
+from harness.checks.occurrences import GEMM_OPERANDS
 from harness.checks.scales import check_scales
-from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
-from harness.spec.gemms import converted_fqns
-from harness.trace import RankTrace, Run, StepTrace
-from harness.trace.operands import CastRecord, Gemm, MatmulRecord, OperandTrace, ScaleSummary
+from harness.expect.casts import CastForm, CastSite, expected_casts
+from harness.matrix.case import Case
+from harness.matrix.linears import converted_fqns
+from harness.matrix.recipes import E4M3, FLOAT8_MAX
+from harness.trace import Run
+from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace
 from harness.verdict import Finding
+from tests.builders import (
+    make_case,
+    make_cast,
+    make_matmul,
+    make_scale,
+    make_trace,
+    make_witnesses,
+    run_of,
+    with_casts,
+)
 
 AMAX = 2.0
-TRAIN = Train(steps=2, global_batch=4, seq_len=32)
-WITNESSES = Witnesses(golden=None, tolerance=None, refusal=None, expected_fqns=(), expected_scaled_mm=0)
+STEPS = 2
 Change = dict[str, Any]
+Where = Callable[[CastRecord], bool]
 
 
-def case(recipe: Any = "tensorwise", *, tp: int = 1, dp_shard: int = 1, dp_replicate: int = 1, **float8: Any) -> Case:
-    layout = Layout(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate)
-    return Case(layout=layout, float8=Float8(recipe=recipe, **float8), train=TRAIN)
-
-
-def summary(value: float, shape: tuple[int, ...] = (), **changes: Any) -> ScaleSummary:
-    (value,) = struct.unpack("f", struct.pack("f", value))
-    base = ScaleSummary(
-        shape=shape,
-        dtype="float32",
-        minimum=value,
-        maximum=value,
-        total=value,
-        log2_total=0.0,
-        digest=f"scale {value!r}",
-        power_of_two=value.hex().startswith("0x1.0000000000000p"),
-    )
-    return msgspec.structs.replace(base, **changes)
+def case(recipe: str = "tensorwise", **axes: object) -> Case:
+    return make_case(recipe=recipe, steps=STEPS, **axes)
 
 
 def cast(of: Case, site: CastSite, form: CastForm, *, index: int, step: int, rank: int) -> CastRecord:
     """A cast as every rank makes it: pieces of weights differ between TP ranks, activations between all ranks."""
     dims = 2 if site.role == "weight" or site.phase == "backward" else 3
-    local_shape = (1, 16, 32)[-dims:]
-    shape = local_shape
+    shape = (1, 16, 32)[-dims:]
+    rows: tuple[int, ...] = ()
     if form.axiswise_dim is not None:
-        shape = tuple(1 if axis == form.axiswise_dim % dims else size for axis, size in enumerate(local_shape))
-    limit = LARGEST[form.target_dtype]
-    power = of.float8.recipe != "tensorwise"
-    scale = summary(128.0 if power else limit / AMAX, shape if form.axiswise_dim is not None else ())
+        rows = tuple(1 if axis == form.axiswise_dim % dims else size for axis, size in enumerate(shape))
+    value = 128.0 if of.float8.traits.power_of_two_scales else FLOAT8_MAX[form.target_dtype] / AMAX
     gathers = site.phase in ("all_gather", "gathered")
     owner = rank % of.layout.tp if site.role == "weight" and not gathers else rank
-    placements = ("Shard(0)",) if gathers else ()
-    axes = ("dp_shard",) if gathers else ()
-    if of.layout.tp > 1:
-        placements, axes = (*placements, f"Shard({dims - 1})"), (*axes, "tp")
-    scaled = AMAX * scale.maximum
-    return CastRecord(
+    placed = [("dp_shard", "Shard(0)")] * gathers + [("tp", f"Shard({dims - 1})")] * (of.layout.tp > 1)
+    return make_cast(
+        amax=AMAX,
+        scale=make_scale(value, rows),
         index=index,
         step=step,
         fqn=site.fqn,
         role=site.role,
         phase=site.phase,
-        shape=local_shape,
-        local_shape=local_shape,
-        placements=placements,
-        mesh_axes=axes,
+        shape=shape,
+        local_shape=shape,
+        placements=tuple(placement for _, placement in placed),
+        mesh_axes=tuple(axis for axis, _ in placed),
         source_dtype=form.source_dtype,
         target_dtype=form.target_dtype,
         axiswise_dim=form.axiswise_dim,
-        scale=scale,
-        amax=AMAX,
-        scaled_amax_minimum=scaled,
-        scaled_amax_maximum=scaled,
-        saturated=0,
-        flushed=0,
-        nonfinite=0,
-        mismatched=0,
-        elements=512,
         data_digest=f"{site.fqn} {site.role} {step} {owner}",
     )
 
 
-def matmul(fqn: str, gemm: Gemm, a: CastRecord, b: CastRecord, *, index: int, ones: bool) -> MatmulRecord:
-    a_scale, b_scale = (summary(1.0 if ones else 1 / operand.scale.maximum) for operand in (a, b))
-    return MatmulRecord(
-        index=index,
-        step=a.step,
-        fqn=fqn,
-        gemm=gemm,
-        m=16,
-        k=32,
-        n=16,
-        a_dtype=a.target_dtype,
-        b_dtype=b.target_dtype,
-        a_scale=a_scale,
-        b_scale=b_scale,
-        a_digest=a.data_digest,
-        b_digest=b.data_digest,
-    )
+def matmul(of: Case, fqn: str, gemm: GemmRole, casts: dict[tuple[str, str], CastRecord], *, index: int) -> MatmulRecord:
+    """A matmul of the last casts of its operands; some take the scale of their parent's input."""
+    a, b = (casts.get((fqn, role)) or casts[fqn.rpartition(".")[0], role] for role in GEMM_OPERANDS[gemm])
+    found = make_matmul(a, b, gemm, fqn=fqn, index=index)
+    if of.float8.traits.scales_gradients_afterwards and gemm != "forward":
+        return replace(found, a_scale=make_scale(1.0), b_scale=make_scale(1.0))
+    return found
 
 
+@functools.cache
 def operands(of: Case, rank: int) -> OperandTrace:
     """What the probe records on a clean run, sites in any order, every matmul right after its operands."""
     casts: list[CastRecord] = []
     matmuls: list[MatmulRecord] = []
-    for step in range(1, TRAIN.steps + 1):
+    for step in range(1, STEPS + 1):
         for site, forms in expected_casts(of).items():
             for form in forms:
                 index = len(casts) + len(matmuls)
                 casts.append(cast(of, site, form, index=index, step=step, rank=rank))
         last = {(record.fqn, record.role): record for record in casts}
-        gemms: list[Gemm] = ["forward", "dgrad", *(["wgrad"] if of.float8.recipe != "rowwise_with_gw_hp" else [])]
+        gemms: list[GemmRole] = ["forward", "dgrad", *(["wgrad"] if of.float8.traits.float8_weight_gradient else [])]
         for fqn in converted_fqns(of):
             for gemm in gemms:
-                a, b = (last.get((fqn, role), last.get((fqn.rpartition(".")[0], role))) for role in ROLES[gemm])
-                assert a is not None and b is not None
-                ones = of.float8.recipe != "tensorwise" and gemm != "forward"
-                matmuls.append(matmul(fqn, gemm, a, b, index=len(casts) + len(matmuls), ones=ones))
+                matmuls.append(matmul(of, fqn, gemm, last, index=len(casts) + len(matmuls)))
     return OperandTrace(casts=tuple(casts), matmuls=tuple(matmuls))
 
 
-def trace(of: Case, rank: int, recorded: OperandTrace | None) -> RankTrace:
-    steps = tuple(
-        StepTrace(step=number, loss=7.0, grad_norm=1.0, scaled_mm_calls=1, seconds=0.1)
-        for number in range(1, TRAIN.steps + 1)
-    )
-    return RankTrace(
-        rank=rank,
-        steps=steps,
-        converted_fqns=converted_fqns(of),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=(),
-        operands=recorded,
-    )
-
-
 def clean(of: Case) -> Run:
-    return Run(traces=tuple(trace(of, rank, operands(of, rank)) for rank in range(of.world_size)), failures=())
+    return run_of(*(make_trace(of, rank, operands=operands(of, rank)) for rank in range(of.world_size)))
 
 
-def changed(
-    run: Run, change: Callable[[CastRecord], Change], *, rank: int | None = None, where: Callable[[CastRecord], bool]
-) -> Run:
+def changed(run: Run, change: Callable[[CastRecord], Change], *, rank: int | None = None, where: Where) -> Run:
     """The run with `change` applied to the casts `where` is true of, on one rank or on all."""
-
-    def new(record: CastRecord) -> CastRecord:
-        return msgspec.structs.replace(record, **change(record)) if where(record) else record
-
-    traces = []
-    for mine in run.traces:
-        assert mine.operands is not None
-        if rank is None or rank == mine.rank:
-            casts = tuple(new(record) for record in mine.operands.casts)
-            recorded = OperandTrace(casts=casts, matmuls=mine.operands.matmuls)
-            mine = msgspec.structs.replace(mine, operands=recorded)  # noqa: PLW2901
-        traces.append(mine)
-    return Run(traces=tuple(traces), failures=())
+    return with_casts(run, lambda record: replace(record, **change(record)) if where(record) else record, rank=rank)
 
 
 def check(of: Case, run: Run) -> list[Finding]:
-    return check_scales(of, run, WITNESSES)
+    return check_scales(of, run, make_witnesses(of))
 
 
 def rescaled(factor: float) -> Callable[[CastRecord], Change]:
@@ -180,7 +116,7 @@ def rescaled(factor: float) -> Callable[[CastRecord], Change]:
         value = record.scale.maximum * factor
         scaled = record.amax * value
         return {
-            "scale": summary(value, record.scale.shape),
+            "scale": make_scale(value, record.scale.shape),
             "scaled_amax_minimum": scaled,
             "scaled_amax_maximum": scaled,
         }
@@ -201,10 +137,10 @@ CLEAN = [
     case("rowwise"),
     case("rowwise", tp=2),
     case("rowwise_with_gw_hp", dp_shard=2),
-    msgspec.structs.replace(case(), checkpointing=Checkpointing(mode="full")),
-    msgspec.structs.replace(case(), checkpointing=Checkpointing(mode="selective_op")),
-    msgspec.structs.replace(case(dp_shard=2, fp8_all_gather=True), checkpointing=Checkpointing(mode="selective_layer")),
-    msgspec.structs.replace(case(), train=msgspec.structs.replace(TRAIN, dtype="bfloat16")),
+    case(checkpointing="full"),
+    case(checkpointing="selective_op"),
+    case(dp_shard=2, fp8_all_gather=True, checkpointing="selective_layer"),
+    case(dtype="bfloat16"),
     case("bf16", tp=2),
 ]
 
@@ -226,7 +162,7 @@ def test_a_clean_run_has_no_findings(of: Case) -> None:
                 rank=rank,
                 where=lambda record: record.role != "weight",
             )
-    found = [one for one in check(of, run) if "a matmul does not divide" not in one.message]
+    found = [one for one in check(of, run) if "matmul uses the wrong scale" not in one.message]
     assert found == []
 
 
@@ -236,7 +172,7 @@ def test_the_first_place_is_named_with_what_was_expected() -> None:
         rescaled(1 + 2.0**-20),
         where=lambda record: record.step == 2 and record.role == "weight" and "w2" in record.fqn,
     )
-    found = [one for one in check(case(), stale) if one.message.startswith("scale does not fit")]
+    found = [one for one in check(case(), stale) if one.message.startswith("scale does not match the amax")]
     assert len(found) == 1 and (found[0].step, found[0].rank) == (2, 0)
     assert found[0].module == "layers.0.feed_forward.w2"
     assert "224.0 = 448 / amax 2.0" in (found[0].expected or "")
@@ -245,18 +181,18 @@ def test_the_first_place_is_named_with_what_was_expected() -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"mismatched": 1}, "not the cast of their source"),
+        ({"mismatched": 1}, "does not match its source"),
         ({"saturated": 3}, "saturate"),
         ({"nonfinite": 1}, "NaN or infinite"),
         ({"target_dtype": E4M3}, "cast to the wrong dtype"),
         ({"source_dtype": "bfloat16"}, "cast from the wrong dtype"),
         ({"axiswise_dim": -1}, "scaled along the wrong dim"),
-        ({"scale": summary(28672.0, dtype="float64")}, "scale of the wrong dtype"),
-        ({"scale": summary(28672.0, (16, 1))}, "scale of the wrong shape"),
-        ({"scale": summary(float("inf"))}, "not finite and positive"),
-        ({"scale": summary(-1.0)}, "not finite and positive"),
-        ({"scale": summary(float("nan"))}, "not finite and positive"),
-        ({"scale": summary(57344 / 2 * 0.999999)}, "does not fit"),
+        ({"scale": make_scale(28672.0, dtype="float64")}, "scale has the wrong dtype"),
+        ({"scale": make_scale(28672.0, (16, 1))}, "scale has the wrong shape"),
+        ({"scale": make_scale(float("inf"))}, "not positive and finite"),
+        ({"scale": make_scale(-1.0)}, "not positive and finite"),
+        ({"scale": make_scale(float("nan"))}, "not positive and finite"),
+        ({"scale": make_scale(57344 / 2 * 0.999999)}, "does not match the amax"),
     ],
 )
 def test_one_wrong_cast_is_found(change: Change, rule: str) -> None:
@@ -269,7 +205,7 @@ def test_one_wrong_cast_is_found(change: Change, rule: str) -> None:
 
 def test_scales_of_rows_must_be_powers_of_two_that_fit() -> None:
     of = case("rowwise")
-    for factor, rule in ((1.5, "power of two"), (2.0, "does not fit"), (0.25, "does not fit")):
+    for factor, rule in ((1.5, "power of two"), (2.0, "does not match the amax"), (0.25, "does not match the amax")):
         wrong = changed(clean(of), rescaled(factor), where=lambda record: record.role == "weight")
         assert any(rule in finding.message for finding in check(of, wrong))
 
@@ -286,7 +222,7 @@ def test_scales_of_rows_must_be_powers_of_two_that_fit() -> None:
 )
 def test_ranks_that_hold_one_tensor_must_share_its_scale(of: Case, role: str) -> None:
     wrong = changed(clean(of), rescaled(0.5), rank=1, where=lambda record: record.role == role)
-    assert any("hold one tensor have different scales" in finding.message for finding in check(of, wrong))
+    assert any("hold the same tensor use different scales" in finding.message for finding in check(of, wrong))
 
 
 def test_the_largest_magnitude_may_be_on_another_rank() -> None:
@@ -294,7 +230,7 @@ def test_the_largest_magnitude_may_be_on_another_rank() -> None:
     run = changed(clean(case(tp=2)), lambda _: smaller, rank=1, where=lambda record: record.role == "weight")
     assert check(case(tp=2), run) == []
     run = changed(run, lambda _: smaller, rank=0, where=lambda record: record.role == "weight")
-    assert any("does not fit" in finding.message for finding in check(case(tp=2), run))
+    assert any("does not match the amax" in finding.message for finding in check(case(tp=2), run))
 
 
 def test_gathered_weights_have_a_scale_per_tp_rank_unless_precomputed() -> None:
@@ -307,9 +243,9 @@ def test_gathered_weights_have_a_scale_per_tp_rank_unless_precomputed() -> None:
             lambda record: {**per_rank(record), "amax": 2 * AMAX},
             where=lambda record: record.role == "weight",
         )
-        mixed = tuple(clean(of).traces[i] if i % 2 else run.traces[i] for i in range(of.world_size))
-        found = check(of, Run(traces=mixed, failures=()))
-        return [finding.message for finding in found if "hold one tensor" in finding.message]
+        right = clean(of)
+        found = check(of, run_of(*((right if rank % 2 else run).traces[rank] for rank in range(of.world_size))))
+        return [finding.message for finding in found if "hold the same tensor" in finding.message]
 
     assert own_scale(case(dp_shard=2, tp=2, fp8_all_gather=True)) == []
     precomputed = case(dp_shard=2, tp=2, fp8_all_gather=True, precompute_scale=True)
@@ -329,7 +265,7 @@ def test_data_parallel_ranks_must_not_share_all_scales() -> None:
 def test_replicas_must_hold_the_same_data() -> None:
     of = case(dp_shard=2)
     wrong = changed(clean(of), lambda _: {"data_digest": "x"}, rank=1, where=lambda record: record.role == "weight")
-    assert any("replicas of one tensor" in finding.message for finding in check(of, wrong))
+    assert any("replicas of a tensor" in finding.message for finding in check(of, wrong))
 
 
 def test_under_tp_a_local_tensor_is_found() -> None:
@@ -342,35 +278,33 @@ def test_under_tp_a_local_tensor_is_found() -> None:
 def test_casts_that_are_missing_or_too_many_are_found() -> None:
     mine = operands(case(), 0)
     for casts in (mine.casts[:-1], (*mine.casts, mine.casts[-1]), ()):
-        recorded = OperandTrace(casts=casts, matmuls=())
-        found = check(case(), Run(traces=(trace(case(), 0, recorded),), failures=()))
+        found = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=casts, matmuls=()))))
         assert any("wrong number of casts" in finding.message for finding in found)
-    bf16 = Run(traces=(trace(case("bf16"), 0, mine),), failures=())
-    assert any("wrong number of casts" in finding.message for finding in check(case("bf16"), bf16))
+    found = check(case("bf16"), run_of(make_trace(case("bf16"), operands=mine)))
+    assert any("wrong number of casts" in finding.message for finding in found)
 
 
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"a_scale": summary(1.0)}, "does not divide by the scale"),
-        ({"b_scale": summary(1.0)}, "does not divide by the scale"),
-        ({"a_digest": "x"}, "does not multiply what was cast"),
-        ({"b_digest": "x"}, "does not multiply what was cast"),
-        ({"fqn": "?"}, "never cast"),
+        ({"a_scale": make_scale(1.0)}, "uses the wrong scale for its operand"),
+        ({"b_scale": make_scale(1.0)}, "uses the wrong scale for its operand"),
+        ({"a_digest": "x"}, "is not the float8 data that was cast"),
+        ({"b_digest": "x"}, "is not the float8 data that was cast"),
+        ({"fqn": "?"}, "no preceding cast"),
     ],
 )
 def test_matmuls_use_what_was_cast(change: Change, rule: str) -> None:
     mine = operands(case(), 0)
-    wrong = tuple(msgspec.structs.replace(one, **change) if one.gemm == "forward" else one for one in mine.matmuls)
-    recorded = OperandTrace(casts=mine.casts, matmuls=wrong)
-    found = check(case(), Run(traces=(trace(case(), 0, recorded),), failures=()))
+    wrong = tuple(replace(one, **change) if one.gemm == "forward" else one for one in mine.matmuls)
+    found = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=mine.casts, matmuls=wrong))))
     assert any(rule in finding.message for finding in found)
 
 
 def test_what_was_not_recorded_does_not_pass() -> None:
-    assert check(case(), Run(traces=(), failures=()))
-    (found,) = check(case(tp=2), Run(traces=(clean(case(tp=2)).traces[0], trace(case(tp=2), 1, None)), failures=()))
-    assert found.rank == 1 and "not recorded on rank 1" in found.message
+    assert check(case(), run_of())
+    (found,) = check(case(tp=2), run_of(clean(case(tp=2)).traces[0], make_trace(case(tp=2), 1)))
+    assert found.rank == 1 and "no record of operands on rank 1" in found.message
 
 
 def test_tensors_of_zeros_are_exempt_by_their_eps() -> None:
@@ -379,6 +313,6 @@ def test_tensors_of_zeros_are_exempt_by_their_eps() -> None:
     run = changed(clean(of), lambda _: zeros, where=lambda record: record.role == "weight")
     assert check(of, run) == []
     run = changed(
-        clean(case()), lambda _: {**zeros, "scale": summary(448e12)}, where=lambda record: record.role == "weight"
+        clean(case()), lambda _: {**zeros, "scale": make_scale(448e12)}, where=lambda record: record.role == "weight"
     )
-    assert not any("does not fit" in finding.message for finding in check(case(), run))
+    assert not any("does not match the amax" in finding.message for finding in check(case(), run))

@@ -6,49 +6,22 @@ import math
 
 import pytest
 
-from harness.checks.twin import asks_for_twin, with_twins_word
-from harness.measured.golden import Golden, Provenance
-from harness.trace import RankTrace, Run, StepTrace
+from harness.checks.twin import needs_twin, with_twin_diagnosis
+from harness.trace import Run
 from harness.verdict import Finding
+from tests.builders import make_golden, make_trace, run_of
 
-GOLDEN = Golden(
-    schema=1,
-    digest="",
-    family="f",
-    hardware="cpu",
-    case_id="c",
-    losses=(8.0, 7.0),
-    grad_norms=(1.0, 1.0),
-    data_digest="d",
-    provenance=Provenance(
-        software={}, device="cpu", commit="", command="", reason="r", created="2026-01-01T00:00:00+00:00"
-    ),
-)
+GOLDEN = make_golden(losses=(8.0, 7.0))
 OFF = (Finding(check="loss_vs_golden", message="off"), Finding(check="parity", message="too"))
 
 
 def run(*losses: float) -> Run:
-    steps = tuple(
-        StepTrace(step=number, loss=loss, grad_norm=1.0, scaled_mm_calls=0, seconds=0.0)
-        for number, loss in enumerate(losses, 1)
-    )
-    trace = RankTrace(
-        rank=0,
-        steps=steps,
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=(),
-    )
-    return Run(traces=(trace,), failures=())
+    return run_of(make_trace(losses=losses))
 
 
 def test_only_losses_ask_for_the_twin() -> None:
-    assert asks_for_twin(OFF)
-    assert not asks_for_twin(OFF[1:])
+    assert needs_twin(OFF)
+    assert not needs_twin(OFF[1:])
 
 
 @pytest.mark.parametrize(
@@ -61,6 +34,6 @@ def test_only_losses_ask_for_the_twin() -> None:
     ],
 )
 def test_the_twin_says_where_to_look(twin: Run | None, word: str) -> None:
-    loss, other = with_twins_word(OFF, run(8.0, 7.3), GOLDEN, twin)
+    loss, other = with_twin_diagnosis(OFF, run(8.0, 7.3), GOLDEN, twin)
     assert loss.message.startswith("off\n") and word in loss.message
     assert other == OFF[1]

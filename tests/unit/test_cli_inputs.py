@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.measured.noise import environment, measured_cases, over_seeds
+from harness.matrix.case import Case, Float8, Layout, Model, Train
+from harness.matrix.casefile import parse_case_file
+from harness.matrix.caseid import case_id
+from harness.matrix.census import count_cells
+from harness.matrix.space import spaces_of
 from harness.project import Project, find_project, is_case_file
-from harness.running.cells import count_cells
 from harness.running.injection import parse_injection
 from harness.running.plan import Plan, make_plan
 from harness.running.selection import Query, select_cases
-from harness.spec.case import Case, Float8, Layout, Model, Train
-from harness.spec.casefile import parse_case_file
-from harness.spec.caseid import case_id
-from harness.spec.space import spaces_of
+from harness.studies.noise import environment, measured_cases, over_seeds
 
 GRID = """
 [[matrix]]

@@ -7,25 +7,15 @@ import signal
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
 from harness.result import CaseResult
 from harness.running.schedule import run_schedule
-from harness.spec.case import Case, Layout, Train
-from harness.spec.caseid import case_id
-from harness.verdict import Verdict
-
-
-def make_case(dp_shard: int = 1, seed: int = 0) -> Case:
-    return Case(layout=Layout(dp_shard=dp_shard), train=Train(seed=seed))
-
-
-def make_result(case: Case) -> CaseResult:
-    return CaseResult(
-        case_id=case_id(case), verdict=Verdict.PASSED, findings=(), attempts=(), world_size=case.world_size
-    )
+from tests.builders import make_case, make_result
 
 
 class FakeWork:
@@ -45,7 +35,7 @@ class FakeWork:
             os.kill(os.getpid(), signal.SIGINT)
             assert self.stopped.wait(10)
             return None
-        return make_result(case)
+        return make_result(case_id(case))
 
     def stop(self) -> None:
         self.stopped.set()
@@ -63,9 +53,10 @@ class FakeObserver:
         self.seen.append(result.case_id)
 
 
+@settings(max_examples=30)  # each starts threads
 @given(st.lists(st.integers(1, 8), max_size=12), st.integers(1, 4))
 def test_results_keep_the_order_of_selection(sizes: list[int], jobs: int) -> None:
-    cases = [make_case(size, seed) for seed, size in enumerate(sizes)]
+    cases = [make_case(dp_shard=size, seed=seed) for seed, size in enumerate(sizes)]
     observer = FakeObserver()
     ended = run_schedule(cases, FakeWork(), observer, jobs=jobs)
     assert [result and result.case_id for result in ended.results] == [case_id(case) for case in cases]
@@ -74,7 +65,7 @@ def test_results_keep_the_order_of_selection(sizes: list[int], jobs: int) -> Non
 
 
 def test_largest_world_first_then_order_of_selection() -> None:
-    cases = [make_case(2, 0), make_case(8, 1), make_case(4, 2), make_case(8, 3)]
+    cases = [make_case(dp_shard=size, seed=seed) for seed, size in enumerate((2, 8, 4, 8))]
     work = FakeWork()
     run_schedule(cases, work, FakeObserver(), jobs=1)
     assert [case.train.seed for case in work.order] == [1, 3, 2, 0]

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.conformance.check import MESHES, Batch, Check, Observation, Output, chunk_sizes, local_shape
-from harness.conformance.cost import cheapest_bytes
-from harness.conformance.fixed import fixed_checks, select_checks
-from harness.conformance.judge import Conclusion, conclude, conclude_lost
-from harness.conformance.known import KNOWN
-from harness.conformance.session import RanksFailed, run_checks
-from harness.conformance.table import column, document, lines
-from harness.engine.wire import Job, JobOutcome, RankOutcome
+from harness.engine.messages import Job, JobOutcome, RankOutcome
+from harness.studies.conformance.cost import cheapest_bytes
+from harness.studies.conformance.fixed import fixed_checks, select_checks
+from harness.studies.conformance.judge import Conclusion, conclude, conclude_lost
+from harness.studies.conformance.known import KNOWN
+from harness.studies.conformance.runner import RanksFailed, run_checks
+from harness.studies.conformance.table import column, document, lines
+from harness.trace.operator_checks import MESHES, Batch, Observation, OperatorCheck, Output, chunk_sizes, local_shape
 
 
-def make_check(op: str = "amax", words: str = "S0", mesh: str = "m4", **fields: object) -> Check:
+def make_check(op: str = "amax", words: str = "S0", mesh: str = "m4", **fields: object) -> OperatorCheck:
     inputs = tuple(tuple(placements.split(".")) for placements in words.split("*"))
-    return msgspec.convert({"op": op, "shape": (8, 16), "mesh": mesh, "inputs": inputs, **fields}, Check)
+    return msgspec.convert({"op": op, "shape": (8, 16), "mesh": mesh, "inputs": inputs, **fields}, OperatorCheck)
 
 
 def make_output(**fields: object) -> Output:
@@ -239,11 +239,11 @@ def test_a_check_that_kills_the_job_is_left_out_of_the_next():
     assert engine.asked == [3, 2]
 
 
-def test_many_killers_end_the_session():
+def test_many_killers_abort_the_run():
     checks = [make_check(shape=(8, 16 + number)) for number in range(20)]
     conclusions = run_checks(FakeEngine({check.id for check in checks}), checks)
     assert {each.status for each in conclusions} == {"failed"}
-    assert "never asked" in str(conclusions[-1].problems[0])
+    assert "not run: more than 8" in str(conclusions[-1].problems[0])
 
 
 def test_a_machine_that_cannot_run_is_no_verdict():

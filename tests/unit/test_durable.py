@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.durable import DiskTrouble, append_line, write_whole
+from harness.durable import WriteFailed, append_line, write_whole
 
 FULL = Path("/dev/full")
 
@@ -33,14 +33,14 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_one_clear_error() -> None:
     for write in (write_whole, append_line):
-        with pytest.raises(DiskTrouble, match=r"^/dev/full: cannot write: No space left on device"):
+        with pytest.raises(WriteFailed, match=r"^/dev/full: cannot write: No space left on device"):
             write(FULL, b"x")
 
 
 def test_a_file_in_place_of_a_folder_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
     for write in (write_whole, append_line):
-        with pytest.raises(DiskTrouble) as caught:
+        with pytest.raises(WriteFailed) as caught:
             write(tmp_path / "a/b", b"x")
         assert caught.value.where == str(tmp_path / "a/b")
 

@@ -1,25 +1,26 @@
-"""The pure parts of the engine: frames cut a stream back into messages, endings become the right outcome."""
+"""The pure parts of the engine: frames split a stream into messages, rank outcomes become the right job outcome."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engine.ending import DEATH_LEAD_S, Ending, JobEnd, conclude, describe_exit, first_failure
-from harness.engine.rank import one_line
-from harness.engine.wire import (
+from harness.engine.messages import (
     FrameReader,
     FromRank,
     Job,
     JobOutcome,
     PhaseReached,
+    ProtocolError,
     Raised,
+    RankOutcome,
     RankStatus,
     Returned,
-    WireError,
     encode_frame,
 )
+from harness.engine.outcome import DEATH_LEAD_S, JobRecord, conclude, describe_exit, first_failure
+from harness.engine.rank import one_line
 
 MESSAGES = st.one_of(
     st.builds(PhaseReached, phase=st.text()),
@@ -28,18 +29,17 @@ MESSAGES = st.one_of(
 )
 
 
-def make_ending(rank: int, status: RankStatus, at_s: float = 1.0) -> Ending:
-    return Ending(rank=rank, status=status, at_s=at_s, message=f"{status}!", phase="step 3", payload=b"x")
+def make_rank(rank: int, status: RankStatus, seconds: float = 1.0) -> RankOutcome:
+    return RankOutcome(rank=rank, status=status, payload=b"x", message=f"{status}!", phase="step 3", seconds=seconds)
 
 
-def judge(*endings: Ending, hung: bool = False, infra: str = "") -> JobOutcome:
-    job = Job(job_id="job", world_size=len(endings), payload=b"", deadline_s=5, folder="/nowhere")
-    return conclude(job, JobEnd(endings=endings, hung=hung, infra=infra, wall_s=1, cpu_s=1, detected_s=None))
+def judge(*ranks: RankOutcome, hung: bool = False, infra: str = "") -> JobOutcome:
+    job = Job(job_id="job", world_size=len(ranks), payload=b"", deadline_s=5, folder="/nowhere")
+    return conclude(job, JobRecord(ranks=ranks, hung=hung, infra=infra, wall_s=1, cpu_s=1, detected_s=None))
 
 
-@settings(deadline=None)
 @given(st.lists(MESSAGES), st.data())
-def test_frames_survive_any_cutting(messages: list[FromRank], data: st.DataObject) -> None:
+def test_frames_survive_any_split(messages: list[FromRank], data: st.DataObject) -> None:
     stream = b"".join(encode_frame(message) for message in messages)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)))))
     reader: FrameReader[FromRank] = FrameReader(FromRank)
@@ -47,59 +47,57 @@ def test_frames_survive_any_cutting(messages: list[FromRank], data: st.DataObjec
     assert [message for piece in pieces for message in reader.feed(piece)] == messages
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=64))
 def test_garbage_is_a_wire_error_or_waits(garbage: bytes) -> None:
     reader: FrameReader[FromRank] = FrameReader(FromRank)
     try:
         list(reader.feed(garbage))
-    except WireError:
+    except ProtocolError:
         return
 
 
-def test_what_came_before_garbage_is_heard() -> None:
+def test_messages_before_garbage_are_read() -> None:
     reader: FrameReader[FromRank] = FrameReader(FromRank)
     stream = reader.feed(encode_frame(PhaseReached(phase="step 1")) + b"\xff\xff\xff\xff")
     assert next(stream) == PhaseReached(phase="step 1")
-    with pytest.raises(WireError, match="4294967295 bytes"):
+    with pytest.raises(ProtocolError, match="4294967295 bytes"):
         next(stream)
 
 
 def test_all_returned_is_ok() -> None:
-    outcome = judge(make_ending(1, "returned"), make_ending(0, "returned"))
+    outcome = judge(make_rank(1, "returned"), make_rank(0, "returned"))
     assert (outcome.status, outcome.message) == ("ok", "")
     assert [rank.rank for rank in outcome.ranks] == [0, 1]
 
 
 def test_first_in_time_is_the_cause() -> None:
-    outcome = judge(make_ending(0, "raised", 2.0), make_ending(1, "raised", 1.0), make_ending(2, "stuck", 0.5))
+    outcome = judge(make_rank(0, "raised", 2.0), make_rank(1, "raised", 1.0), make_rank(2, "stuck", 0.5))
     assert (outcome.status, outcome.message) == ("crash", "rank 1 in 'step 3': raised!")
     assert [rank.consequence for rank in outcome.ranks] == [True, False, True]
 
 
 def test_a_death_outranks_a_raise_just_before_it() -> None:
-    raised = make_ending(0, "raised", 1.0)
+    raised = make_rank(0, "raised", 1.0)
     for status in ("exited", "signalled"):
-        assert first_failure((raised, make_ending(1, status, 1.0 + 0.9 * DEATH_LEAD_S))) != raised
-        assert first_failure((raised, make_ending(1, status, 1.0 + 1.1 * DEATH_LEAD_S))) == raised
+        assert first_failure((raised, make_rank(1, status, 1.0 + 0.9 * DEATH_LEAD_S))) != raised
+        assert first_failure((raised, make_rank(1, status, 1.0 + 1.1 * DEATH_LEAD_S))) == raised
 
 
 def test_in_a_hang_nobody_was_first() -> None:
-    outcome = judge(make_ending(0, "stuck"), make_ending(1, "stuck"), make_ending(2, "returned"), hung=True)
+    outcome = judge(make_rank(0, "stuck"), make_rank(1, "stuck"), make_rank(2, "returned"), hung=True)
     assert outcome.status == "hang"
     assert "rank 0 in 'step 3' stuck, rank 1 in 'step 3' stuck; 1 of 3 ranks had returned" in outcome.message
     assert [rank.consequence for rank in outcome.ranks] == [False, False, False]
 
 
 def test_infra_outranks_everything() -> None:
-    outcome = judge(make_ending(0, "raised"), infra="could not fork")
+    outcome = judge(make_rank(0, "raised"), infra="could not fork")
     assert (outcome.status, outcome.message) == ("infra", "could not fork")
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["returned", "raised", "exited", "signalled", "stuck", "stopped"]), min_size=1))
 def test_every_failure_has_a_culprit_and_no_failure_has_a_payload(statuses: list[RankStatus]) -> None:
-    outcome = judge(*(make_ending(rank, status) for rank, status in enumerate(statuses)))
+    outcome = judge(*(make_rank(rank, status) for rank, status in enumerate(statuses)))
     failed = [rank for rank in outcome.ranks if rank.status != "returned"]
     assert (outcome.status == "ok") == (not failed)
     assert all(rank.payload is None for rank in failed)
@@ -109,7 +107,7 @@ def test_every_failure_has_a_culprit_and_no_failure_has_a_payload(statuses: list
 def test_exits_are_described() -> None:
     assert describe_exit(0, returned=False, oom_kills=0) == ("exited", "exited with code 0 without a result")
     assert describe_exit(-11, returned=True, oom_kills=0)[1] == "killed by SIGSEGV after it had returned its result"
-    assert "it has killed 2 since" in describe_exit(-9, returned=False, oom_kills=2)[1]
+    assert "it killed 2 during the job" in describe_exit(-9, returned=False, oom_kills=2)[1]
     assert describe_exit(-40, returned=False, oom_kills=0)[1] == "killed by signal 40"
 
 
@@ -120,4 +118,4 @@ def test_exceptions_become_one_line() -> None:
 
     assert one_line(ValueError("a\n  b")) == "ValueError: a b"
     assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
-    assert one_line(Broken()) == "Broken: <its text cannot be made: RuntimeError>"
+    assert one_line(Broken()) == "Broken: <str() raised RuntimeError>"

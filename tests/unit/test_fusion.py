@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.graphs import Kind, expected_fusions
-from harness.spec.case import Case, Checkpointing, Float8, Layout, Train
-from harness.spec.caseid import parse_case_id
-from harness.spec.fusion import executed_scaled_mm_calls, extra_scaled_mm_calls, joints
-from harness.spec.gemms import scaled_mm_calls
+from harness.checks.graphs import FusionKind, expected_fusions
+from harness.expect.expectations import Expectations
+from harness.expect.fusion import executed_scaled_mm_calls, extra_scaled_mm_calls, fusion_candidates
+from harness.expect.matmuls import scaled_mm_calls
+from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
+from harness.matrix.caseid import parse_case_id
 
 LAYERS = 2
 GATHERS = {"bf16", "tensorwise-tpstyle.fp8"}  # recipes whose gathers feed matmuls as they are
@@ -21,12 +22,12 @@ GATHERS = {"bf16", "tensorwise-tpstyle.fp8"}  # recipes whose gathers feed matmu
 
 def fused(text: str) -> dict[str, int]:
     """Fused operators of one block: forward gathers and scatters, backward gathers and scatters."""
-    counts = expected_fusions(parse_case_id(text))
+    counts = expected_fusions(Expectations(parse_case_id(text)))
     names = {
-        "fw_ag": Kind("forward", "all_gather"),
-        "fw_rs": Kind("forward", "reduce_scatter"),
-        "bw_ag": Kind("backward", "all_gather"),
-        "bw_rs": Kind("backward", "reduce_scatter"),
+        "fw_ag": FusionKind("forward", "all_gather"),
+        "fw_rs": FusionKind("forward", "reduce_scatter"),
+        "bw_ag": FusionKind("backward", "all_gather"),
+        "bw_rs": FusionKind("backward", "reduce_scatter"),
     }
     return {name: counts[kind] // LAYERS for name, kind in names.items()}
 
@@ -44,8 +45,8 @@ def test_the_measured_table(recipe: str, ac: str, bw_ag: int, bw_rs: int) -> Non
 
 
 def test_axiswise_scaling_fuses_nothing_outside_bfloat16() -> None:
-    assert not expected_fusions(parse_case_id("atp2-rowwise-graph-v2048-f32"))
-    assert expected_fusions(parse_case_id("atp2-tensorwise-graph-v2048-f32"))
+    assert not expected_fusions(Expectations(parse_case_id("atp2-rowwise-graph-v2048-f32")))
+    assert expected_fusions(Expectations(parse_case_id("atp2-tensorwise-graph-v2048-f32")))
 
 
 def test_filtered_linears_gather_and_fuse_in_high_precision() -> None:
@@ -97,15 +98,15 @@ CASES = st.builds(
 @given(CASES)
 def test_fusions_do_not_depend_on_the_tp_degree(case: Case) -> None:
     other = msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, tp=2))
-    assert joints(case) == joints(other)
+    assert fusion_candidates(case) == fusion_candidates(other)
 
 
 @given(CASES)
 def test_every_joint_is_counted_once(case: Case) -> None:
-    kinds = Counter(Kind(joint.phase, joint.collective) for joint in joints(case))
+    kinds = Counter(FusionKind(candidate.phase, candidate.collective) for candidate in fusion_candidates(case))
     blocks = case.model.shape.layers
-    assert kinds[Kind("forward", "all_gather")] == kinds[Kind("forward", "reduce_scatter")] == 2 * blocks
-    assert expected_fusions(case) <= kinds
+    assert kinds[FusionKind("forward", "all_gather")] == kinds[FusionKind("forward", "reduce_scatter")] == 2 * blocks
+    assert expected_fusions(Expectations(case)) <= kinds
 
 
 @given(CASES)
@@ -118,4 +119,4 @@ def test_only_pipelined_operators_cut_matmuls(case: Case) -> None:
 @given(CASES)
 def test_nothing_is_fused_without_async_tp(case: Case) -> None:
     plain = msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, async_tp=False))
-    assert joints(plain) == ()
+    assert fusion_candidates(plain) == ()

@@ -9,17 +9,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.errors import HarnessError
-from harness.measured.golden import (
+from harness.evidence.golden import (
     Golden,
     GoldenDamaged,
     GoldenMissing,
-    Provenance,
     compare_goldens,
     golden_path,
     hardware_class,
@@ -29,45 +28,20 @@ from harness.measured.golden import (
     tree_commit,
     write_golden,
 )
-from harness.measured.sealed import write_sealed
-from harness.trace import RankFailure, RankTrace, Run, StepTrace
+from harness.evidence.sealed import write_sealed
+from harness.trace import RankTrace, Run
+from tests.builders import make_failure, make_trace, run_of
+from tests.builders import make_golden as sound_golden
 
 FAMILY = "tiny-v2048-s3"
 
 
-def golden(losses: tuple[float, ...] = (7.5, 7.25, 7.1), *, reason: str = "first one", **changes: object) -> Golden:
-    provenance = Provenance(
-        software={"torch": "2.13.0"}, device="cpu", commit="abc", command="x", reason=reason, created="2026-01-01"
-    )
-    fields: dict[str, object] = {
-        "schema": 1,
-        "family": FAMILY,
-        "hardware": "cpu",
-        "case_id": "single-bf16-v2048-s3-b16",
-        "losses": losses,
-        "grad_norms": tuple(1.0 + index for index in range(len(losses))),
-        "data_digest": "d1",
-        "provenance": provenance,
-    }
-    return Golden(**{**fields, **changes})  # type: ignore[arg-type]
+def golden(losses: tuple[float, ...] = (7.5, 7.25, 7.1), **changes: object) -> Golden:
+    return sound_golden(losses=losses, **{"family": FAMILY, "data_digest": "d1", **changes})
 
 
-def trace(*, device: str = "cpu", converted: tuple[str, ...] = (), calls: int = 0, rank: int = 0) -> RankTrace:
-    steps = tuple(
-        StepTrace(step=step, loss=8.0 - step, grad_norm=1.0, scaled_mm_calls=count, seconds=0.1)
-        for step, count in ((1, 0), (2, calls))
-    )
-    return RankTrace(
-        rank=rank,
-        steps=steps,
-        converted_fqns=converted,
-        unmatched_filters=(),
-        peak_memory_bytes=1,
-        data_digest="d1",
-        software={"torch": "2.13.0", "numpy": "2.4"},
-        device=device,
-        virtual=(),
-    )
+def trace(**changes: object) -> RankTrace:
+    return make_trace(losses=(7.0, 6.0), software={"torch": "2.13.0", "numpy": "2.4"}, **changes)
 
 
 def made(run: Run) -> Golden:
@@ -142,7 +116,7 @@ def test_one_step_is_enough_for_a_golden(tmp_path: Path) -> None:
 def test_a_truncated_golden_is_found_at_every_length(tmp_path: Path) -> None:
     path = write_golden(tmp_path, golden())
     content = path.read_bytes().rstrip()
-    for length in range(0, len(content), 3):
+    for length in range(0, len(content), 7):
         path.write_bytes(content[:length])
         with pytest.raises(GoldenDamaged):
             load_golden(tmp_path, "cpu", FAMILY)
@@ -251,7 +225,7 @@ def test_old_and_new_side_by_side() -> None:
 
 
 def test_a_golden_is_made_of_one_finished_bf16_rank() -> None:
-    found = made(Run(traces=(trace(device="NVIDIA H200"),), failures=()))
+    found = made(run_of(trace(device="NVIDIA H200")))
     assert (found.hardware, found.losses, found.grad_norms) == ("nvidia-h200", (7.0, 6.0), (1.0, 1.0))
     assert list(found.provenance.software.items()) == [("numpy", "2.4"), ("torch", "2.13.0")]
     assert (found.provenance.reason, found.provenance.commit) == ("why", "abc")
@@ -260,14 +234,11 @@ def test_a_golden_is_made_of_one_finished_bf16_rank() -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(traces=(), failures=()),
-        Run(traces=(trace(), trace(rank=1)), failures=()),
-        Run(traces=(trace(converted=("output",)),), failures=()),
-        Run(traces=(trace(calls=3),), failures=()),
-        Run(
-            traces=(trace(),),
-            failures=(RankFailure(rank=1, kind="raised", message="", traceback="", phase="", consequence=False),),
-        ),
+        run_of(),
+        run_of(trace(), trace(rank=1)),
+        run_of(trace(converted_fqns=("output",))),
+        run_of(trace(calls=(0, 3))),
+        run_of(trace(), make_failure(1)),
     ],
 )
 def test_other_runs_make_no_golden(run: Run) -> None:
@@ -299,5 +270,5 @@ def test_the_commit_says_when_files_differ_from_it(tmp_path: Path) -> None:
 def test_a_seal_is_renewed_by_the_tool_only(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     first = write_sealed(path, golden())
-    again = write_sealed(path, msgspec.structs.replace(first, data_digest="d2"))
+    again = write_sealed(path, replace(first, data_digest="d2"))
     assert len(first.digest) == 64 and again.digest != first.digest

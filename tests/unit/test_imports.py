@@ -1,4 +1,4 @@
-"""The arrows of the architecture, checked by walking every import of the package."""
+"""The arrows of the architecture, checked by walking every import and call of the package."""
 
 from __future__ import annotations
 
@@ -7,128 +7,157 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "harness"
-FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Rooms from the top down. A room may import rooms below it and files of its own; `worker` is beside them all.
+# Rooms from the top down. A room may import rooms below it and files of its own. `worker` stands beside them all.
 LEVELS = [
     ["__main__", "pytest_plugin"],
     ["cli"],
-    ["measured.references", "measured.noise", "planted.power"],
+    ["report"],
+    ["studies"],
     ["workflow"],
     ["running"],
-    ["report", "store", "project"],
-    ["checks", "conformance"],
-    ["measured.golden", "measured.tolerance"],
-    ["engine", "spec", "jsonform", "measured.sealed", "planted.faults", "planted.killmatrix"],
-    ["durable", "result", "request", "trace", "verdict", "errors"],
+    ["store", "project"],
+    ["checks"],
+    ["evidence"],
+    ["expect"],
+    ["request", "result", "jsonform"],
+    ["engine", "matrix", "durable"],
+    ["errors", "trace", "verdict"],
 ]
-# Rooms whose files stand on different levels: some of them run cases, the others are read by those that judge them.
-SPLIT = {"measured", "planted"}
-VALUES = {"spec", "planted.faults", "trace", "request", "result", "verdict", "errors", "durable"}
-WORKER_MAY_READ = {"harness.engine.program", "harness.engine.wire", "harness.conformance.check"}
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+WORKER_MAY_READ = {"matrix", "trace", "request", "result", "verdict", "errors"}  # values
+WORKER_MAY_ALSO_READ = {"harness.engine.program", "harness.engine.messages"}  # what a rank program is
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}
-PROGRAMS = {"harness.engine.warm", "harness.engine.torchrun_rank"}  # run by `python -m`
+PROGRAMS = {"harness.engine.zygote", "harness.engine.rank", "harness.engine.torchrun_rank"}  # processes of their own
 TORCH = {"torch", "torchao", "torchtitan"}
+PICKLES = {"pickle", "marshal", "shelve", "dill"}
+TALKING = {"print", "click.echo", "exit", "quit"}
+SHELLS = {"os.system", "os.popen", "eval", "exec"}
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+class Call(NamedTuple):
+    """A call of something with a dotted name, or of "" for what has none."""
+
+    place: str
+    name: str
+    keywords: frozenset[str | None]
+
+
+class Module(NamedTuple):
+    """What one file of the package imports and calls."""
+
+    name: str
+    imports: frozenset[str]
+    calls: tuple[Call, ...]
+
+    @property
+    def room(self) -> str:
+        return room(self.name)
 
 
 def room(module: str) -> str:
-    """The first name below the package, or the first two in a room that is split."""
-    parts = module.split(".")[1:]
-    return ".".join(parts[:2]) if parts and parts[0] in SPLIT else "".join(parts[:1])
+    """The first name below the package."""
+    return "".join(module.split(".")[1:2])
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+def read(path: Path) -> Module:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    return Module(
+        name=".".join(parts[:-1] if parts[-1] == "__init__" else parts),
+        imports=frozenset(name for node in nodes for name in imported(node)),
+        calls=tuple(
+            Call(f"{path}:{node.lineno}", dotted(node.func), frozenset(word.arg for word in node.keywords))
+            for node in nodes
+            if isinstance(node, ast.Call)
+        ),
+    )
 
 
-def own_imports(path: Path) -> set[str]:
-    return {name for name in imports(path) if name.split(".")[0] == "harness" and "." in name}
+def imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield "." * node.level + (node.module or "")
 
 
-def level(name: str) -> int:
-    return next(index for index, rooms in enumerate(LEVELS) if name in rooms)
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_arrows_only_go_down(path: Path) -> None:
-    here = room(module_name(path))
-    for target in sorted(own_imports(path)):
-        there = room(target)
-        if there == here or not here:
-            continue
-        if here == "worker":
-            assert there in VALUES or target in WORKER_MAY_READ, target
-            continue
-        assert there != "worker", f"{path}: only ranks import the worker"
-        if {here, there} == {"spec"} | VALUES & {here, there}:
-            continue  # values know each other
-        assert level(there) >= level(here), f"{path}: {target} is above {here}"
+MODULES = [read(path) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def packages(module: Module) -> set[str]:
+    """The top-level packages that it imports."""
+    return {name.split(".")[0] for name in module.imports}
+
+
+def points_down(module: Module, target: str) -> bool:
+    """True when this module may import that one."""
+    here, there = module.room, room(target)
+    if there == here or not here:
+        return True
+    if here == "worker":
+        return there in WORKER_MAY_READ or target in WORKER_MAY_ALSO_READ
+    return there != "worker" and LEVEL_OF[there] > LEVEL_OF[here]
+
+
+def test_arrows_only_go_down() -> None:
+    arrows = [(module, name) for module in MODULES for name in module.imports if name.startswith("harness.")]
+    assert len(arrows) > 500
+    assert [f"{module.name} -> {name}" for module, name in arrows if not points_down(module, name)] == []
+
+
+def test_arrows_that_point_up_or_sideways_are_seen() -> None:
+    for here, there in (
+        ("harness.checks.judge", "harness.running.plan"),
+        ("harness.checks.judge", "harness.worker.train"),
+        ("harness.engine.rank", "harness.matrix.case"),
+        ("harness.matrix.case", "harness.engine.rank"),
+        ("harness.worker.train", "harness.checks.judge"),
+    ):
+        assert not points_down(Module(here, frozenset(), ()), there)
+
+
+def test_imports_are_absolute() -> None:
+    assert [module.name for module in MODULES if any(name.startswith(".") for name in module.imports)] == []
 
 
 def test_every_room_has_a_level() -> None:
-    rooms = {room(module_name(path)) for path in FILES} - {"", "worker"} - SPLIT
-    assert rooms <= {name for names in LEVELS for name in names}
+    assert {module.room for module in MODULES} - {"", "worker"} == set(LEVEL_OF)
 
 
-def test_spec_and_engine_do_not_know_each_other() -> None:
-    for path in FILES:
-        here = room(module_name(path))
-        there = {room(target) for target in own_imports(path)}
-        assert not (here == "spec" and there - VALUES), path
-        assert not (here == "engine" and "spec" in there), path
+def test_torch_is_only_in_the_worker() -> None:
+    assert {module.room for module in MODULES if packages(module) & TORCH} == {"worker"}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if room(module_name(path)) != "worker"], ids=module_name)
-def test_torch_is_only_in_the_worker(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & TORCH
+def test_only_front_ends_talk_and_only_programs_exit() -> None:
+    quiet = [module for module in MODULES if module.room not in FRONT_ENDS]
+    assert [call.place for module in quiet for call in module.calls if call.name in TALKING] == []
+    assert {module.name for module in quiet for call in module.calls if call.name == "sys.exit"} <= PROGRAMS
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_only_front_ends_talk_and_exit(path: Path) -> None:
-    if room(module_name(path)) in FRONT_ENDS:
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in {"print", "click.echo", "exit", "quit"}, f"{path}:{node.lineno}"
-            is_program = module_name(path) in {
-                "harness.engine.warm",
-                "harness.engine.rank",
-                "harness.engine.torchrun_rank",
-            }
-            assert called != "sys.exit" or is_program, f"{path}:{node.lineno}"
+def test_no_shell_and_no_pickles() -> None:
+    assert [module.name for module in MODULES if packages(module) & PICKLES] == []
+    calls = [call for module in MODULES for call in module.calls]
+    assert [call.place for call in calls if "shell" in call.keywords or call.name in SHELLS] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_no_shell_and_no_pickles(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & {"pickle", "marshal", "shelve", "dill"}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            assert not any(word.arg == "shell" for word in node.keywords), f"{path}:{node.lineno}"
-            assert ast.unparse(node.func) not in {"os.system", "os.popen", "eval", "exec"}, f"{path}:{node.lineno}"
-
-
-@pytest.mark.parametrize(
-    "module", ["harness.cli.main", "harness.cli.listing", "harness.cli.explain", "harness.workflow"]
-)
-def test_front_ends_start_without_heavy_libraries(module: str) -> None:
-    heavy = ["torch", "torchao", "numpy", "rich", "jsonschema", "pytest", "hypothesis"]
-    code = f"import sys, {module}; print(sorted(set({heavy}) & set(sys.modules)))"
-    assert _printed(code) == "[]"
+def test_front_ends_start_without_heavy_libraries() -> None:
+    code = (
+        "import importlib, sys\n"
+        "heavy = {'torch', 'torchao', 'numpy', 'rich', 'jsonschema', 'pytest', 'hypothesis'}\n"
+        "for name in ('harness.cli.main', 'harness.cli.listing', 'harness.cli.explain', 'harness.workflow'):\n"
+        "    importlib.import_module(name)\n"
+        "    print(name, sorted(heavy & set(sys.modules)))"
+    )
+    assert [line.split(maxsplit=1)[1] for line in _printed(code).splitlines()] == ["[]"] * 4
 
 
 def test_pytest_plugin_is_cheap() -> None:

@@ -7,7 +7,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.jsonform import from_json, to_json
@@ -49,14 +49,12 @@ def bits(value: object) -> object:
             return value
 
 
-@settings(max_examples=50)
 @given(things, st.sampled_from([0, 2]))
 def test_what_is_written_is_read(thing: Thing, indent: int) -> None:
     found = from_json(to_json(thing, indent=indent), Thing)
     assert bits(msgspec.to_builtins(found)) == bits(msgspec.to_builtins(thing))
 
 
-@settings(max_examples=50)
 @given(things)
 def test_it_is_strict_json_on_one_line(thing: Thing) -> None:
     text = to_json(thing)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError
-from harness.spec.caseid import parse_case_id
-from harness.spec.known import match_known, read_known
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.known import match_known, read_known
 from harness.verdict import Verdict
 
 RECORD = """\
@@ -43,19 +43,19 @@ def test_a_record_hits_its_cases(tmp_path: Path) -> None:
 )
 def test_a_record_hits_its_versions(tmp_path: Path, version: str, hit: bool) -> None:
     (fault,) = read_known(write(tmp_path, RECORD))
-    assert fault.hits_torch(version) is hit
+    assert fault.affects(version) is hit
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("nan-scale", "", "known.toml:2: 'name' must be a text"),
-        ('reason = "An example."', "", "known.toml:1: 'reason' must be a text"),
+        ("nan-scale", "", "known.toml:2: 'name' must be a non-empty string"),
+        ('reason = "An example."', "", "known.toml:1: 'reason' must be a non-empty string"),
         ("crash", "crahs", "known.toml:4: verdict 'crahs' is not a failure. Fix: did you mean crash"),
         ("crash", "passed", "verdict 'passed' is not a failure"),
         ("scale .* nan", "(", "known.toml:5: not a regular expression"),
         ("tp>1", "tpp>1", "unknown axis 'tpp'"),
-        (">=2.13,<2.14", "2.13", "'2.13' is no version limit"),
+        (">=2.13,<2.14", "2.13", "'2.13' is not a version specifier"),
         ("link =", "links =", "known.toml:6: unknown key 'links'"),
     ],
 )

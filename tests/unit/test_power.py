@@ -1,22 +1,21 @@
-"""The kill matrix: what counts as caught, what weaker harnesses see, and how it is reported."""
+"""The kill matrix: what counts as detected, what the baselines detect, and how it is reported."""
 
 from __future__ import annotations
 
 import json
 import math
 
-import msgspec
-import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from harness.planted.killmatrix import BLIND, Power, Sight, Trial
-from harness.planted.power import weaker_sight
 from harness.report.power import power_json, power_text
-from harness.trace import RankTrace, Run, StepTrace
-from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
+from harness.studies.power import baseline_detection
+from harness.trace import Run
 from harness.verdict import Verdict
+from tests.builders import make_golden, make_sketch, make_trace, run_of
 
-SEES_NOTHING = Sight(loss_gap=0.0, sqnr_db=math.inf)
+SEES_NOTHING = BaselineDetection(loss_gap=0.0, sqnr_db=math.inf)
 
 
 def trial(fault: str | None = "amax_without_abs", **changes: object) -> Trial:
@@ -30,9 +29,9 @@ def trial(fault: str | None = "amax_without_abs", **changes: object) -> Trial:
         first_step=1,
         excess=100.0,
         message="gradients are off",
-        sight=SEES_NOTHING,
+        baseline=SEES_NOTHING,
     )
-    return msgspec.structs.replace(sound, **changes)
+    return replace(sound, **changes)
 
 
 def power(*trials: Trial, clean: tuple[Trial, ...] = ()) -> Power:
@@ -40,42 +39,7 @@ def power(*trials: Trial, clean: tuple[Trial, ...] = ()) -> Power:
 
 
 def run(losses: list[float], gradient: float) -> Run:
-    sketch = TensorSketch(
-        fqn="w",
-        kind="grad",
-        step=1,
-        shape=(2,),
-        offset=(0,),
-        local_shape=(2,),
-        owner=True,
-        norm_squared=gradient**2,
-        sums=np.full(SKETCH_SIZE, gradient).astype("<f8").tobytes(),
-        digest=repr(gradient),
-    )
-    steps = [
-        StepTrace(step=at, loss=loss, grad_norm=1.0, scaled_mm_calls=1, seconds=0.1)
-        for at, loss in enumerate(losses, start=1)
-    ]
-    trace = RankTrace(
-        rank=0,
-        steps=tuple(steps),
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="",
-        software={},
-        device="cpu",
-        virtual=(),
-        sketches=(sketch,),
-    )
-    return Run(traces=(trace,), failures=())
-
-
-class Losses:
-    """As much of a golden as is looked at."""
-
-    def __init__(self, *losses: float) -> None:
-        self.losses = losses
+    return run_of(make_trace(losses=losses, sketches=(make_sketch("w", value=gradient),)))
 
 
 @pytest.mark.parametrize(
@@ -92,57 +56,57 @@ class Losses:
     ],
 )
 def test_only_a_verdict_on_the_case_catches(verdict, caught):
-    assert trial(verdict=verdict).caught is caught
+    assert trial(verdict=verdict).detected is caught
 
 
 def test_a_check_that_cries_in_the_clean_run_too_catches_nothing():
-    assert not trial(checks=()).caught
+    assert not trial(checks=()).detected
 
 
 def test_what_escaped_and_what_is_no_proof():
     escaped = trial(verdict=Verdict.PASSED, checks=())
-    equivalent = msgspec.structs.replace(escaped, equivalent=True)
+    equivalent = replace(escaped, equivalent=True)
     unsound = trial(None)
     matrix = power(trial(), escaped, equivalent, clean=(unsound, trial(None, verdict=Verdict.PASSED)))
-    assert matrix.escaped == (escaped,)
-    assert matrix.false_findings == (unsound,)
+    assert matrix.undetected == (escaped,)
+    assert matrix.false_positives == (unsound,)
 
 
 @pytest.mark.parametrize(("gap", "seen"), [(0.0, False), (0.01, False), (0.0101, True), (math.nan, True)])
 def test_the_loss_watcher_sees_more_than_a_hundredth(gap, seen):
-    assert Sight(loss_gap=gap, sqnr_db=None).by_loss is seen
+    assert BaselineDetection(loss_gap=gap, sqnr_db=None).by_loss is seen
 
 
 @pytest.mark.parametrize(
     ("sqnr", "seen"), [(math.inf, False), (20.1, False), (20.0, True), (math.nan, True), (None, False)]
 )
 def test_the_sqnr_watcher_wants_more_than_twenty_decibels(sqnr, seen):
-    assert Sight(loss_gap=0.0, sqnr_db=sqnr).by_sqnr is seen
+    assert BaselineDetection(loss_gap=0.0, sqnr_db=sqnr).by_sqnr is seen
 
 
 def test_everybody_sees_a_run_that_does_not_finish():
-    assert BLIND.by_loss
-    assert BLIND.by_sqnr
+    assert UNFINISHED.by_loss
+    assert UNFINISHED.by_sqnr
 
 
 def test_a_run_is_compared_with_the_loss_of_the_golden_and_the_gradient_of_the_solo_witness():
-    sight = weaker_sight(run([8.0, 7.5], 1.1), Losses(8.0, 7.48), run([8.0, 7.5], 1.0))
-    assert sight.loss_gap == pytest.approx(0.02)
-    assert sight.sqnr_db == pytest.approx(20.0)
-    same = weaker_sight(run([8.0, 7.5], 1.0), Losses(8.0, 7.5), run([8.0, 7.5], 1.0))
+    found = baseline_detection(run([8.0, 7.5], 1.1), make_golden(losses=(8.0, 7.48)), run([8.0, 7.5], 1.0))
+    assert found.loss_gap == pytest.approx(0.02)
+    assert found.sqnr_db == pytest.approx(20.0)
+    same = baseline_detection(run([8.0, 7.5], 1.0), make_golden(losses=(8.0, 7.5)), run([8.0, 7.5], 1.0))
     assert (same.loss_gap, same.sqnr_db) == (0.0, math.inf)
 
 
 def test_nan_is_seen_by_both():
-    sight = weaker_sight(run([math.nan], math.nan), Losses(8.0), run([8.0], 1.0))
-    assert sight.by_loss
-    assert sight.by_sqnr
+    found = baseline_detection(run([math.nan], math.nan), make_golden(losses=(8.0,)), run([8.0], 1.0))
+    assert found.by_loss
+    assert found.by_sqnr
 
 
 def test_the_report_names_what_escaped_and_counts_a_fault_once():
     escaped = trial("scale_margin", verdict=Verdict.PASSED, checks=(), case_id="fsdp2-tensorwise-v2048-f64")
     text = power_text(power(trial(), trial("scale_margin"), escaped))
-    assert "escaped (1)\n  scale_margin in fsdp2-tensorwise-v2048-f64: passed" in text
+    assert "undetected (1)\n  scale_margin in fsdp2-tensorwise-v2048-f64: passed" in text
     assert "all" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  all"))
     assert line.split()[1] == "1/2"
@@ -152,9 +116,9 @@ def test_the_report_argues_equivalents_and_names_unsound_carriers():
     quiet = trial("clamp_dropped", equivalent=True, verdict=Verdict.PASSED, checks=())
     text = power_text(power(quiet, clean=(trial(None),)))
     assert "clamp_dropped: Under dynamic scaling" in text
-    assert "worth nothing (1)" in text
+    assert "prove nothing (1)" in text
 
 
 def test_the_json_keeps_infinity():
-    document = json.loads(power_json(power(trial(sight=BLIND))))
+    document = json.loads(power_json(power(trial(baseline=UNFINISHED))))
     assert document["trials"][0]["sight"]["loss_gap"] == "Infinity"

@@ -9,21 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.report.junit import junit_report
-from harness.result import Attempt, CaseResult, RunResult
-from harness.trace import RankFailure, Run
+from harness.result import CaseResult, RunResult
 from harness.verdict import Finding, Verdict
+from tests.builders import make_attempt, make_failure, make_result, run_of
 
 
-def result(verdict: Verdict, *, text: str = "why", case_id: str = "a") -> CaseResult:
-    failure = RankFailure(rank=0, kind="raised", message=text, traceback=text, phase=text, consequence=False)
-    return CaseResult(
-        case_id=case_id,
-        verdict=verdict,
-        findings=() if verdict is Verdict.PASSED else (Finding(check="c", message=text, expected=text, rank=2),),
-        attempts=(Attempt(verdict=verdict, message=text, wall_s=1.5, cpu_s=1.0),),
-        world_size=2,
-        run=None if verdict is Verdict.PASSED else Run(traces=(), failures=(failure,)),
-        command=f"fp8-harness run --case {case_id}",
+def result(verdict: Verdict, *, text: str = "why") -> CaseResult:
+    passed = verdict is Verdict.PASSED
+    return make_result(
+        "a",
+        verdict,
+        findings=() if passed else (Finding(check="c", message=text, expected=text, rank=2),),
+        attempts=(make_attempt(verdict, text),),
+        run=None if passed else run_of(make_failure(0, text, traceback=text, phase=text)),
     )
 
 
@@ -46,9 +44,9 @@ def test_only_what_is_good_has_no_failure_and_no_error(verdict: Verdict) -> None
 def test_a_case_has_its_facts() -> None:
     case = parsed(result(Verdict.CRASH)).find(".//testcase")
     assert case is not None
-    assert (case.get("classname"), case.get("name"), case.get("time")) == ("pr", "a", "1.500")
+    assert (case.get("classname"), case.get("name"), case.get("time")) == ("pr", "a", "1.250")
     facts = {each.get("name"): each.get("value") for each in case.findall("properties/property")}
-    assert facts == {"command": "fp8-harness run --case a", "verdict": "crash", "world_size": "2"}
+    assert facts == {"command": "fp8-harness run --case a", "verdict": "crash", "world_size": "4"}
     assert "why" in (case.findtext("system-out") or "")
 
 
@@ -59,8 +57,7 @@ def test_a_known_fault_is_skipped_with_its_text() -> None:
 
 
 def test_a_bad_case_without_findings_still_says_what_it_is() -> None:
-    bare = CaseResult(case_id="a", verdict=Verdict.NOT_RUN, findings=(), attempts=(), world_size=1)
-    (error,) = parsed(bare).findall(".//error")
+    (error,) = parsed(make_result(verdict=Verdict.NOT_RUN)).findall(".//error")
     assert error.get("message") == "was not run" == error.text
 
 

@@ -9,9 +9,10 @@ from rich.console import Console
 from harness.report.markdown import markdown_report
 from harness.report.text import case_block, rich_table, text_report, text_table
 from harness.report.wording import finding_text, headline, printable, totals_line
-from harness.result import Attempt, CaseResult, RunResult
-from harness.trace import RankFailure, Run
-from harness.verdict import Finding, Verdict
+from harness.result import CaseResult, RunResult
+from harness.trace import RankFailure
+from harness.verdict import Finding, NotJudged, Verdict
+from tests.builders import make_attempt, make_failure, make_result, run_of
 
 FINDING = Finding(
     check="fp8_on",
@@ -24,40 +25,21 @@ FINDING = Finding(
 )
 
 
-def attempt(verdict: Verdict = Verdict.PASSED, message: str = "") -> Attempt:
-    return Attempt(verdict=verdict, message=message, wall_s=1.25, cpu_s=2.5)
-
-
 def failure(rank: int, *, traceback: str = "Traceback\n  boom", consequence: bool = False) -> RankFailure:
-    return RankFailure(
-        rank=rank,
-        kind="raised",
-        message="ValueError: x",
-        traceback=traceback,
-        phase="step 3",
-        consequence=consequence,
-    )
+    return make_failure(rank, traceback=traceback, phase="step 3", consequence=consequence)
 
 
 def result(case_id: str = "single-bf16", verdict: Verdict = Verdict.PASSED, *findings: Finding) -> CaseResult:
-    return CaseResult(
-        case_id=case_id,
-        verdict=verdict,
-        findings=findings,
-        attempts=(attempt(),),
-        world_size=4,
-        command=f"fp8-harness run --case {case_id}",
-    )
+    return make_result(case_id, verdict, findings=findings)
 
 
 def crashed(*failures: RankFailure) -> CaseResult:
-    return CaseResult(
-        case_id="tp4",
-        verdict=Verdict.CRASH,
+    return make_result(
+        "tp4",
+        Verdict.CRASH,
         findings=(Finding(check="engine", message="rank 1 raised"),),
-        attempts=(attempt(Verdict.INFRA, "no fork"), attempt(Verdict.CRASH)),
-        world_size=4,
-        run=Run(traces=(), failures=failures),
+        attempts=(make_attempt(Verdict.INFRA, "no fork"), make_attempt(Verdict.CRASH)),
+        run=run_of(*failures),
     )
 
 
@@ -107,10 +89,7 @@ def test_retries_and_expectations_are_visible() -> None:
     assert headline(crashed()) == "rank 1 raised"
     block = case_block(crashed())
     assert "2 attempts, earlier: infra: no fork" in block
-    refused = CaseResult(
-        case_id="a", verdict=Verdict.PASSED, findings=(), attempts=(attempt(),), world_size=1, expectation="alignment"
-    )
-    assert headline(refused) == "as expected: alignment"
+    assert headline(make_result(expectation="alignment")) == "as expected: alignment"
 
 
 def test_equal_tracebacks_are_shown_once_and_consequences_are_not() -> None:
@@ -156,5 +135,15 @@ def test_markdown_of_a_good_run_is_good() -> None:
 
 def test_markdown_stays_small() -> None:
     text = markdown_report(run(*(result(f"case{number}", Verdict.CRASH) for number in range(250))))
-    assert "… and 50 more cases that are not good." in text
+    assert "… and 50 more that are not good." in text
     assert text.count("case249 crashed") == 0
+
+
+def test_checks_without_a_verified_formula_are_named_once() -> None:
+    skipped = NotJudged(check="traffic", reason="the formula for traffic was not verified: torch 2.99", unverified=True)
+    inapplicable = NotJudged(check="graphs", reason="no rank recorded graphs")
+    found = run(*(make_result(name, not_judged=(inapplicable, skipped)) for name in ("a", "b")))
+    line = "  traffic in 2 cases: the formula for traffic was not verified: torch 2.99"
+    assert f"not judged with these versions:\n{line}\n" in text_report(found)
+    assert line in markdown_report(found)
+    assert "not judged" not in text_report(run(make_result("a", not_judged=(inapplicable,))))

@@ -13,11 +13,13 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.report.document import json_report
 from harness.result import Attempt, CaseResult, RunResult
-from harness.trace import RankFailure, RankTrace, Run, StepTrace
-from harness.verdict import Finding, Verdict
+from harness.trace import RankFailure, RankTrace, Run
+from harness.verdict import Finding, NotJudged, Verdict
+from tests.builders import make_attempt, make_failure, make_result, make_trace, run_of
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "harness/schemas/result.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -57,20 +59,8 @@ attempts = st.builds(
 
 
 def trace(rank: int, losses: list[float]) -> RankTrace:
-    return RankTrace(
-        rank=rank,
-        steps=tuple(
-            StepTrace(step=number, loss=loss, grad_norm=-loss, scaled_mm_calls=0, seconds=0.1)
-            for number, loss in enumerate(losses, 1)
-        ),
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="d",
-        software={},
-        device="cpu",
-        virtual=(),
-    )
+    steps = make_trace(losses=losses).steps
+    return make_trace(rank=rank, steps=tuple(replace(step, grad_norm=-step.loss) for step in steps))
 
 
 traces = st.builds(trace, st.integers(0, 7), st.lists(floats, max_size=3))
@@ -87,6 +77,9 @@ results = st.builds(
     expectation=st.none() | texts,
     run=st.none() | runs,
     checks=st.lists(texts, max_size=2).map(tuple),
+    not_judged=st.lists(
+        st.builds(NotJudged, check=some_text, reason=some_text, unverified=st.booleans()), max_size=2
+    ).map(tuple),
     command=texts,
 )
 
@@ -96,18 +89,19 @@ def document(run: RunResult) -> Any:
 
 
 def example() -> Any:
-    bad = CaseResult(
-        case_id="tp2",
-        verdict=Verdict.NUMERIC,
+    bad = make_result(
+        "tp2",
+        Verdict.NUMERIC,
         findings=(Finding(check="finite", message="loss is nan", verdict=Verdict.NUMERIC, step=2, rank=0),),
-        attempts=(Attempt(verdict=Verdict.NUMERIC, message="", wall_s=2.0, cpu_s=3.0),),
+        attempts=(make_attempt(Verdict.NUMERIC, wall_s=2.0, cpu_s=3.0),),
         world_size=2,
-        run=Run(
-            traces=(trace(1, [9.0, 9.0]), trace(0, [7.123456789012345, math.nan])),
-            failures=(RankFailure(rank=1, kind="stuck", message="", traceback="", phase="", consequence=True),),
+        run=run_of(
+            trace(1, [9.0, 9.0]),
+            trace(0, [7.123456789012345, math.nan]),
+            make_failure(1, kind="stuck", consequence=True),
         ),
         checks=("finite",),
-        command="fp8-harness run --case tp2",
+        not_judged=(NotJudged(check="traffic", reason="no rank recorded traffic"),),
     )
     return document(RunResult(results=(bad,), wall_s=4.0, provenance={"torch": "2.13.0"}))
 
@@ -133,6 +127,7 @@ def test_the_values_are_those_of_the_lowest_rank_in_full() -> None:
     assert (case["seconds"], case["cpu_s"], case["world_size"]) == (2.0, 3.0, 2)
     assert case["findings"][0]["step"] == 2 and case["findings"][0]["module"] is None
     assert case["failures"][0]["kind"] == "stuck"
+    assert case["not_judged"] == [{"check": "traffic", "reason": "no rank recorded traffic", "unverified": False}]
     assert (example()["exit_code"], example()["totals"]["numeric"], example()["cpu_s"]) == (1, 1, 3.0)
 
 
@@ -162,6 +157,10 @@ def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
         spoil("cases", 0, "findings", 0, "step", value="2"),
         spoil("cases", 0, "attempts", 0, "wall_s", value=-1),
         spoil("cases", 0, "failures", 0, "kind", value="lost"),
+        spoil("cases", 0, "not_judged", value=["traffic"]),
+        spoil("cases", 0, "not_judged", 0, "check", value=None),
+        spoil("cases", 0, "not_judged", 0, "reason", value=3),
+        spoil("cases", 0, "not_judged", 0, "extra", value=1),
     ],
 )
 def test_the_schema_refuses_what_no_run_writes(change: Callable[[Any], None]) -> None:

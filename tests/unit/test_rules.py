@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.spec.axes import AXES, axis_values, case_from_axes
-from harness.spec.case import Case
-from harness.spec.caseid import parse_case_id
-from harness.spec.gemms import converted_fqns, gemms, recomputed_calls, scaled_mm_calls, shard_sizes
-from harness.spec.rules import (
+from harness.expect.matmuls import recomputed_calls, scaled_mm_calls
+from harness.matrix.axes import AXES, axis_values, case_from_axes
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.linears import converted_fqns, gemms, shard_sizes
+from harness.matrix.rules import (
     EXCLUSIONS,
     REFUSALS,
     Rule,
@@ -22,6 +23,7 @@ from harness.spec.rules import (
     explain,
     is_misaligned,
 )
+from tests.strategies import POSSIBLE_CASES
 
 RULES: tuple[Rule, ...] = (*EXCLUSIONS, *REFUSALS)
 
@@ -35,7 +37,6 @@ def refused_by(text: str) -> str | None:
     return refusal.name if refusal else None
 
 
-@settings(max_examples=60)
 @given(st.from_type(Case), st.from_type(Case))
 def test_rules_read_only_the_axes_they_name(case: Case, other: Case) -> None:
     values, others = axis_values(case), axis_values(other)
@@ -144,9 +145,8 @@ def test_the_alignment_contract(text: str, refusal: str | None) -> None:
     assert refused_by(text) == refusal
 
 
-@given(st.from_type(Case))
+@given(POSSIBLE_CASES)
 def test_a_refusal_is_exactly_a_misaligned_matmul(case: Case) -> None:
-    assume(not exclusions(case))
     explanation = explain(case)
     assert (explanation.refusal is not None) == any(is_misaligned(case, gemm) for gemm in gemms(case))
     assert bool(explanation.refused_gemms) == (explanation.refusal is not None)
@@ -206,7 +206,7 @@ def test_scaled_matmuls_of_a_step(text: str, calls: int) -> None:
     assert scaled_mm_calls(parse_case_id(text)) == calls
 
 
-@given(st.from_type(Case))
+@given(st.from_type(Case) | POSSIBLE_CASES)
 def test_matmuls_and_calls_agree(case: Case) -> None:
     even = case_from_axes(axis_values(case) | {"tp": 1})
     assert len(gemms(even)) + recomputed_calls(even) == scaled_mm_calls(even)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.spec.axes import axis_values
-from harness.spec.case import Case
-from harness.spec.caseid import case_id, parse_case_id
-from harness.spec.selector import parse_selector
+from harness.matrix.axes import axis_values
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.selector import parse_selector
 
 CASE = parse_case_id("fsdp2-tp4-tensorwise-ag.fp8-filter.wk+wq-ac.full-v2256-f32")
 
@@ -71,7 +71,7 @@ def test_what_terms_mean(text: str, expected: bool) -> None:
         ("lr=nan", "lr = nan"),
         ("async_tp=maybe", "axis 'async_tp' cannot be 'maybe'"),
         ("recipe>=bf16", "axis 'recipe' has no order"),
-        ("tp~4", "~ compares with the id alone"),
+        ("tp~4", "~ only works with id"),
         ("id=x", "unknown axis 'id'"),
         ("$$", "neither a condition nor part of an id"),
     ],

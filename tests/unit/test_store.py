@@ -10,37 +10,20 @@ import msgspec
 import pytest
 
 from harness.errors import HarnessError
-from harness.result import Attempt, CaseResult
+from harness.result import CaseResult
 from harness.store import FILE_NAME, RunStore
-from harness.trace import RankTrace, Run, StepTrace
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding, NotJudged, Verdict
+from tests.builders import make_result, make_trace, run_of
 
 
 def result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, *, losses: tuple[float, ...] = (7.0,)) -> CaseResult:
-    steps = tuple(
-        StepTrace(step=number, loss=loss, grad_norm=1.0, scaled_mm_calls=0, seconds=0.1)
-        for number, loss in enumerate(losses, 1)
-    )
-    trace = RankTrace(
-        rank=0,
-        steps=steps,
-        converted_fqns=("output",),
-        unmatched_filters=(),
-        peak_memory_bytes=1,
-        data_digest="d",
-        software={"torch": "2"},
-        device="cpu",
-        virtual=("scaled_mm",),
-    )
-    return CaseResult(
-        case_id=case_id,
-        verdict=verdict,
+    return make_result(
+        case_id,
+        verdict,
         findings=(Finding(check="finite", message="two\nlines\u2028", found="NaN"),),
-        attempts=(Attempt(verdict=verdict, message="", wall_s=1.5, cpu_s=2.5),),
-        world_size=1,
-        run=Run(traces=(trace,), failures=()),
+        run=run_of(make_trace(losses=losses, converted_fqns=("output",))),
         checks=("finite",),
-        command="fp8-harness run --case a",
+        not_judged=(NotJudged(check="parity", reason="no rank recorded sketches"),),
     )
 
 

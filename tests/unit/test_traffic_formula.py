@@ -2,89 +2,90 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from harness.checks.wire import Key, expected_traffic
-from harness.spec.case import Case, Checkpointing, Float8, Layout, Model, Train
-from harness.spec.rules import exclusions, expected_refusal
-from harness.spec.saved import expected_order, expected_saved
-from harness.spec.traffic import axis_of_group, converted_weight_shards, expected_transfers
+from harness.checks.traffic import CollectiveKey, expected_traffic
+from harness.expect.expectations import Expectations
+from harness.expect.saved_memory import expected_order, expected_saved
+from harness.expect.traffic import converted_weight_shards, expected_transfers
+from harness.matrix.case import Case, Checkpointing
+from tests.builders import make_case
+from tests.strategies import EAGER_CASES
 
-TRAIN = Train(steps=2, global_batch=4, seq_len=32)
-TENSORWISE = Float8(recipe="tensorwise")
-GATHERED = Float8(recipe="tensorwise", fp8_all_gather=True)
-PRECOMPUTED = Float8(recipe="tensorwise", fp8_all_gather=True, precompute_scale=True)
 RESIDUAL = 4 * 32 * 128  # elements of one activation: sequences, tokens, dim
 BLOCK = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128  # parameters of one block of the tiny model
 
 
-def traffic(case: Case, step: int = 1, rank: int = 0) -> dict[Key, tuple[int, int]]:
-    found = expected_traffic(case, step=step, rank=rank)
+def case_of(recipe: str = "bf16", **axes: object) -> Case:
+    return make_case(**{"recipe": recipe, "global_batch": 4, **axes})
+
+
+def traffic(case: Case, step: int = 1) -> dict[CollectiveKey, tuple[int, int]]:
+    found = expected_traffic(Expectations(case), step=step, rank=0)
     return {key: (amount.times, amount.payload_bytes) for key, amount in found.items()}
 
 
 def test_one_rank_sends_nothing() -> None:
     for dtype in ("float32", "bfloat16"):
-        assert traffic(Case(float8=TENSORWISE, train=Train(dtype=dtype))) == {}
+        assert traffic(case_of("tensorwise", dtype=dtype)) == {}
 
 
 def test_fsdp_gathers_blocks_and_embedding_twice_and_reduces_every_gradient_once() -> None:
     embedding = 2048 * 128
-    case = Case(layout=Layout(dp_shard=2), train=TRAIN)
+    case = case_of(dp_shard=2)
     gathered = 2 * (embedding + 2 * BLOCK) + embedding + 128
     assert traffic(case) == {
-        Key("dp_shard", "all_gather", "", "float32"): (7, gathered // 2 * 4),
-        Key("dp_shard", "reduce_scatter", "sum", "float32"): (4, (2 * embedding + 128 + 2 * BLOCK) * 4),
+        CollectiveKey("dp_shard", "all_gather", "", "float32"): (7, gathered // 2 * 4),
+        CollectiveKey("dp_shard", "reduce_scatter", "sum", "float32"): (4, (2 * embedding + 128 + 2 * BLOCK) * 4),
     }
 
 
 def test_uneven_shards_are_padded_to_the_largest() -> None:
     """2048 rows over 3 ranks are 683 each; 128 are 43, 256 are 86."""
-    case = Case(layout=Layout(dp_shard=3), train=Train(steps=2, global_batch=6))
+    case = case_of(dp_shard=3, global_batch=6)
     block = 4 * 43 * 128 + 2 * 86 * 128 + 43 * 256 + 2 * 43
     units = [683 * 128, block, block, 683 * 128 + 43]
     found = traffic(case)
-    assert found[Key("dp_shard", "all_gather", "", "float32")] == (7, 4 * (2 * sum(units[:3]) + units[3]))
-    assert found[Key("dp_shard", "reduce_scatter", "sum", "float32")] == (4, 4 * 3 * sum(units))
+    assert found[CollectiveKey("dp_shard", "all_gather", "", "float32")] == (7, 4 * (2 * sum(units[:3]) + units[3]))
+    assert found[CollectiveKey("dp_shard", "reduce_scatter", "sum", "float32")] == (4, 4 * 3 * sum(units))
 
 
 def test_hsdp_sums_the_shards_over_replicas() -> None:
-    case = Case(layout=Layout(dp_replicate=2, dp_shard=2), train=TRAIN)
+    case = case_of(dp_replicate=2, dp_shard=2)
     total = (2 * 2048 * 128 + 128 + 2 * BLOCK) * 4
-    assert traffic(case)[Key("dp_replicate", "all_reduce", "sum", "float32")] == (4, total // 2)
+    assert traffic(case)[CollectiveKey("dp_replicate", "all_reduce", "sum", "float32")] == (4, total // 2)
 
 
 def test_float8_all_gather_moves_one_byte_per_converted_element() -> None:
-    case = Case(layout=Layout(dp_shard=2), float8=GATHERED, train=TRAIN)
+    case = case_of("tensorwise", dp_shard=2, fp8_all_gather=True)
     linears = (BLOCK - 2 * 128) // 2
     assert converted_weight_shards(case, 0) == 4 * linears
-    assert traffic(case)[Key("dp_shard", "all_gather", "", "uint8")] == (4, 4 * (linears + 128 * 4))
-    assert traffic(case)[Key("dp_shard", "all_reduce", "max", "float32")] == (28, 28 * 4)
+    assert traffic(case)[CollectiveKey("dp_shard", "all_gather", "", "uint8")] == (4, 4 * (linears + 128 * 4))
+    assert traffic(case)[CollectiveKey("dp_shard", "all_reduce", "max", "float32")] == (28, 28 * 4)
 
 
 def test_precomputed_scales_replace_the_amax_of_every_gather_from_step_two_on() -> None:
-    case = Case(layout=Layout(dp_shard=2, tp=2), float8=PRECOMPUTED, train=TRAIN)
-    key = Key("dp_shard", "all_reduce", "max", "float32")
+    case = case_of("tensorwise", dp_shard=2, tp=2, fp8_all_gather=True, precompute_scale=True)
+    key = CollectiveKey("dp_shard", "all_reduce", "max", "float32")
     assert traffic(case, step=1)[key] == (28 + 1, 28 * 4 + 14 * 4)
     assert traffic(case, step=2)[key] == (1, 14 * 4)
     assert traffic(case, step=2) == traffic(case, step=3)
 
 
 def test_sequence_parallel_pairs_gathers_with_reduce_scatters() -> None:
-    found = traffic(Case(layout=Layout(tp=2), train=TRAIN))
-    assert found[Key("tp", "all_gather", "", "float32")] == (10, 10 * RESIDUAL // 2 * 4)
-    assert found[Key("tp", "reduce_scatter", "sum", "float32")] == (10, 10 * RESIDUAL * 4)
-    without = traffic(Case(layout=Layout(tp=2, sequence_parallel=False), train=TRAIN))
-    assert without[Key("tp", "all_reduce", "sum", "float32")] == (12, 10 * RESIDUAL * 4 + 2 * 128 * 4)
+    found = traffic(case_of(tp=2))
+    assert found[CollectiveKey("tp", "all_gather", "", "float32")] == (10, 10 * RESIDUAL // 2 * 4)
+    assert found[CollectiveKey("tp", "reduce_scatter", "sum", "float32")] == (10, 10 * RESIDUAL * 4)
+    without = traffic(case_of(tp=2, sequence_parallel=False))
+    assert without[CollectiveKey("tp", "all_reduce", "sum", "float32")] == (12, 10 * RESIDUAL * 4 + 2 * 128 * 4)
 
 
 def test_without_loss_parallel_logits_are_gathered_with_padding() -> None:
-    layout = Layout(tp=4, loss_parallel=False, sequence_parallel=False)
-    case = Case(model=Model(vocab_size=2050), layout=layout, train=TRAIN)
-    assert traffic(case)[Key("tp", "all_gather", "", "float32")] == (1, 128 * 513 * 4)
+    case = case_of(vocab_size=2050, tp=4, loss_parallel=False, sequence_parallel=False)
+    assert traffic(case)[CollectiveKey("tp", "all_gather", "", "float32")] == (1, 128 * 513 * 4)
 
 
 @pytest.mark.parametrize(
@@ -92,17 +93,16 @@ def test_without_loss_parallel_logits_are_gathered_with_padding() -> None:
     [("tensorwise", 56, 56), ("rowwise", 28, 28 * 128), ("rowwise_with_gw_hp", 32, 18 * 128 + 14)],
 )
 def test_amax_over_tp_by_recipe(recipe, count, elements) -> None:
-    case = Case(layout=Layout(tp=2), float8=Float8(recipe=recipe), train=TRAIN)
-    assert traffic(case)[Key("tp", "all_reduce", "max", "float64")] == (count, elements * 8)
+    assert traffic(case_of(recipe, tp=2))[CollectiveKey("tp", "all_reduce", "max", "float64")] == (count, elements * 8)
 
 
 def test_float8_styles_gather_activations_in_float8_and_cast_them_once() -> None:
-    found = traffic(Case(layout=Layout(tp=2), float8=Float8(recipe="tensorwise", tp_styles="float8"), train=TRAIN))
+    found = traffic(case_of("tensorwise", tp=2, tp_styles="float8"))
     shard = RESIDUAL // 2
-    assert found[Key("tp", "all_gather", "", "float8_e4m3fn")] == (4, 4 * shard)
-    assert found[Key("tp", "all_gather", "", "float8_e5m2")] == (4, 4 * shard)
-    assert found[Key("tp", "all_gather", "", "float32")] == (2, 2 * shard * 4)
-    assert found[Key("tp", "all_reduce", "max", "float64")] == (50, 50 * 8)
+    assert found[CollectiveKey("tp", "all_gather", "", "float8_e4m3fn")] == (4, 4 * shard)
+    assert found[CollectiveKey("tp", "all_gather", "", "float8_e5m2")] == (4, 4 * shard)
+    assert found[CollectiveKey("tp", "all_gather", "", "float32")] == (2, 2 * shard * 4)
+    assert found[CollectiveKey("tp", "all_reduce", "max", "float64")] == (50, 50 * 8)
 
 
 @pytest.mark.parametrize(
@@ -110,21 +110,16 @@ def test_float8_styles_gather_activations_in_float8_and_cast_them_once() -> None
     [("none", 10, 10, 56), ("full", 14, 12, 74), ("selective_op", 14, 10, 74), ("selective_layer", 12, 11, 65)],
 )
 def test_recomputing_repeats_the_collectives_of_forward_but_the_last(mode, gathers, scatters, amax) -> None:
-    found = traffic(Case(layout=Layout(tp=2), float8=TENSORWISE, checkpointing=Checkpointing(mode=mode), train=TRAIN))
-    assert found[Key("tp", "all_gather", "", "float32")][0] == gathers
-    assert found[Key("tp", "reduce_scatter", "sum", "float32")][0] == scatters
-    assert found[Key("tp", "all_reduce", "max", "float64")][0] == amax
-
-
-def _runs(case: Case) -> bool:
-    return not exclusions(case) and expected_refusal(case) is None
+    found = traffic(case_of("tensorwise", tp=2, checkpointing=mode))
+    assert found[CollectiveKey("tp", "all_gather", "", "float32")][0] == gathers
+    assert found[CollectiveKey("tp", "reduce_scatter", "sum", "float32")][0] == scatters
+    assert found[CollectiveKey("tp", "all_reduce", "max", "float64")][0] == amax
 
 
 @settings(max_examples=20)
-@given(st.from_type(Case), st.data())
+@given(EAGER_CASES, st.data())
 def test_traffic_of_any_case(case: Case, data: st.DataObject) -> None:
     """Never less than nothing, along axes that exist, the same from step 2 on, nothing on one rank."""
-    assume(case.compile == "none" and not exclusions(case))
     rank = data.draw(st.integers(0, case.world_size - 1))
     terms = expected_transfers(case, step=1, rank=rank)
     assert all(term.times > 0 and term.elements > 0 and term.payload_bytes > 0 for term in terms)
@@ -135,63 +130,38 @@ def test_traffic_of_any_case(case: Case, data: st.DataObject) -> None:
     assert bool(terms) == (case.world_size > 1)
 
 
-@settings(max_examples=20)
-@given(st.from_type(Case), st.data())
-def test_groups_of_the_mesh_have_names(case: Case, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, case.world_size - 1))
-    tp, shard = case.layout.tp, case.layout.dp_shard
-    neighbours = tuple(range(rank // tp * tp, rank // tp * tp + tp))
-    assert axis_of_group(case, rank, neighbours) == ("tp" if tp > 1 else "self")
-    if shard > 1:
-        first = rank // (tp * shard) * tp * shard + rank % tp
-        assert axis_of_group(case, rank, tuple(range(first, first + tp * shard, tp))) == "dp_shard"
-
-
-def test_groups_of_several_axes_and_of_none() -> None:
-    case = Case(layout=Layout(dp_replicate=2, dp_shard=2, tp=2))
-    assert axis_of_group(case, 5, tuple(range(8))) == "world"
-    assert axis_of_group(case, 5, (1, 3, 5, 7)) == "dp_replicate+dp_shard"
-    assert axis_of_group(case, 5, (4, 5, 6, 7)) == "dp_shard+tp"
-    assert axis_of_group(case, 0, (0, 3)) == "ranks 0,3"
-    assert axis_of_group(Case(layout=Layout(tp=2)), 0, (0, 1)) == "tp"  # all ranks, but of one axis
-
-
-def saved(case: Case, step: int = 1, rank: int = 0) -> dict[str, int]:
-    return expected_saved(case, step=step, rank=rank)
+def saved(case: Case, step: int = 1) -> dict[str, int]:
+    return expected_saved(case, step=step, rank=0)
 
 
 def test_full_checkpointing_keeps_the_input_of_every_block_and_the_head() -> None:
     """Per token: 2 inputs of 128; 2 x 128 + 1 of the last norm; 128 into the output layer; 2048 log-probabilities."""
     tokens = 4 * 32
     head = tokens * (2 * 128 + 1 + 128 + 2048) + 1
-    assert saved(Case(checkpointing=Checkpointing(mode="full"), train=TRAIN)) == {
-        "float32": 4 * (head + 2 * tokens * 128)
-    }
+    assert saved(case_of(checkpointing="full")) == {"float32": 4 * (head + 2 * tokens * 128)}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_converting_linears_keeps_not_one_byte_more_and_no_float8(recipe) -> None:
-    layout = Layout(tp=2)
-    plain = saved(Case(layout=layout, train=TRAIN))
-    assert saved(Case(layout=layout, float8=Float8(recipe=recipe), train=TRAIN)) == plain
+    plain = saved(case_of(tp=2))
+    assert saved(case_of(recipe, tp=2)) == plain
     assert not any(dtype.startswith("float8") for dtype in plain)
 
 
 def test_float8_styles_keep_float8_inputs_instead_of_high_precision_ones() -> None:
-    plain = saved(Case(layout=Layout(tp=2), float8=TENSORWISE, train=TRAIN))
-    styled = saved(Case(layout=Layout(tp=2), float8=Float8(recipe="tensorwise", tp_styles="float8"), train=TRAIN))
+    plain = saved(case_of("tensorwise", tp=2))
+    styled = saved(case_of("tensorwise", tp=2, tp_styles="float8"))
     per_block = 128 * (2 * 128 + 64 + 128)  # tokens x (two gathered inputs, that of wo, that of w2)
     assert styled["float8_e4m3fn"] == 2 * per_block
     assert sum(styled.values()) < sum(plain.values())
 
 
 @settings(max_examples=20)
-@given(st.from_type(Case), st.integers(1, 3))
+@given(EAGER_CASES, st.integers(1, 3))
 def test_saved_memory_of_any_case_falls_with_checkpointing(case: Case, step: int) -> None:
-    assume(case.compile == "none" and _runs(case))
     modes = [Checkpointing(mode=mode) for mode in ("none", "full", "selective_op", "selective_layer")]
     totals = {
-        mode: sum(saved(msgspec.structs.replace(case, checkpointing=mode), step).values())
+        mode: sum(saved(replace(case, checkpointing=mode), step).values())
         for mode in modes
         if mode.every <= case.model.shape.layers or mode.mode != "selective_layer"
     }

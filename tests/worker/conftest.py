@@ -1,41 +1,41 @@
-"""One warm process for all tests of this folder, and the shortest way to train a case on real ranks."""
+"""One zygote for all tests of this folder, and the shortest ways to train a case on real ranks."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from harness.engine.wire import Job, JobOutcome
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.messages import Job, JobOutcome
+from harness.engine.zygote_engine import ZygoteEngine
+from harness.matrix.case import Case
+from harness.matrix.faults import PREFIX
 from harness.request import RunRequest
-from harness.spec.case import Case
-from harness.trace import RankTrace
+from harness.trace import RankTrace, Run
+from tests.builders import run_of
 
 DEADLINE_S = 120.0
 Submit = Callable[..., JobOutcome]
 Train = Callable[..., tuple[RankTrace, ...]]
+Trained = Callable[..., Run]
+Plant = Callable[..., tuple[str, ...]]
 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[ZygoteEngine]:
-    with ZygoteEngine("harness.worker.main", {"device": "cpu", "compile": "on"}) as warm:
-        yield warm
+    with ZygoteEngine("harness.worker.main", {"device": "cpu", "compile": "on"}) as zygote:
+        yield zygote
 
 
 @pytest.fixture(scope="session")
 def submit(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Submit:
-    """Run a case as a job and return its outcome, whatever it is."""
-    numbers = itertools.count()
+    """Run a case as a job and return its outcome, whatever it is. The keywords are those of `RunRequest`."""
 
-    def run(
-        case: Case, *, injections: tuple[str, ...] = (), probes: tuple[str, ...] = (), solo: bool = False
-    ) -> JobOutcome:
-        folder: Path = tmp_path_factory.mktemp(f"job{next(numbers)}-")
-        request = RunRequest(case=case, injections=injections, probes=probes, solo=solo)
+    def run(case: Case, **asked: Any) -> JobOutcome:
+        folder = tmp_path_factory.mktemp("job")
+        request = RunRequest(case=case, **asked)
         return engine.run(
             Job(
                 job_id=folder.name,
@@ -53,11 +53,37 @@ def submit(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Su
 def train(submit: Submit) -> Train:
     """Train a case and return the trace of every rank; a case that does not finish fails the test."""
 
-    def run(
-        case: Case, *, injections: tuple[str, ...] = (), probes: tuple[str, ...] = (), solo: bool = False
-    ) -> tuple[RankTrace, ...]:
-        outcome = submit(case, injections=injections, probes=probes, solo=solo)
+    def run(case: Case, **asked: Any) -> tuple[RankTrace, ...]:
+        outcome = submit(case, **asked)
         assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback if outcome.ranks else ''}"
         return tuple(msgspec.msgpack.decode(rank.payload or b"", type=RankTrace) for rank in outcome.ranks)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def trained(train: Train) -> Trained:
+    """The run of a case, sketched unless other probes are asked for; trained once for all tests of a file."""
+    kept: dict[RunRequest, Run] = {}
+
+    def run(case: Case, *, probes: tuple[str, ...] = ("sketches",), **asked: Any) -> Run:
+        request = RunRequest(case=case, probes=probes, **asked)
+        if request not in kept:
+            kept[request] = run_of(*train(case, probes=probes, **asked))
+        return kept[request]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Plant:
+    """The injections that call a function of some source in every rank, or plant a fault of the list ("fault:…")."""
+
+    def write(source: str, name: str = "apply") -> tuple[str, ...]:
+        if name.startswith(PREFIX):
+            return (name,)
+        path = tmp_path_factory.mktemp("planted") / "planted.py"
+        path.write_text(source)
+        return (f"{path}:{name}",)
+
+    return write

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.wire import Job
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.messages import Job
+from harness.engine.zygote_engine import ZygoteEngine
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ZygoteEngine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent)
-        with ZygoteEngine("collectiveprogram") as warm:
-            yield warm
+    with ZygoteEngine("tests.worker.collectiveprogram") as zygote:
+        yield zygote
 
 
 def job(folder: Path, payload: bytes = b"") -> Job:

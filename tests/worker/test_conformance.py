@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.conformance.check import MESHES, PARTIALS, Check
-from harness.conformance.fixed import select_checks
-from harness.conformance.judge import Conclusion
-from harness.conformance.session import PROGRAM, run_checks
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.zygote_engine import ZygoteEngine
+from harness.studies.conformance.fixed import select_checks
+from harness.studies.conformance.judge import Conclusion
+from harness.studies.conformance.runner import PROGRAM, run_checks
+from harness.trace.operator_checks import MESHES, PARTIALS, OperatorCheck
 
 FAULTS = Path(__file__).with_name("conformancefaults.py")
 Run = Callable[..., dict[str, Conclusion]]
@@ -26,7 +26,7 @@ def run() -> Iterator[Run]:
     """Ask checks, with a fault planted or not; conclusions by id."""
     with ZygoteEngine(PROGRAM) as engine:
 
-        def ask(checks: Sequence[Check], fault: str | None = None) -> dict[str, Conclusion]:
+        def ask(checks: Sequence[OperatorCheck], fault: str | None = None) -> dict[str, Conclusion]:
             injections = [f"{FAULTS}:{fault}"] if fault else []
             return {each.check.id: each for each in run_checks(engine, checks, injections)}
 
@@ -97,7 +97,7 @@ ENDS = (0, -1)  # the dims that rowwise scaling knows
 
 
 @st.composite
-def checks(draw: st.DrawFn) -> Check:
+def checks(draw: st.DrawFn) -> OperatorCheck:
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     mesh = draw(st.sampled_from(list(MESHES)))
     op = draw(st.sampled_from([*FREE, "amax", "amin", "tensor_to_scale", "redistribute", "transpose", "split", "mul"]))
@@ -118,14 +118,14 @@ def checks(draw: st.DrawFn) -> Check:
     elif op in WITH_DIM and draw(st.booleans()):
         check["dim"] = draw(st.sampled_from(ENDS) if scaling else st.integers(-len(shape), len(shape) - 1))
         check["keepdim"] = draw(st.booleans()) and not scaling
-    return Check(**check)
+    return OperatorCheck(**check)
 
 
 def failures(conclusions: dict[str, Conclusion]) -> list[Conclusion]:
     return [each for each in conclusions.values() if each.status == "failed"]
 
 
-def smaller(check: Check) -> Iterator[Check]:
+def smaller(check: OperatorCheck) -> Iterator[OperatorCheck]:
     for dim, length in enumerate(check.shape):
         for less in sorted({1, length // 2, length - 1} - {0, length}):
             shape = (*check.shape[:dim], less, *check.shape[dim + 1 :])
@@ -146,7 +146,7 @@ def simplest(run: Run, failed: Conclusion) -> Conclusion:
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
 @given(batch=st.lists(checks(), min_size=30, max_size=40, unique_by=lambda check: check.id))
-def test_generated_checks_hold(run: Run, batch: list[Check]):
+def test_generated_checks_hold(run: Run, batch: list[OperatorCheck]):
     failed = failures(run(batch))
     if failed:
         shown = simplest(run, failed[0])

@@ -15,24 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.engine.messages import Job, JobOutcome
 from harness.engine.torchrun import TorchrunEngine
-from harness.engine.wire import Job, JobOutcome
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.zygote_engine import ZygoteEngine
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+TOY = "tests.worker.toyprogram"
 DEADLINE_S = 0.6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _toy_is_importable() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(HERE)
-        yield
-
-
 @pytest.fixture(scope="module")
-def engine(_toy_is_importable: None) -> Iterator[ZygoteEngine]:
-    with ZygoteEngine("toyprogram") as engine:
+def engine() -> Iterator[ZygoteEngine]:
+    with ZygoteEngine(TOY) as engine:
         yield engine
 
 
@@ -69,11 +63,11 @@ def run(engine: ZygoteEngine, tmp_path: Path) -> Runner:
     return Runner(engine, tmp_path)
 
 
-def warm_process() -> psutil.Process:
-    """The one warm process that has a toy program preloaded and this process as its parent."""
+def zygote_process() -> psutil.Process:
+    """The one zygote that has a toy program preloaded and this process as its parent."""
     commands = {child: child.cmdline() for child in psutil.Process().children()}
-    (warm,) = (child for child, words in commands.items() if {"harness.engine.warm", "toyprogram"} <= set(words))
-    return warm
+    (zygote,) = (child for child, words in commands.items() if {"harness.engine.zygote", TOY} <= set(words))
+    return zygote
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 2.0) -> float:
@@ -88,7 +82,7 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 2.0) -> float:
 def _nothing_is_left() -> Iterator[None]:
     yield
     left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    assert [child for child in left if "harness.engine.warm" not in child.cmdline()] == []
+    assert [child for child in left if "harness.engine.zygote" not in child.cmdline()] == []
     assert [child for child in left if child.ppid() != os.getpid()] == [], "no rank outlives its job"
 
 
@@ -198,7 +192,7 @@ def test_what_ranks_leave_behind_is_ended(run: Runner) -> None:
     assert run({"*": "children"}, world_size=2).status == "ok"
     outcome = run({"0": "children_then_sleep", "1": "raise_later"}, world_size=2)
     assert outcome.status == "crash"
-    assert warm_process().children(recursive=True) == []
+    assert zygote_process().children(recursive=True) == []
 
 
 def test_shared_memory_of_ranks_is_removed(run: Runner) -> None:
@@ -237,22 +231,22 @@ def test_unusable_folder_is_infra(run: Runner, tmp_path: Path) -> None:
 def test_no_growth_over_many_jobs(run: Runner) -> None:
     for _ in range(20):
         run({}, world_size=2)
-    here, warm = psutil.Process(), warm_process()
+    here, zygote = psutil.Process(), zygote_process()
 
     def size() -> tuple[int, int, int, int]:
-        return here.num_fds(), warm.num_fds(), warm.memory_info().rss >> 20, len(list(Path("/dev/shm").iterdir()))
+        return here.num_fds(), zygote.num_fds(), zygote.memory_info().rss >> 20, len(list(Path("/dev/shm").iterdir()))
 
-    fds, warm_fds, warm_mib, shm = size()
+    fds, zygote_fds, zygote_mib, shm = size()
     for number in range(300):
         assert run({"1": "exit7"} if number % 100 == 99 else {}, world_size=2).status in ("ok", "crash")
     after = size()
-    assert after[:2] == (fds, warm_fds)
-    assert after[2] <= warm_mib + 1
+    assert after[:2] == (fds, zygote_fds)
+    assert after[2] <= zygote_mib + 1
     assert after[3] == shm
 
 
 def own_engine(**options: str) -> ZygoteEngine:
-    return ZygoteEngine("toyprogram", options)
+    return ZygoteEngine(TOY, options)
 
 
 def test_failing_preload_is_infra_and_tried_twice(tmp_path: Path) -> None:
@@ -260,7 +254,7 @@ def test_failing_preload_is_infra_and_tried_twice(tmp_path: Path) -> None:
         outcomes = [Runner(broken, tmp_path)({}) for _ in range(3)]
     for outcome in outcomes:
         assert outcome.status == "infra"
-        assert "the warm process did not start: exited with code 1" in outcome.message
+        assert "the zygote did not start: exited with code 1" in outcome.message
         assert "ImportError: no such library" in outcome.message
 
 
@@ -270,13 +264,13 @@ def test_missing_program_is_infra(tmp_path: Path) -> None:
 
 
 def test_missing_interpreter_is_infra(tmp_path: Path) -> None:
-    with ZygoteEngine("toyprogram", python="/no/such/python") as broken:
+    with ZygoteEngine(TOY, python="/no/such/python") as broken:
         outcome = Runner(broken, tmp_path)({})
     assert outcome.status == "infra"
     assert "/no/such/python" in outcome.message
 
 
-def test_threads_in_the_warm_process_are_infra(tmp_path: Path) -> None:
+def test_threads_in_the_zygote_process_are_infra(tmp_path: Path) -> None:
     with own_engine(thread="yes") as threaded:
         outcome = Runner(threaded, tmp_path)({})
     assert outcome.status == "infra"
@@ -292,7 +286,7 @@ def test_machine_out_of_resources_is_infra_and_passes(tmp_path: Path) -> None:
         assert run({}).status == "ok", "nothing of it is left, so a small job fits"
 
 
-def test_death_of_the_warm_process_is_infra_and_it_is_replaced(tmp_path: Path) -> None:
+def test_death_of_the_zygote_process_is_infra_and_it_is_replaced(tmp_path: Path) -> None:
     with own_engine(own="1") as mine:
         run = Runner(mine, tmp_path)
         assert run({}).status == "ok"
@@ -303,7 +297,7 @@ def test_death_of_the_warm_process_is_infra_and_it_is_replaced(tmp_path: Path) -
         outcome = run({"*": "children_then_sleep"})
         killer.join()
         assert outcome.status == "infra"
-        assert "the warm process died: killed by SIGKILL" in outcome.message
+        assert "the zygote died: killed by SIGKILL" in outcome.message
         assert run({}).status == "ok"
         assert {child.pid for child in psutil.Process().children()} - before, "it is another process"
 
@@ -327,7 +321,7 @@ def test_close_does_not_wait_for_the_preload(tmp_path: Path) -> None:
 def run_under_torchrun(folder: Path, ways: dict[str, str], deadline_s: float) -> JobOutcome:
     payload = json.dumps(ways).encode()
     job = Job(job_id="toy", world_size=2, payload=payload, deadline_s=deadline_s, folder=str(folder))
-    with TorchrunEngine("toyprogram") as engine:
+    with TorchrunEngine(TOY) as engine:
         return engine.run(job)
 
 
@@ -349,19 +343,19 @@ def test_torchrun_is_ended_at_the_deadline(tmp_path: Path) -> None:
     assert all("in _sleep" in rank.traceback for rank in outcome.ranks)
 
 
-CONTROLLER = """
+CONTROLLER = f"""
 import json, sys
-from harness.engine.wire import Job
-from harness.engine.zygote import ZygoteEngine
+from harness.engine.messages import Job
+from harness.engine.zygote_engine import ZygoteEngine
 options = json.loads(sys.argv[2])
-engine = ZygoteEngine("toyprogram", options)
-ways = json.dumps({"0": "spin", "*": "children_then_sleep"}).encode()
+engine = ZygoteEngine("{TOY}", options)
+ways = json.dumps({{"0": "spin", "*": "children_then_sleep"}}).encode()
 engine.run(Job(job_id="toy", world_size=3, payload=ways, deadline_s=60, folder=sys.argv[1]))
 """
 
 
 def start_controller(folder: Path, options: dict[str, str]) -> subprocess.Popen[bytes]:
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "-c", CONTROLLER, str(folder), json.dumps(options)], env=environ)
 
 
@@ -386,7 +380,7 @@ def test_killed_controller_ends_a_preload(tmp_path: Path) -> None:
     kill_and_wait_for_family(controller, 1.0)
 
 
-def test_controller_killed_before_the_warm_process_is_up(tmp_path: Path) -> None:
+def test_controller_killed_before_the_zygote_process_is_up(tmp_path: Path) -> None:
     controller = start_controller(tmp_path, {"sleep_s": "60"})
     wait_until(lambda: bool(psutil.Process(controller.pid).children()), 10)
     kill_and_wait_for_family(controller, 5.0)  # the interpreter has to start before it can notice

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
 import pytest
 
-from harness.engine.wire import JobOutcome
-from harness.planted.faults import Fault, all_faults, carriers_of, fault_named
-from harness.spec.case import Case
+from harness.engine.messages import JobOutcome
+from harness.matrix.case import Case
+from harness.matrix.faults import Fault, all_faults, carriers_of, fault_named
 from harness.trace import RankTrace
-from harness.worker.faults.planting import FILES
+from harness.worker.faults import FAULT_MODULES
+from tests.worker.runs import numbers
 
 EVIDENCE = {
     "operands": ("operands",),
@@ -35,18 +37,11 @@ def traces(outcome: JobOutcome) -> list[RankTrace]:
     return [msgspec.msgpack.decode(rank.payload or b"", type=RankTrace) for rank in outcome.ranks]
 
 
-def numbers(ranks: Sequence[RankTrace]) -> list[list[tuple[float, float]]]:
-    """Loss and gradient norm of every rank, by step."""
-    return [
-        [(repr(rank.steps[at].loss), repr(rank.steps[at].grad_norm)) for rank in ranks]
-        for at in range(len(ranks[0].steps))
-    ]
-
-
 def first_difference(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> int | None:
-    """The first step at which any number differs."""
-    pairs = zip(numbers(found), numbers(clean), strict=True)
-    return next((step for step, (one, other) in enumerate(pairs, start=1) if one != other), None)
+    """The first step at which any number of any rank differs; NaN does not differ from NaN."""
+    sides = ([map(repr, steps) for steps in numbers(side)] for side in (found, clean))
+    by_step = zip(*(zip(*side, strict=True) for side in sides), strict=True)
+    return next((step for step, (one, other) in enumerate(by_step, start=1) if one != other), None)
 
 
 def changes(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> set[str]:
@@ -73,14 +68,7 @@ def changes(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> set[str]:
 @pytest.fixture(scope="module")
 def outcomes(submit):
     """Outcomes by case and probes: many faults share a clean run."""
-    kept: dict[tuple[Case, tuple[str, ...]], JobOutcome] = {}
-
-    def clean(case: Case, probes: tuple[str, ...]) -> JobOutcome:
-        if (case, probes) not in kept:
-            kept[case, probes] = submit(case, probes=probes)
-        return kept[case, probes]
-
-    return clean
+    return functools.cache(lambda case, probes: submit(case, probes=probes))
 
 
 @pytest.mark.parametrize("name", all_faults())
@@ -110,9 +98,9 @@ def test_a_fault_changes_what_it_says(submit, outcomes, name):
 
 def test_every_fault_is_the_function_of_its_name_in_the_file_of_its_class():
     for fault in all_faults().values():
-        assert callable(getattr(FILES[fault.group], fault.name))
+        assert callable(getattr(FAULT_MODULES[fault.group], fault.name))
     listed = set(all_faults())
-    for module in FILES.values():
+    for module in FAULT_MODULES.values():
         own = {name for name, made in vars(module).items() if getattr(made, "__module__", "") == module.__name__}
         public = {name for name in own if not name.startswith("_") and callable(getattr(module, name))}
         assert public <= listed, f"{public - listed} of {module.__name__} are not in the list"

@@ -54,14 +54,14 @@ def test_zero_slots_wait_for_nobody(tmp_path: Path) -> None:
 
 
 def test_more_than_there_are_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="5 slots are needed and there are 4"), Leases(tmp_path, 4).acquire(5):
+    with pytest.raises(HarnessError, match="needs 5 slots, but there are only 4"), Leases(tmp_path, 4).acquire(5):
         pass
 
 
 def test_timeout_gives_back_what_was_collected(tmp_path: Path) -> None:
     leases = Leases(tmp_path, 4)
     with leases.acquire(2):
-        with pytest.raises(HarnessError, match="did not become free"), leases.acquire(3, timeout_s=0.05):
+        with pytest.raises(HarnessError, match="timed out waiting for slots"), leases.acquire(3, timeout_s=0.05):
             pass
         with leases.acquire(2, timeout_s=1) as rest:
             assert rest == (2, 3)
@@ -69,7 +69,7 @@ def test_timeout_gives_back_what_was_collected(tmp_path: Path) -> None:
 
 def test_unusable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(HarnessError, match="lease folder cannot be used"), Leases(tmp_path / "file", 1).acquire(1):
+    with pytest.raises(HarnessError, match="cannot use the lease folder"), Leases(tmp_path / "file", 1).acquire(1):
         pass
 
 
@@ -189,7 +189,7 @@ def test_without_a_driver_there_are_no_devices(tmp_path: Path) -> None:
 
 
 def test_cpu_slots_hold_the_widest_worlds() -> None:
-    assert default_cpu_slots() >= 8
+    assert default_cpu_slots() >= 10
 
 
 @settings(deadline=None)

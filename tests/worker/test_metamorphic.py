@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from harness.checks.assembly import SketchKey, assemble, relative_distance
 from harness.checks.metamorphic import check_metamorphic
-from harness.checks.witnesses import Witnesses
-from harness.spec.case import Case
-from harness.spec.caseid import case_id, parse_case_id
-from harness.spec.relations import Relation, partner, relations
+from harness.expect.relations import Relation, partner, relations
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
-
-
-@pytest.fixture(scope="module")
-def sketched(train):
-    """Train a case once for all tests of this file."""
-    kept: dict[tuple[object, ...], Run] = {}
-
-    def run(case: Case, *, injections: tuple[str, ...] = (), probes: tuple[str, ...] = ("sketches",)) -> Run:
-        key = (case_id(case), injections, probes)
-        if key not in kept:
-            kept[key] = Run(traces=train(case, probes=probes, injections=injections), failures=())
-        return kept[key]
-
-    return run
+from tests.builders import make_witnesses
 
 
 def findings(case: Case, relation: Relation, run: Run, other: Run) -> list[Finding]:
-    given = Witnesses(
-        golden=None,
-        tolerance=None,
-        refusal=None,
-        expected_fqns=(),
-        expected_scaled_mm=0,
-        relation=relation,
-        partner=other,
-    )
-    return check_metamorphic(case, run, given)
+    return check_metamorphic(case, run, make_witnesses(case, relation=relation, partner=other))
 
 
 @pytest.mark.parametrize(
@@ -60,12 +37,12 @@ def findings(case: Case, relation: Relation, run: Run, other: Run) -> list[Findi
         "fsdp2-tp2-nosp-rowwise-v2048-gb4-s1-f64",
     ],
 )
-def test_every_relation_of_a_case_holds(sketched, text: str):
+def test_every_relation_of_a_case_holds(trained, text: str):
     case = parse_case_id(text)
     promised = relations(case)
     assert promised
     for relation in promised:
-        assert findings(case, relation, sketched(case), sketched(relation.partner)) == [], relation.name
+        assert findings(case, relation, trained(case), trained(relation.partner)) == [], relation.name
 
 
 @pytest.mark.parametrize(
@@ -75,27 +52,19 @@ def test_every_relation_of_a_case_holds(sketched, text: str):
         "fsdp2-tp2-tensorwise-ag.fp8pre-tpstyle.fp8-ac.op-v2048-gb4-s2-b16",
     ],
 )
-def test_the_partner_of_a_case_has_its_bits(sketched, text: str):
+def test_the_partner_of_a_case_has_its_bits(trained, text: str):
     case = parse_case_id(text)
     relation = partner(case)
     assert relation is not None and "+" in relation.name
-    assert findings(case, relation, sketched(case), sketched(relation.partner)) == []
+    assert findings(case, relation, trained(case), trained(relation.partner)) == []
 
 
-FAULTS = '''
+FAULTS = """
 import torch
-from torchao.float8 import float8_scaling_utils, float8_utils, fsdp_utils
-
-def recompute_with_another_scale():
-    """Half of the range unused in a recompute: as good a scale as any, but not the one of the forward."""
-    right = float8_scaling_utils.tensor_to_scale
-    def wrong(*args, **options):
-        scale = right(*args, **options)
-        return scale * 0.5 if torch._C._current_graph_task_id() != -1 else scale
-    float8_scaling_utils.tensor_to_scale = wrong
+from torch import nn
+from torchao.float8 import float8_tensor_parallel
 
 def recompute_off_by_one_bit():
-    from torch import nn
     right = nn.functional.silu
     def wrong(x):
         y = right(x)
@@ -103,41 +72,23 @@ def recompute_off_by_one_bit():
     nn.functional.silu = wrong
 
 def styles_round_their_scales():
-    from torchao.float8 import float8_tensor_parallel
     right = float8_tensor_parallel.hp_tensor_to_float8_dynamic
     def wrong(*args, **options):
         return right(*args, **options, round_scales_to_power_of_2=True)
     float8_tensor_parallel.hp_tensor_to_float8_dynamic = wrong
-
-def stale_precomputed_scale():
-    import harness.worker.float8 as float8
-    right = float8.precompute_float8_dynamic_scale_for_fsdp
-    done = []
-    def once(model):
-        if not done:
-            right(model)
-        done.append(1)
-    float8.precompute_float8_dynamic_scale_for_fsdp = once
-'''
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    path = tmp_path_factory.mktemp("faults") / "faults.py"
-    path.write_text(FAULTS)
-    return lambda name: (f"{path}:{name}",)
+"""
 
 
 @pytest.mark.parametrize(
     ("fault", "text", "step"),
     [
-        ("recompute_with_another_scale", "tp2-tensorwise-ac.full-v2048-gb4-s2-b16", 1),
+        ("fault:recompute_scale_changed_by_a_power_of_two", "tp2-tensorwise-ac.full-v2048-gb4-s2-b16", 1),
         ("recompute_off_by_one_bit", "tp2-rowwise-ac.full-v2048-gb4-s2-b16", 1),
         ("styles_round_their_scales", "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s2-b16", 1),
-        ("stale_precomputed_scale", "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16", 3),
+        ("fault:precomputed_scale_never_refreshed", "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16", 3),
     ],
 )
-def test_a_fault_that_bfloat16_parity_is_blind_to_is_found(sketched, faults, fault: str, text: str, step: int):
+def test_a_fault_that_bfloat16_parity_is_blind_to_is_found(trained, plant, fault: str, text: str, step: int):
     """Worst gradients are 0.13, 0.06, 0.16 and 0.09 from the solo witness; clean ones 0.11, 0.06, 0.11 and 4e-10.
 
     Parity allows 0.29 to tensorwise and 0.15 to rowwise bfloat16 layouts that add up in another order.
@@ -145,8 +96,8 @@ def test_a_fault_that_bfloat16_parity_is_blind_to_is_found(sketched, faults, fau
     case = parse_case_id(text)
     relation = partner(case)
     assert relation is not None
-    broken = sketched(case, injections=faults(fault))
-    found = findings(case, relation, broken, sketched(relation.partner))
+    broken = trained(case, injections=plant(FAULTS, fault))
+    found = findings(case, relation, broken, trained(relation.partner))
     assert found and min(finding.step for finding in found) == step
     assert all(finding.module for finding in found if "gradients" in finding.message)
 
@@ -154,7 +105,7 @@ def test_a_fault_that_bfloat16_parity_is_blind_to_is_found(sketched, faults, fau
 INITIAL_PRECOMPUTE = """
 def apply():
     import harness.worker.train as train
-    from harness.worker.float8 import after_optimizer_step
+    from harness.worker.targets.reference.float8 import after_optimizer_step
     right = train.build
     def build(case, device, **options):
         target = right(case, device, **options)
@@ -164,23 +115,21 @@ def apply():
 """
 
 
-def test_where_fsdp_meets_tp_a_dynamic_scale_belongs_to_a_tp_rank(sketched, tmp_path):
+def test_where_fsdp_meets_tp_a_dynamic_scale_belongs_to_a_tp_rank(trained, plant):
     """torchao 0.18. When this fails, the inconsistency is gone: promise `fp8_all_gather` there, too."""
-    patch = tmp_path / "patch.py"
-    patch.write_text(INITIAL_PRECOMPUTE)
     off = parse_case_id("fsdp2-tp2-tensorwise-v2048-gb4-s2-f64")
     dynamic = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-v2048-gb4-s2-f64")
     precomputed = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8pre-v2048-gb4-s2-f64")
     same = Relation(name="fp8_all_gather", partner=off, promise="bitwise", reason="it should be")
-    assert findings(dynamic, same, sketched(dynamic), sketched(off))
-    always = sketched(precomputed, injections=(f"{patch}:apply",))  # before the first step, too
-    assert findings(precomputed, same, always, sketched(off)) == []
+    assert findings(dynamic, same, trained(dynamic), trained(off))
+    always = trained(precomputed, injections=plant(INITIAL_PRECOMPUTE))  # before the first step, too
+    assert findings(precomputed, same, always, trained(off)) == []
 
 
 SWAPPED = """
 def apply():
     import numpy as np
-    import harness.worker.target as target
+    import harness.worker.targets.reference.build as target
     right = target.global_tokens
     def swapped(case):
         tokens = right(case)
@@ -191,11 +140,9 @@ def apply():
 
 
 @pytest.mark.parametrize("text", ["fsdp2-tensorwise-v2048-gb4-s2-f64", "tp2-rowwise-v2048-gb4-s2-f64"])
-def test_the_order_of_sequences_within_a_rank_changes_nothing(sketched, tmp_path_factory, text: str):
-    patch = tmp_path_factory.mktemp("swap") / "patch.py"
-    patch.write_text(SWAPPED)
+def test_the_order_of_sequences_within_a_rank_changes_nothing(trained, plant, text: str):
     case = parse_case_id(text)
-    straight, swapped = sketched(case), sketched(case, injections=(f"{patch}:apply",))
+    straight, swapped = trained(case), trained(case, injections=plant(SWAPPED))
     assert straight.traces[0].data_digest != swapped.traces[0].data_digest, "nothing was swapped"
     for here, there in zip(straight.traces, swapped.traces, strict=True):
         assert [step.loss for step in there.steps] == pytest.approx([step.loss for step in here.steps], rel=1e-12)
@@ -205,7 +152,7 @@ def test_the_order_of_sequences_within_a_rank_changes_nothing(sketched, tmp_path
 
 RESCALED = """
 def apply():
-    import harness.worker.target as target
+    import harness.worker.targets.reference.build as target
     right = target.initial_weights
     def rescaled(model, case):
         factors = {"attention.wq.weight": 2.0, "attention.wk.weight": 0.5}
@@ -234,13 +181,11 @@ def weight_casts(trace: RankTrace, name: str) -> list[tuple[str, int, float, str
         "fsdp2-tp2-tensorwise-ac.full-v2048-gb4-s1-f64",
     ],
 )
-def test_a_power_of_two_moved_from_wk_to_wq_changes_no_bit_of_the_loss(sketched, tmp_path_factory, text: str):
+def test_a_power_of_two_moved_from_wk_to_wq_changes_no_bit_of_the_loss(trained, plant, text: str):
     """Attention sees q * k alone. Scales and gradients move by exactly that power of two, float8 values not at all."""
-    patch = tmp_path_factory.mktemp("rescale") / "patch.py"
-    patch.write_text(RESCALED)
     case = parse_case_id(text)
     probes = ("sketches", "operands")
-    plain, rescaled = sketched(case, probes=probes), sketched(case, injections=(f"{patch}:apply",), probes=probes)
+    plain, rescaled = trained(case, probes=probes), trained(case, injections=plant(RESCALED), probes=probes)
     assert plain.traces[0].data_digest != rescaled.traces[0].data_digest, "nothing was rescaled"
     for here, there in zip(plain.traces, rescaled.traces, strict=True):
         assert there.steps[0].loss == here.steps[0].loss
@@ -253,20 +198,18 @@ def test_a_power_of_two_moved_from_wk_to_wq_changes_no_bit_of_the_loss(sketched,
         assert [factor * value for value in found[key].sums] == list(expected[key].sums), key
 
 
-def test_rescaling_shows_where_it_should(sketched, tmp_path):
+def test_rescaling_shows_where_it_should(trained, plant):
     """The test above has teeth: with a factor on wq alone the loss is another one."""
-    patch = tmp_path / "patch.py"
-    patch.write_text(RESCALED.replace('"attention.wk.weight": 0.5', ""))
     case = parse_case_id("tp2-tensorwise-v2048-gb4-s1-f32")
-    there = sketched(case, injections=(f"{patch}:apply",))
-    assert there.traces[0].steps[0].loss != sketched(case).traces[0].steps[0].loss
+    there = trained(case, injections=plant(RESCALED.replace('"attention.wk.weight": 0.5', "")))
+    assert there.traces[0].steps[0].loss != trained(case).traces[0].steps[0].loss
     key = SketchKey(1, "grad", "layers.0.attention.wv.weight")
-    assert relative_distance(assemble(there.traces)[key], assemble(sketched(case).traces)[key]) > 1e-3
+    assert relative_distance(assemble(there.traces)[key], assemble(trained(case).traces)[key]) > 1e-3
 
 
-def test_a_bfloat16_cast_comes_before_or_after_the_gather(sketched):
+def test_a_bfloat16_cast_comes_before_or_after_the_gather(trained):
     """Why `fp8_all_gather` is not promised in bfloat16."""
     case = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-gb4-s1-b16")
-    off = msgspec.structs.replace(case, float8=msgspec.structs.replace(case.float8, fp8_all_gather=False))
+    off = replace(case, float8=replace(case.float8, fp8_all_gather=False))
     same = Relation(name="fp8_all_gather", partner=off, promise="bitwise", reason="it is not")
-    assert findings(case, same, sketched(case), sketched(off))
+    assert findings(case, same, trained(case), trained(off))

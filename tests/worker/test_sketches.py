@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from harness.checks.assembly import SketchKey, assemble, relative_distance, unequal_replicas
-from harness.spec.caseid import parse_case_id
+from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.worker import data
-from harness.worker.model import Llama
 from harness.worker.probes.sketches import clean_fqn, sketch
-from harness.worker.target import initial_weights
+from harness.worker.targets.reference.build import initial_weights
+from harness.worker.targets.reference.model import Llama
+from tests.builders import make_trace
+from tests.worker.runs import numbers
 
 # A learning rate that moves no bit: the final parameters are the initial weights, which every layout gets whole.
 STILL = "lr1e-300"
@@ -36,18 +38,7 @@ def unsharded(text: str) -> dict[str, torch.Tensor]:
 
 def whole(tensor: torch.Tensor) -> RankTrace:
     """A trace of one rank that holds one tensor alone."""
-    return RankTrace(
-        rank=0,
-        steps=(),
-        converted_fqns=(),
-        unmatched_filters=(),
-        peak_memory_bytes=0,
-        data_digest="",
-        software={},
-        device="cpu",
-        virtual=(),
-        sketches=(sketch("w", "param", 1, tensor),),
-    )
+    return make_trace(sketches=(sketch("w", "param", 1, tensor),))
 
 
 @pytest.mark.parametrize(
@@ -99,9 +90,6 @@ def norm(traces: tuple[RankTrace, ...]) -> float:
 )
 def test_looking_changes_no_number(train, text: str):
     case = parse_case_id(text)
-
-    def numbers(traces: tuple[RankTrace, ...]) -> list[list[tuple[float, float]]]:
-        return [[(step.loss, step.grad_norm) for step in trace.steps] for trace in traces]
 
     off, on = train(case), train(case, probes=("sketches",))
     assert numbers(on) == numbers(off)

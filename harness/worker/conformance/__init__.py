@@ -1,1 +1,1 @@
-"""The rank side of conformance: runs operators on distributed tensors and says what came out and what it cost."""
+"""The ranks of the conformance study: run operators on DTensors, and report results and communication cost."""

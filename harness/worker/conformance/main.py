@@ -1,4 +1,4 @@
-"""The rank program of conformance: runs a batch of checks on four ranks and returns what this rank saw of each."""
+"""The rank program of the conformance study: runs a batch of checks and returns the observations of this rank."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from harness.conformance.check import Batch, Check, Mesh, Observation, Output
+from harness.trace.operator_checks import Batch, Mesh, Observation, OperatorCheck, Output
 from harness.worker.conformance import layout, operators
-from harness.worker.conformance.meter import Meter, meet
+from harness.worker.conformance.meter import Meter, resynchronize
 from harness.worker.injection import inject
 from harness.worker.main import start_ranks
 from harness.worker.virtual import device
@@ -32,7 +32,7 @@ def preload(options: Mapping[str, str]) -> None:
 
 
 def rank_main(context: RankContext) -> bytes:
-    """Run every check of the payload (`Batch`). Returns an encoded list of `Observation`, one for each in order."""
+    """Run the checks of the payload (`Batch`). Returns an encoded list with one `Observation` per check, in order."""
     batch = msgspec.msgpack.decode(context.payload, type=Batch)
     torch.set_num_threads(1)
     start_ranks(context, "cpu")
@@ -41,16 +41,16 @@ def rank_main(context: RankContext) -> bytes:
     meshes = open_meshes(meter)
     for spec in batch.injections:
         inject(spec)
-    seen = []
+    observations = []
     for check in batch.checks:
         context.report_phase(check.id)
-        seen.append(observe(check, meshes[check.mesh], meter, context.rank))
-        meet(meshes[check.mesh])
-    return msgspec.msgpack.encode(seen)
+        observations.append(observe(check, meshes[check.mesh], meter, context.rank))
+        resynchronize(meshes[check.mesh])
+    return msgspec.msgpack.encode(observations)
 
 
 def open_meshes(meter: Meter) -> dict[Mesh, DeviceMesh]:
-    """All meshes, watched. Ranks 0-1 and 2-3 have a mesh of two each."""
+    """All meshes, watched by the meter. The mesh of two exists twice, on ranks 0-1 and 2-3."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     meshes: dict[Mesh, DeviceMesh] = {
         "m4": init_device_mesh("cpu", (4,), mesh_dim_names=("line",)),
@@ -63,7 +63,7 @@ def open_meshes(meter: Meter) -> dict[Mesh, DeviceMesh]:
 
 
 class _Attempt:
-    """One check under way: which phase it is in, and what the operator cost."""
+    """The state of a running check: its phase, the cost of the operator and the outputs so far."""
 
     def __init__(self) -> None:
         self.phase: Phase = "inputs"
@@ -73,8 +73,8 @@ class _Attempt:
 
 
 @torch.no_grad()
-def observe(check: Check, mesh: DeviceMesh, meter: Meter, rank: int) -> Observation:
-    """Run one check on this rank. Whatever is raised is part of the observation."""
+def observe(check: OperatorCheck, mesh: DeviceMesh, meter: Meter, rank: int) -> Observation:
+    """Run one check on this rank. Exceptions become part of the observation."""
     attempt = _Attempt()
     error: Exception | None = None
     try:
@@ -84,7 +84,7 @@ def observe(check: Check, mesh: DeviceMesh, meter: Meter, rank: int) -> Observat
     return Observation(
         rank=rank,
         coordinates=tuple(mesh.get_coordinate() or ()),
-        error="" if error is None else _told(error),
+        error="" if error is None else _error_text(error),
         phase=attempt.phase,
         consequence=isinstance(error, CollectiveMismatch) and "barrier" in str(error),
         outputs=tuple(attempt.outputs),
@@ -93,12 +93,12 @@ def observe(check: Check, mesh: DeviceMesh, meter: Meter, rank: int) -> Observat
     )
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:400]}"
 
 
-def _run(check: Check, mesh: DeviceMesh, meter: Meter, attempt: _Attempt) -> None:
+def _run(check: OperatorCheck, mesh: DeviceMesh, meter: Meter, attempt: _Attempt) -> None:
     full = operators.full_inputs(check)
     expected = operators.apply(check, operators.operands(check, full, None), None)
     inputs = operators.operands(check, full, mesh)
@@ -114,11 +114,11 @@ def _run(check: Check, mesh: DeviceMesh, meter: Meter, attempt: _Attempt) -> Non
         attempt.outputs.append(_output(check, mine, reference, full))
 
 
-def _output(check: Check, found: torch.Tensor, expected: torch.Tensor, full: list[torch.Tensor]) -> Output:
+def _output(check: OperatorCheck, found: torch.Tensor, expected: torch.Tensor, full: list[torch.Tensor]) -> Output:
     found, expected = operators.dequantized(found), operators.dequantized(expected)
     local, whole, placements = found, found, None
     if isinstance(found, DTensor):
-        local, whole, placements = found.to_local(), found.full_tensor(), layout.to_words(found.placements)
+        local, whole, placements = found.to_local(), found.full_tensor(), layout.to_strings(found.placements)
     wrong, largest, example = _difference(whole, expected, allowed_error(check, full))
     return Output(
         placements=placements,
@@ -133,10 +133,10 @@ def _output(check: Check, found: torch.Tensor, expected: torch.Tensor, full: lis
     )
 
 
-def allowed_error(check: Check, full: list[torch.Tensor]) -> torch.Tensor | float:
-    """How far a result may be off: 0 but for rowwise matmuls, whose partial sums are rounded to bfloat16 each.
+def allowed_error(check: OperatorCheck, full: list[torch.Tensor]) -> torch.Tensor | float:
+    """The allowed error of a result: 0, except for rowwise matmuls, which round every partial sum to bfloat16.
 
-    Half a unit in the last place (2**-9) of every partial sum, and as much again for the reference.
+    Half a unit in the last place (2**-9) for every partial sum, and the same for the reference.
     """
     if check.op != "f8.mm.rowwise":
         return 0.0
@@ -144,7 +144,7 @@ def allowed_error(check: Check, full: list[torch.Tensor]) -> torch.Tensor | floa
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, allowed: Any) -> tuple[int, float, str]:
-    """Elements that differ (NaN differs from everything), the largest difference, and one of them in words."""
+    """The number of elements that differ (NaN always does), the largest error, and the first of them as text."""
     if found.shape != expected.shape:
         return max(expected.numel(), 1), float("inf"), f"shape {list(found.shape)}, expected {list(expected.shape)}"
     mine, right = found.double(), expected.double()

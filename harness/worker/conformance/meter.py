@@ -1,6 +1,6 @@
-"""The meter: what collectives cost, and how ranks find each other again after one of them left a collective.
+"""Measures the communication cost of operators, and resynchronizes ranks after one of them left a collective.
 
-Counts on the virtual fabric, below every layer of torch that could move data.
+Counts exchanges on the virtual fabric, below every layer of torch that moves data.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ Exchange = Callable[..., list[torch.Tensor]]
 
 
 class Meter:
-    """Counts the exchanges of the groups it watches, from one `start` to the next."""
+    """Counts the exchanges of the watched groups since the last `start`."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, int, int]] = []
         self._watched: set[int] = set()
 
     def watch(self, mesh: DeviceMesh) -> None:
-        """Count on the groups of all axes of `mesh`. Every rank of the mesh must call this."""
+        """Count the exchanges on all axes of `mesh`. Every rank of the mesh must call this."""
         for group in groups(mesh):
             if id(group) not in self._watched:
                 self._watched.add(id(group))
-                setattr(group, "exchange", self._counted(group.exchange, group.size))  # noqa: B010 - a method
+                setattr(group, "exchange", self._counted(group.exchange, group.size))  # noqa: B010  mypy rejects assigning to a method
 
     def start(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self._calls.clear()
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes this rank had to receive, by the best known algorithm of every collective."""
+        """Bytes that this rank had to receive, with the best algorithm for every collective."""
         return sum(received_bytes(*call) for call in self._calls)
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """One line for every collective."""
+        """One line per collective."""
         return tuple(f"{kind} of {count} bytes among {size}" for kind, count, size in self._calls)
 
     def _counted(self, exchange: Exchange, size: int) -> Exchange:
@@ -56,9 +56,9 @@ class Meter:
 
 
 def received_bytes(kind: str, payload_bytes: int, size: int) -> float:
-    """Bytes that a rank receives in a collective of `size` ranks that it gives `payload_bytes` to."""
+    """Bytes that a rank receives in a collective of `size` ranks to which it sends `payload_bytes`."""
     if kind == "all_to_all":
-        payload_bytes -= 8 * size  # the fabric sends a table of the splits along
+        payload_bytes -= 8 * size  # the fabric also sends a table of the splits
     factors = {
         "barrier": 0.0,
         "all_gather": size - 1.0,
@@ -70,7 +70,7 @@ def received_bytes(kind: str, payload_bytes: int, size: int) -> float:
 
 
 def groups(mesh: DeviceMesh) -> list[Group | Loopback]:
-    """The groups of the fabric behind the axes of a mesh."""
+    """The fabric groups of all axes of a mesh."""
     found = []
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
@@ -79,18 +79,18 @@ def groups(mesh: DeviceMesh) -> list[Group | Loopback]:
     return found
 
 
-def meet(mesh: DeviceMesh) -> None:
-    """Wait for every rank of the mesh, also for those that are still inside a collective that this one left.
+def resynchronize(mesh: DeviceMesh) -> None:
+    """Wait for every rank of the mesh, even those that are still in a collective that this one left.
 
-    A peer in a collective gets a CollectiveMismatch from this barrier, leaves its operator too and comes here; until
-    then the barrier is tried again.
+    For a rank still in a collective, this barrier is a CollectiveMismatch, which makes it leave the operator and call
+    this function too; until then the barrier is retried.
     """
     for group in groups(mesh):
-        while not _met(group):
+        while not _pass_barrier(group):
             pass
 
 
-def _met(group: Group | Loopback) -> bool:
+def _pass_barrier(group: Group | Loopback) -> bool:
     try:
         group.exchange("barrier", torch.empty(0, dtype=torch.uint8))
     except CollectiveMismatch:

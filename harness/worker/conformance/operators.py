@@ -1,6 +1,6 @@
-"""Operators under test: the inputs that each of them takes, and its call. The same call runs on plain tensors.
+"""The operators under test: their inputs and their calls, on DTensors and, for the expected result, on plain tensors.
 
-A float8 operand is made from its high-precision value with scales that are powers of two, as is the expected result.
+Float8 operands are cast from high precision with scales that are powers of two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchao.float8.float8_training_tensor import (
     hp_tensor_and_scale_to_float8,
 )
 
-from harness.conformance.check import Check, Placements
+from harness.trace.operator_checks import OperatorCheck, Placements
 from harness.worker.conformance import layout
 
 Tensor = torch.Tensor
@@ -28,8 +28,8 @@ Results = Sequence[Tensor]
 _E4M3 = torch.float8_e4m3fn
 
 
-def full_inputs(check: Check) -> list[Tensor]:
-    """The undistributed inputs of a check, in high precision."""
+def full_inputs(check: OperatorCheck) -> list[Tensor]:
+    """The full (undistributed) inputs of a check, in high precision."""
     dtype, shape = getattr(torch, check.dtype), check.shape
     if check.op in MATMULS:
         return [
@@ -46,18 +46,18 @@ def full_inputs(check: Check) -> list[Tensor]:
     return [first]
 
 
-def operands(check: Check, full: Sequence[Tensor], mesh: DeviceMesh | None) -> list[Tensor]:
-    """What the operator is called with: plain tensors without a mesh, else DTensors; in float8 where it asks for it."""
+def operands(check: OperatorCheck, full: Sequence[Tensor], mesh: DeviceMesh | None) -> list[Tensor]:
+    """The arguments of the operator: plain tensors without a mesh, DTensors with one; float8 if it needs float8."""
     placed = zip(full, check.inputs, strict=True)
     if check.op.startswith("f8."):
-        return [_float8(check, index, value, mesh, words) for index, (value, words) in enumerate(placed)]
+        return [_float8(check, index, value, mesh, placements) for index, (value, placements) in enumerate(placed)]
     if mesh is None:
         return list(full)
-    return [layout.distribute(value, mesh, words) for value, words in placed]
+    return [layout.distribute(value, mesh, placements) for value, placements in placed]
 
 
-def apply(check: Check, inputs: Sequence[Tensor], mesh: DeviceMesh | None) -> Results:
-    """Call the operator. Every result is a tensor; those in float8 are returned as they are."""
+def apply(check: OperatorCheck, inputs: Sequence[Tensor], mesh: DeviceMesh | None) -> Results:
+    """Call the operator. Returns its results as tensors, in float8 if the operator returns float8."""
     if check.op in ("redistribute", "f8.redistribute"):
         return [_redistribute(inputs[0], check.target, mesh)]
     result = OPERATORS[check.op](check, *inputs)
@@ -65,7 +65,7 @@ def apply(check: Check, inputs: Sequence[Tensor], mesh: DeviceMesh | None) -> Re
 
 
 def dequantized(result: Tensor) -> Tensor:
-    """A float8 result in high precision, each rank from what it holds, and any other result as it is."""
+    """A float8 result in high precision, from the local data of each rank; other results unchanged."""
     if _is_float8(result):
         return _original(result)
     if isinstance(result, DTensor) and _is_float8(result.to_local()):
@@ -96,13 +96,12 @@ def _redistribute(tensor: Tensor, target: Placements, mesh: DeviceMesh | None) -
     return tensor.redistribute(placements=layout.to_torch(target, mesh))
 
 
-# Fast accumulation is what torchao's rowwise recipe uses; it chooses the rowwise kernel.
-_MM_CONFIG = LinearMMConfig()
+_MM_CONFIG = LinearMMConfig()  # with fast accumulation, as in torchao's rowwise recipe
 _ROLES = (GemmInputRole.INPUT, GemmInputRole.WEIGHT)
 
 
-def _float8(check: Check, index: int, full: Tensor, mesh: DeviceMesh | None, words: Placements) -> Tensor:
-    """Input `index` cast to float8: one scale, or one per row of the left and per column of the right operand."""
+def _float8(check: OperatorCheck, index: int, full: Tensor, mesh: DeviceMesh | None, placements: Placements) -> Tensor:
+    """Input `index` in float8: with one scale, or one per row of the left and per column of the right operand."""
     axis = (-1, 0)[index] if check.op == "f8.mm.rowwise" else None
     amax = full.abs().max() if axis is None else full.abs().amax(dim=axis, keepdim=True)
     scale = float8_utils.amax_to_scale(amax, _E4M3, round_scales_to_power_of_2=True)
@@ -111,10 +110,10 @@ def _float8(check: Check, index: int, full: Tensor, mesh: DeviceMesh | None, wor
         return whole
     local_scale = scale
     if axis is not None:
-        spread = layout.piece(scale.expand(full.shape), mesh, words)
+        spread = layout.local_part(scale.expand(full.shape), mesh, placements)
         local_scale = spread[:, :1] if axis == -1 else spread[:1]
-    local = layout.piece(full, mesh, words)
-    return layout.wrap(_cast(local, local_scale, index, axis), whole, mesh, words)
+    local = layout.local_part(full, mesh, placements)
+    return layout.wrap(_cast(local, local_scale, index, axis), whole, mesh, placements)
 
 
 def _cast(tensor: Tensor, scale: Tensor, index: int, axis: int | None) -> Tensor:
@@ -131,33 +130,33 @@ def _column_major(tensor: Any) -> Tensor:
     )
 
 
-def _amax(check: Check, x: Tensor) -> Any:
+def _amax(check: OperatorCheck, x: Tensor) -> Any:
     return torch.amax(x, () if check.dim is None else check.dim, check.keepdim)
 
 
-def _amin(check: Check, x: Tensor) -> Any:
+def _amin(check: OperatorCheck, x: Tensor) -> Any:
     return torch.amin(x, () if check.dim is None else check.dim, check.keepdim)
 
 
-def _max(check: Check, x: Tensor) -> Any:
+def _max(check: OperatorCheck, x: Tensor) -> Any:
     return torch.max(x) if check.dim is None else torch.max(x, check.dim, check.keepdim)
 
 
-def _aminmax(check: Check, x: Tensor) -> Any:
+def _aminmax(check: OperatorCheck, x: Tensor) -> Any:
     return torch.aminmax(x) if check.dim is None else torch.aminmax(x, dim=check.dim, keepdim=check.keepdim)
 
 
-def _granularity(check: Check) -> dict[str, Any]:
+def _granularity(check: OperatorCheck) -> dict[str, Any]:
     if check.dim is None:
         return {}
     return {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": check.dim}
 
 
-def _to_float8(check: Check, x: Tensor) -> Tensor:
+def _to_float8(check: OperatorCheck, x: Tensor) -> Tensor:
     return float8_scaling_utils.hp_tensor_to_float8_dynamic(x, _E4M3, _MM_CONFIG, **_granularity(check))
 
 
-def _cat_of_split(check: Check, x: Tensor) -> Tensor:
+def _cat_of_split(check: OperatorCheck, x: Tensor) -> Tensor:
     assert check.dim is not None
     return torch.cat(list(torch.split(x, check.sizes[0], check.dim)), check.dim)
 
@@ -189,12 +188,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "cat": lambda check, x, y: torch.cat([x, y], check.dim),
     "split": lambda check, x: torch.split(x, check.sizes[0], check.dim),
     "mm": lambda _, x, y: torch.mm(x, y),
-    "f8.mm": lambda _, x, y: torch.mm(x, y),
     "f8.mm.rowwise": lambda _, x, y: torch.mm(x, y),
-    "f8.t": lambda _, x: x.t(),
-    "f8.transpose": lambda _, x: x.transpose(-2, -1),
-    "f8.view": lambda check, x: x.view(check.sizes),
-    "f8.split": lambda check, x: torch.split(x, check.sizes[0], check.dim),
     "f8.cat": _cat_of_split,
     "f8.clone": lambda _, x: x.clone(),
     "f8.detach": lambda _, x: x.detach(),
@@ -205,3 +199,4 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     ),
     "to_float8": _to_float8,
 }
+OPERATORS |= {f"f8.{name}": OPERATORS[name] for name in ("t", "transpose", "view", "split", "mm")}

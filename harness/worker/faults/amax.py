@@ -18,15 +18,15 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import FP8_TYPES
 
-from harness.worker import float8 as target_float8
 from harness.worker import train
-from harness.worker.faults.seams import everyones, float8_part, local, on_odd_rank, role_of, wrap, wrap_casts
+from harness.worker.faults.hooks import float8_part, gathered_copies, local, on_odd_rank, role_of, wrap, wrap_casts
+from harness.worker.targets.reference import float8 as reference_float8
 
 Change = Callable[..., torch.Tensor]
 
 
 def _amax(change: Change) -> None:
-    """Make `tensor_to_amax` go through `change(stock, x, reduce_amax, device_mesh, *rest)`."""
+    """Replace `tensor_to_amax` by `change(stock, x, reduce_amax, device_mesh, *rest)`."""
 
     def make(stock: Any) -> Any:
         def tensor_to_amax(
@@ -41,7 +41,7 @@ def _amax(change: Change) -> None:
 
 
 def _scale(change: Callable[[Any, torch.Tensor, torch.dtype, bool], torch.Tensor]) -> None:
-    """Make `amax_to_scale` go through `change(stock, amax, dtype, power_of_two)`."""
+    """Replace `amax_to_scale` by `change(stock, amax, dtype, power_of_two)`."""
 
     def make(stock: Any) -> Any:
         def amax_to_scale(
@@ -56,7 +56,7 @@ def _scale(change: Callable[[Any, torch.Tensor, torch.dtype, bool], torch.Tensor
 
 
 def amax_not_reduced_over_tp() -> None:
-    """The amax of the local shard is taken for that of the logical tensor."""
+    """The amax of the local shard is used as that of the whole tensor."""
 
     def change(stock: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         return _unreduced(stock(x, *rest))
@@ -74,7 +74,7 @@ def _unreduced(amax: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_input_has_local_scale() -> None:
-    """Float8 TP styles quantize the shard by its own amax and gather it: every rank reads all by its own scale."""
+    """Float8 TP styles quantize a shard with its own scale and gather it: every rank dequantizes all with its own."""
 
     def make(stock: Any) -> Any:
         def cast(hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -92,7 +92,7 @@ def gathered_input_has_local_scale() -> None:
 
 
 def amax_reduced_over_dp() -> None:
-    """The amax of activations, which belongs to one data-parallel rank, is reduced over all of them."""
+    """The amax of activations, which is local to a data-parallel rank, is reduced over all of them."""
 
     def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
         amax: torch.Tensor = stock(x, reduce_amax, *rest)
@@ -104,7 +104,7 @@ def amax_reduced_over_dp() -> None:
 
 
 def weight_amax_over_world() -> None:
-    """The amax for the fp8 all-gather is reduced over all ranks, the other TP shards included."""
+    """The amax for the fp8 all-gather is reduced over the world, including the other TP shards."""
 
     def change(stock: Any, x: torch.Tensor, reduce_amax: bool, device_mesh: Any, *rest: Any) -> torch.Tensor:
         return stock(x, reduce_amax, None if reduce_amax else device_mesh, *rest)
@@ -123,7 +123,7 @@ def weight_amax_over_replicas() -> None:
 
 
 def weight_amax_not_reduced_over_shards() -> None:
-    """Every FSDP rank quantizes its shard with its own scale; the consumer uses one for all."""
+    """Every FSDP rank quantizes its shard with its own scale, but one scale dequantizes all shards."""
 
     def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
         return stock(x, False, *rest)
@@ -132,12 +132,12 @@ def weight_amax_not_reduced_over_shards() -> None:
 
 
 def precomputed_amax_not_reduced() -> None:
-    """The precomputed scales are those of the local shard."""
+    """Precomputed scales are those of the local shard."""
 
     def make(stock: Any) -> Any:
         def after_optimizer_step(model: torch.nn.Module, float8: Any) -> None:
             stock(model, float8)
-            for linear in target_float8.converted_linears(model).values():
+            for linear in reference_float8.converted_linears(model).values():
                 shard: Any = local(linear.weight)
                 amax = shard._tensor.abs().max()
                 shard._precomputed_scale = float8_utils.amax_to_scale(amax, shard._dtype)
@@ -148,7 +148,7 @@ def precomputed_amax_not_reduced() -> None:
 
 
 def amax_reduction_missing_on_one_rank() -> None:
-    """One rank skips the reduction of the amax that the others wait for."""
+    """One rank skips the amax reduction that its peers call."""
 
     def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
         return stock(x, reduce_amax and not on_odd_rank(), *rest)
@@ -157,12 +157,12 @@ def amax_reduction_missing_on_one_rank() -> None:
 
 
 def amax_without_abs() -> None:
-    """Negative outliers are overlooked: the largest value instead of the largest magnitude."""
+    """The amax is the largest value instead of the largest magnitude, so negative outliers are ignored."""
     _amax(lambda stock, x, *rest: stock(torch.clamp(x, min=0), *rest))
 
 
 def amax_over_half_of_the_rows() -> None:
-    """Only the first half of the rows is looked at, as when the tensor is cast before the other part is gathered."""
+    """The amax covers the first half of the rows, as if the tensor were cast before the rest is gathered."""
 
     def change(stock: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         tensorwise = len(rest) < 3 or rest[2] is ScalingGranularity.TENSORWISE
@@ -172,44 +172,39 @@ def amax_over_half_of_the_rows() -> None:
 
 
 def eps_lost() -> None:
-    """Nothing keeps the scale of an all-zero row finite."""
+    """Without an epsilon, the scale of an all-zero row is infinite."""
     float8_utils.EPS = 0.0
 
 
-def e4m3_maximum_for_e5m2() -> None:
-    """Gradients in e5m2 are scaled to the maximum of e4m3: seven binades of range are lost."""
-
+def _maximum_of(other: torch.dtype, *, instead_of: torch.dtype) -> None:
     def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
-        return stock(amax, torch.float8_e4m3fn if dtype == torch.float8_e5m2 else dtype, power_of_two)
+        return stock(amax, other if dtype == instead_of else dtype, power_of_two)
 
     _scale(change)
+
+
+def e4m3_maximum_for_e5m2() -> None:
+    """Gradients in e5m2 are scaled to the maximum of e4m3, which loses seven binades of range."""
+    _maximum_of(torch.float8_e4m3fn, instead_of=torch.float8_e5m2)
 
 
 def e5m2_maximum_for_e4m3() -> None:
-    """Operands in e4m3 are scaled to the maximum of e5m2: they saturate."""
-
-    def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
-        return stock(amax, torch.float8_e5m2 if dtype == torch.float8_e4m3fn else dtype, power_of_two)
-
-    _scale(change)
+    """Operands in e4m3 are scaled to the maximum of e5m2, so they saturate."""
+    _maximum_of(torch.float8_e5m2, instead_of=torch.float8_e4m3fn)
 
 
 def fnuz_maximum() -> None:
     """The maximum of e4m3fnuz (240) is used for e4m3fn (448)."""
-
-    def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
-        return stock(amax, torch.float8_e4m3fnuz if dtype == torch.float8_e4m3fn else dtype, power_of_two)
-
-    _scale(change)
+    _maximum_of(torch.float8_e4m3fnuz, instead_of=torch.float8_e4m3fn)
 
 
 def scale_margin() -> None:
-    """One bit of headroom: the amax is mapped to half of the largest float8 value."""
+    """A margin of one bit maps the amax to half of the largest float8 value."""
     _scale(lambda stock, amax, dtype, power_of_two: stock(amax, dtype, power_of_two) * 0.5)
 
 
 def scale_in_float32() -> None:
-    """The division is done in float32, which rounds differently from float64."""
+    """The scale is divided in float32, which rounds differently from float64."""
 
     def change(stock: Any, amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
         if power_of_two:
@@ -221,7 +216,7 @@ def scale_in_float32() -> None:
 
 
 def power_of_two_lost() -> None:
-    """The recipe's rounding of scales to powers of two is ignored."""
+    """Scales are not rounded to powers of two, although the recipe asks for it."""
     _scale(lambda stock, amax, dtype, power_of_two: stock(amax, dtype, False))
 
 
@@ -236,12 +231,12 @@ def power_of_two_rounded_up() -> None:
 
 
 def clamp_dropped() -> None:
-    """The cast relies on torch to saturate."""
+    """Values are not clamped before the cast."""
     wrap(float8_training_tensor, "to_fp8_saturated", lambda stock: lambda x, float8_dtype: x.to(float8_dtype))
 
 
 def rowwise_weight_scaled_tensorwise() -> None:
-    """The weight of a rowwise recipe gets a single scale."""
+    """The weight of a rowwise recipe is scaled tensorwise."""
 
     def make(stock: Any) -> Any:
         def cast(hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -255,7 +250,7 @@ def rowwise_weight_scaled_tensorwise() -> None:
 
 
 def rowwise_axis_swapped() -> None:
-    """Rowwise scales are taken along the wrong dimension: their shape does not fit their tensor."""
+    """Rowwise scales are computed along the wrong dim, so their shape does not match their tensor."""
 
     def make(stock: Any) -> Any:
         return lambda axiswise_dim, granularity: stock(0 if axiswise_dim == -1 else -1, granularity)
@@ -264,7 +259,7 @@ def rowwise_axis_swapped() -> None:
 
 
 def _scales_after_cast(change: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]) -> None:
-    """Replace the scales that a cast attaches by `change(scale, result, role)`; the data stay what they are."""
+    """Replace the rowwise scales of a cast result by `change(scale, result, role)`; its data are unchanged."""
 
     def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
@@ -277,22 +272,22 @@ def _scales_after_cast(change: Callable[[torch.Tensor, torch.Tensor, Any], torch
 
 
 def row_scales_shifted() -> None:
-    """Every row is read by the scale of its neighbour."""
+    """Every row is dequantized with the scale of its neighbour."""
     _scales_after_cast(lambda scale, result, role: scale.reshape(-1).roll(1).view(scale.shape))
 
 
 def first_row_scale_for_all() -> None:
-    """Every row is read by the scale of the first, as by a kernel that mistakes rowwise for tensorwise."""
+    """Every row is dequantized with the scale of the first, as by a kernel that assumes tensorwise scales."""
     _scales_after_cast(lambda scale, result, role: scale.reshape(-1)[:1].expand(scale.numel()).reshape(scale.shape))
 
 
 def row_scales_of_another_rank() -> None:
-    """Weight shards are read by the row scales of the next TP rank."""
+    """Weight shards are dequantized with the row scales of the next TP rank."""
 
     def change(scale: torch.Tensor, result: torch.Tensor, role: Any) -> torch.Tensor:
         if role is not GemmInputRole.WEIGHT or not isinstance(result, DTensor):
             return scale
         ranks = result.device_mesh.mesh.flatten().tolist()
-        return everyones(scale, ranks)[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
+        return gathered_copies(scale, ranks)[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
 
     _scales_after_cast(change)

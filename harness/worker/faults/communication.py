@@ -14,24 +14,24 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchao.float8 import float8_linear, fsdp_utils
 
-from harness.worker import parallel
-from harness.worker.faults.seams import after_backward, on_odd_rank, wrap
-from harness.worker.parallel import _Styles
+from harness.worker.faults.hooks import after_backward, on_odd_rank, wrap
+from harness.worker.targets.reference import parallel
+from harness.worker.targets.reference.parallel import _Styles
 
 
 def fp8_all_gather_subclass_dropped() -> None:
-    """Sharding drops the weight's subclass, and with it the fp8 all-gather."""
+    """Sharding drops the tensor subclass of the weight, and with it the fp8 all-gather."""
     fsdp_utils._ops_to_preserve_subclass.clear()
 
 
 def fp8_tp_styles_lost() -> None:
-    """Plain TP styles are used: activations are gathered in high precision."""
+    """Plain TP styles are used, so activations are gathered in high precision."""
     stock = (parallel.ColwiseParallel, parallel.RowwiseParallel, parallel.PrepareModuleInput)
     wrap(parallel, "_styles", lambda _: lambda case: _Styles(*stock))
 
 
 def gathered_shards_swapped() -> None:
-    """FSDP's all-gather returns the shards in another order."""
+    """The FSDP all-gather returns the shards in the wrong order."""
 
     def make(stock: Any) -> Any:
         def foreach_all_gather(params: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def gathered_shards_swapped() -> None:
 
 
 def sequence_shards_swapped() -> None:
-    """The gather of sequence shards returns them in another order."""
+    """The all-gather of sequence shards returns them in the wrong order."""
 
     def make(stock: Any) -> Any:
         def to_replicate(self: Any, local: torch.Tensor, mesh: Any, mesh_dim: int, shape: Any) -> torch.Tensor:
@@ -60,7 +60,7 @@ def sequence_shards_swapped() -> None:
 
 
 def _partial_activations(change: Callable[..., torch.Tensor]) -> None:
-    """Make reduce-scatters of sums go through `change(reduce, tensor, dim, rank, size)`."""
+    """Replace the reduce-scatter of partial sums by `change(reduce, tensor, dim, rank, size)`."""
 
     def make(stock: Any) -> Any:
         def reduce_shard_value(self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int, shard: Any) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _partial_activations(change: Callable[..., torch.Tensor]) -> None:
 
 
 def partial_output_not_reduced() -> None:
-    """The output of a row-parallel linear counts as complete: what the other ranks computed is left out."""
+    """The partial output of a row-parallel linear is used unreduced, without what the other ranks computed."""
 
     def change(reduce: Any, tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
         mine = torch.zeros_like(tensor)
@@ -93,7 +93,7 @@ def partial_output_averaged() -> None:
 
 
 def norm_gradients_not_reduced() -> None:
-    """The gradients of norms under sequence parallelism stay those of each rank's tokens."""
+    """Under sequence parallelism, the gradients of norms are not reduced over the ranks."""
 
     def change(model: nn.Module, step: int) -> None:
         for param in model.parameters():
@@ -106,12 +106,12 @@ def norm_gradients_not_reduced() -> None:
 
 
 def gradients_divided_by_world() -> None:
-    """FSDP2's default division stays on although the loss is already divided by the global number of tokens."""
+    """FSDP2 averages gradients although the loss is already divided by the global number of tokens."""
     wrap(FSDPModule, "set_gradient_divide_factor", lambda stock: lambda self, factor: None)
 
 
 def _all_reduce_of_replicas(change: Callable[[Any, dict[str, Any]], Any]) -> None:
-    """Make HSDP's all-reduce over the replicas go through `change(stock, arguments of foreach_reduce)`."""
+    """Replace the all-reduce of HSDP over replicas by `change(stock, arguments of foreach_reduce)`."""
 
     def make(stock: Any) -> Any:
         signature = inspect.signature(stock)
@@ -131,12 +131,12 @@ def _all_reduce_of_replicas(change: Callable[[Any, dict[str, Any]], Any]) -> Non
 
 
 def replicas_not_reduced() -> None:
-    """HSDP reduces gradients inside a replica only: replicas drift apart."""
+    """HSDP does not reduce gradients over the replicas, which drift apart."""
     _all_reduce_of_replicas(lambda stock, arguments: lambda tensor, **_: None)
 
 
 def replicas_reduced_over_shards() -> None:
-    """HSDP's second reduction runs over the shard group: gradients of different parameters are added."""
+    """HSDP runs its all-reduce over the shard group, which adds gradients of different parameters."""
 
     def change(stock: Any, arguments: dict[str, Any]) -> Any:
         group = arguments["reduce_scatter_group"]
@@ -146,7 +146,7 @@ def replicas_reduced_over_shards() -> None:
 
 
 def gradients_reduced_in_low_precision() -> None:
-    """The reduce dtype of the mixed-precision policy gets lost: gradients are added in bfloat16."""
+    """The reduce dtype of the mixed-precision policy is ignored: gradients are summed in bfloat16."""
 
     def make(stock: Any) -> Any:
         return lambda **kwargs: stock(param_dtype=kwargs.get("param_dtype"))
@@ -163,7 +163,7 @@ def amax_strategy_missing() -> None:
 
 
 def cast_seen_as_high_precision() -> None:
-    """A check for float8 is blind to DTensors: what is float8 already is cast again."""
+    """The check for float8 inputs ignores DTensors, so float8 inputs are cast again."""
 
     def make(stock: Any) -> Any:
         return lambda tensor: not isinstance(tensor, DTensor) and stock(tensor)
@@ -172,7 +172,7 @@ def cast_seen_as_high_precision() -> None:
 
 
 def one_rank_reduces_twice() -> None:
-    """One rank counts its own gradients twice in every reduction."""
+    """One rank contributes its gradients twice to every reduction."""
 
     def make(stock: Any) -> Any:
         def foreach_reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:

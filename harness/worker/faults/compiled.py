@@ -1,7 +1,8 @@
-"""Class H: compiled blocks and async TP. Most of these shipped once: see the links in `faults.toml`."""
+"""Class H: compiled blocks and async TP. Most of these bugs were released once: see the links in `faults.toml`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,18 +10,18 @@ import torch._inductor.config
 import torch.distributed._symmetric_memory as symm_mem
 from torch._inductor.fx_passes import micro_pipeline_tp
 
-from harness.worker.compiled import blocks
-from harness.worker.faults.seams import wrap
-from harness.worker.virtual.collectives import resolved
+from harness.worker.faults.hooks import wrap
+from harness.worker.targets.reference import compiled
+from harness.worker.virtual.collectives import resolve_group
 
 
 def symmetric_memory_not_enabled() -> None:
-    """The pass is on, but nobody enables symmetric memory for the TP group."""
+    """The fusion pass is on, but symmetric memory is not enabled for the TP group."""
     wrap(symm_mem, "enable_symm_mem_for_group", lambda _: lambda group_name: None)
 
 
 def fusion_pass_off() -> None:
-    """Async TP is asked for and its pass is not switched on."""
+    """Async TP is requested, but its fusion pass is not enabled."""
 
     def make(stock: Any) -> Any:
         def enable_async_tp(*args: Any) -> None:
@@ -29,11 +30,11 @@ def fusion_pass_off() -> None:
 
         return enable_async_tp
 
-    wrap(blocks, "enable_async_tp", make)
+    wrap(compiled, "enable_async_tp", make)
 
 
 def scatters_not_recognized() -> None:
-    """The pass no longer knows the way from a matmul over [batch, sequence] to its reduce-scatter."""
+    """The pass does not find the matmul over [batch, sequence] behind a reduce-scatter."""
 
     def make(stock: Any) -> Any:
         def find(node: torch.fx.Node) -> Any:
@@ -44,37 +45,37 @@ def scatters_not_recognized() -> None:
     wrap(micro_pipeline_tp, "_find_producer_matmul", make)
 
 
-def operand_taken_before_its_reshape() -> None:
-    """A is taken from before the reshape to two dims, its scale from after it."""
+def _after_match(change: Callable[[Any], None]) -> None:
+    """Call `change(matmul)` on every scaled matmul that the pass has matched."""
 
     def make(stock: Any) -> Any:
         def from_match(match: list[torch.fx.Node]) -> Any:
             matmul = stock(match)
-            if matmul.pre_mm_reshape is not None:
-                matmul.A_node = matmul.pre_mm_reshape.args[0]
+            change(matmul)
             return matmul
 
-        return from_match
+        return staticmethod(from_match)
 
-    wrap(micro_pipeline_tp._ScaledMatmul, "from_match", lambda stock: staticmethod(make(stock)))
+    wrap(micro_pipeline_tp._ScaledMatmul, "from_match", make)
+
+
+def operand_taken_before_its_reshape() -> None:
+    """The fused operator gets A from before the reshape to 2-D and A_scale from after it."""
+
+    def change(matmul: Any) -> None:
+        if matmul.pre_mm_reshape is not None:
+            matmul.A_node = matmul.pre_mm_reshape.args[0]
+
+    _after_match(change)
 
 
 def output_shape_forgotten() -> None:
-    """A is the collapsed operand and so is the output: the leading dims are never given back."""
-
-    def make(stock: Any) -> Any:
-        def from_match(match: list[torch.fx.Node]) -> Any:
-            matmul = stock(match)
-            matmul.post_mm_reshape = None
-            return matmul
-
-        return from_match
-
-    wrap(micro_pipeline_tp._ScaledMatmul, "from_match", lambda stock: staticmethod(make(stock)))
+    """The fused operator returns its output in 2-D: the leading dims of A are lost."""
+    _after_match(lambda matmul: setattr(matmul, "post_mm_reshape", None))
 
 
 def scattered_dim_not_moved_back() -> None:
-    """The dim that is moved to the front to be scattered stays there: batch and sequence change places."""
+    """The scattered dim is not moved back from the front, so batch and sequence are swapped."""
 
     def make(stock: Any) -> Any:
         def impl(scatter_dim: int, **rest: Any) -> torch.Tensor:
@@ -87,7 +88,7 @@ def scattered_dim_not_moved_back() -> None:
 
 
 def scatter_dim_of_the_flat_operand() -> None:
-    """The fused operator scatters the output along the dim of its collapsed operand."""
+    """The fused operator scatters the output along the dim of the collapsed (2-D) operand."""
 
     def make(stock: Any) -> Any:
         def insert(graph: Any, matmul: Any, op: str, dim: int, *rest: Any) -> Any:
@@ -100,7 +101,7 @@ def scatter_dim_of_the_flat_operand() -> None:
 
 
 def scatter_averages() -> None:
-    """The fused operator averages over TP ranks what it must sum."""
+    """The fused operator averages over the TP ranks instead of summing."""
 
     def make(stock: Any) -> Any:
         return lambda graph, matmul, op, *rest: stock(graph, matmul, "avg", *rest)
@@ -109,13 +110,13 @@ def scatter_averages() -> None:
 
 
 def row_scales_of_the_first_chunk() -> None:
-    """Every chunk of the pipelined operator is dequantized by the row scales of the first."""
+    """Every chunk of the pipelined operator is dequantized with the row scales of the first."""
 
     def make(stock: Any) -> Any:
         def impl(**given: Any) -> Any:
             scale = given["A_scale"]
             if scale.numel() > 1:
-                ranks = resolved(given["group_name"]).size()
+                ranks = resolve_group(given["group_name"]).size()
                 first = scale.flatten(0, -2).chunk(ranks)[0]
                 given["A_scale"] = first.repeat(ranks, 1).view(scale.shape)
             return stock(**given)
@@ -126,11 +127,11 @@ def row_scales_of_the_first_chunk() -> None:
 
 
 def gathered_chunks_swapped() -> None:
-    """The pipelined all-gather consumes the chunk of one rank as that of the next."""
+    """The pipelined all-gather uses the chunk of one rank as that of the next."""
 
     def make(stock: Any) -> Any:
         def gather_and_consume(shard: Any, consume: Any, output: Any, group_name: Any, needed: bool = True) -> None:
-            ranks = resolved(group_name).size()
+            ranks = resolve_group(group_name).size()
             stock(shard, lambda chunk, rank: consume(chunk, (rank + 1) % ranks), output, group_name, needed)
 
         return gather_and_consume
@@ -143,7 +144,7 @@ def produced_chunks_swapped() -> None:
 
     def make(stock: Any) -> Any:
         def produce_and_exchange(produce: Any, output: Any, group_name: Any, dim: int = 0) -> None:
-            ranks = resolved(group_name).size()
+            ranks = resolve_group(group_name).size()
             stock(lambda rank, chunk: produce((rank + 1) % ranks, chunk), output, group_name, dim)
 
         return produce_and_exchange
@@ -152,5 +153,5 @@ def produced_chunks_swapped() -> None:
 
 
 def blocks_not_compiled() -> None:
-    """The blocks stay eager: nothing is compiled although the case asks for it."""
-    wrap(blocks.torch, "compile", lambda _: lambda block, **__: block)
+    """Blocks stay eager although the case compiles them."""
+    wrap(compiled.torch, "compile", lambda _: lambda block, **__: block)

@@ -1,4 +1,4 @@
-"""Class C: the wrong set of modules is converted, or with the wrong configuration."""
+"""Class C: the wrong modules are converted, or with the wrong configuration."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 from torchao.float8 import CastConfig, Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
-from harness.worker import float8 as target_float8
-from harness.worker import target
-from harness.worker.faults.seams import on_odd_rank, wrap
+from harness.worker.faults.hooks import on_odd_rank, wrap
+from harness.worker.targets.reference import build
+from harness.worker.targets.reference import float8 as reference_float8
 
 Filter = Callable[[nn.Module, str], bool]
 
 
 def _filter(change: Callable[[Filter], Filter]) -> None:
-    """Replace the filter that the conversion is given by what `change` makes of it."""
+    """Replace the module filter of the conversion by `change(filter)`."""
 
     def make(stock: Any) -> Any:
         def convert(model: nn.Module, *, config: Any, module_filter_fn: Filter) -> nn.Module:
@@ -28,62 +28,62 @@ def _filter(change: Callable[[Filter], Filter]) -> None:
 
         return convert
 
-    wrap(target_float8, "convert_to_float8_training", make)
+    wrap(reference_float8, "convert_to_float8_training", make)
 
 
 def _config(change: Callable[[Float8LinearConfig], Float8LinearConfig]) -> None:
-    """Replace torchao's configuration by what `change` makes of it."""
-    wrap(target_float8, "float8_config", lambda stock: lambda float8: change(stock(float8)))
+    """Replace the torchao configuration by `change(config)`."""
+    wrap(reference_float8, "float8_config", lambda stock: lambda float8: change(stock(float8)))
 
 
 def nothing_converted() -> None:
     """The conversion is never called."""
-    wrap(target_float8, "convert_to_float8_training", lambda stock: lambda model, **_: model)
+    wrap(reference_float8, "convert_to_float8_training", lambda stock: lambda model, **_: model)
 
 
 def conversion_reverted() -> None:
-    """A later step turns every Float8Linear back into nn.Linear, after the conversion was reported."""
+    """Every Float8Linear is turned back into nn.Linear after the conversion was reported."""
 
     def make(stock: Any) -> Any:
         def convert(model: nn.Module, float8: Any) -> Any:
             report = stock(model, float8)
-            for linear in target_float8.converted_linears(model).values():
+            for linear in reference_float8.converted_linears(model).values():
                 linear.__class__ = nn.Linear
             return report
 
         return convert
 
-    wrap(target, "convert", make)
+    wrap(build, "convert", make)
 
 
 def filter_of_a_renamed_module() -> None:
-    """The output layer is filtered by a name that no module has: it is converted."""
-    target_float8.OUTPUT_FQN = "lm_head"
+    """The filter of the output layer names no existing module, so the layer is converted."""
+    reference_float8.OUTPUT_FQN = "lm_head"
 
 
 def filter_split_into_letters() -> None:
-    """A filter given as a string is taken for a list of letters: every name holds one of them."""
+    """A filter string is treated as a list of characters, at least one of which is in every name."""
     _filter(lambda stock: lambda module, fqn: not any(letter in fqn for letter in "output"))
 
 
 def filter_of_another_predicate() -> None:
-    """The computed filter is not the one that is used: w2 stays in high precision."""
+    """Another filter than the computed one is used: w2 stays in high precision."""
     _filter(lambda stock: lambda module, fqn: stock(module, fqn) and not fqn.endswith("w2"))
 
 
 def filter_sees_single_modules() -> None:
-    """The filter is asked about every module on its own, without its name: all are converted."""
+    """The filter is called without the name of the module, so all modules are converted."""
     _filter(lambda stock: lambda module, fqn: stock(module, ""))
 
 
 def one_rank_leaves_a_linear_out() -> None:
-    """One rank counts layers differently and leaves w2 of the first block in high precision."""
+    """One rank numbers layers differently and leaves w2 of the first block in high precision."""
     left_out = "layers.0.feed_forward.w2"
     _filter(lambda stock: lambda module, fqn: stock(module, fqn) and not (on_odd_rank() and fqn == left_out))
 
 
 def linear_bypasses_float8() -> None:
-    """The wrapper sits at the wrong place: a Float8Linear multiplies in high precision."""
+    """A Float8Linear multiplies in high precision because its forward is bypassed."""
 
     def make(stock: Any) -> Any:
         def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def linear_bypasses_float8() -> None:
 
 
 def recipe_lost() -> None:
-    """The named recipe is dropped on the way: the default, tensorwise, is used."""
+    """The recipe name is dropped, so the default, tensorwise, is used."""
     _config(
         lambda config: Float8LinearConfig(
             enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather, pad_inner_dim=config.pad_inner_dim
@@ -104,7 +104,7 @@ def recipe_lost() -> None:
 
 
 def weight_gradient_in_float8() -> None:
-    """The recipe that keeps the weight gradient in high precision computes it in float8."""
+    """A recipe that should compute the weight gradient in high precision computes it in float8."""
     _config(lambda config: Float8LinearConfig.from_recipe_name("rowwise"))
 
 
@@ -114,7 +114,7 @@ def weight_gradient_in_high_precision() -> None:
 
 
 def gradient_cast_to_e4m3() -> None:
-    """A configuration shared by the operands makes the output gradient e4m3 instead of e5m2."""
+    """A cast config shared by all operands makes the output gradient e4m3 instead of e5m2."""
     shared = CastConfig(target_dtype=torch.float8_e4m3fn)
     _config(
         lambda config: dataclasses.replace(
@@ -124,10 +124,10 @@ def gradient_cast_to_e4m3() -> None:
 
 
 def fp8_all_gather_flag_lost() -> None:
-    """The flag for the fp8 all-gather gets lost after a rename: weights are gathered in high precision."""
+    """The flag for the fp8 all-gather is ignored after a rename: weights are gathered in high precision."""
     _config(lambda config: dataclasses.replace(config, enable_fsdp_float8_all_gather=False))
 
 
 def padding_flag_lost() -> None:
-    """The flag for padding contraction dimensions gets lost."""
+    """The flag for padding the contraction dim is ignored."""
     _config(lambda config: dataclasses.replace(config, pad_inner_dim=False))

@@ -11,8 +11,7 @@ from torchao.float8 import float8_ops, float8_utils
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-from harness.worker import checkpointing, target
-from harness.worker.faults.seams import (
+from harness.worker.faults.hooks import (
     Recomputing,
     float8_part,
     in_backward,
@@ -21,32 +20,32 @@ from harness.worker.faults.seams import (
     wrap,
     wrap_casts,
 )
+from harness.worker.targets.reference import build, checkpointing
 
 _aten = torch.ops.aten
 
 
-def recompute_scale_changed() -> None:
-    """Recomputation finds a scale that has moved on since the forward."""
+def _scale_recomputed_times(factor: float) -> None:
     recomputing = Recomputing()
 
     def make(stock: Any) -> Any:
-        return lambda *args, **kwargs: stock(*args, **kwargs) * (0.7 if recomputing.active else 1.0)
+        return lambda *args, **kwargs: stock(*args, **kwargs) * (factor if recomputing.active else 1.0)
 
     wrap(float8_utils, "amax_to_scale", make)
+
+
+def recompute_scale_changed() -> None:
+    """Recomputation uses another scale than the forward."""
+    _scale_recomputed_times(0.7)
 
 
 def recompute_scale_changed_by_a_power_of_two() -> None:
-    """As before, by a factor that leaves almost every value alone."""
-    recomputing = Recomputing()
-
-    def make(stock: Any) -> Any:
-        return lambda *args, **kwargs: stock(*args, **kwargs) * (0.5 if recomputing.active else 1.0)
-
-    wrap(float8_utils, "amax_to_scale", make)
+    """Recomputation uses half the scale, which changes almost no value."""
+    _scale_recomputed_times(0.5)
 
 
 def recompute_rounds_norms() -> None:
-    """Norms are rounded differently when they are recomputed, as when another fusion is chosen."""
+    """Recomputed norms are rounded differently, as if another kernel were fused."""
 
     def make(stock: Any) -> Any:
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +58,7 @@ def recompute_rounds_norms() -> None:
 
 
 def recompute_in_high_precision() -> None:
-    """The FP8 context is missing while recomputing."""
+    """Recomputation runs outside the FP8 context."""
 
     def make(stock: Any) -> Any:
         def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
@@ -71,17 +70,17 @@ def recompute_in_high_precision() -> None:
 
 
 def checkpointing_lost() -> None:
-    """Blocks are never wrapped: nothing is recomputed."""
-    wrap(target, "apply_checkpointing", lambda stock: lambda layers, mode: None)
+    """Blocks are not wrapped for checkpointing, so nothing is recomputed."""
+    wrap(build, "apply_checkpointing", lambda stock: lambda layers, mode: None)
 
 
 def abs_saved_for_backward() -> None:
-    """Selective checkpointing saves the full-size result of abs next to its maximum."""
+    """Selective checkpointing saves the full-size result of abs in addition to its maximum."""
     checkpointing.SAVED_OPS = checkpointing.SAVED_OPS | {_aten.abs.default}
 
 
 class _Keep(torch.autograd.Function):
-    """Hands the first tensor through and keeps the second for backward."""
+    """Returns the first tensor and saves the second for backward."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -94,7 +93,7 @@ class _Keep(torch.autograd.Function):
 
 
 def float8_weight_kept_for_backward() -> None:
-    """The FP8 copy of every weight is kept from forward to backward."""
+    """The FP8 copy of every weight is saved for backward."""
 
     def make(stock: Any) -> Any:
         def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +106,7 @@ def float8_weight_kept_for_backward() -> None:
 
 
 def kernel_reads_first_row_scale() -> None:
-    """A rowwise kernel scales every row of the second operand by the scale of the first."""
+    """A rowwise kernel applies the first scale of the second operand to all its columns."""
 
     def make(stock: Any) -> Any:
         def addmm(a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: torch.Tensor, *args: Any, **kw: Any) -> Any:
@@ -121,7 +120,7 @@ def kernel_reads_first_row_scale() -> None:
 
 
 def cast_breaks_one_lane() -> None:
-    """A miscompiled store writes the value of its neighbour into every 16th element."""
+    """A miscompiled cast overwrites every 16th element with its neighbour."""
 
     def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
@@ -150,7 +149,7 @@ def cast_flushes_small_values() -> None:
 
 
 def axiswise_dim_compared_instead_of_assigned() -> None:
-    """Transposing a rowwise tensor leaves its `axiswise_dim` as it was."""
+    """Transposing a rowwise tensor does not swap its `axiswise_dim`."""
 
     def make(stock: Any) -> Any:
         def transpose(operator: Any, args: Any, kwargs: Any = None) -> Any:

@@ -10,14 +10,15 @@ from torch import nn
 from torchao.float8 import float8_ops
 from torchao.float8.float8_utils import _get_min_alignment
 
-from harness.spec.case import Case
-from harness.worker import target, train
-from harness.worker.faults.seams import wrap
+from harness.matrix.case import Case
+from harness.worker import train
+from harness.worker.faults.hooks import wrap
+from harness.worker.targets.reference import build
 from harness.worker.virtual import scaled_mm
 
 
 def padding_not_zeroed() -> None:
-    """The padding of contraction dimensions is whatever was in memory: here bytes that are NaN."""
+    """The padding of the contraction dim is uninitialized memory: here, NaN bytes."""
 
     def pad(tensor: torch.Tensor, dims: int) -> torch.Tensor:
         extra = _get_min_alignment(tensor.size(dims), 16) - tensor.size(dims)
@@ -28,7 +29,7 @@ def padding_not_zeroed() -> None:
 
 
 def padding_on_one_operand_shifted() -> None:
-    """The padding of one operand comes before its values instead of after them."""
+    """One operand is padded in front instead of at the end."""
 
     def make(stock: Any) -> Any:
         def pad(tensor: torch.Tensor, dims: int) -> torch.Tensor:
@@ -42,12 +43,12 @@ def padding_on_one_operand_shifted() -> None:
 
 
 def alignment_rule_ignored() -> None:
-    """The kernel takes shapes that no GPU takes, as the stock CPU kernel does."""
+    """The kernel accepts shapes that a GPU rejects, like the stock CPU kernel."""
     wrap(scaled_mm, "refusal", lambda stock: lambda signature: None)
 
 
 def padded_vocabulary_not_masked() -> None:
-    """The rows that pad the vocabulary take part in the softmax."""
+    """The softmax includes the padding rows of the vocabulary."""
     wrap(train, "mask_padded_vocab", lambda stock: lambda logits, case: logits)
 
 
@@ -70,16 +71,16 @@ def _with_vocabulary(case: Case, vocab_size: int) -> Case:
 
 
 def padded_weight_rows_not_zeroed() -> None:
-    """The rows that pad the output layer hold what was in memory: they decide the scale of the weight."""
+    """The padding rows of the output layer are uninitialized, so they determine the scale of the weight."""
 
     def make(stock: Any) -> Any:
         def load_weights(model: nn.Module, weights: Any) -> None:
             stock(model, weights)
             with torch.no_grad():
                 for fqn, param in model.named_parameters():
-                    if fqn in target.VOCAB_FQNS:
+                    if fqn in build.VOCAB_FQNS:
                         param[len(weights[fqn]) :].fill_(100.0)
 
         return load_weights
 
-    wrap(target, "load_weights", make)
+    wrap(build, "load_weights", make)

@@ -1,4 +1,4 @@
-"""Class B: stale scales and stale FP8 data. None of them shows at the first step."""
+"""Class B: stale scales and stale FP8 data. Most of them have no effect in the first step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.worker import train
-from harness.worker.faults.seams import (
+from harness.worker.faults.hooks import (
     after_backward,
     float8_part,
     in_backward,
@@ -21,11 +21,11 @@ from harness.worker.faults.seams import (
     wrap,
     wrap_casts,
 )
-from harness.worker.float8 import converted_linears
+from harness.worker.targets.reference.float8 import converted_linears
 
 
 def _precompute(change: Callable[[Any, nn.Module, Any, int], None]) -> None:
-    """Make the refresh of precomputed scales go through `change(stock, model, float8, call)`, calls from 1."""
+    """Replace the precomputation of scales by `change(stock, model, float8, call)`; calls count from 1."""
     calls = [0]
 
     def make(stock: Any) -> Any:
@@ -43,7 +43,7 @@ def _weight_shards(model: nn.Module) -> list[Any]:
 
 
 def precomputed_scale_never_refreshed() -> None:
-    """Scales are precomputed after the first update and never again."""
+    """Scales are precomputed after the first optimizer step and never again."""
 
     def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
         if call == 1:
@@ -53,7 +53,7 @@ def precomputed_scale_never_refreshed() -> None:
 
 
 def precomputed_scale_one_step_late() -> None:
-    """Scales are precomputed before the update instead of after it."""
+    """Scales are precomputed before the optimizer step instead of after it."""
     late: list[Any] = []
 
     def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
@@ -68,12 +68,12 @@ def precomputed_scale_one_step_late() -> None:
 
 
 def precompute_dead_branch() -> None:
-    """The call that precomputes scales sits behind a condition that is never true."""
+    """The call that precomputes scales is behind a condition that is never true."""
     _precompute(lambda stock, model, float8, call: None)
 
 
 def precompute_for_one_part() -> None:
-    """Scales are precomputed for the first block alone; the rest falls back to dynamic scaling."""
+    """Scales are precomputed for the first block only; the others fall back to dynamic scaling."""
 
     def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
         stock(model, float8)
@@ -86,7 +86,7 @@ def precompute_for_one_part() -> None:
 
 
 def _cached_weights(*, data: bool, scale: bool) -> None:
-    """Give every cast of a weight the data, the scale or both of its first cast."""
+    """Make every cast of a weight return the data, the scale or both of its first cast."""
     first: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
@@ -103,22 +103,22 @@ def _cached_weights(*, data: bool, scale: bool) -> None:
 
 
 def weight_data_stale() -> None:
-    """The FP8 data of a weight are those of the first step, its scale is fresh."""
+    """Weights have the FP8 data of the first step and a current scale."""
     _cached_weights(data=True, scale=False)
 
 
 def weight_never_updated() -> None:
-    """The FP8 weight is that of the first step: updates never reach the matmuls."""
+    """FP8 weights are those of the first step: optimizer updates never reach the matmuls."""
     _cached_weights(data=True, scale=True)
 
 
 def weight_scale_stale() -> None:
-    """A weight is quantized by its fresh scale and read by that of the first step."""
+    """Weights are quantized with the current scale and dequantized with that of the first step."""
     _cached_weights(data=False, scale=True)
 
 
 def gathered_shard_of_one_rank_stale() -> None:
-    """One rank puts the FP8 shard of the first step into every all-gather."""
+    """One rank contributes its FP8 shard of the first step to every all-gather."""
     first: dict[int, torch.Tensor] = {}
 
     def make(stock: Any) -> Any:
@@ -134,7 +134,7 @@ def gathered_shard_of_one_rank_stale() -> None:
 
 
 def backward_uses_latest_scale() -> None:
-    """Weights share one scale buffer: backward reads what the last forward left there."""
+    """All weights share one scale buffer, so backward reads the scale that the last forward wrote."""
     latest: list[torch.Tensor] = []
 
     def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
@@ -149,7 +149,7 @@ def backward_uses_latest_scale() -> None:
 
 
 def scale_buffer_shared_by_inputs() -> None:
-    """The scale of an input is kept by a key that the next module reuses, and taken for fresh on the second call."""
+    """Input scales are cached under a key that other modules share, so later modules get the scale of the first."""
     kept: dict[tuple[int, ...], torch.Tensor] = {}
 
     def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
@@ -161,7 +161,7 @@ def scale_buffer_shared_by_inputs() -> None:
 
 
 def gradient_buffer_polluted() -> None:
-    """A buffer shared with the all-gather leaves the parameter in the gradient of one linear at the first step."""
+    """A buffer shared with the all-gather adds the parameter to the gradient of one linear in the first step."""
 
     def change(model: nn.Module, step: int) -> None:
         if step == 1:

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.spec.case import Case
-from harness.worker import reduction, target, train
-from harness.worker.faults.seams import after_backward, after_build, local, on_odd_rank, wrap
+from harness.matrix.case import Case
+from harness.worker import reduction, train
+from harness.worker.faults.hooks import after_backward, after_build, local, on_odd_rank, wrap
+from harness.worker.targets.reference import build
 
 _ONE_WEIGHT = "layers.0.attention.wq.weight"
 
 
 def gradients_doubled() -> None:
-    """Gradients are scaled once too often."""
+    """Gradients are scaled twice."""
 
     def change(model: nn.Module, step: int) -> None:
         for param in model.parameters():
@@ -28,12 +29,12 @@ def gradients_doubled() -> None:
 
 
 def one_gradient_lost() -> None:
-    """The gradient of one weight never arrives."""
+    """The gradient of one weight is zero."""
     _one_gradient(lambda grad, step: grad.zero_())
 
 
 def nan_gradient_on_one_rank() -> None:
-    """One element of one gradient of one rank is NaN at the second step."""
+    """One element of one gradient of one rank is NaN in the second step."""
 
     def change(grad: torch.Tensor, step: int) -> None:
         if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
@@ -56,22 +57,22 @@ def _plain_name(fqn: str) -> str:
 
 
 def gradients_accumulate() -> None:
-    """Gradients are not cleared after the update."""
-    after_build(lambda built: setattr(built.optimizer, "zero_grad", lambda *_, **__: None))
+    """Gradients are not zeroed after the optimizer step."""
+    after_build(lambda target: setattr(target.optimizer, "zero_grad", lambda *_, **__: None))
 
 
 def update_missing_on_one_rank() -> None:
-    """One rank never applies the update to what it holds."""
+    """One rank never updates its parameters."""
     if on_odd_rank():
-        after_build(lambda built: setattr(built.optimizer, "step", lambda *_, **__: None))
+        after_build(lambda target: setattr(target.optimizer, "step", lambda *_, **__: None))
 
 
 def update_missing_for_one_group() -> None:
-    """The optimizer does not know one weight."""
+    """One weight is missing from the parameter groups of the optimizer."""
 
-    def change(built: target.Target) -> None:
-        lost = next(p for fqn, p in built.model.named_parameters() if _plain_name(fqn) == _ONE_WEIGHT)
-        for group in built.optimizer.param_groups:
+    def change(target: build.Target) -> None:
+        lost = next(p for fqn, p in target.model.named_parameters() if _plain_name(fqn) == _ONE_WEIGHT)
+        for group in target.optimizer.param_groups:
             group["params"] = [param for param in group["params"] if param is not lost]
 
     after_build(change)
@@ -79,21 +80,21 @@ def update_missing_for_one_group() -> None:
 
 def weight_decay_lost() -> None:
     """The optimizer runs without weight decay."""
-    target.LLAMA_ADAMW = {**target.LLAMA_ADAMW, "weight_decay": 0.0}
+    build.LLAMA_ADAMW = {**build.LLAMA_ADAMW, "weight_decay": 0.0}
 
 
 def norm_counts_replicas() -> None:
-    """The gradient norm multiplies every rank's share by the number of ranks."""
+    """The gradient norm counts the share of every rank once for every rank."""
     wrap(reduction, "_squared_norm_share", lambda stock: lambda model: stock(model) * dist.get_world_size())
 
 
 def loss_over_local_tokens() -> None:
-    """The loss is divided by the tokens of this rank, not by those of the global batch."""
+    """The loss is divided by the number of local instead of global tokens."""
     wrap(train, "global_token_count", lambda stock: lambda case: stock(case) // case.layout.dp)
 
 
 def _batch(change: Callable[[slice, Case], slice]) -> None:
-    wrap(target, "batch_slice", lambda stock: lambda case, meshes: change(stock(case, meshes), case))
+    wrap(build, "batch_slice", lambda stock: lambda case, meshes: change(stock(case, meshes), case))
 
 
 def same_batch_on_every_dp_rank() -> None:
@@ -113,11 +114,11 @@ def batches_rotated() -> None:
 
 def _tokens_on_odd_rank(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     if on_odd_rank():
-        after_build(lambda built: built.tokens.copy_(change(built.tokens.clone())))
+        after_build(lambda target: target.tokens.copy_(change(target.tokens.clone())))
 
 
 def one_rank_repeats_its_batch() -> None:
-    """One rank trains on its first batch again and again."""
+    """One rank trains on its first batch in every step."""
     _tokens_on_odd_rank(lambda tokens: tokens[:1].expand_as(tokens))
 
 
@@ -127,9 +128,9 @@ def one_tp_rank_reads_other_tokens() -> None:
 
 
 def one_rank_has_another_seed() -> None:
-    """One rank makes its data from another seed."""
+    """One rank generates its data from another seed."""
     if on_odd_rank():
-        wrap(target, "global_tokens", lambda stock: lambda case: stock(_with_seed(case, case.train.seed + 1)))
+        wrap(build, "global_tokens", lambda stock: lambda case: stock(_with_seed(case, case.train.seed + 1)))
 
 
 def _with_seed(case: Case, seed: int) -> Case:
@@ -139,7 +140,7 @@ def _with_seed(case: Case, seed: int) -> Case:
 
 
 def one_rank_starts_from_other_weights() -> None:
-    """One rank holds a slightly larger shard of one weight than was initialised."""
+    """One rank starts with slightly larger values in its shard of one weight."""
 
     def make(stock: Any) -> Any:
         def apply_checkpointing(layers: nn.ModuleDict, mode: Any) -> None:
@@ -151,14 +152,14 @@ def one_rank_starts_from_other_weights() -> None:
 
         return apply_checkpointing
 
-    wrap(target, "apply_checkpointing", make)
+    wrap(build, "apply_checkpointing", make)
 
 
 def weight_frozen() -> None:
-    """Wrapping resets `requires_grad`: here it makes one weight stand still, the way round a full run can show."""
+    """Wrapping changes `requires_grad`: here it freezes one weight, which a full run can detect."""
 
-    def change(built: target.Target) -> None:
-        for fqn, param in built.model.named_parameters():
+    def change(target: build.Target) -> None:
+        for fqn, param in target.model.named_parameters():
             if _plain_name(fqn) == _ONE_WEIGHT:
                 param.requires_grad_(False)
 

@@ -19,22 +19,24 @@ _FACTORS: npt.NDArray[np.uint64] = np.random.Philox(key=0).random_raw(_BLOCK).vi
 
 def digest(tensor: torch.Tensor) -> str:
     """A fingerprint of the bytes, the densest dim innermost: a matrix and its transposed view have the same."""
-    if tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1):
-        tensor = tensor.t()
-    return ordered_digest(tensor)
+    return ordered_digest(tensor.t() if is_transposed(tensor) else tensor)
 
 
 def ordered_digest(tensor: torch.Tensor) -> str:
-    """A fingerprint of the bytes in the order of the indices, however they lie in memory.
-
-    The sum of 32-bit words times fixed odd random numbers, modulo 2**64. One changed word always shows, several with
-    all but 2**-32 at worst. (The sum of 64-bit words would forget changes of signs: they are in the uppermost bit.)
-    """
+    """A fingerprint of the bytes in the order of the indices, however they lie in memory."""
     host = on_host(tensor if tensor.is_contiguous() else tensor.contiguous())
-    size_bytes = host.numel() * host.itemsize
     # the bytes in place, as long as `host` lives
-    memory = memoryview((ctypes.c_ubyte * size_bytes).from_address(host.data_ptr()))
-    words = np.frombuffer(bytes(memory) + bytes(4 - size_bytes % 4) if size_bytes % 4 else memory, np.uint32)
+    return fingerprint(memoryview((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())))
+
+
+def fingerprint(memory: memoryview | bytes) -> str:
+    """The sum of 32-bit words times fixed odd random numbers, modulo 2**64.
+
+    One changed word always shows, several with all but 2**-32 at worst. (The sum of 64-bit words would forget changes
+    of signs: they are in the uppermost bit.)
+    """
+    rest = len(memory) % 4
+    words = np.frombuffer(bytes(memory) + bytes(4 - rest) if rest else memory, np.uint32)
     total = 0
     for begin in range(0, len(words), _BLOCK):
         block = words[begin : begin + _BLOCK].astype(np.uint64)
@@ -42,8 +44,25 @@ def ordered_digest(tensor: torch.Tensor) -> str:
     return f"{total:016x}"
 
 
+def bytes_of(tensor: torch.Tensor, *, transposed: bool | None = None) -> bytes:
+    """A copy of the bytes that `digest` is of; `transposed` reads the matrix in the order of another one instead."""
+    if transposed is None:
+        transposed = is_transposed(tensor)
+    if transposed and tensor.stride() != (1, tensor.size(0)):
+        tensor = tensor.t().contiguous()
+    elif not transposed and not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    host = on_host(tensor)
+    return ctypes.string_at(host.data_ptr(), host.nbytes)
+
+
+def is_transposed(tensor: torch.Tensor) -> bool:
+    """True for a matrix whose columns are denser than its rows."""
+    return tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1)
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The same values where numpy can read them: on a CPU without a copy, from a GPU with one."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor if tensor.device.type == "cpu" else tensor.cpu()
+    return tensor if tensor.is_cpu else tensor.cpu()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from harness.worker.probes.castnumbers import Cast
+from harness.worker.probes.cast_numbers import Cast
 
 FSDPParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
 

@@ -18,14 +18,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import nn
 
-from harness.spec.case import Case
-from harness.spec.traffic import axis_of_group
+from harness.matrix.case import Case
+from harness.matrix.mesh import axis_of_group
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
-from harness.worker.compiled import backend
-from harness.worker.compiled.reasons import ALL_GATHER, MATMULS, REDUCE_SCATTER, group_name, reason
-from harness.worker.parallel import Meshes
-from harness.worker.probes.graphcasts import GraphCastWatcher
-from harness.worker.virtual import collectives, rng, scaled_mm
+from harness.worker.probes.graph_casts import GraphCastWatcher
+from harness.worker.probes.unfused import ALL_GATHER, MATMULS, REDUCE_SCATTER, group_name, reason
+from harness.worker.targets.reference.parallel import Meshes
+from harness.worker.virtual import collectives, graph_backend, rng, scaled_mm
 from harness.worker.virtual import symm_mem as virtual_symm_mem
 
 # Rounding of sums in another order, relative to the row: results are rounded once from at least float32.
@@ -45,7 +44,7 @@ class GraphProbe:
         self._step = 0
 
     def __enter__(self) -> Self:
-        backend.watchers.append(self._casts)
+        graph_backend.observers.append(self._casts)
         torch._inductor.config.post_grad_custom_post_pass = self._record_graph
         virtual_symm_mem.observers.append(self._record_call)
         return self
@@ -53,7 +52,7 @@ class GraphProbe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        backend.watchers.remove(self._casts)
+        graph_backend.observers.remove(self._casts)
         torch._inductor.config.post_grad_custom_post_pass = None
         virtual_symm_mem.observers.remove(self._record_call)
 
@@ -79,7 +78,7 @@ class GraphProbe:
             graphs=tuple(self._graphs),
             calls=tuple(self._calls.values()),
             casts=tuple(self._casts.casts) if self._case.compile == "graph" else None,
-            workarounds=tuple(sorted(rng.skipped)),
+            workarounds=tuple(sorted(rng.workarounds)),
         )
 
     # Graphs.
@@ -121,8 +120,8 @@ class GraphProbe:
         )
 
     def _axis(self, name: str) -> str:
-        ranks = dist.get_process_group_ranks(collectives.resolved(name))
-        return axis_of_group(self._case, dist.get_rank(), tuple(ranks))
+        ranks = dist.get_process_group_ranks(collectives.resolve_group(name))
+        return axis_of_group(self._case.layout, dist.get_rank(), tuple(ranks))
 
     # Executions.
 
@@ -168,9 +167,9 @@ def _compared(operator: str, given: dict[str, Any], result: Any) -> _Comparison:
         group = collectives.group_by_name(given["group_name"])
         scattered = "gather_dim" not in given
         pairs = list(zip(_tensors(result), _tensors(expected), strict=True))
-        everyones = [collectives.everyones(right, group) if scattered else [right] for _, right in pairs]
+        gathered_copies = [collectives.gathered_copies(right, group) if scattered else [right] for _, right in pairs]
     total = _Comparison()
-    for (left, right), candidates in zip(pairs, everyones, strict=True):
+    for (left, right), candidates in zip(pairs, gathered_copies, strict=True):
         total = _sum(total, _compare_rows(left, right, candidates, own=0 if not scattered else group.rank))
     return total
 
@@ -194,12 +193,12 @@ def _compare_rows(left: torch.Tensor, right: torch.Tensor, candidates: list[torc
 
 def _where_it_belongs(row: torch.Tensor, candidates: list[torch.Tensor], allowed: float) -> tuple[int, int] | None:
     """(group rank, flat row) of the reference row that is nearest to `row`, if it is that row up to rounding."""
-    everyones = torch.cat([_rows(candidate) for candidate in candidates])
-    distances = _row_distances(row.expand(everyones.shape), everyones)
+    gathered_copies = torch.cat([_rows(candidate) for candidate in candidates])
+    distances = _row_distances(row.expand(gathered_copies.shape), gathered_copies)
     nearest = int(distances.argmin())
     if not distances[nearest] <= allowed:
         return None
-    return divmod(nearest, len(everyones) // len(candidates))
+    return divmod(nearest, len(gathered_copies) // len(candidates))
 
 
 def _row_distances(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ reports its calls: there the casts are recorded and the matmuls are not.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,18 +18,19 @@ import torch
 from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.tensor import DTensor
 from torchao.float8 import float8_linear, float8_scaling_utils, float8_training_tensor, fsdp_utils
 
-from harness.spec.case import Case
-from harness.trace.operands import CastPhase, CastRecord, Gemm, MatmulRecord, OperandTrace, Role
-from harness.worker.parallel import Meshes
-from harness.worker.probes.castnumbers import Cast, CastMeter, dtype_name
-from harness.worker.probes.digests import digest
+from harness.matrix.case import Case
+from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord, OperandTrace, Role
+from harness.worker.probes.cast_meter import CastMeter
+from harness.worker.probes.cast_numbers import Cast
+from harness.worker.probes.contents import Contents
 from harness.worker.probes.gathered import gathered_weights, local_part, own_rows
+from harness.worker.probes.scales import read_scale
+from harness.worker.probes.seen import Distribution, SeenCast, SeenMatmul
 from harness.worker.probes.sketches import clean_fqn
+from harness.worker.targets.reference.parallel import Meshes
 from harness.worker.virtual import scaled_mm
 
 UNKNOWN = "?"  # the FQN of a cast or matmul outside of every known module
@@ -42,11 +43,13 @@ Phase = Literal["forward", "recompute", "backward", "all_gather"]
 class _Place:
     """Where the run is: in which module and phase, and how many matmuls that phase has seen there."""
 
+    __slots__ = ("fqn", "matmuls", "parameter", "phase")
+
     def __init__(self, fqn: str, phase: Phase, parameter: DTensor | None = None) -> None:
         self.fqn, self.phase, self.matmuls = fqn, phase, 0
         self.parameter = parameter  # the sharded parameter of which FSDP2 casts the local, plain tensor
 
-    def next_gemm(self) -> Gemm:
+    def next_gemm(self) -> GemmRole:
         """torchao's backward computes the gradient of the input first, then that of the weight."""
         self.matmuls += 1
         if self.phase == "backward":
@@ -61,7 +64,11 @@ class OperandProbe:
         self._styles_cast = case.float8.tp_styles == "float8"
         self._casts: list[CastRecord] = []
         self._matmuls: list[MatmulRecord] = []
-        self._meter = CastMeter()
+        self._seen_casts: list[SeenCast] = []
+        self._seen_matmuls: list[SeenMatmul] = []
+        self._index = 0
+        self._contents = Contents()
+        self._meter = CastMeter(self._contents)
         self._step = 0
         self._places = [_Place(UNKNOWN, "forward")]
         self._fqns: dict[nn.Module, str] = {}
@@ -103,34 +110,40 @@ class OperandProbe:
 
     def begin_step(self, step: int) -> None:
         """Remember which step it is. No cast of an earlier step repeats in it."""
+        self._record_seen()
         self._step = step
-        self._meter.forget()
 
     def after_backward(self, model: nn.Module) -> None:
         """Nothing to record."""
 
     def after_update(self, model: nn.Module) -> None:
-        """Nothing to record."""
+        """Nothing to record: the next step may gather weights already."""
 
     def result(self) -> OperandTrace:
         """Everything recorded, in execution order."""
+        self._record_seen()
         return OperandTrace(casts=tuple(self._casts), matmuls=tuple(self._matmuls))
+
+    def _record_seen(self) -> None:
+        """All of a step at once, when it is over: in between, code and data would be out of the cache every time."""
+        self._meter.settle()
+        self._casts += [cast.record() for cast in self._seen_casts]
+        self._matmuls += [matmul.record() for matmul in self._seen_matmuls]
+        self._seen_casts.clear()
+        self._seen_matmuls.clear()
+        self._meter.forget()
+        self._contents.release()
 
     # Where the run is.
 
-    @contextlib.contextmanager
-    def _at(self, place: _Place) -> Iterator[None]:
-        self._places.append(place)
-        try:
-            yield
-        finally:
-            self._places.pop()
-
     def _watch_linear(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with self._at(_Place(self._fqns.get(module, UNKNOWN), _forward_phase())):
+            self._places.append(_Place(self._fqns.get(module, UNKNOWN), _forward_phase()))
+            try:
                 self._record_gathered()
                 return original(module, *args, **kwargs)
+            finally:
+                self._places.pop()
 
         return forward
 
@@ -143,18 +156,24 @@ class OperandProbe:
 
     def _watch_backward(self, original: Callable[..., Any], *, uses_weight: bool) -> Callable[..., Any]:
         def backward(ctx: Any, *args: Any) -> Any:
-            with self._at(_Place(ctx.harness_fqn, "backward")):
+            self._places.append(_Place(ctx.harness_fqn, "backward"))
+            try:
                 if uses_weight:
                     self._record_gathered()
                 return original(ctx, *args)
+            finally:
+                self._places.pop()
 
         return backward
 
     def _watch_all_gather(self, original: property) -> property:
         def all_gather_inputs(param: Any) -> Any:
             fqn = self._fqns.get(param._module_info.module, UNKNOWN)
-            with self._at(_Place(fqn, "all_gather", param.sharded_param)):
+            self._places.append(_Place(fqn, "all_gather", param.sharded_param))
+            try:
                 return original.__get__(param)
+            finally:
+                self._places.pop()
 
         return property(all_gather_inputs)
 
@@ -208,50 +227,46 @@ class OperandProbe:
                 self._add_cast(place, "gathered", rows, logical=param.sharded_param, role="weight")
 
     def _add_cast(self, place: _Place, phase: CastPhase, cast: Cast, *, logical: torch.Tensor, role: Role) -> None:
-        placements, axes = _distribution(logical)
-        scale = self._meter.summarize(cast.scale)
-        self._casts.append(
-            CastRecord(
-                index=self._next_index(),
+        self._seen_casts.append(
+            SeenCast(
+                order=self._next_index(),
                 step=self._step,
                 fqn=place.fqn,
                 role=role,
                 phase=phase,
-                shape=tuple(logical.shape),
-                local_shape=tuple(cast.bits.shape),
-                placements=placements,
-                mesh_axes=axes,
-                source_dtype=dtype_name(cast.source.dtype),
-                target_dtype=dtype_name(cast.bits.dtype),
+                shape=logical.shape,
+                local_shape=cast.bits.shape,
+                distribution=_distribution(logical),
+                source_dtype=cast.source.dtype,
+                target_dtype=cast.bits.dtype,
                 axiswise_dim=cast.axiswise_dim,
-                scale=scale,
-                **self._meter.measure(cast, scale.digest)._asdict(),
+                measurement=self._meter.see(cast),
             )
         )
 
     def _on_matmul(self, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
         place = self._places[-1]
         with _invisible():
-            self._matmuls.append(
-                MatmulRecord(
-                    index=self._next_index(),
+            self._seen_matmuls.append(
+                SeenMatmul(
+                    order=self._next_index(),
                     step=self._step,
                     fqn=place.fqn,
                     gemm=place.next_gemm(),
-                    m=a.size(0),
-                    k=a.size(1),
-                    n=b.size(1),
-                    a_dtype=dtype_name(a.dtype),
-                    b_dtype=dtype_name(b.dtype),
-                    a_scale=self._meter.summarize(scale_a),
-                    b_scale=self._meter.summarize(scale_b),
-                    a_digest=digest(a),
-                    b_digest=digest(b),
+                    a_shape=a.shape,
+                    b_shape=b.shape,
+                    a_dtype=a.dtype,
+                    b_dtype=b.dtype,
+                    a_scale=read_scale(scale_a),
+                    b_scale=read_scale(scale_b),
+                    a_content=self._contents.read(a),
+                    b_content=self._contents.read(b),
                 )
             )
 
     def _next_index(self) -> int:
-        return len(self._casts) + len(self._matmuls)
+        self._index += 1
+        return self._index - 1
 
 
 def _forward_phase() -> Phase:
@@ -259,24 +274,28 @@ def _forward_phase() -> Phase:
     return "forward" if torch._C._current_graph_task_id() == -1 else "recompute"
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def _invisible() -> contextlib.AbstractContextManager[Any]:
     """Neither autograd nor a dispatch mode, such as selective checkpointing's, sees what the probe computes."""
-    if not _len_torch_dispatch_stack():
-        return torch.no_grad()
-    contexts = ExitStack()
-    contexts.enter_context(torch.no_grad())
-    contexts.enter_context(_disable_current_modes())
-    return contexts
+    if _len_torch_dispatch_stack():
+        return _Undispatched()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
-def _distribution(tensor: torch.Tensor) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Placements and the names of the mesh axes they speak of; both empty for a plain tensor."""
-    if not isinstance(tensor, DTensor):
-        return (), ()
-    return tuple(map(_placement_name, tensor.placements)), tuple(tensor.device_mesh.mesh_dim_names or ())
+class _Undispatched:
+    """What is computed in here reaches no dispatch mode. Only for tensors that are plain."""
+
+    def __enter__(self) -> None:
+        self._no_grad, self._no_dispatch = torch.no_grad(), torch._C._DisableTorchDispatch()
+        self._no_grad.__enter__()
+        self._no_dispatch.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._no_dispatch.__exit__(*error)
+        self._no_grad.__exit__(*error)
 
 
-def _placement_name(placement: Placement) -> str:
-    if isinstance(placement, _StridedShard):
-        return repr(placement)
-    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"
+def _distribution(tensor: torch.Tensor) -> Distribution:
+    return (tensor.placements, tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ((), ())

@@ -10,8 +10,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import nn
 
-from harness.spec.case import Case
-from harness.worker.parallel import Meshes
+from harness.matrix.case import Case
+from harness.worker.targets.reference.parallel import Meshes
 from harness.worker.virtual.collectives import unobserved
 
 

@@ -11,7 +11,7 @@ one that FSDP2 has emptied counts nothing. Tokens and labels are not counted: th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -23,9 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from harness.spec.case import Case
+from harness.matrix.case import Case
 from harness.trace.traffic import SavedMemory
-from harness.worker.parallel import Meshes
+from harness.worker.targets.reference.parallel import Meshes
 
 
 class SavedMemoryProbe:
@@ -70,9 +70,11 @@ class SavedMemoryProbe:
 
     def _note(self, tensor: torch.Tensor) -> None:
         if self._recording:
-            for plain in filter(torch.is_floating_point, plain_tensors(tensor)):
-                weak = StorageWeakRef(plain.untyped_storage())
-                self._seen[weak.cdata] = (weak, plain.dtype)
+            for plain in plain_tensors(tensor):
+                if plain.is_floating_point():
+                    storage = plain.untyped_storage()
+                    known = self._seen.get(storage._cdata)  # no other storage, for a weak reference keeps the address
+                    self._seen[storage._cdata] = (known[0] if known else StorageWeakRef(storage), plain.dtype)
 
     def _weigh(self) -> None:
         self._recording = False
@@ -117,15 +119,16 @@ def _watching(cached: type[Any], note: Callable[[torch.Tensor], None]) -> type[A
     return Watched
 
 
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_tensors(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensors with storage inside `tensor`: of a DTensor its local one, of a float8 tensor its data and scale."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for inner in (getattr(tensor, name) for name in names):
-            if isinstance(inner, torch.Tensor):  # a DTensor also names its mesh
-                yield from plain_tensors(inner)
-    else:
-        yield tensor
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
+        return (tensor,)
+    names, _ = tensor.__tensor_flatten__()
+    inner = (getattr(tensor, name) for name in names)  # a DTensor also names its mesh
+    return [plain for part in inner if isinstance(part, torch.Tensor) for plain in plain_tensors(part)]
+
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
 def _state(model: nn.Module) -> Iterator[torch.Tensor]:

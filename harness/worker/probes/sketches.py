@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
-import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -14,13 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from harness.spec.case import Case
+from harness.matrix.case import Case
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
-from harness.worker.parallel import Meshes
-from harness.worker.probes.digests import ordered_digest
-from harness.worker.reduction import settled_gradient
+from harness.worker.probes.digests import bytes_of, ordered_digest
+from harness.worker.reduction import reduced_gradient
+from harness.worker.targets.reference.parallel import Meshes
 
 _ROWS_SEED, _COLUMNS_SEED = 1, 2
+
+
+class _Piece(NamedTuple):
+    """Where what a rank holds lies in its logical tensor, and whether it is the replica that counts."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    owner: bool
 
 
 class SketchProbe:
@@ -31,6 +39,7 @@ class SketchProbe:
         self._step = 0
         self._sketches: list[TensorSketch] = []
         self._meshes = Meshes(tp=None, dp=None)
+        self._pieces: dict[Hashable, _Piece] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +61,7 @@ class SketchProbe:
     def after_backward(self, model: nn.Module) -> None:
         """Sketch every gradient; a parameter without one is left out, which parity reports."""
         for fqn, param in model.named_parameters():
-            grad = settled_gradient(param)
+            grad = reduced_gradient(param)
             if grad is not None:
                 self._add(fqn, "grad", grad)
 
@@ -64,9 +73,18 @@ class SketchProbe:
                 self._add(fqn, "param", param)
 
     def _add(self, fqn: str, kind: Literal["grad", "param"], tensor: torch.Tensor) -> None:
-        found = sketch(clean_fqn(fqn), kind, self._step, tensor)
-        owner = found.owner and all(mesh.get_local_rank() == 0 for mesh in self._absent_axes(tensor))
-        self._sketches.append(msgspec.structs.replace(found, owner=owner))
+        self._sketches.append(_sketch(clean_fqn(fqn), kind, self._step, tensor, self._piece(tensor)))
+
+    def _piece(self, tensor: torch.Tensor) -> _Piece:
+        """The same as long as the distribution is: found once, because torch takes its time to find it."""
+        distribution = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
+        key = tensor.shape, distribution
+        piece = self._pieces.get(key)
+        if piece is None:
+            piece = _piece(tensor)
+            counts = all(mesh.get_local_rank() == 0 for mesh in self._absent_axes(tensor))
+            piece = self._pieces[key] = piece._replace(owner=piece.owner and counts)
+        return piece
 
     def _absent_axes(self, tensor: torch.Tensor) -> list[DeviceMesh]:
         """The mesh axes of the run that this tensor knows nothing of."""
@@ -84,6 +102,7 @@ class SketchProbe:
         return tuple(self._sketches)
 
 
+@functools.lru_cache(maxsize=1024)
 def clean_fqn(fqn: str) -> str:
     """The FQN without what checkpointing wrappers and compilation add to it."""
     return fqn.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
@@ -91,27 +110,36 @@ def clean_fqn(fqn: str) -> str:
 
 def sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor) -> TensorSketch:
     """Sketch what this rank holds of `tensor`, a matrix or a vector, distributed or not."""
-    shape, offset, owner = tuple(tensor.shape), (0,) * tensor.dim(), True
-    if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        coordinate = tensor.device_mesh.get_coordinate() or ()
-        owner = all(
-            place == 0 or not placement.is_replicate()
-            for place, placement in zip(coordinate, tensor.placements, strict=True)
-        )
-        tensor = tensor.to_local()
-    local = getattr(tensor, "_tensor", tensor).detach()  # torchao's weight wrapper keeps the real one inside
+    return _sketch(fqn, kind, step, tensor, _piece(tensor))
+
+
+def _piece(tensor: torch.Tensor) -> _Piece:
+    if not isinstance(tensor, DTensor):
+        return _Piece(tuple(tensor.shape), (0,) * tensor.dim(), True)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    owner = all(
+        place == 0 or not placement.is_replicate()
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
+    )
+    return _Piece(tuple(tensor.shape), tuple(offset), owner)
+
+
+def _sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor, piece: _Piece) -> TensorSketch:
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = getattr(held, "_tensor", held).detach()  # torchao's weight wrapper keeps the real one inside
     values = local.double()
+    flat = values.reshape(-1)
     return TensorSketch(
         fqn=fqn,
         kind=kind,
         step=step,
-        shape=shape,
-        offset=tuple(offset),
+        shape=piece.shape,
+        offset=piece.offset,
         local_shape=tuple(local.shape),
-        owner=owner,
-        norm_squared=torch.dot(values.reshape(-1), values.reshape(-1)).item(),
-        sums=_signed_sums(values, tuple(offset)).cpu().numpy().astype("<f8").tobytes(),
+        owner=piece.owner,
+        norm_squared=torch.dot(flat, flat).item(),
+        sums=bytes_of(_signed_sums(values, piece.offset)),
         digest=ordered_digest(local),
     )
 

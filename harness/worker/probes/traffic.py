@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.spec.case import Case
-from harness.spec.traffic import axis_of_group
+from harness.matrix.case import Case
+from harness.matrix.mesh import axis_of_group
 from harness.trace.traffic import TrafficRecord
-from harness.worker.parallel import Meshes
+from harness.worker.targets.reference.parallel import Meshes
 from harness.worker.virtual import collectives
 from harness.worker.virtual.collectives import Exchange
 
@@ -75,7 +75,7 @@ class TrafficProbe:
     def _record(self, key: _Key, elements: list[int]) -> TrafficRecord:
         return TrafficRecord(
             step=key.step,
-            axis=axis_of_group(self._case, dist.get_rank(), key.ranks),
+            axis=axis_of_group(self._case.layout, dist.get_rank(), key.ranks),
             group_size=len(key.ranks),
             kind=key.kind,
             op=key.op,

@@ -1,1 +1,1 @@
-"""The virtual FP8 device: what a CPU lacks to run the real FP8 path. The only place that patches torch."""
+"""The virtual FP8 device: what a CPU lacks to run the real FP8 path. The only package that patches torch."""

@@ -1,10 +1,10 @@
-"""The CUDA contract of `torch._scaled_mm`: what a GPU would refuse, with the words a GPU user would read.
+"""The argument checks of `torch._scaled_mm` on CUDA: rejects what a GPU would reject, with the same message.
 
-The rules come from torch's own meta registration, which is asked with meta tensors (it then answers for CUDA), and
-from the two rules that only the CUDA kernel itself checks: e5m2 x e5m2 has no kernel, and rowwise scaling writes
-bfloat16 only (aten/src/ATen/native/cuda/ScaledBlas.cpp). Answers are cached by signature: a run meets few.
+Most rules come from torch's meta registration, which checks meta tensors as if for CUDA. Two exist in the CUDA kernel
+only: e5m2 x e5m2 is not supported, and rowwise scaling writes bfloat16 only
+(aten/src/ATen/native/cuda/ScaledBlas.cpp). Results are cached by signature, as a run uses few of them.
 
-One thing is allowed that no GPU has: float64 as the output dtype, for cases of dtype float64.
+One exception: float64 outputs are allowed, though no GPU supports them, for cases of dtype float64.
 
 Not modelled: 16-byte alignment of data pointers, and the reduced precision of fast accumulation.
 """
@@ -18,7 +18,7 @@ import torch
 
 
 class Operand(NamedTuple):
-    """What the contract looks at in one tensor."""
+    """The properties of a tensor that the checks read."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -26,7 +26,7 @@ class Operand(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """One call of `_scaled_mm` without its numbers. `has_bias` and `has_scale_result` say that they were given."""
+    """The arguments of one `_scaled_mm` call without their values."""
 
     a: Operand
     b: Operand
@@ -38,13 +38,13 @@ class Signature(NamedTuple):
 
 
 def operand(tensor: torch.Tensor) -> Operand:
-    """The part of `tensor` that the contract looks at."""
+    """The properties of `tensor` that the checks read."""
     return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
 def refusal(signature: Signature) -> str | None:
-    """The message with which a GPU (sm89 and later) refuses this call, or None when it would run."""
+    """The error message of a GPU (sm89 or later) for this call; None if it would run."""
     meta_a, meta_b, meta_scale_a, meta_scale_b = (
         torch.empty_strided(op.shape, op.stride, dtype=op.dtype, device="meta")
         for op in (signature.a, signature.b, signature.scale_a, signature.scale_b)
@@ -62,7 +62,7 @@ def _kernel_refusal(signature: Signature) -> str | None:
     if signature.a.dtype == signature.b.dtype == torch.float8_e5m2:
         return "Multiplication of two Float8_e5m2 matrices is not supported"
     if signature.out_dtype == torch.float64:
-        return None  # no GPU has it: the dtype of proofs, under all the rules above
+        return None  # for cases of dtype float64, see above
     return _output_refusal(signature)
 
 

@@ -1,7 +1,7 @@
-"""The virtual FP8 device: gives a CPU what the GPU has, so that the real, non-emulated torchao path runs on it.
+"""Installs the virtual FP8 device: replaces CPU kernels so that the real, non-emulated torchao path runs on a CPU.
 
-The only place of the project that patches torch. `install()` puts every part in for the life of the process and
-returns their names, which go into the trace; on CUDA nothing is installed.
+`install()` patches torch for the life of the process and returns the names of the parts, which go into the trace.
+Nothing is installed on CUDA.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def install() -> tuple[str, ...]:
     for name in _REDUCE_SCATTER_NAMES:
         if hasattr(group, name):
             setattr(group, name, collectives.scaled_reduce_scatter(getattr(group, name)))
-    setattr(group, "allreduce", collectives.scaled_allreduce(group.allreduce))  # noqa: B010 - a method is replaced
+    setattr(group, "allreduce", collectives.scaled_allreduce(group.allreduce))  # noqa: B010  mypy rejects assigning to a method
     return PARTS
 
 
-# Until torch 2.12 the method was `_reduce_scatter_base`; 2.13 calls it `reduce_scatter_single` and keeps both.
+# torch 2.12 and earlier name the method `_reduce_scatter_base`; 2.13 adds `reduce_scatter_single` and keeps both.
 _REDUCE_SCATTER_NAMES = ("_reduce_scatter_base", "reduce_scatter_single")
 
 

@@ -1,12 +1,12 @@
-"""The fabric: how the ranks of one machine exchange bytes, through one shared file per process group and a futex.
+"""The fabric: the transport of the virtual collectives, one shared file per process group and a futex.
 
-Stands where NVLink and NCCL stand on a GPU machine. Compared with gloo it needs no sockets and no threads (half of the
-CPU time of a TP 8 case), reduces in rank order on every rank, and names a mismatched collective instead of aborting.
+Replaces NVLink and NCCL for ranks on one machine. Unlike gloo it needs no sockets and no threads (which halves the CPU
+time of a TP 8 case), hands every rank the data in rank order, and reports mismatched collectives instead of aborting.
 
-A group's file holds, per rank: a sequence number, two headers and two slots. A rank writes its payload into the slot
-of this exchange's parity, raises its number and waits until every other number is as high. Two slots are enough: a
-rank can only be one exchange ahead of the slowest reader. Files are sparse, and unlinked once every rank has opened
-them.
+The file of a group holds, per rank, a sequence number, two headers and two slots. In exchange number n, a rank writes
+its payload into slot n % 2, increments its sequence number and waits for those of all other ranks. Two slots are
+enough, because no rank can be more than one exchange ahead of the slowest. Files are sparse, and are unlinked once
+every rank has opened them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-SLOT_BYTES = 1 << 30  # address space only: pages that nobody writes cost nothing
+SLOT_BYTES = 1 << 30  # address space only: untouched pages take no memory
 _LINE_BYTES = 64
 _HEADER_WORDS = 2  # kind, payload bytes
 _HEADER_BYTES = 2 * _HEADER_WORDS * 8
@@ -33,7 +33,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks of one group called different collectives, or with different sizes: on a GPU this hangs or corrupts."""
+    """Ranks of one group called different collectives, or sizes differ. A GPU would hang or corrupt data."""
 
 
 class _Call(NamedTuple):
@@ -45,9 +45,9 @@ class _Call(NamedTuple):
 
 
 class Group:
-    """One process group of the fabric, seen from one of its ranks. `kinds` are the names of all collectives.
+    """One process group, as one of its ranks uses it. `kinds` are the names of all collectives.
 
-    `rank` is the position in the group, `ranks` are the global ranks of its members.
+    `rank` is the rank within the group, `ranks` are the global ranks of all members.
     """
 
     def __init__(self, path: Path, *, rank: int, ranks: Sequence[int], kinds: Sequence[str]) -> None:
@@ -75,14 +75,14 @@ class Group:
             path.unlink()
 
     def exchange(self, kind: str, payload: torch.Tensor, *, same_size: bool = True) -> list[torch.Tensor]:
-        """Give `payload` (1-D uint8) to every rank of the group; returns everyone's, in rank order.
+        """Send `payload` (1-D uint8) to every rank of the group; returns the payloads of all ranks, in rank order.
 
-        The results are views that are valid until the next exchange but one: use them at once. Raises
-        CollectiveMismatch when ranks disagree on `kind`, or on the size unless `same_size` is False.
+        The results are views into shared memory, valid during one more exchange: use them at once. Raises
+        CollectiveMismatch when ranks pass different kinds, or different sizes unless `same_size` is False.
         """
         size_bytes = payload.numel()
         if size_bytes > SLOT_BYTES:
-            raise ValueError(f"{kind} of {size_bytes} bytes: the virtual fabric carries {SLOT_BYTES} at most")
+            raise ValueError(f"{kind} of {size_bytes} bytes: the virtual fabric supports at most {SLOT_BYTES}")
         self._sequence += 1
         parity = self._sequence % 2
         self._slots[self.rank, parity, :size_bytes].copy_(payload)
@@ -105,7 +105,7 @@ class Group:
     def _wait_for(self, other: int) -> None:
         number = self._numbers[other]
         while (seen := number.value) != self._sequence and seen != self._sequence + 1:
-            _futex(number, _FUTEX_WAIT, seen)  # returns at once when the number has changed meanwhile
+            _futex(number, _FUTEX_WAIT, seen)  # returns at once if the number has changed
 
     def _agree(self, calls: list[_Call], *, same_size: bool) -> None:
         mine = calls[self.rank]
@@ -122,24 +122,24 @@ def _futex(number: ctypes.c_uint32, operation: int, value: int) -> None:
 
 
 def _fence(number: ctypes.c_uint32) -> None:
-    # On x86 stores and loads keep their order; elsewhere any system call is a full barrier.
+    # x86 does not reorder stores with stores or loads with loads; elsewhere any system call is a full barrier.
     if not _STRONGLY_ORDERED:
         _futex(number, _FUTEX_WAKE, 0)
 
 
 class Loopback:
-    """A group without peers: every other rank seems to send what this one sends. For warming up, never for a run."""
+    """A group without peers: every other rank appears to send what this one sends. For the warm-up only."""
 
     def __init__(self, *, rank: int, ranks: Sequence[int]) -> None:
         self.rank, self.size, self.ranks = rank, len(ranks), tuple(ranks)
 
     def exchange(self, kind: str, payload: torch.Tensor, *, same_size: bool = True) -> list[torch.Tensor]:
-        """What `Group.exchange` returns when all ranks send the same."""
+        """`Group.exchange` as if all ranks sent the same payload."""
         return [payload] * self.size
 
 
 class Fabric:
-    """All groups of this rank. Connected to a folder that the ranks of one job share, or looped back."""
+    """All groups of this rank, connected to the folder that the ranks of a job share, or to loopback groups."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self._kinds = kinds
@@ -147,7 +147,7 @@ class Fabric:
         self._groups: dict[str, Group | Loopback] = {}
 
     def connect(self, folder: Path) -> None:
-        """Use `folder` for the groups opened from now on."""
+        """Open groups in `folder` from now on."""
 
         def open_group(name: str, ranks: Sequence[int], rank: int) -> Group:
             digest = hashlib.sha256(f"{name}/{list(ranks)}".encode()).hexdigest()[:16]
@@ -156,18 +156,18 @@ class Fabric:
         self._groups.clear()
         self._open = open_group
 
-    def loop_back(self) -> None:
-        """Open groups without peers from now on."""
+    def connect_loopback(self) -> None:
+        """Open loopback groups from now on."""
         self._groups.clear()
         self._open = lambda _, ranks, rank: Loopback(rank=rank, ranks=ranks)
 
     def disconnect(self) -> None:
-        """Forget all groups; using one is an error until the next `connect`."""
+        """Drop all groups. Using one before the next `connect` is an error."""
         self._groups.clear()
         self._open = None
 
     def group(self, name: str, ranks: Callable[[], Sequence[int]], rank: Callable[[], int]) -> Group | Loopback:
-        """The group called `name`, opened on first use, which every one of its ranks must reach."""
+        """The group called `name`, opened on first use: a collective call that all its ranks must make."""
         if name not in self._groups:
             assert self._open is not None, "the fabric is not connected"
             self._groups[name] = self._open(name, ranks(), rank())

@@ -1,10 +1,10 @@
-"""A CPU-only limit of torch 2.13, worked around: saved random-number states of compiled checkpointed blocks.
+"""Works around a CPU-only limitation of torch 2.13: saved RNG states of compiled checkpointed blocks.
 
-A graph that recomputes an operator which may draw random numbers saves the generator's state on a CPU as one more
-output of the forward graph (on a GPU it is an input). The output comes after the device mesh of a DTensor, where
-AOTAutograd expects tensors, and the run dies: "expected all tensors_saved_with_vc_check to be Tensors ... DeviceMesh".
-Attention is such an operator even where it drops nothing. Graphs whose attention drops nothing need no state: for them,
-and for no others, nothing is saved, and `skipped` says so in the trace.
+On a CPU, a graph that recomputes an operator which may draw random numbers saves the RNG state as an extra output of
+the forward graph (on a GPU it is an input). That output follows the device mesh of a DTensor, where AOTAutograd expects
+tensors, and the run fails: "expected all tensors_saved_with_vc_check to be Tensors ... DeviceMesh". Attention counts as
+such an operator even without dropout. Graphs that draw no random numbers need no RNG state, so none is saved for them,
+and only for them; the trace lists the workaround.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch._functorch import partitioners as stock_partitioners
 
 NAME = "no_rng_state_for_attention_without_dropout"
 
-# The names of workarounds that were needed in this process.
-skipped: list[str] = []
+# Names of the workarounds that this process has used.
+workarounds: list[str] = []
 
 _DROPOUT_ARGUMENT = "dropout_p"
 
 
 def install() -> None:
-    """Let the partitioner ask again whether a graph really draws random numbers."""
+    """Make the partitioner check whether a graph really draws random numbers."""
     partitioners: Any = stock_partitioners
-    partitioners.has_recomputable_rng_ops = _asked_again(partitioners.has_recomputable_rng_ops)
+    partitioners.has_recomputable_rng_ops = _only_if_any_op_draws(partitioners.has_recomputable_rng_ops)
 
 
-def _asked_again(stock: Callable[[torch.fx.GraphModule], bool]) -> Callable[[torch.fx.GraphModule], bool]:
+def _only_if_any_op_draws(stock: Callable[[torch.fx.GraphModule], bool]) -> Callable[[torch.fx.GraphModule], bool]:
     def has_recomputable_rng_ops(module: torch.fx.GraphModule) -> bool:
         if not stock(module):
             return False
         if any(_draws(node) for node in module.graph.nodes if _may_draw(node)):
             return True
-        if NAME not in skipped:
-            skipped.append(NAME)
+        if NAME not in workarounds:
+            workarounds.append(NAME)
         return False
 
     return has_recomputable_rng_ops
@@ -47,7 +47,7 @@ def _may_draw(node: torch.fx.Node) -> bool:
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    """False for an operator whose probability of dropping is given, or by default, zero."""
+    """False for an operator whose dropout probability is zero."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == _DROPOUT_ARGUMENT:

@@ -1,15 +1,16 @@
-"""`aten::_scaled_mm` for the CPU: the arithmetic of the CUDA kernel, under the CUDA contract, at a usable speed.
+"""`aten::_scaled_mm` for the CPU, with the CUDA kernel's arithmetic and argument checks, and usably fast.
 
-FP8 values are multiplied and summed in float64. Products of two e4m3 values and sums of thousands of them are exact
-there, so the result does not depend on the order of summation: it is the same for every thread count, CPU and shard
-of the free dimensions, and is rounded once to the output dtype. A GPU accumulates in float32 (or less with fast
-accumulation) and differs from this by rounding only.
+Multiplies and accumulates in float64, where products of e4m3 values and sums of thousands of them are exact. So the
+result does not depend on the order of summation, the number of threads, the CPU, or the sharding of M and N, and is
+rounded once, to the output dtype. A GPU accumulates in float32 (less with fast accumulation) and differs by rounding.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -17,13 +18,13 @@ from harness.worker.virtual.contract import Signature, operand, refusal
 
 ScaledMMObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-# Called with (a, b, scale_a, scale_b) on every call, before the arithmetic. Probes subscribe; they must not write.
+# Called with (a, b, scale_a, scale_b) before every matmul. Probes append themselves; they must not write to tensors.
 observers: list[ScaledMMObserver] = []
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Around what the harness itself multiplies to measure a run: it is no matmul of the target."""
+    """For matmuls that the harness itself runs to measure a run: they are not matmuls of the target."""
     before = observers[:]
     observers.clear()
     try:
@@ -42,9 +43,10 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """`a @ b` dequantized: a [M, K] row-major, b [K, N] column-major, scales scalar or [M, 1] and [1, N].
+    """Returns `a @ b`, dequantized, as [M, N] in `out_dtype` (default bfloat16).
 
-    Returns [M, N] in `out_dtype` (default bfloat16). Raises RuntimeError with torch's own message where a GPU would.
+    `a` is [M, K] row-major, `b` [K, N] column-major; scales are scalars, or [M, 1] and [1, N]. Raises RuntimeError with
+    the message of torch where a GPU would.
     """
     dtype = out_dtype or torch.bfloat16
     message = refusal(
@@ -69,18 +71,11 @@ def scaled_mm(
     return product.to(dtype)
 
 
-def scaled_mm_out(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    scale_result: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,
-    *,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """The same, written into `out`, which compiled graphs allocate."""
-    result = scaled_mm(a, b, scale_a, scale_b, bias, scale_result, out_dtype or out.dtype, use_fast_accum)
+_SIGNATURE = inspect.signature(scaled_mm)
+
+
+def scaled_mm_out(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`scaled_mm` into `out`, in its dtype unless another is given. Compiled graphs call this variant."""
+    given = _SIGNATURE.bind(*args, **kwargs).arguments
+    result = scaled_mm(**given | {"out_dtype": given.get("out_dtype") or out.dtype})
     return out.resize_(result.shape).copy_(result)

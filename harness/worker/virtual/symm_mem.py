@@ -1,9 +1,9 @@
 """Async TP on the CPU: the fused operators of `symm_mem`, over the fabric.
 
-torch has the four operators for CUDA alone. Here the CPU gets the same Python entries, in two variants: `fallback` is
-torch's reference (a collective, then a matmul), `pipelined` is torch's own chunk and scale logic. Of the latter only
-the transport is replaced: where a GPU copies from the symmetric memory of its peers, chunk by chunk on two streams, the
-fabric exchanges all chunks at once. Chunks are consumed and produced in torch's order.
+torch implements the four operators for CUDA only. Here the CPU gets the same Python implementations, in two variants:
+`fallback` is torch's reference (a collective, then a matmul), `pipelined` is torch's chunk and scale logic with another
+transport: a GPU copies from the symmetric memory of its peers, chunk by chunk on two streams, while the fabric
+exchanges all chunks at once. Chunks are consumed and produced in torch's order.
 
 Not modelled: stream order, races on symmetric buffers, and the kernels for NVLink multicast and CUTLASS.
 """
@@ -22,7 +22,8 @@ from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 
 from harness.worker.virtual import collectives
 
-# Called with (operator, arguments by name, result) after every fused operator. Probes subscribe; they must not write.
+# Called with (operator, arguments by name, result) after every fused operator. Probes append themselves; they must not
+# write to tensors.
 observers: list[Callable[[str, dict[str, Any], Any], None]] = []
 
 OPERATORS = (
@@ -34,10 +35,10 @@ OPERATORS = (
 
 
 def run(operator: str, given: dict[str, Any]) -> Any:
-    """The result of a fused operator for arguments by their names in its schema. Lists among them stay as they are.
+    """Runs torch's CUDA implementation of a fused operator on `given`, its arguments by schema name.
 
-    It runs torch's CUDA entry, looked up now, so that a patch of it counts. The entry names its first argument
-    differently, and one of them writes into a list.
+    It is looked up at call time, so that patches apply. Arguments are passed by position because it renames the first
+    one, and lists are copied because one implementation writes to a list.
     """
     positional, named = [], {}
     for argument in _schema(operator).arguments:
@@ -71,19 +72,19 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {operator: _kernel(operator) for op
 
 
 def install() -> None:
-    """Replace the transport, and let the pass find what it asks a GPU build of torch for."""
+    """Replace the transport, and let the fusion pass run in a build of torch without NCCL."""
     module: Any = symm_mem
     module._pipelined_multi_all_gather_and_consume = _multi_all_gather_and_consume
     module._pipelined_produce_and_all2all = _produce_and_all2all
-    module._pipelined_all_gather_and_consume_last_dim = _refused
-    # post_grad holds a reference of its own
+    module._pipelined_all_gather_and_consume_last_dim = _unsupported
+    # post_grad imported the pass by name
     passes: Any = post_grad
     passes.micro_pipeline_tp_pass = _with_nccl(micro_pipeline_tp.micro_pipeline_tp_pass)
 
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Inside, the fused operators are torch's reference: the variant `fallback`."""
+    """While active, the fused operators run torch's reference (`fallback`)."""
     before = symm_mem._is_test_mode
     symm_mem._is_test_mode = True
     try:
@@ -93,20 +94,20 @@ def reference() -> Iterator[None]:
 
 
 def use_reference(group_name: str) -> None:
-    """The variant `fallback` for the life of this process, with symmetric memory enabled for this group alone."""
+    """Run torch's reference (`fallback`) from now on, with symmetric memory enabled for this group only."""
     symm_mem._is_test_mode = True
     symm_mem._mocked_group_names = {group_name}
 
 
-def forget() -> None:
-    """Undo `use_reference`, and every enabled group."""
+def reset() -> None:
+    """Undo `use_reference`, and disable symmetric memory for all groups."""
     symm_mem._is_test_mode = False
     symm_mem._mocked_group_names = None
     symm_mem._group_name_to_store.clear()
 
 
 def _with_nccl(fuse: Callable[[torch.fx.Graph], None]) -> Callable[[torch.fx.Graph], None]:
-    """The pass does nothing, and says nothing, in a build of torch without NCCL."""
+    """Without NCCL, the pass would silently do nothing."""
 
     @functools.wraps(fuse)
     def micro_pipeline_tp_pass(graph: torch.fx.Graph) -> None:
@@ -127,11 +128,13 @@ def _multi_all_gather_and_consume(
     group_name: str,
     ag_out_needed: bool = True,
 ) -> None:
-    """Gather every `shard` into its `ag_out`, then consume them: the own one first, then those of the next ranks."""
+    """All-gather every `shard` into its `ag_out`, then consume the shards, starting with that of this rank."""
     group = collectives.group_by_name(group_name)
     for part, whole in zip(shard, ag_out, strict=True):
-        assert part.is_contiguous() and whole.is_contiguous(), "shards and outputs of the gather must be contiguous"
-        assert whole.shape == (part.shape[0] * group.size, *part.shape[1:]), "an output holds every rank's shard"
+        assert part.is_contiguous() and whole.is_contiguous(), "shards and outputs of the all-gather must be contiguous"
+        assert whole.shape == (part.shape[0] * group.size, *part.shape[1:]), (
+            "an output must hold the shards of all ranks"
+        )
         collectives.gather_into(whole, part, group)
     pieces = [whole.chunk(group.size) for whole in ag_out]
     for step in range(group.size):
@@ -145,7 +148,7 @@ def _produce_and_all2all(
     group_name: str,
     out_chunk_dim: int = 0,
 ) -> None:
-    """Produce a chunk for every rank, the next one's first and the own one last, and write what came back."""
+    """Produce a chunk for every rank, starting with the next and ending with this one, and write those received."""
     group = collectives.group_by_name(group_name)
     chunks = output.chunk(group.size, dim=out_chunk_dim)
     produced = [torch.empty_like(chunk, memory_format=torch.contiguous_format) for chunk in chunks]
@@ -156,5 +159,5 @@ def _produce_and_all2all(
         chunk.copy_(received)
 
 
-def _refused(*_: Any, **__: Any) -> None:
-    raise NotImplementedError("a fused all-gather along the last dim is not part of the virtual device")
+def _unsupported(*_: Any, **__: Any) -> None:
+    raise NotImplementedError("the virtual device does not support a fused all-gather along the last dim")

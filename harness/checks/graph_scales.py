@@ -1,0 +1,119 @@
+"""Scale rules inside of compiled graphs: those of `scales.py` that do not need the linear or the placements of a cast.
+
+A compiler merges equal casts and drops the placements of their tensors. But all ranks of a TP group run the same graph,
+so their casts at the same place belong to one tensor: a tensorwise scale must be the same on all TP ranks and match the
+amax over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from harness.checks.mismatch import Mismatch, findings_by_rule
+from harness.checks.ranks import format_ranks, traces_by_rank
+from harness.checks.scale_rules import Broken, power_of_two_rule, tensorwise_rule, value_rules
+from harness.checks.witnesses import Witnesses
+from harness.matrix.case import Case
+from harness.matrix.mesh import peers
+from harness.matrix.recipes import FLOAT8_MAX
+from harness.trace import Run
+from harness.trace.graphs import GraphCast
+from harness.verdict import Finding
+
+NAME = "graph_scales"
+
+Casts = dict[int, dict[tuple[int, int], GraphCast]]  # of every rank, by step and order in it
+
+
+def check_graph_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """One finding for every rule that is broken: the first place, how many mismatches, and on which ranks."""
+    del witnesses  # the rules follow from the case alone
+    if case.compile == "inductor" or not case.float8.enabled:
+        return []  # EXEMPT: the casts of generated code cannot be recorded; without FP8 there are none
+    casts: Casts = {
+        trace.rank: {(cast.step, cast.order): cast for cast in (trace.graphs.casts or ()) if cast.step}
+        for trace in traces_by_rank(run)
+        if trace.graphs is not None
+    }
+    steps = range(1, case.train.steps + 1)
+    idle = [rank for rank, by_place in casts.items() if {step for step, _ in by_place} != set(steps)]
+    if idle or not casts:
+        message = f"no cast to float8 was executed in some step on {format_ranks(idle) if idle else 'any rank'}"
+        return [Finding(check=NAME, message=message, expected="casts in the graphs of every step")]
+    return findings_by_rule(NAME, [*_single_casts(case, casts), *_tp_groups(case, casts)])
+
+
+def _single_casts(case: Case, casts: Casts) -> Iterator[Mismatch]:
+    for rank, by_place in casts.items():
+        for cast in by_place.values():
+            for broken in _cast_rules(case, cast):
+                yield _mismatch(rank, cast, *broken)
+
+
+def _cast_rules(case: Case, cast: GraphCast) -> Iterator[Broken]:
+    """The rules that one cast breaks, whatever the other ranks do."""
+    if cast.target_dtype not in FLOAT8_MAX:
+        yield "cast to the wrong dtype", " or ".join(FLOAT8_MAX), cast.target_dtype
+    if not _scale_shape_fits(cast):
+        yield "scale has the wrong shape", f"one scale, or one per row of {list(cast.shape)}", str(cast.scale.shape)
+    yield from value_rules(case, cast)
+
+
+def _scale_shape_fits(cast: GraphCast) -> bool:
+    shape = cast.scale.shape
+    if math.prod(shape) == 1:
+        return True
+    spanned = [axis for axis, size in enumerate(cast.shape) if len(shape) == len(cast.shape) and shape[axis] != size]
+    return len(shape) == len(cast.shape) and len(spanned) == 1 and shape[spanned[0]] == 1
+
+
+def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
+    """The casts of all TP ranks at the same place of the same graph."""
+    for rank in casts:
+        ranks = peers(case.layout, rank, ("tp",))
+        if rank != ranks[0]:
+            continue
+        for place, cast in casts[rank].items():
+            group = {other: casts[other][place] for other in ranks if place in casts.get(other, {})}
+            if len(group) != len(ranks):
+                yield _mismatch(rank, cast, "TP ranks execute different casts", f"{len(ranks)} ranks", f"{len(group)}")
+            elif math.prod(cast.scale.shape) == 1:
+                yield from _one_scale(case, rank, group)
+            else:
+                yield from _row_scales(rank, group)
+
+
+def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
+    """One scale for a tensor: equal on the TP ranks that hold the tensor or its shards, and that of its amax."""
+    cast = group[rank]
+    for other, theirs in group.items():
+        if theirs.scale.digest != cast.scale.digest:
+            expected, found = f"that of rank {rank}: {cast.scale.maximum!r}", f"{theirs.scale.maximum!r}"
+            yield _mismatch(other, theirs, "TP ranks use different scales for the same tensor", expected, found)
+    if case.float8.traits.one_scale_per_tensor:
+        for broken in tensorwise_rule(cast, max(each.amax for each in group.values())):
+            yield _mismatch(rank, cast, *broken)
+    else:
+        highest = max(each.scaled_amax_maximum for each in group.values())
+        yield from _power_of_two(rank, cast, highest, highest)
+
+
+def _row_scales(rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
+    """One scale per row. Ranks with equal scales hold shards of the same rows: only the largest can be judged then."""
+    if len({each.scale.digest for each in group.values()}) == 1 and len(group) > 1:
+        highest = max(each.scaled_amax_maximum for each in group.values())
+        yield from _power_of_two(rank, group[rank], highest, highest)
+        return
+    for other, theirs in group.items():
+        yield from _power_of_two(other, theirs, theirs.scaled_amax_minimum, theirs.scaled_amax_maximum)
+
+
+def _power_of_two(rank: int, cast: GraphCast, lowest: float, highest: float) -> Iterator[Mismatch]:
+    for broken in power_of_two_rule(cast.target_dtype, lowest, highest):
+        yield _mismatch(rank, cast, *broken)
+
+
+def _mismatch(rank: int, cast: GraphCast, rule: str, expected: str, found: str) -> Mismatch:
+    what = f"cast {cast.order} in {cast.phase}, {list(cast.shape)}"
+    return Mismatch(cast.step, cast.order, rank, cast.fqn, rule, f"{what}: {expected}", f"{what}: {found}")

@@ -1,0 +1,53 @@
+"""Mismatch: one value of one rank that is not what it must be. Checks of operands collect these into findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from harness.checks.ranks import format_ranks
+from harness.verdict import Finding, Verdict
+
+
+class Mismatch(NamedTuple):
+    """One wrong value. Mismatches sort by step and order of execution."""
+
+    step: int
+    order: int  # of execution on its rank
+    rank: int
+    module: str
+    what: str  # the value that is wrong, or the rule that is broken
+    expected: str
+    found: str
+
+    @property
+    def place(self) -> str:
+        """Module, step and rank as text."""
+        return f"{self.module} at step {self.step} on rank {self.rank}"
+
+    def finding(self, check: str, message: str, verdict: Verdict = Verdict.INVARIANT) -> Finding:
+        """The finding of `check` that points at this mismatch."""
+        return Finding(
+            check=check,
+            message=message,
+            verdict=verdict,
+            step=self.step,
+            rank=self.rank,
+            module=self.module,
+            expected=self.expected,
+            found=self.found,
+        )
+
+
+def findings_by_rule(check: str, mismatches: Iterable[Mismatch]) -> list[Finding]:
+    """One finding for every rule that is broken: the first place, how many mismatches there are, and on which ranks."""
+    by_rule: dict[str, list[Mismatch]] = {}
+    for mismatch in sorted(mismatches, key=lambda each: each[:3]):
+        by_rule.setdefault(mismatch.what, []).append(mismatch)
+    return [
+        found[0].finding(
+            check,
+            f"{rule}: first in {found[0].place}; {len(found)} in total on {format_ranks(each.rank for each in found)}",
+        )
+        for rule, found in by_rule.items()
+    ]

@@ -1,0 +1,84 @@
+"""Rules about the scale and the values of a single cast, for eager casts and for casts inside of compiled graphs.
+
+Every rule yields (rule, expected, found) for what is broken and nothing otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+
+from harness.matrix.case import Case
+from harness.matrix.recipes import FLOAT8_MAX
+from harness.trace.operands import CastStatistics, ScaleSummary
+
+Broken = tuple[str, str, str]  # (rule, expected, found)
+
+SCALE_NOT_FROM_AMAX = "scale does not match the amax"
+
+_EPS = 1e-12  # torchao replaces a smaller amax by this one
+_LOG2_TOLERANCE = 1e-6  # log2 of a scale just below a power of two may round up to it
+
+
+def value_rules(case: Case, cast: CastStatistics) -> Iterator[Broken]:
+    """Rules that need nothing but the numbers of the cast."""
+    scale = cast.scale
+    if scale.dtype != "float32":
+        yield "scale has the wrong dtype", "float32", scale.dtype
+    if not (scale.minimum > 0 and math.isfinite(scale.maximum)) and cast.elements:
+        yield "scale is not positive and finite", "finite, above 0", f"{scale.minimum} to {scale.maximum}"
+    if case.float8.traits.power_of_two_scales and not scale.power_of_two:
+        yield "scale is not a power of two", "powers of two", f"{scale.minimum} to {scale.maximum}"
+    for count, rule in (
+        (cast.mismatched, "float8 data does not match its source and scale"),
+        (cast.saturated, "float8 values saturate"),
+        (cast.nonfinite, "float8 values are NaN or infinite"),
+    ):
+        if count:
+            yield rule, "0 elements", f"{count} of {cast.elements} elements"
+
+
+def tensorwise_scale(target_dtype: str, amax: float) -> float:
+    """The scale of a tensor with this amax: fp8 max / amax, rounded once to float32.
+
+    torchao divides in float64, so eager, compiled and precomputed scales are equal to the last bit, and a stale scale
+    differs as soon as the amax changes.
+    """
+    return as_float32(FLOAT8_MAX.get(target_dtype, math.nan) / max(amax, _EPS))
+
+
+def tensorwise_rule(cast: CastStatistics, amax: float) -> Iterator[Broken]:
+    """The one scale of a tensor is the one for `amax`, the amax of the whole tensor."""
+    expected = tensorwise_scale(cast.target_dtype, amax)
+    if cast.scale.maximum != expected:
+        limit = FLOAT8_MAX.get(cast.target_dtype, math.nan)
+        yield SCALE_NOT_FROM_AMAX, f"{expected!r} = {limit:g} / amax {amax!r}", f"{cast.scale.maximum!r}"
+
+
+def power_of_two_rule(target_dtype: str, lowest: float, highest: float) -> Iterator[Broken]:
+    """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into (1/2, 1] of fp8 max."""
+    limit = FLOAT8_MAX.get(target_dtype, math.nan)
+    fits = lowest / limit > 0.5 * (1 - _LOG2_TOLERANCE) and highest / limit <= 1 + _LOG2_TOLERANCE
+    if highest != 0 and not fits:
+        expected, found = (
+            f"amax * scale in (1/2, 1] of {limit:g}",
+            f"{lowest / limit:.9g} to {highest / limit:.9g} of it",
+        )
+        yield SCALE_NOT_FROM_AMAX, expected, found
+
+
+def as_float32(value: float) -> float:
+    """Rounded as torch rounds; infinite where float32 overflows."""
+    try:
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return float(rounded)
+
+
+def format_scale(scale: ScaleSummary) -> str:
+    """A scale in messages: its value, or the range and sum of its values."""
+    if scale.minimum == scale.maximum:
+        return f"{scale.minimum!r}"
+    return f"{scale.minimum!r} to {scale.maximum!r}, sum {scale.total!r}"

@@ -1,0 +1,148 @@
+"""The messages between controller, zygote and ranks. Versioned, torch-free, no pickles.
+
+The engine does not interpret the work: a job carries an opaque `payload` for the rank program, and every rank returns
+opaque bytes. On the wire, a message is a 4-byte big-endian length followed by msgpack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, Literal, TypeVar, cast
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 1 << 30  # a longer length is garbage, not a message
+
+JobStatus = Literal["ok", "crash", "hang", "infra"]
+RankStatus = Literal["returned", "raised", "exited", "signalled", "stuck", "stopped"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base class of all messages: immutable, keyword-only, unknown keys are errors."""
+
+
+class Job(Message, frozen=True, kw_only=True):
+    """One run of `world_size` fresh ranks. `folder` is private to the job (rendezvous, logs, dumps, TMPDIR)."""
+
+    job_id: str
+    world_size: int
+    payload: bytes
+    deadline_s: float
+    folder: str
+    devices: tuple[int, ...] = ()  # CUDA device indices, one per rank; empty on CPU
+
+
+class RankOutcome(Message, frozen=True, kw_only=True):
+    """How one rank ended. `payload` is what the program returned; the other fields say why it returned nothing."""
+
+    rank: int
+    status: RankStatus
+    payload: bytes | None = None
+    message: str = ""  # one line: exception type and text, exit code, or signal name
+    traceback: str = ""  # Python traceback, or the faulthandler dump of all threads
+    phase: str = ""  # the last phase that the program reported
+    seconds: float = 0.0  # from start of the job to the end of this rank
+    consequence: bool = False  # True when the failure of another rank brought this one down
+    log_tail: str = ""  # last lines of its stdout and stderr
+
+
+class JobOutcome(Message, frozen=True, kw_only=True):
+    """How a job ended: `ok` when every rank returned. `message` names the first failure in time."""
+
+    job_id: str
+    status: JobStatus
+    ranks: tuple[RankOutcome, ...]
+    message: str = ""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0  # user + system seconds of all ranks
+    detected_s: float | None = None  # from start of the job to the detection of the first failure
+
+
+class Hello(Message, frozen=True, tag="hello", forbid_unknown_fields=False):
+    """Zygote to controller, the first message: preloaded and ready. Every version can decode it, to reject others."""
+
+    version: int
+    pid: int
+
+
+class Submit(Message, frozen=True, tag="submit"):
+    """Controller to zygote: run this job. `ticket` identifies it until its outcome is returned."""
+
+    ticket: int
+    job: Job
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Controller to zygote: kill this job now. Its outcome still arrives, as `infra`."""
+
+    ticket: int
+
+
+class Finished(Message, frozen=True, tag="finished"):
+    """Zygote to controller: this job has ended and left no processes."""
+
+    ticket: int
+    outcome: JobOutcome
+
+
+class PhaseReached(Message, frozen=True, tag="phase"):
+    """Rank to supervisor: entered this phase."""
+
+    phase: str
+
+
+class Returned(Message, frozen=True, tag="returned"):
+    """Rank to supervisor: the program returned. `at_s`, here and below, is time.monotonic() in the rank."""
+
+    at_s: float
+    payload: bytes
+
+
+class Raised(Message, frozen=True, tag="raised"):
+    """Rank to supervisor: the program raised."""
+
+    at_s: float
+    message: str
+    traceback: str
+
+
+ToZygote = Submit | Cancel
+FromZygote = Hello | Finished
+FromRank = PhaseReached | Returned | Raised
+
+M = TypeVar("M")
+
+
+class ProtocolError(Exception):
+    """The received bytes are not a message of this protocol."""
+
+
+def encode_frame(message: Message) -> bytes:
+    """Returns the message as it goes over the wire: length, then msgpack."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+class FrameReader(Generic[M]):
+    """Splits a stream of bytes, which may arrive in chunks of any size, into messages of one type."""
+
+    def __init__(self, kind: object) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[M]:
+        """Yields the messages that `data` completes, in order; raises ProtocolError when garbage follows them."""
+        self._buffer += data
+        while len(self._buffer) >= 4:
+            size = int.from_bytes(self._buffer[:4], "big")
+            if size > MAX_FRAME_BYTES:
+                raise ProtocolError(f"got a frame of {size} bytes; the limit is {MAX_FRAME_BYTES}")
+            if len(self._buffer) < 4 + size:
+                return
+            body = bytes(self._buffer[4 : 4 + size])
+            del self._buffer[: 4 + size]
+            try:
+                yield cast("M", self._decoder.decode(body))
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"cannot decode a frame: {error}") from error

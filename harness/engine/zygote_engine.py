@@ -1,0 +1,103 @@
+"""The zygote engine: runs jobs on ranks forked from one zygote, and replaces that process when it dies.
+
+Neither imports the rank program nor forks, so any thread may call it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Self
+
+from harness.engine.messages import Job, JobOutcome
+from harness.engine.outcome import infra_outcome
+from harness.engine.zygote_client import ZygoteClient, ZygoteFailure, ZygoteSpec
+
+START_ATTEMPTS = 2  # a program that failed to preload twice in a row will fail again
+START_TIMEOUT_S = 600.0  # importing and warming up torch takes 10-60 s on a busy machine
+REPLY_MARGIN_S = 60.0  # after the deadline of a job; stacks, kill and sweep take at most 41 s
+
+
+class ZygoteEngine:
+    """Runs jobs of the rank program `program`, a dotted module name, preloaded with `options` in interpreter `python`.
+
+    The first job starts the zygote. Use as a context manager, or `close` it.
+    """
+
+    def __init__(self, program: str, options: Mapping[str, str] | None = None, python: str = sys.executable) -> None:
+        self._spec = ZygoteSpec(program=program, options=dict(options or {}), python=python)
+        self._starting = threading.Lock()
+        self._client: ZygoteClient | None = None
+        self._closed = False
+        self._failed_starts = 0
+        self._failure = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, job: Job) -> JobOutcome:
+        """Run one job and return its outcome; by then all its processes have ended. Callable from any thread.
+
+        Failures are part of the outcome, never raised. KeyboardInterrupt kills the job.
+        """
+        assert not job.devices or len(job.devices) == job.world_size, "one device per rank, or none"
+        assert job.world_size > 0, "world_size must be positive"
+        assert job.deadline_s > 0, "deadline_s must be positive"
+        try:
+            return self._run_on(self._ready_client(), job)
+        except ZygoteFailure as failure:
+            return infra_outcome(job, str(failure))
+
+    def _run_on(self, client: ZygoteClient, job: Job) -> JobOutcome:
+        ticket, future = client.submit(job)
+        try:
+            return future.result(job.deadline_s + REPLY_MARGIN_S)
+        except ZygoteFailure:
+            raise
+        except TimeoutError:
+            reason = f"the zygote sent no outcome within {REPLY_MARGIN_S:g} s of the deadline of {job.job_id}"
+            client.close(reason)
+            raise ZygoteFailure(reason) from None
+        except BaseException:
+            client.cancel(ticket)
+            raise
+
+    def _ready_client(self) -> ZygoteClient:
+        with self._starting:
+            if self._closed:
+                raise ZygoteFailure("the engine is closed")
+            if self._client is not None and self._client.serving:
+                return self._client
+            if self._client is not None:
+                self._client.close("the zygote had died")  # ends whatever outlived it
+            if self._failed_starts >= START_ATTEMPTS:
+                raise ZygoteFailure(self._failure)
+            self._client = ZygoteClient(self._spec)
+            self._wait_until_ready(self._client)
+            return self._client
+
+    def _wait_until_ready(self, client: ZygoteClient) -> None:
+        try:
+            if self._closed:  # closed between the check above and the spawn
+                raise ZygoteFailure("the engine is closed")
+            client.wait_until_ready(START_TIMEOUT_S)
+        except ZygoteFailure as failure:
+            self._failed_starts += 1
+            self._failure = str(failure)
+            client.close(self._failure)
+            raise
+        except BaseException:
+            client.close("interrupted while the zygote started")
+            raise
+        self._failed_starts = 0
+
+    def close(self) -> None:
+        """Shut down the zygote and all ranks. Pending and later jobs end as `infra`."""
+        self._closed = True
+        client = self._client  # without the lock: another thread may be waiting for the preload
+        if client is not None:
+            client.close("the engine was closed")

@@ -1,0 +1,1 @@
+"""Reference numbers on disk: goldens, tolerances with their evidence, and the sealed file format."""

@@ -1,0 +1,203 @@
+"""Goldens: stored BF16 single-rank references, one per case family and hardware class.
+
+Owns their file format (sealed JSON under `golden/<hardware class>/<family>.json`), the conditions for storing one, and
+the comparison of an old one with a new one. `checks/loss_vs_golden.py` compares runs with goldens.
+
+Public names: `Golden`, `Provenance`, `hardware_class`, `make_golden`, `load_golden`, `write_golden`, `list_goldens`,
+`compare_goldens`, `update_command`, `GoldenMissing`, `GoldenDamaged`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.trace import Run
+
+SCHEMA = 1
+
+
+class GoldenMissing(HarnessError):
+    """No golden is stored for this family on this hardware class."""
+
+
+class GoldenDamaged(HarnessError):
+    """A golden file was edited by hand, truncated, moved, or written by another version."""
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a golden comes from. `software` is what the rank reported: torch, torchao, numpy, python, …"""
+
+    software: dict[str, str]
+    device: str  # "cpu" or the device name
+    commit: str  # of the project with the golden; ends in "-dirty" when tracked files differed from it
+    command: str
+    reason: str
+    created: str  # UTC, ISO 8601, seconds
+
+
+class Golden(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One reference run: loss in nats and global gradient norm of every step, in full precision."""
+
+    family: str
+    hardware: str
+    case_id: str  # the reference case that was run
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    data_digest: str
+    provenance: Provenance
+
+
+class GoldenRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of an old and a new golden; None where one of them lacks the step."""
+
+    step: int
+    old_loss: float | None
+    new_loss: float | None
+    old_grad_norm: float | None
+    new_grad_norm: float | None
+
+    @property
+    def loss_change(self) -> float | None:
+        """New minus old, in nats."""
+        return None if self.old_loss is None or self.new_loss is None else self.new_loss - self.old_loss
+
+
+class GoldenKey(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """The name of a golden."""
+
+    hardware: str
+    family: str
+
+
+def hardware_class(device_name: str) -> str:
+    """The folder name of a device: "cpu", or a slug of the CUDA device name such as "nvidia-h200"."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    if not slug:
+        raise HarnessError(f"device name {device_name!r} gives no hardware class.")
+    return slug
+
+
+def update_command(family: str) -> str:
+    """The command that makes the golden of a family."""
+    return f'fp8-harness golden update --family {shlex.quote(family)} --reason "…"'
+
+
+def make_golden(run: Run, *, family: str, case_id: str, command: str, reason: str, commit: str) -> Golden:
+    """The golden of a run of the reference case. Raises `HarnessError` when the run cannot serve as a reference."""
+    if not run.complete or len(run.traces) != 1:
+        raise HarnessError(
+            "a golden needs a run of one rank that finished.", where=case_id, fix="see why the run failed."
+        )
+    trace = run.traces[0]
+    if trace.converted_fqns or any(step.scaled_mm_calls for step in trace.steps):
+        raise HarnessError("a golden must be BF16, but FP8 matmuls ran.", where=case_id, fix="run the reference case.")
+    return Golden(
+        schema=SCHEMA,
+        family=family,
+        hardware=hardware_class(trace.device),
+        case_id=case_id,
+        losses=tuple(step.loss for step in trace.steps),
+        grad_norms=tuple(step.grad_norm for step in trace.steps),
+        data_digest=trace.data_digest,
+        provenance=Provenance(
+            software=dict(sorted(trace.software.items())),
+            device=trace.device,
+            commit=commit,
+            command=command,
+            reason=reason,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        ),
+    )
+
+
+def tree_commit(root: Path) -> str:
+    """The git commit of the tree at `root`, with "-dirty" when tracked files differ; "unknown" without git."""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown" if done.returncode == 0 else "unknown"
+
+
+def golden_path(root: Path, hardware: str, family: str) -> Path:
+    """The path of the golden of a family."""
+    for name in (hardware, family):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
+            raise HarnessError(f"{name!r} cannot name a golden: it is not a plain file name.")
+    return root / "golden" / hardware / f"{family}.json"
+
+
+def load_golden(root: Path, hardware: str, family: str) -> Golden:
+    """The stored golden. Raises `GoldenMissing` or `GoldenDamaged` with the file and the fix."""
+    path = golden_path(root, hardware, family)
+    remake = f"run `{update_command(family)}`."
+    try:
+        golden = read_sealed(path, Golden, schema=SCHEMA, damaged=GoldenDamaged, fix=f"restore it or {remake}")
+    except FileNotFoundError as error:
+        raise GoldenMissing("no golden is stored for this family.", where=str(path), fix=remake) from error
+    except OSError as error:
+        raise GoldenDamaged(f"cannot be read: {error.strerror}.", where=str(path), fix=remake) from error
+    if (golden.hardware, golden.family) != (hardware, family):
+        what = f"holds the golden of {golden.family} on {golden.hardware}: it was copied or renamed by hand."
+        raise GoldenDamaged(what, where=str(path), fix=f"restore it or {remake}")
+    return golden
+
+
+def write_golden(root: Path, golden: Golden) -> Path:
+    """Store a golden and return its path. Raises `HarnessError` for one without a reason or with unusable numbers."""
+    path = golden_path(root, golden.hardware, golden.family)
+    problem = _problem(golden)
+    if problem:
+        raise HarnessError(f"this golden is refused: {problem}.", where=golden.family)
+    write_sealed(path, golden)
+    return path
+
+
+def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
+    """The goldens that are stored under the project root, sorted, without the evidence of tolerances."""
+    found = (path for path in (root / "golden").glob("*/*.json") if path.parent.name != "evidence")
+    return tuple(sorted(GoldenKey(hardware=path.parent.name, family=path.stem) for path in found))
+
+
+def compare_goldens(old: Golden | None, new: Golden) -> tuple[GoldenRow, ...]:
+    """Old and new values, one row for every step that either golden has."""
+
+    def at(values: tuple[float, ...], index: int) -> float | None:
+        return values[index] if index < len(values) else None
+
+    old_losses, old_norms = (old.losses, old.grad_norms) if old else ((), ())
+    return tuple(
+        GoldenRow(
+            step=index + 1,
+            old_loss=at(old_losses, index),
+            new_loss=at(new.losses, index),
+            old_grad_norm=at(old_norms, index),
+            new_grad_norm=at(new.grad_norms, index),
+        )
+        for index in range(max(len(old_losses), len(new.losses)))
+    )
+
+
+def _problem(golden: Golden) -> str | None:
+    """Why a golden must not be stored, or None."""
+    if not any(letter.isalnum() for letter in golden.provenance.reason):
+        return 'no reason is given; add --reason "why it changes"'
+    if not golden.losses or len(golden.losses) != len(golden.grad_norms):
+        return f"it has {len(golden.losses)} losses and {len(golden.grad_norms)} gradient norms"
+    if not all(math.isfinite(value) for value in (*golden.losses, *golden.grad_norms)):
+        return "it holds a number that is not finite"
+    if len(golden.losses) > 1 and len(set(golden.losses)) == 1:
+        return "its loss never changes, so the reference did not learn"
+    if not golden.data_digest:
+        return "it has no data digest"
+    return None

@@ -1,0 +1,283 @@
+"""Tolerances: the allowed distance of a loss to its golden and of a gradient to its reference, and their evidence.
+
+People write `golden/tolerances.toml` (a number and a margin); the tool writes `golden/evidence/<check>.json` (measured
+distances). A number that its evidence does not support is an error: below the noise it would fail good runs, far above
+it would pass bad ones.
+
+    [loss_vs_golden.tiny-tensorwise-float32]
+    allowed = [0.001, 0.002, 0.004, 0.006, 0.008]    # nats, one a step; or one number for every step
+    margin = 3.0                                     # `allowed` may be at most this factor above the measured noise
+
+Public names: `Tolerance`, `tolerance_for`, `validate_tolerances`, `tolerance_key`, `noise`, `fit`, `Evidence`,
+`Sample`, `read_evidence`, `write_evidence`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from decimal import ROUND_DOWN, Context
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.matrix.case import Case, ModelShape
+from harness.matrix.linears import OUTPUT_FQN, is_converted
+
+SCHEMA = 1
+LOSS_VS_GOLDEN = "loss_vs_golden"  # |loss - golden| in nats
+PARITY = "parity"  # largest relative distance of a gradient to that of the single-rank reference
+CHECKS = (LOSS_VS_GOLDEN, PARITY)
+TABLE_FILE = "golden/tolerances.toml"
+MEASURE = "run `fp8-harness tolerance measure`"
+
+# A step counts as measured when this many seeds and layouts reached it. The largest of 8 independent samples is below
+# the median of the quantity with a probability of 1 in 256. Layouts of one key differ less than seeds: two of them
+# show whether they belong to one key.
+MIN_SEEDS = 8
+MIN_LAYOUTS = 2
+
+# With a margin of 1.0 every seed that is slightly noisier would fail; a margin above the maximum hides more than noise.
+MIN_MARGIN, MAX_MARGIN = 1.1, 5.0
+
+# A number below this need not be close to the noise, because no fault is that small: the smallest planted one that
+# changes a number at all changes a gradient by 1e-4.
+EXACT = 1e-8
+
+
+class ToleranceMissing(HarnessError):
+    """The table has no number for this kind of case, or not for this many steps."""
+
+
+class ToleranceUnfounded(HarnessError):
+    """A number that its evidence does not support, or a table or evidence file that cannot be read."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One measured run: its distance to the reference of the check at every step, in the unit of the check."""
+
+    key: str  # `tolerance_key` or `parity_key` of the case
+    case_id: str
+    layout: str  # layout part of the case id
+    seed: int
+    per_step: tuple[float, ...]
+    environment: str = "default"  # what was set: "ATEN_CPU_CAPABILITY=avx2", "OMP_NUM_THREADS=1", …
+
+
+class Evidence(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The samples that support the tolerances of a check, and the software and device they were measured with."""
+
+    samples: tuple[Sample, ...]
+    software: dict[str, str]
+    device: str
+    command: str
+    created: str  # UTC, ISO 8601
+
+
+class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
+    """The allowed distances of one case, one number a step. `evidence` says what supports them."""
+
+    name: str  # of the check that uses it
+    key: str
+    per_step: tuple[float, ...]
+    margin: float | None  # None for the `loss_tolerance` of a case
+    evidence: str
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The entry of one key in the table."""
+
+    allowed: float | tuple[float, ...]
+    margin: float
+
+
+def tolerance_key(case: Case) -> str:
+    """Cases with the same key share a tolerance: same model, recipe, dtype, and output layer in FP8 or not.
+
+    A preset with overrides is another model. An output layer in FP8 rounds the logits themselves and more than doubles
+    the noise.
+    """
+    model = case.model
+    changed = [
+        f"_{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
+    ]
+    head = "-head" if is_converted(case, OUTPUT_FQN) else ""
+    return f"{model.preset}{''.join(changed)}-{case.float8.recipe}{head}-{case.train.dtype}"
+
+
+def parity_key(case: Case) -> str:
+    """Cases with the same key are equally close to their single-rank reference.
+
+    `exact`: every layout in float64. `ordered`: layouts that sum in the order of one rank. All others differ in the
+    last bit, which changes the rounding of some float8 value within a step or two: one key per recipe and dtype.
+    """
+    if case.train.dtype == "float64":
+        return "exact"
+    in_order = case.layout.tp == 1 and case.layout.dp_replicate == 1
+    ordered = in_order and case.compile != "inductor"  # generated code rounds elsewhere
+    return "ordered" if ordered else f"{case.float8.recipe}-{case.train.dtype}"
+
+
+def tolerance_for(case: Case, root: Path) -> Tolerance:
+    """How far the losses of a case may be from its golden, in nats; its own `loss_tolerance` overrides the table.
+
+    Raises `ToleranceMissing` when nothing was measured for its key or for this many steps (noise grows with every step,
+    so nothing is extrapolated), and `ToleranceUnfounded` when the evidence does not support the number.
+    """
+    key, steps = tolerance_key(case), case.train.steps
+    own = case.checks.loss_tolerance
+    if own is not None:
+        return Tolerance(
+            name=LOSS_VS_GOLDEN, key=key, per_step=(own,) * steps, margin=None, evidence="loss_tolerance of case"
+        )
+    return _tolerance(LOSS_VS_GOLDEN, key, steps, root)
+
+
+def parity_tolerance_for(case: Case, root: Path) -> Tolerance:
+    """How far any gradient may be from the single-rank reference, relative to its norm. Raises like `tolerance_for`."""
+    return _tolerance(PARITY, parity_key(case), case.train.steps, root)
+
+
+def _tolerance(check: str, key: str, steps: int, root: Path) -> Tolerance:
+    entry = _read_table(root).get(check, {}).get(key)
+    fix = f"{MEASURE} with such cases{', or set `loss_tolerance` in the case' if check == LOSS_VS_GOLDEN else ''}."
+    if entry is None:
+        raise ToleranceMissing(f"there is no {check} tolerance for {key}.", where=TABLE_FILE, fix=fix)
+    samples = [sample for sample in read_evidence(root, check).samples if sample.key == key]
+    problems = _problems(key, entry, samples)
+    if problems:
+        raise ToleranceUnfounded("; ".join(problems) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")
+    per_step = _per_step(entry, measured_steps(samples))
+    if len(per_step) < steps:
+        what = f"the tolerance of {key} covers {len(per_step)} steps, the case trains {steps}."
+        raise ToleranceMissing(what, where=TABLE_FILE, fix=fix)
+    evidence = f"{len(samples)} samples, {len({sample.seed for sample in samples})} seeds"
+    return Tolerance(name=check, key=key, per_step=per_step[:steps], margin=entry.margin, evidence=evidence)
+
+
+def validate_tolerances(root: Path) -> None:
+    """Raises `ToleranceUnfounded` with every number of the table that its evidence does not support."""
+    table = _read_table(root)
+    if not any(table.values()):
+        raise ToleranceUnfounded("holds no tolerance.", where=TABLE_FILE, fix=f"{MEASURE} and write the numbers.")
+    problems = [problem for check, entries in table.items() for problem in _table_problems(check, entries, root)]
+    if problems:
+        raise ToleranceUnfounded("; ".join(problems) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the numbers.")
+
+
+def _table_problems(check: str, entries: dict[str, Entry], root: Path) -> list[str]:
+    samples = read_evidence(root, check).samples
+    return [
+        problem
+        for key, entry in entries.items()
+        for problem in _problems(key, entry, [sample for sample in samples if sample.key == key])
+    ]
+
+
+def measured_steps(samples: Sequence[Sample]) -> int:
+    """The last step that at least `MIN_SEEDS` seeds and `MIN_LAYOUTS` layouts reached; 0 without one."""
+    for steps in range(max((len(sample.per_step) for sample in samples), default=0), 0, -1):
+        reached = [sample for sample in samples if len(sample.per_step) >= steps]
+        seeds, layouts = {sample.seed for sample in reached}, {sample.layout for sample in reached}
+        if len(seeds) >= MIN_SEEDS and len(layouts) >= MIN_LAYOUTS:
+            return steps
+    return 0
+
+
+def noise(samples: Sequence[Sample]) -> tuple[float, ...]:
+    """The largest distance measured up to each step. It never decreases, because errors accumulate in training."""
+    peaks = [
+        max(sample.per_step[step] for sample in samples if len(sample.per_step) > step)
+        for step in range(measured_steps(samples))
+    ]
+    return tuple(itertools.accumulate(peaks, max))
+
+
+def fit(samples: Sequence[Sample], margin: float) -> tuple[float, ...]:
+    """The numbers that these samples support: noise times margin, rounded down to three digits, one a step."""
+    return tuple(_round_down(value * margin) for value in noise(samples))
+
+
+def evidence_path(root: Path, check: str) -> Path:
+    """The path of the evidence of a check."""
+    return root / "golden" / "evidence" / f"{check}.json"
+
+
+def read_evidence(root: Path, check: str = LOSS_VS_GOLDEN) -> Evidence:
+    """The measured samples. Raises `ToleranceUnfounded` when there are none or the file is damaged."""
+    path, fix = evidence_path(root, check), f"restore it or {MEASURE}."
+    try:
+        evidence = read_sealed(path, Evidence, schema=SCHEMA, damaged=ToleranceUnfounded, fix=fix)
+    except OSError as error:
+        raise ToleranceUnfounded(f"cannot be read: {error.strerror}.", where=str(path), fix=fix) from error
+    return evidence
+
+
+def write_evidence(root: Path, evidence: Evidence, check: str = LOSS_VS_GOLDEN) -> Path:
+    """Store the samples, sorted, and return the path. Raises for distances that are negative or not finite."""
+    for sample in evidence.samples:
+        if not sample.per_step or not all(math.isfinite(value) and value >= 0 for value in sample.per_step):
+            raise ToleranceUnfounded(f"measured {sample.per_step}, which is not a distance.", where=sample.case_id)
+    ordered = sorted(evidence.samples, key=lambda item: (item.key, item.seed, item.case_id, item.environment))
+    path = evidence_path(root, check)
+    write_sealed(path, msgspec.structs.replace(evidence, samples=tuple(ordered)))
+    return path
+
+
+def _read_table(root: Path) -> dict[str, dict[str, Entry]]:
+    path = root / TABLE_FILE
+    try:
+        table = msgspec.toml.decode(path.read_bytes(), type=dict[str, dict[str, Entry]])
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise ToleranceUnfounded(f"is not readable ({error}).", where=str(path), fix="fix the file.") from error
+    except FileNotFoundError:
+        return {}  # an empty table: every key is missing
+    except OSError as error:
+        raise ToleranceUnfounded(f"cannot be read: {error.strerror}.", where=str(path), fix="restore it.") from error
+    unknown = sorted(set(table) - set(CHECKS))
+    if unknown:
+        use = " or ".join(f"[{check}.KEY]" for check in CHECKS)
+        raise ToleranceUnfounded(f"unknown check {unknown[0]!r}.", where=str(path), fix=f"use {use}.")
+    return table
+
+
+def _problems(key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
+    """Why the evidence does not support an entry; empty when it does."""
+    if not MIN_MARGIN <= entry.margin <= MAX_MARGIN:  # also refuses NaN
+        return [f"{key}: margin {entry.margin} is not between {MIN_MARGIN} and {MAX_MARGIN}"]
+    floor = noise(samples)
+    if not floor:
+        return [f"{key}: no step was measured with {MIN_SEEDS} seeds and {MIN_LAYOUTS} layouts"]
+    if entry.allowed == ():
+        return [f"{key}: allows nothing: the list is empty"]
+    if isinstance(entry.allowed, tuple) and len(entry.allowed) > len(floor):
+        return [f"{key}: names {len(entry.allowed)} steps, the evidence covers {len(floor)}"]
+    if isinstance(entry.allowed, float):
+        floor = (floor[-1],)
+    return [problem for step, low in enumerate(floor, 1) for problem in _step_problems(key, entry, step, low)]
+
+
+def _step_problems(key: str, entry: Entry, step: int, low: float) -> list[str]:
+    """Why the number of one step is below its noise `low` or too far above it."""
+    allowed = _per_step(entry, step)
+    if len(allowed) < step:
+        return []
+    value, high = allowed[step - 1], low * entry.margin
+    at = f"{key}, step {step}" if isinstance(entry.allowed, tuple) else key
+    if not value >= low:
+        return [f"{at}: {value:g} is below the measured noise {low:g}"]
+    if not value <= max(high, EXACT):
+        return [f"{at}: {value:g} is above {high:g}, the noise {low:g} times the margin {entry.margin:g}"]
+    return []
+
+
+def _per_step(entry: Entry, steps: int) -> tuple[float, ...]:
+    return entry.allowed if isinstance(entry.allowed, tuple) else (entry.allowed,) * steps
+
+
+def _round_down(value: float) -> float:
+    """The largest number with three significant digits that is not above `value`."""
+    return float(Context(prec=3, rounding=ROUND_DOWN).create_decimal(repr(value)))

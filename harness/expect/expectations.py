@@ -1,0 +1,96 @@
+"""The expectations of one case: everything that a run of it must contain, behind one value.
+
+Checks use this value only, so every formula has one place. Values are computed on first use and cached, because checks
+need them for every rank and step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from harness.expect import casts, fusion, matmuls, relations, saved_memory, traffic
+from harness.expect.casts import CastForm, CastSite
+from harness.expect.fusion import FusionCandidate
+from harness.expect.relations import Relation
+from harness.expect.traffic import Transfer
+from harness.expect.versions import Verified
+from harness.matrix.case import Case
+from harness.matrix.linears import converted_fqns
+from harness.matrix.rules import Refusal, expected_refusal
+
+# By the name that `Check.formula` and reports use.
+FORMULAS: dict[str, Verified] = {
+    "matmuls": matmuls.VERIFIED,
+    "casts": casts.VERIFIED,
+    "traffic": traffic.VERIFIED,
+    "saved memory": saved_memory.VERIFIED,
+    "fusion": fusion.VERIFIED,
+    "relations": relations.VERIFIED,
+}
+
+
+class Expectations:
+    """What a run of one case must contain."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._transfers = functools.cache(lambda step, rank: traffic.expected_transfers(case, step=step, rank=rank))
+        self._saved_bytes = functools.cache(lambda step, rank: saved_memory.expected_saved(case, step=step, rank=rank))
+
+    @functools.cached_property
+    def refusal(self) -> Refusal | None:
+        """The error that the case must end in; None when it must train."""
+        return expected_refusal(self.case)
+
+    @functools.cached_property
+    def converted_fqns(self) -> tuple[str, ...]:
+        """Linears that must be Float8Linear after conversion, sorted."""
+        return converted_fqns(self.case)
+
+    @functools.cached_property
+    def scaled_mm_calls(self) -> int:
+        """Scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
+        return fusion.executed_scaled_mm_calls(self.case)
+
+    @functools.cached_property
+    def recomputed_calls(self) -> int:
+        """Scaled matmuls that checkpointing recomputes, in one rank and one step."""
+        return matmuls.recomputed_calls(self.case)
+
+    @functools.cached_property
+    def casts(self) -> Mapping[CastSite, tuple[CastForm, ...]]:
+        """The casts to float8 of one rank in one step: their forms by site, in execution order."""
+        return casts.expected_casts(self.case)
+
+    def input_site(self, fqn: str) -> str:
+        """The module that casts the input of this linear."""
+        return casts.input_site(self.case, fqn)
+
+    def transfers(self, *, step: int, rank: int) -> tuple[Transfer, ...]:
+        """The collectives of `rank` in `step` (1-based)."""
+        return self._transfers(min(step, 2), rank)  # every later step equals the second
+
+    def float8_weight_elements(self, rank: int) -> int:
+        """Elements of converted weights that `rank` sends in float8 all-gathers of one step."""
+        return traffic.converted_weight_shards(self.case, rank)
+
+    def saved_bytes(self, *, step: int, rank: int) -> dict[str, int]:
+        """Bytes by dtype that `rank` saves for the backward pass of `step`. Eager cases only."""
+        return self._saved_bytes(min(step, 2), rank)
+
+    @functools.cached_property
+    def fusion_candidates(self) -> tuple[FusionCandidate, ...]:
+        """The collectives of one step next to matmuls, and whether async TP must fuse them."""
+        return fusion.fusion_candidates(self.case)
+
+    @functools.cached_property
+    def relation(self) -> Relation | None:
+        """The partner that the case is compared with and how closely they must match; None without a partner."""
+        return relations.partner(self.case)
+
+
+def version_gap(formula: str, software: Mapping[str, str]) -> str | None:
+    """Why a formula must not be used with these package versions; None when it was verified with them."""
+    gap = FORMULAS[formula].gap(software)
+    return None if gap is None else f"the formula for {formula} was not verified: {gap}"

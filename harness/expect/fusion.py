@@ -1,0 +1,126 @@
+"""What async TP must fuse: the collectives between the blocks' matmuls, and which of them torch 2.13's pass can fuse.
+
+Arithmetic for the reference Llama, per rank and step. A block gathers its input for attention and for feed-forward and
+reduce-scatters the outputs of `wo` and `w2`; backward gathers the gradients of these two outputs and reduce-scatters
+the sums of input gradients. Verified with torch 2.13 for every recipe, checkpointing mode and local batch, TP 2 to 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from harness.expect.matmuls import scaled_mm_calls
+from harness.expect.versions import CURRENT
+from harness.matrix.case import Case
+from harness.matrix.linears import is_converted
+from harness.trace.graphs import Collective, Phase
+
+VERIFIED = CURRENT
+
+# The linears that read the input of attention and of feed-forward, and those that write their outputs.
+_READ_INPUT = (
+    ("attention.wq", "attention.wk", "attention.wv"),
+    ("feed_forward.w1", "feed_forward.w3"),
+)
+_WRITE_OUTPUT = ("attention.wo", "feed_forward.w2")
+
+
+class FusionCandidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A collective next to `matmuls` matmuls of one block. `fuses`: torch's pass fuses them into one operator."""
+
+    phase: Phase
+    collective: Collective
+    layer: int
+    purpose: str
+    matmuls: int
+    scaled: bool
+    fuses: bool
+
+
+def fusion_candidates(case: Case) -> tuple[FusionCandidate, ...]:
+    """Every collective of one step that async TP could fuse, block by block; none without async TP."""
+    if not case.layout.async_tp:
+        return ()
+    return tuple(candidate for layer in range(case.model.shape.layers) for candidate in _block(case, layer))
+
+
+def extra_scaled_mm_calls(case: Case) -> int:
+    """Additional scaled matmuls of one rank: pipelined operators split each fused matmul into TP chunks."""
+    if case.layout.symm_mem == "fallback":
+        return 0
+    split = (candidate for candidate in fusion_candidates(case) if candidate.fuses and candidate.scaled)
+    return sum(candidate.matmuls for candidate in split) * (case.layout.tp - 1)
+
+
+def executed_scaled_mm_calls(case: Case) -> int:
+    """Scaled matmuls that one rank executes in one step; every chunk of a fused matmul counts."""
+    return scaled_mm_calls(case) + extra_scaled_mm_calls(case)
+
+
+def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
+    recomputed = case.checkpointing.wraps(layer)
+    for names in _READ_INPUT:
+        yield _gather(case, layer, "forward", names, f"input of {_names(names)}")
+        if recomputed:
+            yield _gather(case, layer, "backward", names, f"recomputed input of {_names(names)}")
+    for name in _WRITE_OUTPUT:
+        yield _scatter(case, layer, "forward", name, f"output of {name}")
+        yield _gather(case, layer, "backward", (name,), f"output gradient of {name}")
+    if recomputed and case.checkpointing.mode != "selective_op":  # selective_op saves the scattered output
+        yield _scatter(case, layer, "backward", "attention.wo", "recomputed output of attention.wo")
+    for names in _READ_INPUT:  # the sum of several matmuls cannot be fused with one of them
+        yield FusionCandidate(
+            phase="backward",
+            collective="reduce_scatter",
+            layer=layer,
+            purpose=f"input gradient of {_names(names)}",
+            matmuls=len(names),
+            scaled=_is_scaled(case, layer, names[0]),
+            fuses=False,
+        )
+
+
+def _gather(case: Case, layer: int, phase: Phase, names: tuple[str, ...], purpose: str) -> FusionCandidate:
+    """Fused where the matmuls read the gathered tensor itself: in high precision, or in float8 cast before the gather.
+
+    With one sequence per rank the gathered tensor is assembled in a way that the pass does not recognize.
+    """
+    scaled = [_is_scaled(case, layer, name) for name in names]
+    reads_gathered = not any(scaled) or case.float8.tp_styles == "float8"
+    return FusionCandidate(
+        phase=phase,
+        collective="all_gather",
+        layer=layer,
+        purpose=purpose,
+        matmuls=len(names),
+        scaled=all(scaled),
+        fuses=reads_gathered and case.local_batch > 1,
+    )
+
+
+def _scatter(case: Case, layer: int, phase: Phase, name: str, purpose: str) -> FusionCandidate:
+    """Fused unless a cast follows the matmul: for float32 activations, axiswise scaling writes bfloat16.
+
+    In float64, which no GPU has, the virtual device writes what the activations are.
+    """
+    scaled = _is_scaled(case, layer, name)
+    cast = scaled and case.float8.traits.writes_bfloat16 and case.train.dtype == "float32"
+    return FusionCandidate(
+        phase=phase,
+        collective="reduce_scatter",
+        layer=layer,
+        purpose=purpose,
+        matmuls=1,
+        scaled=scaled,
+        fuses=not cast,
+    )
+
+
+def _is_scaled(case: Case, layer: int, name: str) -> bool:
+    return is_converted(case, f"layers.{layer}.{name}")
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(name.rsplit(".", 1)[-1] for name in names)

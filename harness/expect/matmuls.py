@@ -1,0 +1,44 @@
+"""The expected number of scaled matmuls of a rank in one step, including those that checkpointing recomputes."""
+
+from __future__ import annotations
+
+from harness.expect.versions import CURRENT
+from harness.matrix.case import Case
+from harness.matrix.linears import BLOCK_LINEARS, converted_fqns, is_converted
+
+VERIFIED = CURRENT
+
+
+def scaled_mm_calls(case: Case) -> int:
+    """Scaled matmuls of one rank in one step: forward, dgrad, wgrad, and the forwards that checkpointing recomputes."""
+    per_linear = 3 if case.float8.traits.float8_weight_gradient else 2
+    return per_linear * len(converted_fqns(case)) + recomputed_calls(case)
+
+
+def recomputed_calls(case: Case) -> int:
+    """Forward scaled matmuls that checkpointing recomputes, in one rank and one step.
+
+    `selective_op` saves every second matmul of a block (torchtitan 0.2.2, `_apply_op_sac`), converted or not: the
+    policy sees `aten.mm` of a Float8TrainingTensor or DTensor, so its list needs no `_scaled_mm` to include them.
+    A compiled block does not recompute what backward does not read.
+    """
+    return sum(
+        is_converted(case, f"layers.{layer}.{name}")
+        for layer in range(case.model.shape.layers)
+        for position, name in enumerate(BLOCK_LINEARS, start=1)
+        if is_recomputed(case, layer, position) and not (case.compile != "none" and _is_unused_in_backward(case, name))
+    )
+
+
+def is_recomputed(case: Case, layer: int, position: int) -> bool:
+    """True when checkpointing recomputes this matmul of a block; `position` counts the block's matmuls from 1."""
+    saved = case.checkpointing.mode == "selective_op" and position % 2 == 1
+    return case.checkpointing.wraps(layer) and not saved
+
+
+def _is_unused_in_backward(case: Case, name: str) -> bool:
+    """True when backward does not read the output of this linear: it is the last, or its scattered output is saved."""
+    if name == BLOCK_LINEARS[-1]:
+        return True
+    scattered = case.layout.tp > 1 and case.layout.sequence_parallel
+    return name == "attention.wo" and scattered and case.checkpointing.mode == "selective_op"

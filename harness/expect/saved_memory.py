@@ -1,0 +1,143 @@
+"""The bytes saved for the backward pass: arithmetic for the reference Llama under torch 2.13 and torchao 0.18.
+
+Bytes of one rank by dtype, without parameters and tokens, in eager runs. The terms hold for the CPU, where attention
+saves query, key, value, output and the logsumexp of every head, and RMSNorm its input, the normalized input and 1/rms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from harness.expect.matmuls import is_recomputed
+from harness.expect.traffic import ITEM_BYTES, residual_tokens
+from harness.expect.versions import CURRENT
+from harness.matrix.case import Case, Checkpointing
+from harness.matrix.linears import BLOCK_LINEARS, ROWWISE, is_converted, local_features, shard_sizes
+
+VERIFIED = CURRENT
+
+Elements = Counter[str]  # by dtype
+
+
+def expected_saved(case: Case, *, step: int, rank: int) -> dict[str, int]:
+    """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based)."""
+    assert case.compile == "none", "there is no formula for compiled runs"
+    elements = _head(case, rank)
+    for layer in range(case.model.shape.layers):
+        elements += _block(case, layer, step)
+    return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items())}
+
+
+def expected_order(saved_bytes: Mapping[Checkpointing, int]) -> tuple[tuple[Checkpointing, Checkpointing], ...]:
+    """Pairs of checkpointing modes of one case whose saved bytes are in the wrong order: the first must save less.
+
+    `full` < `selective_op` < `none`, `full` < `selective_layer` < `none`. With `every` = 1 `selective_layer` is the
+    same as `full`; which of the two selective modes saves less depends on the model.
+    """
+    wrong = []
+    for less, more in ((a, b) for a in saved_bytes for b in saved_bytes):
+        smaller, larger = _rank(less), _rank(more)
+        ordered = saved_bytes[less] < saved_bytes[more]
+        if smaller < larger and not ordered:
+            wrong.append((less, more))
+    return tuple(wrong)
+
+
+def _rank(checkpointing: Checkpointing) -> int:
+    if checkpointing.mode == "none":
+        return 2
+    everything = checkpointing.mode == "full" or (checkpointing.mode, checkpointing.every) == ("selective_layer", 1)
+    return 0 if everything else 1
+
+
+def _head(case: Case, rank: int) -> Elements:
+    """The final norm, the input of the output layer, log-probabilities and the normalizer of the loss.
+
+    With loss parallel a rank saves its shard of the log-probabilities, otherwise all of them.
+    """
+    padded, tp = case.model.padded_vocab_size, case.layout.tp
+    vocab = shard_sizes(padded, tp)[rank % tp] if case.layout.loss_parallel else padded
+    saved = _norm(case)
+    saved[case.wide_dtype] += case.tokens_per_rank * vocab + 1
+    saved[case.train.dtype] += case.tokens_per_rank * case.model.shape.dim
+    return saved
+
+
+def _norm(case: Case) -> Elements:
+    """RMSNorm computes in `case.wide_dtype`: input and normalized input, and one number per token."""
+    tokens = residual_tokens(case)
+    return Counter({case.wide_dtype: tokens * (2 * case.model.shape.dim + 1)})
+
+
+def _block(case: Case, layer: int, step: int) -> Elements:
+    saved: Elements = Counter()
+    if (
+        case.train.dtype == "bfloat16"
+    ):  # FSDP2 casts the inputs of a unit, so every block has its own copy of the RoPE cache
+        saved["bfloat16"] += case.train.seq_len * case.model.shape.head_dim
+    if not case.checkpointing.wraps(layer):
+        return saved + _whole_block(case) + _gathered_scales(case, layer, step)
+    saved[case.train.dtype] += residual_tokens(case) * case.model.shape.dim  # the input of the block
+    return saved + _selected_outputs(case, layer) if case.checkpointing.mode == "selective_op" else saved
+
+
+def _whole_block(case: Case) -> Elements:
+    """Everything that backward of one block reads, without checkpointing.
+
+    Linears save their high-precision input: torchao 0.18 casts it again for wgrad, and no float8 tensor outlives
+    forward. Only with float8 TP styles is the input of a linear float8 already, and saved as such.
+    """
+    tokens, dtype = case.tokens_per_rank, case.train.dtype
+    query, key = local_features(case, "attention.wq")[1], local_features(case, "attention.wk")[1]
+    hidden = local_features(case, "feed_forward.w1")[1]
+    inputs = {"gathered": 2 * tokens * case.model.shape.dim, "w2": tokens * hidden}
+    saved = _norm(case) + _norm(case)
+    saved[case.wide_dtype] += tokens * case.model.shape.heads // case.layout.tp  # logsumexp of attention
+    saved[dtype] += tokens * (2 * query + 2 * key)  # query, key, value and output; the output is also the input of wo
+    saved[dtype] += 3 * tokens * hidden  # w1(x), silu(w1(x)), w3(x)
+    if case.float8.tp_styles == "float8":
+        saved["float8_e4m3fn"] += sum(inputs.values()) + tokens * query
+        saved["float32"] += 4  # their scales: inputs of attention, wo, feed-forward, w2
+    else:
+        saved[dtype] += sum(inputs.values())
+    return saved
+
+
+def _gathered_scales(case: Case, layer: int, step: int) -> Elements:
+    """Float8 all-gather: FSDP2 frees the gathered weights after forward, but the saved tensors keep their scales.
+
+    A precomputed scale belongs to the parameter and does not count as saved; step 1 has none.
+    """
+    if not case.float8.fp8_all_gather or (case.float8.precompute_scale and step > 1):
+        return Counter()
+    return Counter({"float32": len(_converted(case, layer))})
+
+
+def _selected_outputs(case: Case, layer: int) -> Elements:
+    """What `selective_op` saves besides the input: every second matmul, reduce-scatters, and results of `max`.
+
+    Tensorwise scaling calls `max` once per cast; rowwise scaling calls `amax`, which is not in torchtitan's save list.
+    """
+    tokens, dim = case.tokens_per_rank, case.model.shape.dim
+    saved = 0
+    for position, name in enumerate(BLOCK_LINEARS, start=1):
+        if not is_recomputed(case, layer, position):
+            saved += tokens * local_features(case, name)[1]
+    if case.layout.tp > 1 and case.layout.sequence_parallel:
+        saved += 2 * residual_tokens(case) * dim
+    if case.float8.traits.one_scale_per_tensor:
+        saved += _forward_casts(case, _converted(case, layer))
+    return Counter({case.train.dtype: saved})
+
+
+def _forward_casts(case: Case, linears: Sequence[str]) -> int:
+    """Casts in one forward of a block. Float8 TP styles cast the inputs of attention and feed-forward only once."""
+    weights = 0 if case.float8.fp8_all_gather else len(linears)
+    if case.float8.tp_styles == "float8":
+        return weights + 2 + len(ROWWISE)
+    return weights + len(linears)
+
+
+def _converted(case: Case, layer: int) -> list[str]:
+    return [name for name in BLOCK_LINEARS if is_converted(case, f"layers.{layer}.{name}")]

@@ -1,0 +1,402 @@
+"""The expected collectives of a case: arithmetic for the reference Llama under torch 2.13 and torchao 0.18.
+
+Every term has a purpose, which findings quote. Compiled blocks send the same collectives except for reductions by max:
+a compiler merges equal casts and recomputes cheap ones, so their number is known only within limits (`Transfer.least`).
+The pipelined operators of async TP send reduce-scatters as all-to-all.
+
+A *unit* is what FSDP2 gathers at once: the embedding, every block, and the final norm with the output layer. `tokens`
+are those of one rank; `residual_tokens` are the share of them that a TP rank holds between blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from harness.expect.fusion import fusion_candidates
+from harness.expect.versions import CURRENT
+from harness.matrix.case import Case
+from harness.matrix.linears import (
+    BLOCK_LINEARS,
+    OUTPUT_FQN,
+    ROWWISE,
+    is_checkpointed,
+    is_converted,
+    linear_features,
+    local_features,
+    shard_sizes,
+)
+from harness.matrix.mesh import axis_size
+
+VERIFIED = CURRENT
+
+ITEM_BYTES = {"float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """`times` collectives with an input of `elements` each on one rank; `purpose` says what is sent and why."""
+
+    axis: str
+    kind: str
+    op: str = ""
+    dtype: str
+    elements: int
+    times: int = 1
+    least: int | None = None  # a compiled run may send from this many up to twice `times`
+    purpose: str
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the inputs of all of them on one rank."""
+        return self.times * self.elements * ITEM_BYTES[self.dtype]
+
+
+def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, ...]:
+    """All collectives of `rank` in `step` (1-based). Every later step equals step 2."""
+    terms = (
+        *_fsdp(case, rank),
+        *_weight_amax(case, step),
+        *_precompute(case),
+        *_activations(case),
+        *_tensor_parallel_amax(case),
+        *_loss(case),
+        *_norm_gradients(case),
+    )
+    return tuple(term for term in terms if term.times and axis_size(case.layout, term.axis) > 1)
+
+
+# Data parallel: FSDP2 and HSDP
+
+
+class Weight(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter as a TP rank holds it. FSDP2 shards `rows`; `gathered_in_float8`: cast before the all-gather."""
+
+    fqn: str
+    rows: int
+    columns: int = 1
+    gathered_in_float8: bool = False
+
+
+class Unit(msgspec.Struct, frozen=True, kw_only=True):
+    """What FSDP2 gathers and reduces at once."""
+
+    name: str
+    weights: tuple[Weight, ...]
+    gathers: int  # in forward, and once more in backward where the weights are freed after forward
+
+
+def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
+    """The units in the order of the forward pass."""
+    shape = case.model.shape
+    vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[rank % case.layout.tp]
+    blocks = [
+        Unit(name=f"layers.{layer}", weights=tuple(_block_weights(case, layer)), gathers=2)
+        for layer in range(shape.layers)
+    ]
+    output = Weight(fqn=OUTPUT_FQN, rows=vocab, columns=shape.dim, gathered_in_float8=_cast_by_fsdp(case, OUTPUT_FQN))
+    embedding = Weight(fqn="tok_embeddings", rows=vocab, columns=shape.dim)
+    return (
+        Unit(name="tok_embeddings", weights=(embedding,), gathers=2),
+        *blocks,
+        # reshard_after_forward=False: backward starts with this unit, so its weights stay gathered
+        Unit(name="norm, output", weights=(Weight(fqn="norm", rows=shape.dim), output), gathers=1),
+    )
+
+
+def _block_weights(case: Case, layer: int) -> Iterator[Weight]:
+    for norm in ("attention_norm", "ffn_norm"):
+        yield Weight(fqn=f"layers.{layer}.{norm}", rows=case.model.shape.dim)
+    for name in BLOCK_LINEARS:
+        inputs, outputs = local_features(case, name)
+        fqn = f"layers.{layer}.{name}"
+        yield Weight(fqn=fqn, rows=outputs, columns=inputs, gathered_in_float8=_cast_by_fsdp(case, fqn))
+
+
+def _cast_by_fsdp(case: Case, fqn: str) -> bool:
+    return case.float8.fp8_all_gather and is_converted(case, fqn)
+
+
+def _fsdp(case: Case, rank: int) -> Iterator[Transfer]:
+    """Weights are gathered and gradients reduce-scattered, a unit at a time; HSDP then sums the shards over replicas.
+
+    The rows of every parameter are sharded as by torch.chunk and padded to the largest shard. Gradients are summed
+    (`set_gradient_divide_factor(1)`) in the reduce dtype, which is that of the master weights.
+    """
+    ranks = case.layout.dp_shard
+    for unit in fsdp_units(case, rank):
+        shard = sum(-(-weight.rows // ranks) * weight.columns for weight in unit.weights)
+        dtype, elements = _gathered(case, unit)
+        yield Transfer(
+            axis="dp_shard",
+            kind="all_gather",
+            dtype=dtype,
+            elements=elements,
+            times=unit.gathers,
+            purpose=f"weights of {unit.name}",
+        )
+        for axis, kind, count in (("dp_shard", "reduce_scatter", shard * ranks), ("dp_replicate", "all_reduce", shard)):
+            yield Transfer(
+                axis=axis,
+                kind=kind,
+                op="sum",
+                dtype=case.wide_dtype,
+                elements=count,
+                purpose=f"gradients of {unit.name}",
+            )
+
+
+def _gathered(case: Case, unit: Unit) -> tuple[str, int]:
+    """Dtype and elements of a unit's all-gather input: uint8 where its parameters have different dtypes.
+
+    FSDP2 concatenates all parameters of a unit (`_get_all_gather_input_metadatas`). Norms are never float8, so a unit
+    with float8 weights always has mixed dtypes.
+    """
+    ranks, wide, narrow = case.layout.dp_shard, 0, 0
+    for weight in unit.weights:
+        elements = -(-weight.rows // ranks) * weight.columns
+        narrow += elements if weight.gathered_in_float8 else 0
+        wide += 0 if weight.gathered_in_float8 else elements
+    if not narrow:
+        return case.train.dtype, wide
+    return "uint8", narrow + wide * ITEM_BYTES[case.train.dtype]
+
+
+def converted_weight_shards(case: Case, rank: int) -> int:
+    """Elements of converted weights that `rank` sends in all-gathers of one step."""
+    ranks = case.layout.dp_shard
+    return sum(
+        unit.gathers * -(-weight.rows // ranks) * weight.columns
+        for unit in fsdp_units(case, rank)
+        for weight in unit.weights
+        if weight.gathered_in_float8
+    )
+
+
+def _weight_amax(case: Case, step: int) -> Iterator[Transfer]:
+    """Float8 all-gather: every cast before a gather needs the amax of all shards, unless scales were precomputed.
+
+    They are precomputed after an update, so step 1 has none yet. The reduction runs over the FSDP mesh only: with TP,
+    torchao scales every TP rank's shard of a weight by itself until the first precompute.
+    """
+    if case.float8.precompute_scale and step > 1:
+        return
+    for unit in fsdp_units(case, 0):
+        yield Transfer(
+            axis="dp_shard",
+            kind="all_reduce",
+            op="max",
+            dtype=case.wide_dtype,
+            elements=1,
+            times=unit.gathers * sum(weight.gathered_in_float8 for weight in unit.weights),
+            purpose=f"amax of the float8 weights of {unit.name}",
+        )
+
+
+def _precompute(case: Case) -> Iterator[Transfer]:
+    """`precompute_float8_dynamic_scale_for_fsdp`: one vector of all amaxes, along every axis that shards a weight."""
+    if case.float8.precompute_scale:
+        weights = sum(weight.gathered_in_float8 for unit in fsdp_units(case, 0) for weight in unit.weights)
+        for axis in ("dp_shard", "tp"):
+            yield Transfer(
+                axis=axis,
+                kind="all_reduce",
+                op="max",
+                dtype=case.wide_dtype,
+                elements=weights,
+                purpose="precomputed amax of all float8 weights",
+            )
+
+
+# Tensor parallel: activations
+
+
+def _activations(case: Case) -> Iterator[Transfer]:
+    """Activations between TP ranks in forward, once more where checkpointing recomputes, and their gradients.
+
+    A block has two inputs (attention, feed-forward) and two outputs (wo, w2). With sequence parallelism an input is an
+    all-gather in forward and a reduce-scatter in backward, an output the reverse. Without it an input is an all-reduce
+    in backward only, an output an all-reduce in forward only. The embedding is one more output, the output layer one
+    more input.
+    """
+    layers = case.model.shape.layers
+    checkpointed = sum(case.checkpointing.wraps(layer) for layer in range(layers))
+    dtype = case.train.dtype
+    if case.layout.sequence_parallel:
+        yield from _gathers(case, layers, checkpointed)
+        # w2 ends the block: recomputing stops before its reduce-scatter. selective_op saves results of reduce-scatters.
+        again = 0 if case.checkpointing.mode == "selective_op" else checkpointed
+        fused = _all_to_alls(case)
+        times = 2 * layers + 1 + again - fused
+        yield _sum_of_partials(case, "reduce_scatter", times, dtype, "outputs of wo, w2, embedding")
+        yield Transfer(
+            axis="tp",
+            kind="all_to_all",
+            dtype=dtype,
+            elements=case.tokens_per_rank * case.model.shape.dim,
+            times=fused,
+            purpose="outputs of wo, w2, scattered by the fused operator",
+        )
+        yield _sum_of_partials(case, "reduce_scatter", 2 * layers + 1, dtype, "input gradients of blocks, output layer")
+    else:
+        yield _sum_of_partials(case, "all_reduce", 2 * layers + 1 + checkpointed, dtype, "outputs of wo, w2, embedding")
+        yield _sum_of_partials(case, "all_reduce", 2 * layers + 1, dtype, "input gradients of blocks, output layer")
+    if not case.layout.loss_parallel:
+        vocab = -(-case.model.padded_vocab_size // case.layout.tp)
+        yield Transfer(
+            axis="tp", kind="all_gather", dtype=dtype, elements=case.tokens_per_rank * vocab, purpose="logits"
+        )
+
+
+def _all_to_alls(case: Case) -> int:
+    """Reduce-scatters that the pipelined operators of async TP send as all-to-all and sum afterwards."""
+    if case.layout.symm_mem == "fallback":
+        return 0
+    return sum(candidate.fuses and candidate.collective == "reduce_scatter" for candidate in fusion_candidates(case))
+
+
+def _gathers(case: Case, layers: int, checkpointed: int) -> Iterator[Transfer]:
+    """Sequence-parallel all-gathers. Float8 TP styles gather the inputs and output gradients of blocks in float8."""
+    styled = case.float8.tp_styles == "float8"
+    dtype = case.train.dtype
+    for purpose, block_dtype, times, outside in (
+        ("inputs of blocks", "float8_e4m3fn", 2 * (layers + checkpointed), "input of the output layer"),
+        ("output gradients of wo, w2", "float8_e5m2", 2 * layers, "output gradient of the embedding"),
+    ):
+        for what, sent_dtype, count in ((purpose, block_dtype if styled else dtype, times), (outside, dtype, 1)):
+            yield Transfer(
+                axis="tp",
+                kind="all_gather",
+                dtype=sent_dtype,
+                elements=residual_tokens(case) * case.model.shape.dim,
+                times=count,
+                purpose=what,
+            )
+
+
+def _sum_of_partials(case: Case, kind: str, times: int, dtype: str, purpose: str) -> Transfer:
+    elements = case.tokens_per_rank * case.model.shape.dim
+    return Transfer(axis="tp", kind=kind, op="sum", dtype=dtype, elements=elements, times=times, purpose=purpose)
+
+
+def residual_tokens(case: Case) -> int:
+    """Tokens that a rank holds between blocks."""
+    shares = case.layout.tp if case.layout.sequence_parallel else 1
+    return case.local_batch * -(-case.train.seq_len // shares)
+
+
+# Tensor parallel: scales
+
+
+def _tensor_parallel_amax(case: Case) -> Iterator[Transfer]:
+    """The cast of a DTensor reduces its amax over TP where the scaled dim is sharded.
+
+    torchao computes the amax in the dtype of the tensor and casts it to float64 before `clamp` makes DTensor reduce it.
+    """
+    for layer in range(case.model.shape.layers):
+        for name in BLOCK_LINEARS:
+            fqn = f"layers.{layer}.{name}"
+            if is_converted(case, fqn):
+                forwards = 1 + is_checkpointed(case, fqn)
+                yield from _amax_of_linear(case, fqn, name, forwards)
+        if case.float8.tp_styles == "float8" and case.layout.sequence_parallel:
+            # PrepareFloat8ModuleInput casts the sharded input before it gathers it, for attention and feed-forward
+            times = 2 * (1 + case.checkpointing.wraps(layer))
+            yield _amax(1, times, f"inputs of layers.{layer}", least=2)
+    if is_converted(case, OUTPUT_FQN):
+        yield from _amax_of_linear(case, OUTPUT_FQN, OUTPUT_FQN, forwards=1)
+
+
+def _amax_of_linear(case: Case, fqn: str, name: str, forwards: int) -> Iterator[Transfer]:
+    """`forwards`: how often the forward casts are executed, recomputation included."""
+    if case.float8.traits.one_scale_per_tensor:
+        yield from _tensorwise_amax(case, fqn, name, forwards)
+    else:
+        yield from _axiswise_amax(case, fqn, name, forwards)
+
+
+def _tensorwise_amax(case: Case, fqn: str, name: str, forwards: int) -> Iterator[Transfer]:
+    """One scalar per cast of a sharded tensor.
+
+    torchao 0.18 keeps the high-precision operands and casts them again in backward: the weight for dgrad, the input
+    for wgrad, grad_output for both. Float8 TP styles cast input and grad_output of a block's linear once, outside it.
+    """
+    styled = case.float8.tp_styles == "float8" and name != OUTPUT_FQN
+    if not case.float8.fp8_all_gather:
+        yield _amax(1, forwards + 1, f"weight of {fqn}")
+    if name in ROWWISE:  # the input is sharded, grad_output is replicated when the linear casts it
+        yield _amax(1, forwards + (0 if styled else 1), f"input of {fqn}")
+        if styled and case.layout.sequence_parallel:
+            yield _amax(1, 1, f"grad_output of {fqn}, before it is gathered")
+    else:
+        yield _amax(1, 1 if styled else 2, f"grad_output of {fqn}")
+
+
+def _axiswise_amax(case: Case, fqn: str, name: str, forwards: int) -> Iterator[Transfer]:
+    """One vector per cast whose contraction dim is sharded: forward of wo and w2, dgrad of all others.
+
+    wgrad contracts over tokens, all of which are on every TP rank. `rowwise_with_gw_hp` scales the weight tensorwise in
+    dgrad, which is a scalar for every linear, because every weight is sharded.
+    """
+    tokens = case.tokens_per_rank
+    inputs, outputs = linear_features(case, name)
+    weight_in_dgrad = 1 if case.float8.traits.one_scale_per_weight_in_dgrad else inputs
+    if name in ROWWISE:
+        yield _amax(tokens, forwards, f"input of {fqn}")
+        yield _amax(outputs, forwards, f"weight of {fqn}")
+    else:
+        yield _amax(tokens, 1, f"grad_output of {fqn}")
+    if name not in ROWWISE or weight_in_dgrad == 1:
+        yield _amax(weight_in_dgrad, 1, f"weight of {fqn} in dgrad")
+
+
+def _amax(elements: int, times: int, operand: str, *, least: int = 1) -> Transfer:
+    return Transfer(
+        axis="tp",
+        kind="all_reduce",
+        op="max",
+        dtype="float64",
+        elements=elements,
+        times=times,
+        least=least,
+        purpose=f"amax of {operand}",
+    )
+
+
+# Loss and partial gradients
+
+
+def _loss(case: Case) -> Iterator[Transfer]:
+    """Loss parallel: log-softmax and loss over the sharded vocabulary reduce three numbers per token, no logits."""
+    if case.layout.loss_parallel:
+        for op, times, purpose in (
+            ("max", 1, "largest logit of every token"),
+            ("sum", 2, "normalizer and loss of every token"),
+        ):
+            yield Transfer(
+                axis="tp",
+                kind="all_reduce",
+                op=op,
+                dtype=case.wide_dtype,
+                elements=case.tokens_per_rank,
+                times=times,
+                purpose=purpose,
+            )
+
+
+def _norm_gradients(case: Case) -> Iterator[Transfer]:
+    """Sequence parallelism: the gradient of a norm is Partial over TP ranks.
+
+    FSDP2 redistributes it in backward, in the dtype of the gradient. Without FSDP2 it stays Partial until AdamW, where
+    each of the three operators that read it reduces it: the first moment once, the second moment twice.
+    """
+    if case.layout.sequence_parallel:
+        yield Transfer(
+            axis="tp",
+            kind="all_reduce",
+            op="sum",
+            dtype=case.train.dtype,
+            elements=case.model.shape.dim,
+            times=(2 * case.model.shape.layers + 1) * (1 if case.uses_fsdp else 3),
+            purpose="gradients of norms",
+        )

@@ -1,0 +1,44 @@
+"""The versions of torch and torchao with which the formulas of this package were verified.
+
+A formula describes what one version does. With other versions the checks that rely on it are skipped, and `explain` and
+every result say so, instead of failing against an expectation that was never verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+
+class Verified(msgspec.Struct, frozen=True, kw_only=True):
+    """Version specifiers as for pip, such as ">=2.13,<2.14". Empty: the formula does not depend on that package."""
+
+    torch: str = ""
+    torchao: str = ""
+
+    def gap(self, software: Mapping[str, str]) -> str | None:
+        """The packages whose version is outside of the limits, as text; None when there is none.
+
+        `software` maps package names to versions. A package that it lacks is not judged.
+        """
+        found = [
+            f"{name} {software[name]} is installed, verified with {name}{limits}"
+            for name, limits in (("torch", self.torch), ("torchao", self.torchao))
+            if limits and name in software and not is_within(software[name], limits)
+        ]
+        return "; ".join(found) or None
+
+
+def is_within(version: str, limits: str) -> bool:
+    """True when a version is within the limits. A source build "2.13.0a0+git12" counts as 2.13.0."""
+    try:
+        return SpecifierSet(limits).contains(Version(version).base_version)
+    except InvalidVersion:
+        return False
+
+
+# Every formula was verified with these versions, and tests/worker and the nightly tier keep verifying them.
+CURRENT = Verified(torch=">=2.13,<2.14", torchao=">=0.18,<0.19")

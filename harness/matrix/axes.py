@@ -1,0 +1,185 @@
+"""The axes: flat names of everything that can vary in a case, and the field of `Case` behind each.
+
+These are the names that users write in case files, selectors and on the command line. Converts between flat values and
+cases.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+import typing
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.matrix.case import Case, ModelShape
+
+AXES: dict[str, tuple[str, ...]] = {
+    "model": ("model", "preset"),
+    "vocab_size": ("model", "vocab_size"),
+    "pad_vocab_to_multiple_of": ("model", "pad_vocab_to_multiple_of"),
+    "dim": ("model", "dim"),
+    "layers": ("model", "layers"),
+    "heads": ("model", "heads"),
+    "kv_heads": ("model", "kv_heads"),
+    "ffn_dim": ("model", "ffn_dim"),
+    "dp_replicate": ("layout", "dp_replicate"),
+    "dp_shard": ("layout", "dp_shard"),
+    "tp": ("layout", "tp"),
+    "async_tp": ("layout", "async_tp"),
+    "symm_mem": ("layout", "symm_mem"),
+    "wait_for_embedding": ("layout", "wait_for_embedding"),
+    "sequence_parallel": ("layout", "sequence_parallel"),
+    "loss_parallel": ("layout", "loss_parallel"),
+    "recipe": ("float8", "recipe"),
+    "fp8_all_gather": ("float8", "fp8_all_gather"),
+    "precompute_scale": ("float8", "precompute_scale"),
+    "pad_inner_dim": ("float8", "pad_inner_dim"),
+    "output_layer": ("float8", "output_layer"),
+    "tp_styles": ("float8", "tp_styles"),
+    "filter_fqns": ("float8", "filter_fqns"),
+    "checkpointing": ("checkpointing", "mode"),
+    "checkpoint_every": ("checkpointing", "every"),
+    "compile": ("compile",),
+    "steps": ("train", "steps"),
+    "global_batch": ("train", "global_batch"),
+    "seq_len": ("train", "seq_len"),
+    "dtype": ("train", "dtype"),
+    "lr": ("train", "lr"),
+    "seed": ("train", "seed"),
+    "loss_tolerance": ("checks", "loss_tolerance"),
+}
+_AXIS_OF_PATH = {path: name for name, path in AXES.items()}
+
+
+def axis_values(case: Case) -> dict[str, object]:
+    """Every axis of a case with its value, in the order of `AXES`. Model sizes are the effective ones, never None."""
+    shape = case.model.shape
+    return {
+        name: getattr(shape, name) if name in ModelShape.__struct_fields__ else _value_at(case, path)
+        for name, path in AXES.items()
+    }
+
+
+def case_from_axes(values: Mapping[str, object]) -> Case:
+    """The case with these values and defaults elsewhere; the inverse of `axis_values`.
+
+    Drops values that the case ignores (`ignored_axes`). Raises HarnessError for an unknown axis or an invalid value.
+    """
+    tree: dict[str, typing.Any] = {}
+    for name, value in values.items():
+        head, *rest = AXES[known_axis(name)]
+        if rest:
+            tree.setdefault(head, {})[rest[0]] = value
+        else:
+            tree[head] = value
+    try:
+        return msgspec.convert(tree, Case)
+    except msgspec.ValidationError as error:
+        raise _invalid_case(error, values) from error
+
+
+def known_axis(name: str) -> str:
+    """The name itself. Raises HarnessError with a suggestion when there is no such axis."""
+    if name not in AXES:
+        raise HarnessError(f"unknown axis '{name}'.", fix=suggestion(name, AXES))
+    return name
+
+
+def checked_value(name: str, value: object) -> object:
+    """The value converted to the type of its axis. Raises HarnessError when no case can have it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _invalid_value(name, value, "not a finite number")
+    try:
+        return msgspec.convert(value, type=_type_of(known_axis(name)))
+    except msgspec.ValidationError as error:
+        raise _invalid_value(name, value, str(error)) from error
+
+
+def ignored_axes(values: Mapping[str, object]) -> tuple[str, ...]:
+    """Names in `values` that have no effect next to the others, such as `pad_inner_dim` with recipe bf16."""
+    kept = axis_values(case_from_axes(values))
+    return tuple(name for name, value in values.items() if value is not None and kept[name] != _as_tuple(value))
+
+
+def choices(name: str) -> tuple[object, ...]:
+    """Every value that an axis can have; () for numbers and strings."""
+    return _literals(_type_of(name))
+
+
+def axis_type(name: str) -> type[object]:
+    """The type of the values of an axis: bool, int, float, str, or tuple for a list of strings."""
+    hint = _base_type(_type_of(name))
+    if typing.get_origin(hint) is typing.Literal:
+        return str
+    return typing.cast("type[object]", typing.get_origin(hint) or hint)
+
+
+def suggestion(word: str, known: Iterable[object]) -> str:
+    """The `fix` for a misspelled word: the closest known ones, or all of them when none is close."""
+    words = [str(item) for item in known]
+    near = difflib.get_close_matches(word, words, n=2, cutoff=0.55)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"use one of {', '.join(words)}."
+
+
+def _value_at(case: Case, path: tuple[str, ...]) -> object:
+    value: object = case
+    for part in path:
+        value = getattr(value, part)
+    return value
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(sorted(set(value))) if isinstance(value, list | tuple) else value
+
+
+@functools.cache
+def _type_of(name: str) -> object:
+    owner: typing.Any = Case
+    *parents, last = AXES[name]
+    for part in parents:
+        owner = typing.get_type_hints(owner, include_extras=True)[part]
+    return typing.get_type_hints(owner, include_extras=True)[last]
+
+
+def _base_type(hint: object) -> object:
+    """The type hint without `| None` and without its constraints."""
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Annotated:
+        return _base_type(parts[0])
+    if type(None) in parts:
+        return _base_type(next(part for part in parts if part is not type(None)))
+    return hint
+
+
+def _literals(hint: object) -> tuple[object, ...]:
+    hint = _base_type(hint)
+    if hint is bool:
+        return (True, False)
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def _invalid_case(error: msgspec.ValidationError, values: Mapping[str, object]) -> HarnessError:
+    """The error of msgspec, which names `$.float8.recipe`, with the axis and the value that the user wrote."""
+    text = str(error)
+    place = re.search(r" - at `\$\.?([^`\[]*)", text)
+    what = text[: place.start()] if place else text
+    name = _AXIS_OF_PATH.get(tuple(place.group(1).split("."))) if place else None
+    if name is None:
+        return HarnessError(f"{what}.")
+    return _invalid_value(name, values[name], what)
+
+
+def _invalid_value(name: str, value: object, what: str) -> HarnessError:
+    fix = suggestion(_format_value(value), map(_format_value, choices(name))) if choices(name) else None
+    return HarnessError(f"{name} = {_format_value(value)}: {what}.", fix=fix)
+
+
+def _format_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

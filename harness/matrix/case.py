@@ -1,0 +1,276 @@
+"""The case: one declarative description of a training run.
+
+Defines every option with its default and validates single values. Which combinations make sense is in `rules.py`, how
+cases are written in files in `casefile.py`.
+
+Public names: `Case` and its parts `Model`, `Layout`, `Float8`, `Checkpointing`, `Train`, `Checks`; `MODEL_PRESETS`.
+Ids are in `caseid.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from harness.matrix.recipes import TRAITS, Recipe, RecipeTraits
+
+CheckpointMode = Literal["none", "full", "selective_op", "selective_layer"]
+SymmMem = Literal["pipelined", "fallback"]
+CompileMode = Literal["none", "graph", "inductor"]
+Dtype = Literal["float64", "float32", "bfloat16"]
+Preset = Literal["tiny", "debug", "llama3-8b-layer"]
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+Degree = Annotated[int, Meta(ge=1, le=4096)]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9_.]+$")]
+
+
+class CaseStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of a case and of its parts: immutable, keyword-only, unknown keys rejected."""
+
+
+class ModelShape(CaseStruct, frozen=True, kw_only=True):
+    """The sizes of a Llama: `dim` and `ffn_dim` in features, the others are counts."""
+
+    dim: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    ffn_dim: PositiveInt
+
+    @property
+    def head_dim(self) -> int:
+        """Features per attention head."""
+        return self.dim // self.heads
+
+
+# `debug` is torchtitan 0.2.2's llama3 debugmodel (dim 256, 6 layers, 16 heads); `llama3-8b-layer` is one block of
+# Llama 3 8B. Both ffn sizes follow their SwiGLU rule (multiple_of 256, ffn_dim_multiplier 1.3 for 8B).
+MODEL_PRESETS: dict[str, ModelShape] = {
+    "tiny": ModelShape(dim=128, layers=2, heads=8, kv_heads=8, ffn_dim=256),
+    "debug": ModelShape(dim=256, layers=6, heads=16, kv_heads=16, ffn_dim=768),
+    "llama3-8b-layer": ModelShape(dim=4096, layers=1, heads=32, kv_heads=8, ffn_dim=14336),
+}
+
+
+class Model(CaseStruct, frozen=True, kw_only=True):
+    """Which model is trained: a preset, every size of which can be overridden, and the vocabulary size.
+
+    `pad_vocab_to_multiple_of` adds rows to the embedding and to the output layer. Their logits are masked in the loss:
+    the result is that of the unpadded vocabulary, the shapes are those that a GPU accepts.
+    """
+
+    preset: Preset = "tiny"
+    vocab_size: PositiveInt = 2048
+    pad_vocab_to_multiple_of: PositiveInt = 1
+    dim: PositiveInt | None = None
+    layers: PositiveInt | None = None
+    heads: PositiveInt | None = None
+    kv_heads: PositiveInt | None = None
+    ffn_dim: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        base = MODEL_PRESETS[self.preset]
+        for name in ModelShape.__struct_fields__:
+            if getattr(self, name) == getattr(base, name):
+                msgspec.structs.force_setattr(self, name, None)  # one spelling per model, so that ids are canonical
+        shape = self.shape
+        if shape.dim % shape.heads or shape.head_dim % 2:
+            raise ValueError(f"dim {shape.dim} does not split into {shape.heads} heads of an even size")
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"{shape.heads} heads is not a multiple of {shape.kv_heads} kv_heads")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the output layer."""
+        multiple = self.pad_vocab_to_multiple_of
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the preset with the overrides applied."""
+        base = MODEL_PRESETS[self.preset]
+        return ModelShape(**{name: getattr(self, name) or getattr(base, name) for name in ModelShape.__struct_fields__})
+
+
+class Layout(CaseStruct, frozen=True, kw_only=True):
+    """How the run is parallelized. Degrees are sizes of mesh axes; the world size is their product.
+
+    `dp_replicate` > 1 with `dp_shard` > 1 is HSDP. `sequence_parallel` and `loss_parallel` are options of TP: at
+    `tp` = 1 they have no meaning and keep their defaults.
+
+    `symm_mem` selects the implementation of async TP's fused operators on a CPU: torch's `pipelined` one, chunk by
+    chunk, or its unfused reference `fallback`. With `wait_for_embedding` a compiled block gets the finished output of
+    the embedding; without it the block gets an AsyncCollectiveTensor, as in torchtitan.
+    """
+
+    dp_replicate: Degree = 1
+    dp_shard: Degree = 1
+    tp: Degree = 1
+    async_tp: bool = False
+    symm_mem: SymmMem = "pipelined"
+    wait_for_embedding: bool = True
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tp == 1:
+            for name in ("sequence_parallel", "loss_parallel", "wait_for_embedding"):
+                msgspec.structs.force_setattr(self, name, True)
+        if not self.async_tp:
+            msgspec.structs.force_setattr(self, "symm_mem", "pipelined")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree: the number of different slices of the batch."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp
+
+
+class Float8(CaseStruct, frozen=True, kw_only=True):
+    """How linears are converted. `bf16` converts none and ignores every other field, which then keeps its default.
+
+    `output_layer`: convert the output layer too. `tp_styles`: `float8` uses torchao's Float8ColwiseParallel,
+    Float8RowwiseParallel and PrepareFloat8ModuleInput (all-gather in float8); `plain` uses torch's own styles.
+    `filter_fqns`: linears whose FQN contains one of these strings are not converted, as in torchtitan.
+    """
+
+    recipe: Recipe = "bf16"
+    fp8_all_gather: bool = False
+    precompute_scale: bool = False
+    pad_inner_dim: bool = False
+    output_layer: bool = False
+    tp_styles: Literal["plain", "float8"] = "plain"
+    filter_fqns: tuple[Name, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.recipe == "bf16":
+            for name, default in _FLOAT8_DEFAULTS.items():
+                msgspec.structs.force_setattr(self, name, default)
+        msgspec.structs.force_setattr(self, "filter_fqns", tuple(sorted(set(self.filter_fqns))))
+
+    @property
+    def enabled(self) -> bool:
+        """True when the recipe converts linears."""
+        return self.traits.converts
+
+    @property
+    def traits(self) -> RecipeTraits:
+        """What the recipe does."""
+        return TRAITS[self.recipe]
+
+
+_FLOAT8_DEFAULTS: dict[str, object] = {
+    "fp8_all_gather": False,
+    "precompute_scale": False,
+    "pad_inner_dim": False,
+    "output_layer": False,
+    "tp_styles": "plain",
+    "filter_fqns": (),
+}
+
+
+class Checkpointing(CaseStruct, frozen=True, kw_only=True):
+    """Activation checkpointing. `every`: `selective_layer` wraps every n-th block; other modes keep the default."""
+
+    mode: CheckpointMode = "none"
+    every: PositiveInt = 2
+
+    def __post_init__(self) -> None:
+        if self.mode != "selective_layer":
+            msgspec.structs.force_setattr(self, "every", 2)
+
+    def wraps(self, layer: int) -> bool:
+        """True when block `layer` (from 0) is checkpointed: part of its forward runs again in backward.
+
+        torchtitan 0.2.2 counts blocks from 1: with `every` = 2 it wraps layers.1, layers.3, ...
+        """
+        if self.mode == "selective_layer":
+            return (layer + 1) % self.every == 0
+        return self.mode != "none"
+
+
+class Train(CaseStruct, frozen=True, kw_only=True):
+    """Batch, sequence length, steps and optimizer: AdamW at a constant learning rate.
+
+    `dtype` is the compute dtype of activations and parameters. `bfloat16` is what users run: FSDP2 mixed precision
+    (float32 master weights, gradients reduced in float32). `float64` exists on the virtual device only, for sharp
+    comparisons: FP8 rounding is then the only rounding that matters, and two layouts agree to about 1e-15 at every
+    step. In `float32` their difference of 1e-7 changes the rounding of some FP8 value within a step or two, and
+    gradients are then 2 % apart.
+    """
+
+    steps: Annotated[int, Meta(ge=1, le=100_000)] = 5
+    global_batch: PositiveInt = 8
+    seq_len: PositiveInt = 32
+    dtype: Dtype = "float32"
+    lr: Annotated[float, Meta(gt=0, le=10)] = 1e-3
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.lr):
+            raise ValueError(f"lr {self.lr} is not a finite number")
+
+
+class Checks(CaseStruct, frozen=True, kw_only=True):
+    """Overrides for checks: a wider or tighter loss tolerance (absolute, in nats)."""
+
+    loss_tolerance: Annotated[float, Meta(gt=0, le=100)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss_tolerance is not None and not math.isfinite(self.loss_tolerance):
+            raise ValueError(f"loss_tolerance {self.loss_tolerance} is not a finite number")
+
+
+class Case(CaseStruct, frozen=True, kw_only=True):
+    """One training run, fully described: equal cases are the same run."""
+
+    model: Model = Model()
+    layout: Layout = Layout()
+    float8: Float8 = Float8()
+    checkpointing: Checkpointing = Checkpointing()
+    compile: CompileMode = "none"
+    train: Train = Train()
+    checks: Checks = Checks()
+
+    def __post_init__(self) -> None:
+        if self.compile == "none" and not self.layout.wait_for_embedding:
+            layout = msgspec.structs.replace(self.layout, wait_for_embedding=True)
+            msgspec.structs.force_setattr(self, "layout", layout)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the case needs."""
+        return self.layout.world_size
+
+    @property
+    def local_batch(self) -> int:
+        """Sequences per data-parallel rank; `rules.py` excludes cases where the batch does not divide."""
+        return self.train.global_batch // self.layout.dp
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens per linear and rank in a step: the contraction size of its wgrad matmul."""
+        return self.local_batch * self.train.seq_len
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """True when FSDP2 is applied: to shard, or on one data-parallel rank only for its mixed precision."""
+        return self.layout.dp > 1 or self.train.dtype == "bfloat16"
+
+    @property
+    def gathers_float8(self) -> bool:
+        """True when FSDP2 gathers the weights of converted linears in float8."""
+        return self.float8.fp8_all_gather and self.uses_fsdp
+
+    @property
+    def wide_dtype(self) -> str:
+        """Dtype of master weights, reduced gradients, the loss, and inside of norms: at least float32."""
+        return "float32" if self.train.dtype == "bfloat16" else self.train.dtype

@@ -1,0 +1,247 @@
+"""Case files: TOML <-> cases and matrix blocks.
+
+Owns the format of `cases/*.toml` and its errors. `space.py` expands matrix blocks and `tier.py` selects their cells.
+
+    description = "..."
+    [select]                     # optional
+    strength = 2                 # 2 or 3: every feasible pair or triple of values is covered; "full": every cell
+    max_world_size = 8           # optional: leave out cases with more ranks
+    [base]                       # optional: values shared by all blocks
+    steps = 5
+    [[matrix]]
+    name = "layouts"
+    base = {dtype = "float32"}   # optional: values of this block
+    max_world_size = 4           # optional: a smaller limit for this block
+    pair_only = {tp = ["recipe"]} # optional: tp is combined with recipe only; its other pairs are covered elsewhere
+    [matrix.axes]
+    tp = [1, 2]                                                       # an axis and its values
+    gather = [{fp8_all_gather = false}, {fp8_all_gather = true}]      # a named group of axes that vary together
+    [[case]]                     # always included, before the matrix
+    id = "tp2-rowwise-v2048-f32" # or: axes = {tp = 2, recipe = "rowwise"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.matrix.axes import AXES, axis_values, case_from_axes, checked_value, ignored_axes, suggestion
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.rules import exclusions
+from harness.matrix.tomlfile import KeyPath, TomlFile, parse_toml, read_toml_file
+
+Strength = Literal[2, 3, "full"]
+
+
+class AxisGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One factor of a matrix: each of its values sets one axis, or several axes that vary together."""
+
+    name: str
+    values: tuple[dict[str, object], ...]
+
+    def label(self, index: int) -> str:
+        """The name of a value in reports: `tp=2`, or `dp_replicate=2,dp_shard=2`."""
+        return ",".join(f"{name}={_format_value(value)}" for name, value in self.values[index].items())
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """One `[[matrix]]`: its factors, and the values that all its cells share."""
+
+    name: str
+    base: dict[str, object]
+    groups: tuple[AxisGroup, ...]
+    max_world_size: int | None = None  # of its cells; that of the file holds as well
+    pair_only: dict[str, tuple[str, ...]] = {}  # for some groups, by name, the only ones they are combined with
+
+    def combines(self, names: Iterable[str]) -> bool:
+        """True when values of these groups have to be covered together in this block."""
+        members = set(names)
+        return all(members - {name} <= set(self.pair_only.get(name, members)) for name in members)
+
+
+class CaseFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A tier, or a file with single cases. `cases` are always included, in the order of the file."""
+
+    name: str
+    where: str
+    description: str = ""
+    strength: Strength = 2
+    max_world_size: int | None = None
+    blocks: tuple[Block, ...] = ()
+    cases: tuple[Case, ...] = ()
+
+
+def read_case_file(path: Path) -> CaseFile:
+    """The case file at `path`. Raises HarnessError with file and line for anything invalid."""
+    return _case_file(read_toml_file(path), name=path.stem)
+
+
+def parse_case_file(text: str, *, where: str) -> CaseFile:
+    """The case file in `text`; `where` is its name in errors."""
+    return _case_file(parse_toml(text, where=where), name=Path(where).stem)
+
+
+def write_case(case: Case) -> str:
+    """The text of a case file with this case; lists every axis that differs from its default."""
+    import tomli_w
+
+    default = axis_values(case_from_axes({"model": case.model.preset}))
+    axes: dict[str, object] = {"model": case.model.preset} if case.model.preset != Case().model.preset else {}
+    axes |= {name: value for name, value in axis_values(case).items() if value is not None and value != default[name]}
+    return tomli_w.dumps({"description": case_id(case), "case": [{"axes": axes}]})
+
+
+def _case_file(toml: TomlFile, *, name: str) -> CaseFile:
+    data = toml.check_keys(table=toml.data, known=("description", "select", "base", "matrix", "case"))
+    description = data.get("description", "")
+    if not isinstance(description, str):
+        raise toml.error("description", what="description must be a string.")
+    strength, max_world_size = _select(toml, data.get("select", {}))
+    base = _axes(toml, data.get("base", {}), path=("base",))
+    return CaseFile(
+        name=name,
+        where=toml.where,
+        description=description,
+        strength=strength,
+        max_world_size=max_world_size,
+        blocks=_blocks(toml, base),
+        cases=tuple(_case(toml, table, path=("case", index)) for index, table in enumerate(toml.tables("case"))),
+    )
+
+
+def _select(toml: TomlFile, table: object) -> tuple[Strength, int | None]:
+    known = toml.check_keys("select", table=table, known=("strength", "max_world_size"))
+    strength = known.get("strength", 2)
+    if isinstance(strength, bool) or strength not in (2, 3, "full"):
+        raise toml.error("select", "strength", what=f"strength = {strength!r}.", fix='use 2, 3 or "full".')
+    return strength, _world_limit(toml, known, path=("select",))
+
+
+def _world_limit(toml: TomlFile, table: dict[str, Any], *, path: KeyPath) -> int | None:
+    limit = table.get("max_world_size")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise toml.error(*path, "max_world_size", what=f"max_world_size = {limit!r}.", fix="use a number from 1.")
+    return limit
+
+
+def _blocks(toml: TomlFile, base: dict[str, object]) -> tuple[Block, ...]:
+    blocks = tuple(_block(toml, table, base, index) for index, table in enumerate(toml.tables("matrix")))
+    names = [block.name for block in blocks]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise toml.error("matrix", index, what=f"two matrices are named '{name}'.", fix="rename one of them.")
+    return blocks
+
+
+def _block(toml: TomlFile, table: object, base: dict[str, object], index: int) -> Block:
+    path: KeyPath = ("matrix", index)
+    known = toml.check_keys(*path, table=table, known=("name", "base", "axes", "max_world_size", "pair_only"))
+    name = known.get("name")
+    if not isinstance(name, str) or not name:
+        raise toml.error(*path, what="a matrix needs a name.", fix='add name = "...".')
+    axes = known.get("axes")
+    if not isinstance(axes, dict) or not axes:
+        raise toml.error(*path, what=f"matrix '{name}' has no axes.", fix="add [matrix.axes] with a list per axis.")
+    own_base = _axes(toml, known.get("base", {}), path=(*path, "base"))
+    groups = tuple(_group(toml, key, values, path=(*path, "axes", key)) for key, values in axes.items())
+    _check_disjoint(toml, groups, path=(*path, "axes"))
+    limit = _world_limit(toml, known, path=path)
+    return Block(
+        name=name,
+        base={**base, **own_base},
+        groups=groups,
+        max_world_size=limit,
+        pair_only=_pair_only(toml, known.get("pair_only", {}), groups, path=(*path, "pair_only")),
+    )
+
+
+def _pair_only(
+    toml: TomlFile, table: object, groups: tuple[AxisGroup, ...], *, path: KeyPath
+) -> dict[str, tuple[str, ...]]:
+    names = [group.name for group in groups]
+    known = toml.check_keys(*path, table=table, known=names)
+    for name, others in known.items():
+        if not isinstance(others, list) or not all(isinstance(other, str) for other in others):
+            raise toml.error(*path, name, what=f"'{name}' needs a list of axes.", fix=f'write {name} = ["..."].')
+        for other in others:
+            if other not in names:
+                raise toml.error(*path, name, what=f"unknown axis '{other}'.", fix=suggestion(other, names))
+    return {name: tuple(others) for name, others in known.items()}
+
+
+def _group(toml: TomlFile, name: str, values: object, *, path: KeyPath) -> AxisGroup:
+    if not isinstance(values, list) or not values:
+        raise toml.error(*path, what=f"axis '{name}' needs a list of values.", fix=f"write {name} = [...].")
+    if name in AXES:
+        read = tuple(_axes(toml, {name: value}, path=path[:-1]) for value in values)
+    elif all(isinstance(value, dict) and value for value in values):
+        read = tuple(_axes(toml, value, path=path) for value in values)
+    else:
+        raise toml.error(*path, what=f"unknown axis '{name}'.", fix=suggestion(name, AXES))
+    for position, value in enumerate(read):
+        if value in read[:position]:
+            raise toml.error(*path, what=f"axis '{name}' lists {value} twice.", fix="remove one of them.")
+    return AxisGroup(name=name, values=read)
+
+
+def _check_disjoint(toml: TomlFile, groups: tuple[AxisGroup, ...], *, path: KeyPath) -> None:
+    owner: dict[str, str] = {}
+    for group in groups:
+        for name in sorted({name for value in group.values for name in value}):
+            if owner.setdefault(name, group.name) != group.name:
+                what = f"axis '{name}' is set by both '{owner[name]}' and '{group.name}'."
+                raise toml.error(*path, group.name, what=what, fix="keep it in one of them.")
+
+
+def _axes(toml: TomlFile, table: object, *, path: KeyPath) -> dict[str, object]:
+    """Axis values, each validated on its own."""
+    known: dict[str, object] = {}
+    for name, value in toml.check_keys(*path, table=table, known=AXES).items():
+        try:
+            known[name] = checked_value(name, value)
+        except HarnessError as error:
+            raise toml.error(*path, name, what=error.what, fix=error.fix) from error
+    return known
+
+
+def _case(toml: TomlFile, table: object, *, path: KeyPath) -> Case:
+    known = toml.check_keys(*path, table=table, known=("id", "axes"))
+    if len(known) != 1:
+        raise toml.error(*path, what="a case needs either an id or axes.", fix='add id = "..." or axes = {...}.')
+    case = _case_by_id(toml, known["id"], path=path) if "id" in known else _case_by_axes(toml, known["axes"], path=path)
+    for rule in exclusions(case):
+        raise toml.error(*path, what=f"rule {rule.name} excludes {case_id(case)}: {rule.reason}.")
+    return case
+
+
+def _case_by_id(toml: TomlFile, text: Any, *, path: KeyPath) -> Case:
+    if not isinstance(text, str):
+        raise toml.error(*path, "id", what="id must be a string.")
+    try:
+        return parse_case_id(text)
+    except HarnessError as error:
+        raise toml.error(*path, "id", what=f"case id '{text}': {error.what}", fix=error.fix) from error
+
+
+def _case_by_axes(toml: TomlFile, table: object, *, path: KeyPath) -> Case:
+    values = _axes(toml, table, path=(*path, "axes"))
+    try:
+        case = case_from_axes(values)
+        ignored = ignored_axes(values)
+    except HarnessError as error:
+        raise toml.error(*path, "axes", what=error.what, fix=error.fix) from error
+    if ignored:
+        what = f"this case ignores {', '.join(ignored)}."
+        raise toml.error(*path, "axes", ignored[0], what=what, fix="remove it, or change the option that disables it.")
+    return case
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, tuple):
+        return "+".join(value) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,265 @@
+"""Case ids: the one readable spelling of every case, safe as a file name, and its parser.
+
+An id is a list of tokens joined by `-`: layout, recipe, vocabulary and dtype always, everything else only where it
+differs from its default. Ids consist of `A-Z a-z 0-9 . _ + -`. Numbers are spelled so that they round-trip exactly.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.matrix.axes import case_from_axes
+from harness.matrix.case import Case, Checkpointing, Checks, Float8, Layout, Model, Train
+
+_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "b16"}
+_PRESETS = {
+    "tiny": "tiny",
+    "debug": "debug",
+    "llama3-8b-layer": "llama3.8b.layer",
+}  # without `-`, which separates tokens
+_RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+_SHAPE_WORDS = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kvheads", "ffn_dim": "ffn"}
+_FLAGS: dict[str, dict[str, object]] = {
+    "single": {},
+    "fallback": {"symm_mem": "fallback"},
+    "nowait": {"wait_for_embedding": False},
+    "nosp": {"sequence_parallel": False},
+    "nolp": {"loss_parallel": False},
+    "ag.fp8": {"fp8_all_gather": True},
+    "ag.fp8pre": {"fp8_all_gather": True, "precompute_scale": True},
+    "ag.pre": {"precompute_scale": True},
+    "pad": {"pad_inner_dim": True},
+    "head.fp8": {"output_layer": True},
+    "tpstyle.fp8": {"tp_styles": "float8"},
+    "ac.full": {"checkpointing": "full"},
+    "ac.op": {"checkpointing": "selective_op"},
+    "graph": {"compile": "graph"},
+    "inductor": {"compile": "inductor"},
+    **{recipe: {"recipe": recipe} for recipe in _RECIPES},
+    **{token: {"dtype": dtype} for dtype, token in _DTYPES.items()},
+    **{token: {"model": preset} for preset, token in _PRESETS.items() if preset != "tiny"},
+}
+_MAX_LENGTH = 1000  # far above any id that fits into a file name; limits the work on invalid input
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+# A floating-point number may contain a minus (`lr1e-05`) that does not separate tokens.
+_TOKEN = re.compile(rf"(?:(?:lr|tol\.){_NUMBER}|[^-]+)(?=-|$)")
+
+
+def case_id(case: Case) -> str:
+    """The id of a case: equal for equal cases, different for different ones."""
+    return "-".join(
+        (
+            *_layout_tokens(case.layout),
+            *_float8_tokens(case.float8),
+            *_checkpointing_tokens(case),
+            *([] if case.compile == "none" else [case.compile]),
+            *_model_tokens(case.model),
+            *_vocab_tokens(case.model),
+            *_train_tokens(case.train),
+            _DTYPES[case.train.dtype],
+            *([] if case.checks.loss_tolerance is None else [f"tol.{case.checks.loss_tolerance!r}"]),
+        )
+    )
+
+
+def parse_case_id(text: str) -> Case:
+    """The case of an id. Raises HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
+    values: dict[str, object] = {}
+    for token in _split(text):
+        values |= _token_values(token, where=text)
+    try:
+        case = case_from_axes(values)
+    except HarnessError as error:
+        raise HarnessError(error.what, where=f"case id '{text}'", fix=error.fix) from error
+    if case_id(case) != text:
+        raise HarnessError(
+            "not the canonical spelling of a case id.", where=f"case id '{text}'", fix=f"write {case_id(case)}"
+        )
+    return case
+
+
+def family_id(case: Case) -> str:
+    """The name of the golden that this case is compared with: everything that determines data, weights and updates.
+
+    Without layout, float8, checkpointing, compile, dtype, padding of the vocabulary and checks. Defaults are spelled
+    out, so that a changed default cannot change the meaning of an old golden.
+    """
+    train = case.train
+    return "-".join(
+        (
+            _PRESETS[case.model.preset],
+            *_override_tokens(case.model),
+            f"v{case.model.vocab_size}",
+            f"s{train.steps}",
+            f"gb{train.global_batch}",
+            f"sl{train.seq_len}",
+            f"lr{train.lr!r}",
+            f"seed{train.seed}",
+        )
+    )
+
+
+def solo_case(case: Case) -> Case:
+    """The case whose solo witness is used for `case`: without all options that must not change a number.
+
+    These are tensor parallelism and its styles, checkpointing, compile, and the split of dp into shards and replicas.
+    """
+    return msgspec.structs.replace(
+        case,
+        layout=Layout(dp_shard=case.layout.dp),
+        float8=msgspec.structs.replace(case.float8, tp_styles="plain"),
+        checkpointing=Checkpointing(),
+        compile="none",
+        checks=Checks(),
+    )
+
+
+def twin_case(case: Case) -> Case:
+    """The BF16 twin of a case: the same layout without FP8 and checkpointing, in bfloat16."""
+    train = msgspec.structs.replace(case.train, dtype="bfloat16")
+    return msgspec.structs.replace(
+        case, float8=Float8(), checkpointing=Checkpointing(), compile="none", train=train, checks=Checks()
+    )
+
+
+def reference_case(case: Case) -> Case:
+    """The case whose run is the golden: bf16 on one rank, without checkpointing, compile, padding and checks."""
+    train = case.train
+    return Case(
+        model=msgspec.structs.replace(case.model, pad_vocab_to_multiple_of=1),
+        train=Train(
+            steps=train.steps,
+            global_batch=train.global_batch,
+            seq_len=train.seq_len,
+            lr=train.lr,
+            seed=train.seed,
+            dtype="bfloat16",
+        ),
+    )
+
+
+def _layout_tokens(layout: Layout) -> list[str]:
+    tokens = []
+    if layout.dp_shard > 1:
+        hsdp = layout.dp_replicate > 1
+        tokens.append(f"hsdp{layout.dp_replicate}x{layout.dp_shard}" if hsdp else f"fsdp{layout.dp_shard}")
+    elif layout.dp_replicate > 1:
+        tokens.append(f"ddp{layout.dp_replicate}")
+    if layout.tp > 1 or layout.async_tp:
+        tokens.append(f"{'atp' if layout.async_tp else 'tp'}{layout.tp}")
+    if layout.symm_mem == "fallback":
+        tokens.append("fallback")
+    if not layout.wait_for_embedding:
+        tokens.append("nowait")
+    if not layout.sequence_parallel:
+        tokens.append("nosp")
+    if not layout.loss_parallel:
+        tokens.append("nolp")
+    return tokens or ["single"]
+
+
+def _float8_tokens(float8: Float8) -> list[str]:
+    gather = {(True, False): ["ag.fp8"], (True, True): ["ag.fp8pre"], (False, True): ["ag.pre"], (False, False): []}
+    return [
+        float8.recipe,
+        *gather[float8.fp8_all_gather, float8.precompute_scale],
+        *(["tpstyle.fp8"] if float8.tp_styles == "float8" else []),
+        *(["head.fp8"] if float8.output_layer else []),
+        *(["pad"] if float8.pad_inner_dim else []),
+        *([f"filter.{'+'.join(float8.filter_fqns)}"] if float8.filter_fqns else []),
+    ]
+
+
+def _checkpointing_tokens(case: Case) -> list[str]:
+    layer = f"ac.layer{case.checkpointing.every}"
+    return {"none": [], "full": ["ac.full"], "selective_op": ["ac.op"], "selective_layer": [layer]}[
+        case.checkpointing.mode
+    ]
+
+
+def _model_tokens(model: Model) -> list[str]:
+    preset = [] if model.preset == "tiny" else [_PRESETS[model.preset]]
+    return [*preset, *_override_tokens(model)]
+
+
+def _vocab_tokens(model: Model) -> list[str]:
+    multiple = model.pad_vocab_to_multiple_of
+    return [f"v{model.vocab_size}", *([] if multiple == 1 else [f"vpad{multiple}"])]
+
+
+def _override_tokens(model: Model) -> list[str]:
+    return [f"{word}.{getattr(model, name)}" for name, word in _SHAPE_WORDS.items() if getattr(model, name)]
+
+
+def _train_tokens(train: Train) -> list[str]:
+    default = Train()
+    spelled = {
+        f"gb{train.global_batch}": train.global_batch != default.global_batch,
+        f"sl{train.seq_len}": train.seq_len != default.seq_len,
+        f"s{train.steps}": train.steps != default.steps,
+        f"lr{train.lr!r}": train.lr != default.lr,
+        f"seed{train.seed}": train.seed != default.seed,
+    }
+    return [token for token, needed in spelled.items() if needed]
+
+
+def _split(text: str) -> list[str]:
+    tokens = []
+    position = 0
+    while position < len(text) <= _MAX_LENGTH:
+        found = _TOKEN.match(text, position)
+        if found is None:
+            break
+        tokens.append(found.group())
+        position = found.end() + 1
+    if not tokens or "-".join(tokens) != text:
+        raise HarnessError("not a case id: expected tokens joined by single '-'.", where=f"case id '{text}'")
+    return tokens
+
+
+def _token_values(token: str, *, where: str) -> dict[str, object]:
+    if token in _FLAGS:
+        return _FLAGS[token]
+    for pattern, read in _PATTERNS:
+        found = pattern.fullmatch(token)
+        if found:
+            return read(found)
+    near = difflib.get_close_matches(token, [*_FLAGS, *_EXAMPLES], n=2, cutoff=0.5)
+    fix = f"did you mean {' or '.join(near)}?" if near else f"tokens of an id look like {', '.join(_EXAMPLES)}."
+    raise HarnessError(f"unknown token '{token}'.", where=f"case id '{where}'", fix=fix)
+
+
+def _integer(axis: str) -> Callable[[re.Match[str]], dict[str, object]]:
+    return lambda found: {axis: int(found[1])}
+
+
+def _number(axis: str) -> Callable[[re.Match[str]], dict[str, object]]:
+    return lambda found: {axis: float(found[1])}
+
+
+_Reader = Callable[[re.Match[str]], dict[str, object]]
+_READERS: tuple[tuple[str, _Reader], ...] = (
+    (r"fsdp(\d+)", _integer("dp_shard")),
+    (r"ddp(\d+)", _integer("dp_replicate")),
+    (r"hsdp(\d+)x(\d+)", lambda found: {"dp_replicate": int(found[1]), "dp_shard": int(found[2])}),
+    (r"tp(\d+)", _integer("tp")),
+    (r"atp(\d+)", lambda found: {"tp": int(found[1]), "async_tp": True}),
+    (r"ac\.layer(\d+)", lambda found: {"checkpointing": "selective_layer", "checkpoint_every": int(found[1])}),
+    (r"filter\.([a-z0-9_.+]+)", lambda found: {"filter_fqns": found[1].split("+")}),
+    (r"v(\d+)", _integer("vocab_size")),
+    (r"vpad(\d+)", _integer("pad_vocab_to_multiple_of")),
+    *((rf"{word}\.(\d+)", _integer(name)) for name, word in _SHAPE_WORDS.items()),
+    (r"gb(\d+)", _integer("global_batch")),
+    (r"sl(\d+)", _integer("seq_len")),
+    (r"s(\d+)", _integer("steps")),
+    (r"seed(\d+)", _integer("seed")),
+    (rf"lr({_NUMBER})", _number("lr")),
+    (rf"tol\.({_NUMBER})", _number("loss_tolerance")),
+)
+_PATTERNS = tuple((re.compile(pattern), read) for pattern, read in _READERS)
+_EXAMPLES = ("tp4", "fsdp4", "hsdp2x2", "v2048", "gb8", "sl32", "s5", "lr0.001", "seed0", "ac.layer2", "filter.wq+wk")

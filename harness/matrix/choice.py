@@ -1,0 +1,103 @@
+"""Choosing the cases of a tier: must-run cases, a cheap cover, carriers of planted faults, and why each is there.
+
+The search for a cheap cover is `cheap_cover.py`'s; the file that keeps a choice is `chosen.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from harness.errors import HarnessError
+from harness.matrix.case import Case
+from harness.matrix.casefile import CaseFile
+from harness.matrix.caseid import case_id
+from harness.matrix.cheap_cover import CheapCover, Goal, Pricing
+from harness.matrix.chosen import ChosenCase
+from harness.matrix.cover import combinations_in
+from harness.matrix.faults import Fault, carriers_of
+from harness.matrix.known import KnownFault, match_known
+from harness.matrix.rules import expected_refusal
+from harness.matrix.space import Space, is_hit
+from harness.matrix.tier import second_best_rows, tables_of, tier_spaces
+
+
+def choose(
+    file: CaseFile, pricing: Pricing, *, known: Sequence[KnownFault], faults: Iterable[Fault], rounds: int
+) -> tuple[ChosenCase, ...]:
+    """A cheap choice of cases that covers a file and carries every planted fault; see `cheap_cover.py`.
+
+    Must-run cases come first, then those that train, then those that are only there to be refused or to show a
+    recorded fault. A file whose strength is "full" has nothing to choose.
+    """
+    if file.strength == "full":
+        raise HarnessError(
+            "every cell of this file is a case.", where=file.where, fix="choose tiers of strength 2 or 3."
+        )
+    spaces = tier_spaces(file, known)
+    cover = CheapCover(spaces, file.strength, file.cases, pricing)
+    trained = [*file.cases, *cover.choose(rounds)]
+    trained += _carriers(trained, faults, known)
+    others: list[Case] = []
+    for space in spaces:
+        seeds = [row for case in (*trained, *others) if (row := space.row_of(case)) is not None]
+        others += [space.case(row) for row in second_best_rows(space, file.strength, seeds)]
+    reasons = _reasons(file, file.strength, spaces, trained, others)
+    unique = {case_id(case): case for case in (*trained, *others)}
+    return tuple(
+        ChosenCase(case=case, cost_cpu_s=pricing(case).own_s, reason=reasons[name]) for name, case in unique.items()
+    )
+
+
+def _carriers(cases: Sequence[Case], faults: Iterable[Fault], known: Sequence[KnownFault]) -> list[Case]:
+    """The cheapest way to give every planted fault a case in which it can show: a carrier of the catalogue."""
+    added: list[Case] = []
+    for fault in faults:
+        if not any(carries(case, fault, known) for case in (*cases, *added)):
+            added += carriers_of(fault, at_most=1)
+    return added
+
+
+def carries(case: Case, fault: Fault, known: Sequence[KnownFault]) -> bool:
+    """True when a fault that is planted in this case must show, and no recorded fault could be taken for it."""
+    if not fault.applies(case) or match_known(known, case) is not None:
+        return False
+    return (expected_refusal(case) is not None) == (fault.shows == "trains")
+
+
+def _reasons(
+    file: CaseFile, strength: int, spaces: Sequence[Space], trained: Sequence[Case], others: Sequence[Case]
+) -> dict[str, str]:
+    """What every case is there for, by id."""
+    must = {case_id(case) for case in file.cases}
+    by_name = {case_id(case): contained(case, spaces, strength) for case in trained}
+    counts = Counter(goal for goals in by_name.values() for goal in goals)
+    reasons = {}
+    for name, goals in by_name.items():
+        alone = sorted(goal for goal in goals if counts[goal] == 1)
+        words = ["must run"] if name in must else []
+        if alone:
+            index, combination = alone[0]
+            groups = spaces[index].block.groups
+            first = " / ".join(groups[factor].label(value) for factor, value in combination)
+            words.append(f"covers {len(alone)} combinations alone, such as {first}")
+        reasons[name] = "; ".join(words) or "carries planted faults"
+    for case in others:
+        refused = expected_refusal(case) is not None
+        what = "must be refused" if refused else "runs into a recorded fault"
+        reasons.setdefault(case_id(case), f"{what}: no other case can contain what it contains")
+    return reasons
+
+
+def contained(case: Case, spaces: Sequence[Space], strength: int) -> set[Goal]:
+    """The combinations that a case covers: none when it is refused or runs into a recorded fault."""
+    found: set[Goal] = set()
+    for index, space in enumerate(spaces):
+        row = space.row_of(case)
+        if row is not None and not is_hit(row, tables_of(space, "excluded", "refused", "known")):
+            found |= {
+                (index, combination)
+                for combination in combinations_in([row], strength)
+                if space.block.combines(space.block.groups[factor].name for factor, _ in combination)
+            }
+    return found

@@ -1,0 +1,128 @@
+"""The coverage account: what became of every pair or triple of axis values that a case file could combine.
+
+Pure bookkeeping over a selection; which cells were chosen and why is decided in `matrix.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from harness.matrix.cover import Combination, combinations, combinations_in, possible_combinations
+from harness.matrix.known import known_rule
+from harness.matrix.space import Kind, Space, Table, is_hit, spaces_of
+from harness.matrix.tier import Selection, tables_of
+
+Fate = Literal["covered", "known", "refused", "skipped", "excluded"]
+FATES: tuple[Fate, ...] = ("covered", "known", "refused", "skipped", "excluded")
+
+
+class Tuple(msgspec.Struct, frozen=True, kw_only=True):
+    """One combination of values and what became of it.
+
+    covered: a selected case contains it that trains and runs into no recorded fault. known: only cases with a recorded
+    fault can contain it, and a selected one does. refused: no case that trains can, and a selected case that must be
+    refused does. skipped: possible, but none of these. excluded: impossible because of `rules`, one name when a single
+    rule forbids it, several when only together they leave no cell.
+    """
+
+    block: str
+    values: tuple[str, ...]
+    fate: Fate
+    rules: tuple[str, ...] = ()
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True):
+    """The account of one selection at one strength."""
+
+    name: str
+    strength: int
+    tuples: tuple[Tuple, ...]
+
+    @property
+    def counts(self) -> dict[Fate, int]:
+        """Number of combinations by fate, every fate present."""
+        return {fate: sum(found.fate == fate for found in self.tuples) for fate in FATES}
+
+    @property
+    def by_rule(self) -> dict[str, int]:
+        """Number of impossible combinations by rule, sorted by name; one under several rules counts for each."""
+        names = [name for found in self.tuples for name in found.rules]
+        return {name: names.count(name) for name in sorted(set(names))}
+
+    def of(self, fate: Fate) -> tuple[Tuple, ...]:
+        """The combinations with this fate, in order."""
+        return tuple(found for found in self.tuples if found.fate == fate)
+
+
+def coverage(selection: Selection, strength: int) -> Coverage:
+    """What became of every combination of `strength` values in every block of the selection's file."""
+    rules = [known_rule(fault) for fault in selection.known]
+    spaces = spaces_of(selection.file.blocks, selection.file.max_world_size, rules)
+    return Coverage(
+        name=selection.name,
+        strength=strength,
+        tuples=tuple(found for space in spaces for found in _account(space, selection, strength)),
+    )
+
+
+# What a case must avoid so that what it contains has this fate, the best one first.
+_BARRED: dict[Fate, tuple[Kind, ...]] = {
+    "covered": ("excluded", "refused", "known"),
+    "known": ("excluded", "refused"),
+    "refused": ("excluded",),
+}
+
+
+def _account(space: Space, selection: Selection, strength: int) -> Iterable[Tuple]:
+    rows = [row for case in selection.cases if (row := space.row_of(case)) is not None]
+    fates: dict[Fate, set[Combination]] = {}
+    possible: set[Combination] = set()  # what a case of this or a better fate can contain
+    for fate, kinds in _BARRED.items():
+        barred = tables_of(space, *kinds)
+        found = combinations_in((row for row in rows if not is_hit(row, barred)), strength)
+        fates[fate] = found - possible
+        possible |= possible_combinations(space, strength, barred, witnessed=possible | found).keys()
+    blocking = _BlockingRules(space, tables_of(space, "excluded"))
+    for combination in combinations(space, strength):
+        contained: Fate | None = next((fate for fate, found in fates.items() if combination in found), None)
+        fate = contained or ("skipped" if combination in possible else "excluded")
+        rules = blocking.of(combination) if fate == "excluded" else ()
+        values = tuple(space.block.groups[factor].label(value) for factor, value in combination)
+        yield Tuple(block=space.block.name, values=values, fate=fate, rules=rules)
+
+
+class _BlockingRules:
+    """Finds which rules make a combination impossible; remembers what it found, for combinations share causes."""
+
+    def __init__(self, space: Space, tables: Sequence[Table]) -> None:
+        self._space = space
+        self._tables = tables
+        self._joint: dict[Combination, tuple[str, ...]] = {}
+
+    def of(self, combination: Combination) -> tuple[str, ...]:
+        """Names of the rules that forbid it outright, else of a smallest set that together leaves no cell."""
+        chosen = dict(combination)
+        outright = [table.rule.name for table in self._tables if _forbids(table, chosen)]
+        if outright:
+            return tuple(dict.fromkeys(outright))
+        for known, names in self._joint.items():
+            if set(known) <= set(combination):
+                return names
+        return self._joint.setdefault(combination, self._smallest(chosen))
+
+    def _smallest(self, chosen: Mapping[int, int]) -> tuple[str, ...]:
+        """Drop rules one by one while the combination stays impossible."""
+        needed = list(self._tables)
+        for table in self._tables:
+            fewer = [other for other in needed if other is not table]
+            if self._space.complete(chosen, fewer) is None:
+                needed = fewer
+        return tuple(dict.fromkeys(table.rule.name for table in needed))
+
+
+def _forbids(table: Table, chosen: Mapping[int, int]) -> bool:
+    row = tuple(chosen[factor] for factor in table.factors if factor in chosen)
+    return len(row) == len(table.factors) and row in table.hits

@@ -1,0 +1,129 @@
+"""The planted faults: bugs of real FP8 training stacks, reproduced to measure which checks detect them.
+
+`faults.toml` lists the name, scope and effect of each; `harness/worker/faults/` has the code that plants it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.selector import parse_selector
+
+FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H"]
+FAULT_CLASSES: dict[FaultClass, str] = {
+    "A": "scale or amax over the wrong data or group",
+    "B": "stale scale or stale FP8 data",
+    "C": "wrong set of modules converted",
+    "D": "communication, DTensor and FSDP plumbing",
+    "E": "recompute, kernels and saved memory",
+    "F": "shapes, padding, hardware rules",
+    "G": "gradients, data, optimizer, metrics",
+    "H": "compiled blocks and async TP",
+}
+
+# The first thing that a fault changes where it applies; tests verify it for every fault.
+#   numbers  losses or gradient norms      matmuls  conversion or the number of scaled matmuls    data  the data digest
+#   operands only casts                    traffic  only collectives                              memory  saved bytes
+#   graphs   what is compiled or fused
+#   crash    a rank raises                 trains   a refused case trains                         nothing  equivalent
+Shows = Literal["numbers", "matmuls", "data", "operands", "traffic", "memory", "graphs", "crash", "trains", "nothing"]
+
+PREFIX = "fault:"  # `fault:NAME` is the injection that plants a fault
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One planted fault.
+
+    `where`: selectors, one of which a case must match. `since_step`: the first step in which anything can differ.
+    `equivalent`: why the fault has no observable effect (an equivalent mutant); None if it must be detected.
+    """
+
+    name: str
+    group: FaultClass
+    title: str
+    link: str  # the bug report, fix or project that it comes from
+    where: tuple[str, ...]
+    shows: Shows = "numbers"
+    since_step: int = 1
+    equivalent: str | None = None
+
+    @property
+    def injection(self) -> str:
+        """The injection that plants it in a rank."""
+        return f"{PREFIX}{self.name}"
+
+    def applies(self, case: Case) -> bool:
+        """True if the fault can be planted in this case and has its effect there.
+
+        Faults of class H need compiled blocks; all others patch code that compiled blocks do not call.
+        """
+        if (case.compile != "none") != (self.group == "H"):
+            return False
+        return any(parse_selector(text).matches(case) for text in self.where)
+
+
+# The cases that faults are planted in: small world sizes that together cover all code paths, all with stored goldens.
+CARRIER_IDS = (
+    "single-tensorwise-v2048-f64",
+    "single-rowwise-v2048-f64",
+    "fsdp2-tensorwise-v2048-f64",
+    "fsdp2-tensorwise-ag.fp8-v2048-f64",
+    "fsdp2-tensorwise-ag.fp8pre-v2048-f64",
+    "tp2-tensorwise-v2048-f64",
+    "tp2-rowwise-v2048-f64",
+    "tp2-tensorwise-tpstyle.fp8-v2048-f64",
+    "tp2-tensorwise-head.fp8-v2256-vpad128-f64",
+    "fsdp2-tp2-tensorwise-ag.fp8-v2048-f64",
+    "hsdp2x2-tensorwise-ag.fp8-v2048-f64",
+    "fsdp2-tensorwise-ac.full-v2048-f64",
+    "single-rowwise-ac.op-v2048-f64",
+    "single-rowwise-head.fp8-v2256-vpad128-f64",
+    "fsdp2-rowwise_with_gw_hp-v2048-b16",
+    "fsdp8-tensorwise-pad-v2048-sl40-f64",
+    "atp2-bf16-graph-v2048-b16",
+    "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-f64",
+    "fsdp2-atp2-rowwise-graph-v2048-gb2-b16-tol.0.02",
+    "tp2-tensorwise-head.fp8-v2256-f64",
+)
+REFUSED_CARRIER_ID = CARRIER_IDS[-1]  # an expected refusal, for faults that make it train
+
+
+def carriers_of(fault: Fault, *, at_most: int) -> tuple[Case, ...]:
+    """The first `at_most` carriers that a fault applies to; every fault has at least one."""
+    refused = fault.shows == "trains"
+    ids = (name for name in CARRIER_IDS if (name == REFUSED_CARRIER_ID) == refused)
+    found = (case for case in map(parse_case_id, ids) if fault.applies(case))
+    return tuple(itertools.islice(found, at_most))
+
+
+def fault_named(name: str) -> Fault:
+    """The fault of this name. Raises HarnessError with a suggestion if it does not exist."""
+    known = all_faults()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        fix = f"did you mean {near[0]}?" if near else "see `fp8-harness power --list`."
+        raise HarnessError(f"no fault is named '{name}'.", where=f"{PREFIX}{name}", fix=fix)
+    return known[name]
+
+
+@functools.cache
+def all_faults() -> Mapping[str, Fault]:
+    """All planted faults by name, in the order of `faults.toml`: class A first."""
+    tables = tomllib.loads(_LIST.read_text(encoding="utf-8"))
+    faults = {name: msgspec.convert({"name": name, **table}, Fault) for name, table in tables.items()}
+    return MappingProxyType(faults)
+
+
+_LIST = Path(__file__).with_name("faults.toml")

@@ -1,0 +1,121 @@
+"""The linears of the reference Llama: which are converted, their shapes, and their matmuls.
+
+Shape arithmetic that follows from a case alone. `rules.py` uses it for alignment, `expect/` for what must run.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from harness.matrix.case import Case
+
+# In order of execution in the forward of a block, which is the order that `selective_op` counts in.
+BLOCK_LINEARS = (
+    "attention.wq",
+    "attention.wk",
+    "attention.wv",
+    "attention.wo",
+    "feed_forward.w1",
+    "feed_forward.w3",
+    "feed_forward.w2",
+)
+OUTPUT_FQN = "output"
+ROWWISE = frozenset({"attention.wo", "feed_forward.w2"})  # sharded over in_features; the others over out_features
+
+
+class Gemm(msgspec.Struct, frozen=True, kw_only=True):
+    """One matmul [m, k] x [k, n] of one linear, as one rank, or several with equal shards, execute it."""
+
+    fqn: str
+    role: Literal["forward", "dgrad", "wgrad"]
+    m: int
+    n: int
+    k: int
+
+
+class _Linear(msgspec.Struct, frozen=True):
+    fqn: str
+    in_features: int
+    out_features: int
+
+
+def linear_fqns(case: Case) -> tuple[str, ...]:
+    """Every linear of the model in order of execution, converted or not."""
+    blocks = [f"layers.{layer}.{name}" for layer in range(case.model.shape.layers) for name in BLOCK_LINEARS]
+    return (*blocks, OUTPUT_FQN)
+
+
+def converted_fqns(case: Case) -> tuple[str, ...]:
+    """Linears expected to be Float8Linear after conversion, sorted; () for bf16."""
+    return tuple(sorted(fqn for fqn in linear_fqns(case) if is_converted(case, fqn)))
+
+
+def is_converted(case: Case, fqn: str) -> bool:
+    """True when this linear is expected to be converted."""
+    if not case.float8.enabled or (fqn == OUTPUT_FQN and not case.float8.output_layer):
+        return False
+    return not any(entry in fqn for entry in case.float8.filter_fqns)
+
+
+def is_checkpointed(case: Case, fqn: str) -> bool:
+    """True when the linear is in a checkpointed block: its operands are cast again in backward."""
+    return fqn != OUTPUT_FQN and case.checkpointing.wraps(int(fqn.split(".")[1]))
+
+
+def gemms(case: Case) -> tuple[Gemm, ...]:
+    """The scaled matmuls of one step in order of execution: all forwards, then the backwards from the last linear.
+
+    Without recomputed forwards, which repeat listed shapes, and without a wgrad in high precision. Where TP ranks hold
+    shards of different sizes, each size is listed once.
+    """
+    m = case.tokens_per_rank
+    linears = [linear for fqn in linear_fqns(case) if is_converted(case, fqn) for linear in _local(case, fqn)]
+    forward = [Gemm(fqn=li.fqn, role="forward", m=m, n=li.out_features, k=li.in_features) for li in linears]
+    backward: list[Gemm] = []
+    for li in reversed(linears):
+        backward.append(Gemm(fqn=li.fqn, role="dgrad", m=m, n=li.in_features, k=li.out_features))
+        if case.float8.traits.float8_weight_gradient:
+            backward.append(Gemm(fqn=li.fqn, role="wgrad", m=li.out_features, n=li.in_features, k=m))
+    return (*forward, *backward)
+
+
+def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:
+    """Shard sizes as `torch.chunk` gives them: chunks of the rounded-up size, then a smaller one, then empty ones."""
+    size = -(-total // ranks)
+    return tuple(max(0, min(size, total - rank * size)) for rank in range(ranks))
+
+
+def linear_features(case: Case, name: str) -> tuple[int, int]:
+    """(in_features, out_features) of the whole linear."""
+    shape = case.model.shape
+    kv_dim = shape.kv_heads * shape.head_dim
+    return {
+        "attention.wq": (shape.dim, shape.dim),
+        "attention.wk": (shape.dim, kv_dim),
+        "attention.wv": (shape.dim, kv_dim),
+        "attention.wo": (shape.dim, shape.dim),
+        "feed_forward.w1": (shape.dim, shape.ffn_dim),
+        "feed_forward.w3": (shape.dim, shape.ffn_dim),
+        "feed_forward.w2": (shape.ffn_dim, shape.dim),
+        OUTPUT_FQN: (shape.dim, case.model.padded_vocab_size),
+    }[name]
+
+
+def local_features(case: Case, name: str) -> tuple[int, int]:
+    """(in_features, out_features) of a linear as the first TP rank holds it."""
+    inputs, outputs = linear_features(case, name)
+    tp = case.layout.tp
+    return (-(-inputs // tp), outputs) if name in ROWWISE else (inputs, -(-outputs // tp))
+
+
+def _local(case: Case, fqn: str) -> tuple[_Linear, ...]:
+    """The linear as TP ranks hold it, once for every distinct shard size, largest first."""
+    name = fqn.split(".", 2)[-1]
+    inputs, outputs = linear_features(case, name)
+    split = inputs if name in ROWWISE else outputs
+    sizes = sorted(set(shard_sizes(split, case.layout.tp)), reverse=True)
+    if name in ROWWISE:
+        return tuple(_Linear(fqn, size, outputs) for size in sizes)
+    return tuple(_Linear(fqn, inputs, size) for size in sizes)

@@ -1,0 +1,54 @@
+"""The device mesh of a layout: the coordinates of every rank, and its peers along mesh axes.
+
+Expectations, checks and probes all use this module. Ranks are numbered as in torch's DeviceMesh: the last axis varies
+fastest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+from harness.matrix.case import Layout
+
+AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first
+DP_AXES = AXES[:2]
+
+
+def axis_size(layout: Layout, axis: str) -> int:
+    """Number of ranks along one axis."""
+    size: int = getattr(layout, axis)
+    return size
+
+
+def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """The coordinate of `rank` on every axis."""
+    found = {}
+    for axis in reversed(AXES):
+        rank, found[axis] = divmod(rank, axis_size(layout, axis))
+    return found
+
+
+def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+    """The ranks that differ from `rank` only on these axes, including itself, ascending."""
+    mine = coordinates(layout, rank)
+    return tuple(
+        other
+        for other in range(layout.world_size)
+        if all(axis in axes or at == mine[axis] for axis, at in coordinates(layout, other).items())
+    )
+
+
+def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:
+    """The mesh axis along which `ranks` are the peers of `rank`; several axes are joined by "+".
+
+    "world" for all ranks of a mesh with several axes, "self" for a group of one, "ranks 0,3" for any other group.
+    """
+    used = [axis for axis in AXES if axis_size(layout, axis) > 1]
+    if len(ranks) == 1:
+        return "self"
+    for count in range(1, len(used) + 1):
+        for chosen in itertools.combinations(used, count):
+            if ranks == peers(layout, rank, chosen):
+                return "world" if 1 < count == len(used) else "+".join(chosen)
+    return f"ranks {','.join(map(str, ranks))}"

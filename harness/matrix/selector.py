@@ -1,0 +1,171 @@
+"""Selectors: short expressions that pick cases by axis values and ids, as in `--select "tp=4,8 recipe!=bf16"`.
+
+Terms are separated by spaces and all must hold: `axis=value[,value...]`, `axis!=value[,value...]`, `axis>=number` (also
+`>`, `<=`, `<`), `id~glob`, and a bare word, which is a part of the id. `DERIVED` values can be used like axes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.matrix.axes import AXES, axis_type, axis_values, checked_value, choices, suggestion
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+
+_TERM = re.compile(r"([A-Za-z_0-9]+)(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
+_BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+
+
+# Numbers that are computed from several axes and can be used like an axis.
+DERIVED: dict[str, Callable[[Case], int]] = {
+    "world_size": lambda case: case.world_size,
+    "local_batch": lambda case: case.local_batch,
+}
+
+
+class Term(msgspec.Struct, frozen=True, kw_only=True):
+    """One condition. `axis` is None for a condition on the id, whose only value is a glob."""
+
+    axis: str | None
+    operator: str
+    values: tuple[object, ...]
+
+    def matches(self, case: Case) -> bool:
+        """True when the case meets the condition."""
+        if self.axis is None:
+            return fnmatch.fnmatchcase(case_id(case), str(self.values[0]))
+        found = DERIVED[self.axis](case) if self.axis in DERIVED else _values(case)[self.axis]
+        return _OPERATORS[self.operator](found, self.values)
+
+
+class Selector(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed expression; without terms it matches every case."""
+
+    text: str
+    terms: tuple[Term, ...]
+
+    def matches(self, case: Case) -> bool:
+        """True when every term holds."""
+        return all(term.matches(case) for term in self.terms)
+
+
+# What else decides whether a case holds a value on an axis, because it means nothing without.
+_DEPENDS_ON: dict[str, tuple[str, ...]] = {
+    "symm_mem": ("async_tp",),
+    "sequence_parallel": ("tp",),
+    "loss_parallel": ("tp",),
+    "wait_for_embedding": ("tp", "compile"),
+    "checkpoint_every": ("checkpointing",),
+    **{name: ("recipe",) for name, path in AXES.items() if path[0] == "float8" and name != "recipe"},
+    "world_size": ("dp_replicate", "dp_shard", "tp"),
+    "local_batch": ("global_batch", "dp_replicate", "dp_shard"),
+}
+
+
+def axes_read(selector: Selector) -> tuple[str, ...]:
+    """The axes that decide whether a selector matches. HarnessError when it asks for the id, which is all of them."""
+    found: dict[str, None] = {}
+    for term in selector.terms:
+        if term.axis is None:
+            raise HarnessError("it asks for a part of the id.", where=selector.text, fix="ask for axis values only.")
+        names = (*_DEPENDS_ON.get(term.axis, ()), *((term.axis,) if term.axis in AXES else ()))
+        found |= dict.fromkeys(names)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_selector(text: str) -> Selector:
+    """Parse a selector. Raises HarnessError with a suggestion for an unknown axis or an invalid value."""
+    return Selector(text=text, terms=tuple(_term(word, text) for word in text.split()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _values(case: Case) -> Mapping[str, object]:
+    return axis_values(case)
+
+
+def _term(word: str, text: str) -> Term:
+    found = _TERM.fullmatch(word)
+    if found is None:
+        return _id_part(word, text)
+    axis, operator, value = found.groups()
+    if axis == "id" and operator == "~":
+        return Term(axis=None, operator="~", values=(value,))
+    try:
+        return _axis_term(axis, operator, value)
+    except HarnessError as error:
+        raise HarnessError(error.what, where=f"selector '{text}'", fix=error.fix) from error
+
+
+def _id_part(word: str, text: str) -> Term:
+    if re.fullmatch(r"[A-Za-z0-9._+-]+", word) is None:
+        raise HarnessError(
+            f"'{word}' is neither a condition nor part of an id.",
+            where=f"selector '{text}'",
+            fix="write axis=value, axis!=value, axis>=number, id~glob or a part of an id.",
+        )
+    return Term(axis=None, operator="~", values=(f"*{word}*",))
+
+
+def _axis_term(axis: str, operator: str, value: str) -> Term:
+    if axis not in AXES and axis not in DERIVED:
+        raise HarnessError(f"unknown axis '{axis}'.", fix=suggestion(axis, ("id", *AXES, *DERIVED)))
+    if operator == "~":
+        raise HarnessError("~ only works with id.", fix=f"write id~{value} or {axis}={value}.")
+    ordered = operator not in ("=", "!=")
+    if ordered and axis not in DERIVED and axis_type(axis) not in (int, float):
+        raise HarnessError(f"axis '{axis}' has no order.", fix=f"use {axis}= or {axis}!=.")
+    values = (_limit(axis, value),) if ordered else tuple(_value(axis, part) for part in value.split(","))
+    return Term(axis=axis, operator=operator, values=values)
+
+
+def _limit(axis: str, text: str) -> float:
+    """The number to compare with, which need not be a valid value of the axis."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not math.isfinite(limit):
+        raise HarnessError(f"axis '{axis}' cannot be compared with '{text}'.", fix="write a finite number.")
+    return limit
+
+
+def _value(axis: str, text: str) -> object:
+    """The value of an axis that `text` stands for; a list of strings is written as `a+b`."""
+    kind = int if axis in DERIVED else axis_type(axis)
+    try:
+        if axis in DERIVED:
+            return int(text)
+        if kind is bool:
+            return _BOOLS[text.lower()]
+        if kind is tuple:
+            parts = [] if text in ("", "none") else text.split("+")
+            return tuple(sorted(set(checked_value(axis, parts))))  # type: ignore[call-overload]
+        number = kind in (int, float)
+        return checked_value(axis, kind(text) if number else text)  # type: ignore[call-arg]
+    except (KeyError, ValueError) as error:
+        known = [] if axis in DERIVED else [str(choice).lower() for choice in choices(axis)]
+        fix = suggestion(text, known) if known else f"write a number ({kind.__name__})."
+        raise HarnessError(f"axis '{axis}' cannot be '{text}'.", fix=fix) from error
+
+
+def _compare(operator: Callable[[float, float], bool]) -> Callable[[object, tuple[object, ...]], bool]:
+    """An ordered comparison, which is False for a value that is not set (None)."""
+    return lambda found, values: isinstance(found, int | float) and operator(found, float(str(values[0])))
+
+
+_OPERATORS: dict[str, Callable[[object, tuple[object, ...]], bool]] = {
+    "=": lambda found, values: found in values,
+    "!=": lambda found, values: found not in values,
+    ">=": _compare(lambda found, limit: found >= limit),
+    "<=": _compare(lambda found, limit: found <= limit),
+    ">": _compare(lambda found, limit: found > limit),
+    "<": _compare(lambda found, limit: found < limit),
+}

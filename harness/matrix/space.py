@@ -1,0 +1,216 @@
+"""The space of one matrix block: its cells, which rules forbid which of them, and how partial cells are completed.
+
+A cell (`Row`) holds one value index per factor. Every rule is tabulated once over the few factors that it reads, so
+that judging, counting and completing cells never builds a `Case`. It does not choose cells (`matrix.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.matrix.axes import AXES, axis_values, case_from_axes, ignored_axes
+from harness.matrix.case import Case
+from harness.matrix.casefile import AxisGroup, Block
+from harness.matrix.rules import EXCLUSIONS, REFUSALS, Exclusion, Rule
+
+Row = tuple[int, ...]
+# excluded: left out. refused: runs, and must end in an error. known: runs into a recorded upstream fault.
+Kind = Literal["excluded", "refused", "known"]
+
+IGNORED_OPTION = Exclusion(
+    name="ignored_option",
+    reason="a value that means nothing next to the others (an FP8 option with bf16, a TP option at tp 1, ...) would "
+    "repeat another case under its name",
+    source="docs/architecture.md",
+    axes=tuple(AXES),
+    applies=lambda case: False,  # a case cannot hold such a value: only cells of a matrix can
+)
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """One rule over one block: the value combinations of `factors` (ascending positions) that it applies to."""
+
+    rule: Rule
+    kind: Kind
+    factors: tuple[int, ...]
+    hits: frozenset[Row]
+
+
+class Space(msgspec.Struct, frozen=True, kw_only=True):
+    """The cells of one block. `tables` holds only rules that apply to some cell."""
+
+    block: Block
+    tables: tuple[Table, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of values of every factor."""
+        return tuple(len(group.values) for group in self.block.groups)
+
+    @property
+    def cells(self) -> int:
+        """Number of cells, possible or not."""
+        return math.prod(self.sizes)
+
+    def case(self, row: Row) -> Case:
+        """The case of a cell."""
+        return _build(self.block, _merged(self.block, dict(enumerate(row))))
+
+    def row_of(self, case: Case) -> Row | None:
+        """The cell that is this case; None when the block has no such cell."""
+        values = axis_values(case)
+        found = [
+            next((i for i, value in enumerate(group.values) if value.items() <= values.items()), None)
+            for group in self.block.groups
+        ]
+        row = tuple(index for index in found if index is not None)
+        return row if len(row) == len(found) and self.case(row) == case else None
+
+    def cells_hit(self, table: Table) -> int:
+        """Number of cells that a rule applies to. Cells hit by several rules count for each of them."""
+        others = [size for factor, size in enumerate(self.sizes) if factor not in table.factors]
+        return len(table.hits) * math.prod(others)
+
+    def complete(self, partial: Mapping[int, int], avoid: Sequence[Table]) -> Row | None:
+        """The first cell (in a fixed order) that agrees with `partial` and that no table in `avoid` hits, or None."""
+        domains = [(partial[i],) if i in partial else tuple(range(size)) for i, size in enumerate(self.sizes)]
+        return _search(domains, avoid)
+
+
+def is_hit(row: Row, tables: Sequence[Table]) -> bool:
+    """True when one of these tables applies to the cell."""
+    return any(tuple(row[factor] for factor in table.factors) in table.hits for table in tables)
+
+
+def spaces_of(blocks: Sequence[Block], max_world_size: int | None, known: Sequence[Rule] = ()) -> tuple[Space, ...]:
+    """The space of every block, with all rules tabulated. HarnessError on a cell that is no case at all.
+
+    `known` are the rules of recorded upstream faults.
+    """
+    kinds: list[tuple[Rule, Kind]] = [(rule, "excluded") for rule in EXCLUSIONS]
+    kinds += [(rule, "refused") for rule in REFUSALS]
+    kinds += [(rule, "known") for rule in known]
+    return tuple(_space(block, [*_world_limit(block, max_world_size), *kinds]) for block in blocks)
+
+
+def _space(block: Block, kinds: Sequence[tuple[Rule, Kind]]) -> Space:
+    tables = (*_ignored_tables(block), *(_tabulate(block, rule, kind) for rule, kind in kinds))
+    return Space(block=block, tables=tuple(table for table in tables if table.hits))
+
+
+def _world_limit(block: Block, of_file: int | None) -> list[tuple[Rule, Kind]]:
+    limits = [limit for limit in (block.max_world_size, of_file) if limit is not None]
+    if not limits:
+        return []
+    rule = Exclusion(
+        name="max_world_size",
+        reason=f"this file asks for worlds of at most {min(limits)} ranks",
+        source="max_world_size in [select] or [[matrix]]",
+        axes=("dp_replicate", "dp_shard", "tp"),
+        applies=lambda case: case.world_size > min(limits),
+    )
+    return [(rule, "excluded")]
+
+
+def _tabulate(block: Block, rule: Rule, kind: Kind) -> Table:
+    factors = _factors_setting(block.groups, rule.axes)
+    hits = []
+    for combination in _combinations(block.groups, factors):
+        values = _merged(block, combination)
+        if rule.applies(_build(block, {name: value for name, value in values.items() if name in rule.axes})):
+            hits.append(tuple(combination.values()))
+    return Table(rule=rule, kind=kind, factors=factors, hits=frozenset(hits))
+
+
+def _ignored_tables(block: Block) -> Iterator[Table]:
+    """One table for every part of a case: whether a value counts depends on its own part alone."""
+    for part in dict.fromkeys(path[0] for path in AXES.values()):
+        names = [name for name, path in AXES.items() if path[0] == part]
+        factors = _factors_setting(block.groups, names)
+        hits = []
+        for combination in _combinations(block.groups, factors):
+            values = {name: value for name, value in _merged(block, combination).items() if name in names}
+            asked = {name for factor, index in combination.items() for name in block.groups[factor].values[index]}
+            _build(block, values)
+            if asked.intersection(ignored_axes(values)):
+                hits.append(tuple(combination.values()))
+        yield Table(rule=IGNORED_OPTION, kind="excluded", factors=factors, hits=frozenset(hits))
+
+
+def _factors_setting(groups: Sequence[AxisGroup], names: Sequence[str]) -> tuple[int, ...]:
+    """Positions of the groups that set one of these axes."""
+    wanted = set(names)
+    return tuple(i for i, group in enumerate(groups) if any(wanted.intersection(value) for value in group.values))
+
+
+def _combinations(groups: Sequence[AxisGroup], factors: Sequence[int]) -> Iterator[dict[int, int]]:
+    for indices in itertools.product(*(range(len(groups[factor].values)) for factor in factors)):
+        yield dict(zip(factors, indices, strict=True))
+
+
+def _merged(block: Block, indices: Mapping[int, int]) -> dict[str, object]:
+    values = dict(block.base)
+    for factor, index in indices.items():
+        values |= block.groups[factor].values[index]
+    return values
+
+
+def _build(block: Block, values: dict[str, object]) -> Case:
+    try:
+        return case_from_axes(values)
+    except HarnessError as error:
+        raise HarnessError(error.what, where=f"matrix '{block.name}'", fix=error.fix) from error
+
+
+def _search(
+    domains: list[tuple[int, ...]], avoid: Sequence[Table], settled: frozenset[int] | None = None
+) -> Row | None:
+    """Depth-first over the factor with the fewest values left. `settled`: what changed; None means everything did."""
+    pruned = _prune(domains, avoid, settled)
+    if pruned is None:
+        return None
+    open_factors = [i for i, domain in enumerate(pruned) if len(domain) > 1]
+    if not open_factors:
+        return tuple(domain[0] for domain in pruned)
+    factor = min(open_factors, key=lambda i: len(pruned[i]))
+    for value in pruned[factor]:
+        narrowed = [*pruned[:factor], (value,), *pruned[factor + 1 :]]
+        found = _search(narrowed, avoid, frozenset((factor,)))
+        if found is not None:
+            return found
+    return None
+
+
+def _prune(
+    domains: list[tuple[int, ...]], avoid: Sequence[Table], settled: frozenset[int] | None
+) -> list[tuple[int, ...]] | None:
+    """Drop values that a table forbids once all but one of its factors are decided; None when nothing is left."""
+    domains = list(domains)
+    waiting = [table for table in avoid if settled is None or not settled.isdisjoint(table.factors)]
+    while waiting:
+        table = waiting.pop()
+        undecided = [factor for factor in table.factors if len(domains[factor]) > 1]
+        if len(undecided) > 1:
+            continue
+        target = undecided[0] if undecided else table.factors[0]
+        kept = _allowed(table, domains, target)
+        if not kept:
+            return None
+        if len(kept) < len(domains[target]):
+            domains[target] = kept
+            waiting += [other for other in avoid if other is not table and target in other.factors]
+    return domains
+
+
+def _allowed(table: Table, domains: Sequence[tuple[int, ...]], target: int) -> tuple[int, ...]:
+    """Values of `target` that the table does not forbid next to the decided values of its other factors."""
+    position = table.factors.index(target)
+    row = [domains[factor][0] for factor in table.factors]
+    before, after = tuple(row[:position]), tuple(row[position + 1 :])
+    return tuple(value for value in domains[target] if (*before, value, *after) not in table.hits)

@@ -1,0 +1,124 @@
+"""A TOML file with the line of every key, for errors that say `file:line`.
+
+tomllib does not report lines, so keys are searched in the text. The search is a heuristic (a key inside a multi-line
+string can mislead it) and is used only in error messages.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.matrix.axes import suggestion
+
+KeyPath = tuple[str | int, ...]
+
+_HEADER = re.compile(r"^\s*(\[\[?)\s*([^\]#]+?)\s*\]")
+_KEY = re.compile(r"""^\s*([A-Za-z0-9_."' -]+?)\s*=""")
+
+
+class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed TOML file. `where` is its name in errors, `lines` the 1-based line of every key and table found."""
+
+    where: str
+    data: dict[str, Any]
+    lines: dict[KeyPath, int]
+
+    def place(self, *path: str | int) -> str:
+        """`file:line` of a key, or of the closest table that contains it."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.lines:
+                return f"{self.where}:{self.lines[path[:end]]}"
+        return self.where
+
+    def error(self, *path: str | int, what: str, fix: str | None = None) -> HarnessError:
+        """An error about the key at `path`, for the caller to raise."""
+        return HarnessError(what, where=self.place(*path), fix=fix)
+
+    def check_keys(self, *path: str | int, table: object, known: Iterable[str]) -> dict[str, Any]:
+        """`table` as a dict. Raises HarnessError when it is not a table or has a key outside `known`."""
+        if not isinstance(table, dict):
+            raise self.error(*path, what=f"{_dotted(path)} must be a table, not {table!r}.")
+        names = tuple(known)
+        for key in table:
+            if key not in names:
+                raise self.error(*path, key, what=f"unknown key '{key}'.", fix=suggestion(key, names))
+        return table
+
+    def tables(self, name: str) -> list[Any]:
+        """The top-level `[[name]]` tables. Raises HarnessError when written as `[name]`."""
+        found = self.data.get(name, [])
+        if not isinstance(found, list):
+            raise self.error(name, what=f"'{name}' must be a list of tables.", fix=f"write [[{name}]].")
+        return found
+
+
+def read_toml_file(path: Path) -> TomlFile:
+    """The file at `path`. Raises HarnessError when it is missing, unreadable or not TOML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise HarnessError("no such file.", where=str(path), fix="check the name and the directory.") from error
+    except UnicodeDecodeError as error:
+        raise HarnessError(f"not UTF-8 text: {error.reason}.", where=str(path)) from error
+    except (OSError, ValueError) as error:
+        raise HarnessError(f"cannot be read: {error}.", where=str(path)) from error
+    return parse_toml(text, where=str(path))
+
+
+def parse_toml(text: str, *, where: str) -> TomlFile:
+    """The TOML in `text`. Raises HarnessError with the line when it is malformed."""
+    try:
+        data = tomllib.loads(text)
+    except RecursionError as error:
+        raise HarnessError("nested too deeply.", where=where) from error
+    except ValueError as error:  # TOMLDecodeError, or a number with more digits than Python allows
+        found = re.search(r" \(at line (\d+), column \d+\)$", str(error))
+        line = f":{found[1]}" if found else ""
+        what = str(error)[: found.start()] if found else str(error)
+        raise HarnessError(f"malformed TOML: {what}.", where=where + line) from error
+    return TomlFile(where=where, data=data, lines=_find_lines(text))
+
+
+def _find_lines(text: str) -> dict[KeyPath, int]:
+    lines: dict[KeyPath, int] = {}
+    counts: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = _HEADER.match(line)
+        key = _KEY.match(line)
+        if header:
+            table = _numbered(_keys(header[2]), counts)
+            if header[1] == "[[":
+                counts[table] = counts.get(table, -1) + 1
+                table = (*table, counts[table])
+            lines.setdefault(table, number)
+        elif key:
+            words = _keys(key[1])
+            for end in range(1, len(words) + 1):
+                lines.setdefault((*table, *words[:end]), number)
+    return lines
+
+
+def _numbered(words: tuple[str, ...], counts: dict[KeyPath, int]) -> KeyPath:
+    """`matrix.axes` after the second `[[matrix]]` is `("matrix", 1, "axes")`."""
+    path: KeyPath = ()
+    for position, word in enumerate(words):
+        path = (*path, word)
+        if path in counts and position < len(words) - 1:
+            path = (*path, counts[path])
+    return path
+
+
+def _keys(dotted: str) -> tuple[str, ...]:
+    return tuple(word.strip().strip("\"'") for word in dotted.split("."))
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path if isinstance(part, str)) or "the file"

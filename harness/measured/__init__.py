@@ -1,1 +1,0 @@
-"""Numbers on disk and what they rest on: goldens, tolerances, the runs that measure them."""

@@ -1,0 +1,159 @@
+"""The judge of a run: what each case is judged by, gathered before any rank starts, and the verdict on what came back.
+
+A damaged golden or an unfounded tolerance ends the run here, before anything was spent; a missing one becomes a failure
+of the case that needs it. Witnesses that have to be run come from a `WitnessCache`. The checks themselves are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from harness.checks import parity
+from harness.checks.divergence import first_divergence
+from harness.checks.judge import Judgement, judge, with_known_fault
+from harness.checks.twin import needs_twin, with_twin_diagnosis
+from harness.checks.witnesses import Witnesses
+from harness.engine.messages import JobStatus
+from harness.evidence.golden import Golden, GoldenMissing, load_golden
+from harness.evidence.tolerance import (
+    Tolerance,
+    ToleranceMissing,
+    parity_key,
+    parity_tolerance_for,
+    tolerance_for,
+    tolerance_key,
+)
+from harness.expect.expectations import Expectations
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, family_id
+from harness.matrix.known import KnownFault, match_known, read_known
+from harness.project import Project
+from harness.running.machine import installed_version
+from harness.running.witnesses import WitnessCache
+from harness.trace import Run
+
+
+class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
+    """What one case is judged by."""
+
+    family: str
+    witnesses: Witnesses
+    known: KnownFault | None = None
+
+    @property
+    def needs_golden(self) -> bool:
+        """True when the case is compared with a golden that is not there."""
+        return self.witnesses.expect.refusal is None and self.witnesses.golden is None
+
+
+class CaseJudge:
+    """Judges the cases of a run by everything the project knows of them. It is the `Judge` of `case_runner.py`."""
+
+    def __init__(self, judged_by: dict[str, JudgedBy]) -> None:
+        self._judged_by = judged_by
+
+    @property
+    def missing_goldens(self) -> tuple[str, ...]:
+        """Families that a case is compared with and that have no golden, sorted."""
+        return tuple(sorted({each.family for each in self._judged_by.values() if each.needs_golden}))
+
+    def expectation(self, case: Case) -> str | None:
+        """Name of the known fault or the refusal that the case must show, if any."""
+        basis = self._judged_by[case_id(case)]
+        if basis.known is not None:
+            return basis.known.name
+        refusal = basis.witnesses.expect.refusal
+        return refusal.name if refusal is not None else None
+
+    def judge(self, case: Case, run: Run, status: JobStatus, cache: WitnessCache) -> Judgement:
+        """The verdict on what came back from the ranks."""
+        basis = self._judged_by[case_id(case)]
+        witnesses = basis.witnesses
+        sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
+        if sketched and witnesses.expect.refusal is None:
+            witnesses = msgspec.structs.replace(witnesses, solo=cache.solo(case), partner=cache.partner(case))
+        found = _explained(case, run, judge(case, run, status, witnesses), witnesses.golden, cache)
+        return found if basis.known is None else with_known_fault(found, basis.known)
+
+
+def _explained(case: Case, run: Run, found: Judgement, golden: Golden | None, cache: WitnessCache) -> Judgement:
+    """The judgement with the first operand that differs, and what the BF16 twin says of a loss that is off."""
+    findings = found.findings
+    recorded = run.complete and all(trace.operands is not None for trace in run.traces)
+    if recorded and any(finding.check == parity.NAME for finding in findings):
+        solo = cache.solo_with_operands(case)
+        first = None if solo is None else first_divergence(case, run, solo)
+        findings = findings if first is None else (*findings, first)
+    if golden is not None and run.complete and needs_twin(findings):
+        findings = with_twin_diagnosis(findings, run, golden, cache.twin(case))
+    return msgspec.structs.replace(found, findings=findings)
+
+
+class _EvidenceReader:
+    """Reads each golden and each tolerance of a project once."""
+
+    def __init__(self, root: Path, hardware: str) -> None:
+        self._root = root
+        self._hardware = hardware
+        self._goldens: dict[str, Golden | None] = {}
+        self._parity: dict[tuple[str, int], Tolerance | None] = {}
+        self._tolerances: dict[tuple[str, int, float | None], Tolerance | None] = {}
+
+    def golden(self, case: Case) -> Golden | None:
+        family = family_id(case)
+        if family not in self._goldens:
+            try:
+                self._goldens[family] = load_golden(self._root, self._hardware, family)
+            except GoldenMissing:
+                self._goldens[family] = None
+        return self._goldens[family]
+
+    def parity_tolerance(self, case: Case) -> Tolerance | None:
+        key = (parity_key(case), case.train.steps)
+        if key not in self._parity:
+            try:
+                self._parity[key] = parity_tolerance_for(case, self._root)
+            except ToleranceMissing:
+                self._parity[key] = None
+        return self._parity[key]
+
+    def tolerance(self, case: Case) -> Tolerance | None:
+        key = (tolerance_key(case), case.train.steps, case.checks.loss_tolerance)
+        if key not in self._tolerances:
+            try:
+                self._tolerances[key] = tolerance_for(case, self._root)
+            except ToleranceMissing:
+                self._tolerances[key] = None
+        return self._tolerances[key]
+
+
+def prepare_judge(project: Project, cases: Iterable[Case], *, hardware: str) -> CaseJudge:
+    """The judge of these cases on one hardware class (`golden.hardware_class`).
+
+    Raises `HarnessError` for a damaged golden, an unfounded tolerance or an unreadable record of known faults.
+    """
+    evidence = _EvidenceReader(project.root, hardware)
+    known = known_here(project)
+    return CaseJudge({case_id(case): _judged_by(case, evidence, known) for case in cases})
+
+
+def known_here(project: Project) -> tuple[KnownFault, ...]:
+    """The recorded upstream faults of the torch that is installed; all of them where none is."""
+    recorded = read_known(project.known) if project.known.exists() else ()
+    torch = installed_version("torch")
+    return tuple(fault for fault in recorded if torch is None or fault.affects(torch))
+
+
+def _judged_by(case: Case, evidence: _EvidenceReader, known: tuple[KnownFault, ...]) -> JudgedBy:
+    expect = Expectations(case)
+    trains = expect.refusal is None
+    witnesses = Witnesses(
+        expect=expect,
+        golden=evidence.golden(case) if trains else None,
+        tolerance=evidence.tolerance(case) if trains else None,
+        parity_tolerance=evidence.parity_tolerance(case) if trains else None,
+    )
+    return JudgedBy(family=family_id(case), witnesses=witnesses, known=match_known(known, case))

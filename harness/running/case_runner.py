@@ -1,0 +1,118 @@
+"""The work on one case: attempts on ranks, then one verdict.
+
+Owns the retry rule (only `infra`, once, visibly) and how a `CaseResult` is put together. Every front end runs cases
+through here, so that they cannot differ. What a case is judged by comes from a `Judge` (`case_judge.py`).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from harness.checks.judge import Judgement, run_from_outcome
+from harness.engine.messages import JobOutcome, JobStatus
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.result import Attempt, CaseResult
+from harness.running.executor import Executor
+from harness.running.plan import Plan
+from harness.running.witnesses import WitnessCache
+from harness.trace import Run
+from harness.verdict import Finding, Verdict
+
+MAX_ATTEMPTS = 2  # the second one only after `infra`: what ranks did is never tried again until it passes
+
+
+class Judge(Protocol):
+    """What one run of a case is judged by."""
+
+    def expectation(self, case: Case) -> str | None:
+        """Name of the refusal or the known fault that the case must show, if any."""
+
+    def judge(self, case: Case, run: Run, status: JobStatus, cache: WitnessCache) -> Judgement:
+        """The verdict on what came back from the ranks; witnesses that have to be run come from `cache`."""
+
+
+class CaseRunner:
+    """Runs cases to their results; thread-safe. It is the `Work` of `schedule.py`."""
+
+    def __init__(
+        self, plan: Plan, executor: Executor, judge: Judge, cache: WitnessCache, note: Callable[[str], None]
+    ) -> None:
+        self._plan = plan
+        self._cache = cache
+        self._executor = executor
+        self._judge = judge
+        self._note = note
+
+    def run(self, case: Case) -> CaseResult | None:
+        """Run one case to its result; None when stopped before there was one."""
+        attempts: tuple[Attempt, ...] = ()
+        while True:
+            outcome = self._executor.execute(case)
+            if outcome is None or self._executor.stopped:
+                return None
+            result = self._result(case, outcome, attempts)
+            attempts = result.attempts
+            if result.verdict is not Verdict.INFRA or len(attempts) >= MAX_ATTEMPTS:
+                return result
+            self._note(f"infra, trying again: {result.case_id}: {outcome.message}")
+
+    def stop(self) -> None:
+        """Start nothing any more and kill what runs."""
+        self._executor.stop()
+
+    def not_run(self, case: Case) -> CaseResult:
+        """The result of a case that the run never got to."""
+        judgement = Judgement(verdict=Verdict.NOT_RUN, findings=())
+        return self._assembled(case, judgement, run=None, attempts=())
+
+    def _result(self, case: Case, outcome: JobOutcome, earlier: tuple[Attempt, ...]) -> CaseResult:
+        """The result after this attempt."""
+        run: Run | None = None
+        try:
+            run = run_from_outcome(outcome)
+            judgement = _explained(self._judge.judge(case, run, outcome.status, self._cache), run, outcome)
+        except Exception as error:  # a fault of the harness in one case must not lose the results of the others
+            judgement = _broken_judgement(error)
+        attempt = Attempt(
+            verdict=judgement.verdict,
+            message=outcome.message,
+            wall_s=outcome.wall_s,
+            cpu_s=outcome.cpu_s,
+            detected_s=outcome.detected_s,
+        )
+        return self._assembled(case, judgement, run=run, attempts=(*earlier, attempt))
+
+    def _assembled(
+        self, case: Case, judgement: Judgement, *, run: Run | None, attempts: tuple[Attempt, ...]
+    ) -> CaseResult:
+        name = case_id(case)
+        return CaseResult(
+            case_id=name,
+            verdict=judgement.verdict,
+            findings=judgement.findings,
+            attempts=attempts,
+            world_size=case.world_size,
+            expectation=self._judge.expectation(case),
+            run=run.without_records if run is not None else None,
+            checks=judgement.checks,
+            not_judged=judgement.not_judged,
+            command=self._plan.command(name),
+        )
+
+
+def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement:
+    """With the engine's own words when the job failed but no rank did: nothing else says why."""
+    if outcome.status == "ok" or run.failures or not outcome.message:
+        return judgement
+    return msgspec.structs.replace(judgement, findings=(Finding(check="engine", message=outcome.message),))
+
+
+def _broken_judgement(error: Exception) -> Judgement:
+    text = "".join(traceback.format_exception(error))
+    finding = Finding(check="judge", message=f"the harness failed while judging: {error!r}\n{text}")
+    return Judgement(verdict=Verdict.INFRA, findings=(finding,))

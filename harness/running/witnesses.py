@@ -1,0 +1,140 @@
+"""Witness runs: solo, twin and partner runs that cases are compared with, each run once and kept by content.
+
+A witness depends on nothing but its own case, the versions that compute it, limits on the CPU's arithmetic and the
+source of the rank program. So it is kept on disk under a digest of these, and shared by all cases, runs and processes.
+Damaged or unreadable files count as absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from harness.checks.judge import run_from_outcome
+from harness.durable import WriteFailed, write_whole
+from harness.engine.messages import JobOutcome
+from harness.expect.relations import partner
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, solo_case, twin_case
+from harness.result import WitnessMade
+from harness.running.executor import Executor
+from harness.running.machine import arithmetic_limits
+from harness.running.plan import Plan
+from harness.trace import Run
+
+_PACKAGES = ("torch", "torchao", "numpy")
+
+
+class WitnessCache:
+    """Hands out witnesses, running each at most once at a time. Thread-safe."""
+
+    def __init__(self, executor: Executor, folder: Path, plan: Plan) -> None:
+        self._executor = executor
+        self._folder = folder
+        made_by = (plan.program, plan.device, sorted(plan.probes), arithmetic_limits(), _versions(), _source_digest())
+        self._content = " ".join(map(str, made_by))
+        self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._kept: dict[str, Run] = {}
+        self._made_here: list[WitnessMade] = []
+
+    @property
+    def made(self) -> tuple[WitnessMade, ...]:
+        """The witnesses that were run here, by name."""
+        return tuple(sorted(self._made_here, key=lambda witness: witness.name))
+
+    def solo(self, case: Case) -> Run | None:
+        """The solo witness of a case, sketched; None when it did not finish."""
+        return self._solo("solo", case, ("sketches",))
+
+    def solo_with_operands(self, case: Case) -> Run | None:
+        """The same with its operands recorded, which takes half as long again: for explaining a failure only."""
+        return self._solo("solo with operands", case, ("operands",))
+
+    def _solo(self, kind: str, case: Case, probes: tuple[str, ...]) -> Run | None:
+        witness = solo_case(case)
+        return self._witness(f"{kind} {case_id(witness)}", lambda: self._executor.execute_solo(witness, probes))
+
+    def twin(self, case: Case) -> Run | None:
+        """The BF16 twin of a case; None when it did not finish."""
+        witness = twin_case(case)
+        return self._witness(f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
+
+    def partner(self, case: Case) -> Run | None:
+        """The run of the partner of a case (`relations.py`), sketched; None when it did not finish or there is none."""
+        relation = partner(case)
+        if relation is None:
+            return None
+        other = relation.partner
+        name = f"partner {case_id(other)}"
+        return self._witness(name, lambda: self._executor.execute_plain(other, probes=("sketches",)))
+
+    def _witness(self, name: str, execute: Callable[[], JobOutcome | None]) -> Run | None:
+        with self._locks[name]:
+            if name not in self._kept:
+                run = self._stored(name) or self._made(name, execute())
+                if run is None:
+                    return None
+                self._kept[name] = run
+            return self._kept[name]
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{hashlib.sha256(f'{name} {self._content}'.encode()).hexdigest()[:32]}.msgpack"
+
+    def _stored(self, name: str) -> Run | None:
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+            seal, content = _split(self._path(name).read_bytes())
+            run = msgspec.msgpack.decode(content, type=Run) if seal == _seal(content) else None
+            return run if run is not None and run.complete else None
+        return None
+
+    def _made(self, name: str, outcome: JobOutcome | None) -> Run | None:
+        if outcome is None:
+            return None
+        self._made_here.append(WitnessMade(name=name, cpu_s=outcome.cpu_s))
+        if outcome.status != "ok":
+            return None
+        run = run_from_outcome(outcome)
+        if not run.complete:
+            return None
+        with contextlib.suppress(WriteFailed):  # a full disk costs time, not truth
+            content = msgspec.msgpack.encode(run)
+            write_whole(self._path(name), _seal(content) + content)
+        return run
+
+
+def _seal(content: bytes) -> bytes:
+    """What stands before the content of a file: a witness with one wrong bit would fail good runs for ever."""
+    return hashlib.sha256(content).digest()
+
+
+def _split(stored: bytes) -> tuple[bytes, bytes]:
+    size = hashlib.sha256().digest_size
+    return stored[:size], stored[size:]
+
+
+def _versions() -> str:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package}=={version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} missing")
+    return " ".join(found)
+
+
+def _source_digest() -> str:
+    """Over the source of what computes a witness: an edit of the rank program makes every kept one stale."""
+    state = hashlib.sha256()
+    here = Path(__file__).parents[1]
+    for folder in ("worker", "trace", "matrix", "expect"):
+        for path in sorted((here / folder).rglob("*.py")):
+            state.update(str(path.relative_to(here)).encode())
+            state.update(path.read_bytes())
+    return state.hexdigest()

@@ -1,1 +1,0 @@
-"""What is asked: cases, their ids, the rules about them, and the matrix they are chosen from. No torch."""

@@ -1,0 +1,184 @@
+"""The noise: how far correct FP8 and BF16 runs are from their golden, over seeds, layouts and machines.
+
+Chooses the cases, runs them and turns distances into samples. `evidence/tolerance.py` derives tolerances from these.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from harness.checks.judge import Judgement
+from harness.checks.parity import worst_distances
+from harness.engine.messages import JobStatus
+from harness.evidence.golden import hardware_class, load_golden
+from harness.evidence.tolerance import (
+    LOSS_VS_GOLDEN,
+    PARITY,
+    SCHEMA,
+    Evidence,
+    Sample,
+    evidence_path,
+    parity_key,
+    read_evidence,
+    tolerance_key,
+)
+from harness.matrix.case import Case, Layout
+from harness.matrix.caseid import case_id, family_id, reference_case
+from harness.matrix.rules import expected_refusal
+from harness.project import Project
+from harness.result import CaseResult
+from harness.running.machine import arithmetic_limits
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.witnesses import WitnessCache
+from harness.studies.references import SanityJudge, needed_references
+from harness.trace import RankTrace, Run
+from harness.verdict import Verdict
+from harness.workflow import run_cases
+
+DEFAULT_ENVIRONMENT = "default"
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """The evidence of every check including the new samples, and the results of failed runs."""
+
+    evidence: dict[str, Evidence]
+    new_samples: int
+    failed: tuple[CaseResult, ...]
+    interrupted: bool
+
+
+class DistanceJudge(SanityJudge):
+    """A SanityJudge that also records how far the gradients of `cases` are from those of their solo witness."""
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        self._wanted = {case_id(case) for case in cases}
+        self.parity: dict[str, tuple[float, ...]] = {}  # by case id: the worst relative distance of every step
+
+    def judge(self, case: Case, run: Run, status: JobStatus, cache: WitnessCache) -> Judgement:
+        """The judgement of SanityJudge; records the distances."""
+        judgement = super().judge(case, run, status, cache)
+        sketched = judgement.verdict is Verdict.PASSED and all(trace.sketches for trace in run.traces)
+        solo = cache.solo(case) if sketched and case_id(case) in self._wanted else None
+        if solo is not None:
+            self.parity[case_id(case)] = worst_distances(run, solo, steps=range(1, case.train.steps + 1))
+        return judgement
+
+
+def measured_cases(cases: Iterable[Case], *, layouts: int) -> tuple[Case, ...]:
+    """Of these cases, up to `layouts` with different layouts for every tolerance key, spread over world sizes."""
+    by_key: dict[str, dict[Layout, Case]] = {}
+    for case in cases:
+        if expected_refusal(case) is None and case.checks.loss_tolerance is None:
+            by_key.setdefault(tolerance_key(case), {}).setdefault(case.layout, case)
+    return tuple(case for found in by_key.values() for case in _spread(list(found.values()), layouts))
+
+
+def over_seeds(cases: Iterable[Case], seeds: int) -> tuple[Case, ...]:
+    """These cases with each of the seeds 0 to `seeds` - 1."""
+    replace = msgspec.structs.replace
+    return tuple(replace(case, train=replace(case.train, seed=seed)) for seed in range(seeds) for case in cases)
+
+
+def measure(
+    project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, command: str, fresh: bool
+) -> Measurement:
+    """Run the cases and return the evidence with their distances, which replace earlier ones of this environment.
+
+    `fresh` measures against BF16 references that run now; otherwise against the stored goldens, which shows the spread
+    over machines.
+    """
+    references = needed_references(cases) if fresh else ()
+    judge = DistanceJudge(cases)
+    result = run_cases(project, _unique([*references, *cases]), plan, judge, progress)
+    traces = {
+        each.case_id: each.run.traces[0]
+        for each in result.results
+        if each.verdict is Verdict.PASSED and each.run is not None
+    }
+    pairs = ((case, _reference_losses(project, case, traces, fresh=fresh)) for case in cases if case_id(case) in traces)
+    samples = [
+        _sample(case, tolerance_key(case), _distances(traces[case_id(case)], losses))
+        for case, losses in pairs
+        if losses is not None
+    ]
+    parity = [
+        _sample(case, parity_key(case), judge.parity[case_id(case)])
+        for case in cases
+        if case_id(case) in traces and case_id(case) in judge.parity
+    ]
+    return Measurement(
+        evidence={
+            check: _merged(project, check, found, list(traces.values()), command=command)
+            for check, found in ((LOSS_VS_GOLDEN, samples), (PARITY, parity))
+            if found
+        },
+        new_samples=len(samples) + len(parity),
+        failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
+        interrupted=result.interrupted,
+    )
+
+
+def environment() -> str:
+    """The variables that limit the CPU kernels of this process (`ATEN_CPU_CAPABILITY=avx2`), or `default`."""
+    return arithmetic_limits() or DEFAULT_ENVIRONMENT
+
+
+def _spread(cases: list[Case], count: int) -> list[Case]:
+    """Up to `count` of the cases, evenly spread over world sizes."""
+    ordered = sorted(cases, key=lambda case: (case.world_size, case_id(case)))
+    if len(ordered) <= count:
+        return ordered
+    last = len(ordered) - 1
+    return [ordered[round(index * last / max(1, count - 1))] for index in range(count)]
+
+
+def _unique(cases: Iterable[Case]) -> tuple[Case, ...]:
+    return tuple({case_id(case): case for case in cases}.values())
+
+
+def _reference_losses(
+    project: Project, case: Case, traces: dict[str, RankTrace], *, fresh: bool
+) -> tuple[float, ...] | None:
+    """The losses that the case is measured against; None if its fresh reference failed."""
+    if fresh:
+        trace = traces.get(case_id(reference_case(case)))
+        return None if trace is None else tuple(step.loss for step in trace.steps)
+    hardware = hardware_class(traces[case_id(case)].device)
+    return load_golden(project.root, hardware, family_id(case)).losses
+
+
+def _distances(trace: RankTrace, losses: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(abs(step.loss - loss) for step, loss in zip(trace.steps, losses, strict=True))
+
+
+def _sample(case: Case, key: str, per_step: tuple[float, ...]) -> Sample:
+    layout = msgspec.structs.replace(Case(), layout=case.layout)
+    return Sample(
+        key=key,
+        case_id=case_id(case),
+        layout=case_id(layout).split("-bf16", maxsplit=1)[0],
+        seed=case.train.seed,
+        per_step=per_step,
+        environment=environment(),
+    )
+
+
+def _merged(
+    project: Project, check: str, samples: Sequence[Sample], traces: Sequence[RankTrace], *, command: str
+) -> Evidence:
+    """The stored evidence, with these samples instead of earlier ones of the same cases and environment."""
+    stored = read_evidence(project.root, check).samples if evidence_path(project.root, check).exists() else ()
+    replaced = {(sample.case_id, sample.environment) for sample in samples}
+    kept = [sample for sample in stored if (sample.case_id, sample.environment) not in replaced]
+    return Evidence(
+        schema=SCHEMA,
+        samples=(*kept, *samples),
+        software=dict(sorted(traces[0].software.items())) if traces else {},
+        device=traces[0].device if traces else "",
+        command=command,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )

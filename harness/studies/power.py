@@ -1,0 +1,237 @@
+"""Power: which planted faults the checks detect, compared with two common ways of testing FP8 training.
+
+Every fault is planted in one or two cases (its carriers), which are judged like any case. The baselines compare the
+loss with BF16, and the gradients by signal-to-quantization-noise ratio (SQNR). The carriers also run clean: checks that
+fail there detect nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from harness.checks.assembly import assemble, relative_distance
+from harness.checks.judge import Judgement
+from harness.engine.messages import JobStatus
+from harness.evidence.costs import read_costs
+from harness.evidence.golden import Golden, GoldenMissing, load_golden
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, family_id
+from harness.matrix.choice import carries
+from harness.matrix.faults import Fault, carriers_of
+from harness.project import Project
+from harness.result import CaseResult
+from harness.running.case_judge import CaseJudge, known_here, prepare_judge
+from harness.running.case_runner import CaseRunner
+from harness.running.executor import Executor, open_executor
+from harness.running.injection import parse_injection
+from harness.running.machine import hardware
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.schedule import run_schedule
+from harness.running.selection import Query, select_cases
+from harness.running.witnesses import WitnessCache
+from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
+from harness.trace import Run
+from harness.verdict import Finding
+from harness.workflow import check_fits
+
+Carriers = Mapping[str, Sequence[Case]]  # by the name of a fault
+
+
+def carriers_among(project: Project, faults: Sequence[Fault], query: Query | None, *, at_most: int) -> Carriers:
+    """The cases to plant every fault in, by its name: the cheapest that `query` selects, or those of the catalogue."""
+    if query is None:
+        return {fault.name: carriers_of(fault, at_most=at_most) for fault in faults}
+    known, costs = known_here(project), read_costs(project.root)
+    cheapest = sorted(select_cases(project, query), key=costs.case_s)
+    return {fault.name: [case for case in cheapest if carries(case, fault, known)][:at_most] for fault in faults}
+
+
+def run_power(project: Project, faults: Sequence[Fault], carriers: Carriers, plan: Plan, progress: Progress) -> Power:
+    """Run every fault in each of its carriers, and these carriers clean. Ctrl-C keeps finished runs."""
+    started_s = time.monotonic()
+    used = tuple({case_id(case): case for fault in faults for case in carriers[fault.name]}.values())
+    check_fits(used, plan)
+    clean = [_Planting(case=case) for case in used]
+    plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in carriers[fault.name]))
+    progress.begin(len(plantings))
+    with open_executor(plan.serving(used), project) as executor:
+        work = _TrialWork(project, used, plan, executor, progress)
+        ended = run_schedule(plantings, work, _TrialObserver(progress), jobs=plan.jobs)
+    tried = [outcome for outcome in ended.results if outcome is not None]
+    failing_clean = {each.result.case_id: _checks(each.result) for each in tried if each.fault is None}
+    return Power(
+        trials=tuple(_trial(each, failing_clean) for each in tried if each.fault is not None),
+        clean=tuple(_trial(each, {}) for each in tried if each.fault is None),
+        not_planted=tuple(fault.name for fault in faults if not carriers[fault.name]),
+        wall_s=time.monotonic() - started_s,
+        interrupted=ended.interrupted,
+    )
+
+
+class _Planting(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault to plant in a case, or no fault. An item of the schedule."""
+
+    case: Case
+    fault: Fault | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the case."""
+        return self.case.world_size
+
+    @property
+    def name(self) -> str:
+        """What people read."""
+        return f"{self.fault.name if self.fault is not None else 'clean'} in {case_id(self.case)}"
+
+
+class _Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out of a planting."""
+
+    planting: _Planting
+    result: CaseResult
+    baseline: BaselineDetection
+
+    @property
+    def fault(self) -> Fault | None:
+        """What was planted; None in a clean run."""
+        return self.planting.fault
+
+
+class _TrialWork:
+    """Runs plantings on one engine. The witnesses are run once, without faults."""
+
+    def __init__(
+        self, project: Project, cases: Sequence[Case], plan: Plan, executor: Executor, progress: Progress
+    ) -> None:
+        self._plan = plan
+        self._executor = executor
+        self._progress = progress
+        self._judge = prepare_judge(project, cases, hardware=hardware(plan.device))
+        self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
+        self._cache = WitnessCache(executor, project.witness_folder(), plan)
+
+    def run(self, planting: _Planting) -> _Tried | None:
+        """Run the case with the fault; None when stopped before there was a result."""
+        injections = () if planting.fault is None else (parse_injection(planting.fault.injection),)
+        plan = msgspec.structs.replace(self._plan, injections=injections)
+        recording = _RecordingJudge(self._judge, self._goldens[case_id(planting.case)])
+        runner = CaseRunner(plan, self._executor.with_plan(plan), recording, self._cache, self._progress.note)
+        result = runner.run(planting.case)
+        if result is None:
+            return None
+        return _Tried(planting=planting, result=result, baseline=recording.baseline)
+
+    def stop(self) -> None:
+        """Start nothing any more and kill what runs."""
+        self._executor.stop()
+
+
+class _TrialObserver:
+    """Tells a `Progress` what is planted and which checks detect it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def started(self, planting: _Planting) -> None:
+        """A thread took up this planting."""
+        self._progress.started(planting.name, planting.world_size)
+
+    def finished(self, tried: _Tried) -> None:
+        """A planting has its result: a line only where a clean run fails or a fault is not detected."""
+        result = tried.result
+        expected = result.verdict.good == (tried.fault is None or tried.fault.equivalent is not None)
+        found = ", ".join(sorted(_checks(result))) or "no finding"
+        line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {tried.planting.name}: {found}"
+        self._progress.finished(tried.planting.name, line, remarkable=not expected)
+
+
+class _RecordingJudge:
+    """Judges one case with another judge and records what the baselines detect in it. It is a `Judge`."""
+
+    def __init__(self, judge: CaseJudge, golden: Golden | None) -> None:
+        self.expectation = judge.expectation
+        self.baseline = UNFINISHED
+        self._judge = judge
+        self._golden = golden
+
+    def judge(self, case: Case, run: Run, status: JobStatus, cache: WitnessCache) -> Judgement:
+        """The judgement of the other judge."""
+        judgement = self._judge.judge(case, run, status, cache)
+        if run.complete:
+            self.baseline = baseline_detection(run, self._golden, cache.solo(case))
+        return judgement
+
+
+def baseline_detection(run: Run, golden: Golden | None, solo: Run | None) -> BaselineDetection:
+    """What comparing losses with the golden, and the SQNR of gradients against `solo`, detect in a finished run."""
+    losses = [[step.loss for step in trace.steps] for trace in run.traces]
+    gaps = [
+        abs(loss - expected) if math.isfinite(loss) else math.inf
+        for curve in losses
+        for loss, expected in zip(curve, golden.losses if golden is not None else curve, strict=False)
+    ]
+    sqnr_db = None if solo is None else _worst_sqnr(run, solo)
+    return BaselineDetection(loss_gap=max(gaps, default=math.inf), sqnr_db=sqnr_db)
+
+
+def _worst_sqnr(run: Run, solo: Run) -> float | None:
+    """SQNR in dB of the worst gradient of the first step: infinite if all are equal, minus infinity for NaN."""
+    found, expected = assemble(run.traces), assemble(solo.traces)
+    keys = [key for key in expected if key.step == 1 and key.kind == "grad" and key in found]
+    distances = [relative_distance(found[key], expected[key]) for key in keys]
+    if not distances:
+        return None
+    worst = max(math.inf if math.isnan(distance) else distance for distance in distances)
+    return math.inf if worst == 0 else -20 * math.log10(worst)
+
+
+def _golden(project: Project, case: Case, plan: Plan) -> Golden | None:
+    try:
+        return load_golden(project.root, hardware(plan.device), family_id(case))
+    except GoldenMissing:
+        return None
+
+
+def _checks(result: CaseResult) -> frozenset[str]:
+    return frozenset(finding.check for finding in result.findings)
+
+
+def _trial(tried: _Tried, failing_clean: Mapping[str, frozenset[str]]) -> Trial:
+    """The trial, without the checks that fail in the clean run of the case too."""
+    fault, result = tried.fault, tried.result
+    ignored = failing_clean.get(result.case_id, frozenset())
+    findings = [finding for finding in result.findings if finding.check not in ignored]
+    steps = [finding.step for finding in findings if finding.step is not None]
+    excesses = [value for value in map(_excess, findings) if value is not None]
+    return Trial(
+        fault=fault.name if fault is not None else None,
+        group=fault.group if fault is not None else None,
+        equivalent=fault is not None and fault.equivalent is not None,
+        case_id=result.case_id,
+        verdict=result.verdict,
+        checks=tuple(sorted({finding.check for finding in findings})),
+        first_step=min(steps, default=None),
+        excess=max(excesses, default=None),
+        message=findings[0].message.splitlines()[0] if findings else "",
+        baseline=tried.baseline,
+    )
+
+
+_LIMIT = re.compile(r"<= ([0-9.e+-]+)$")
+
+
+def _excess(finding: Finding) -> float | None:
+    """The value of a finding divided by its limit; None if it does not state both."""
+    limit = _LIMIT.search(finding.expected or "")
+    try:
+        found = float(finding.found or "")
+        return found / float(limit[1]) if limit else None
+    except (ValueError, ZeroDivisionError):
+        return None

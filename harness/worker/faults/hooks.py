@@ -1,0 +1,126 @@
+"""Hooks for planting faults: wrappers around torch, torchao and the target, and queries of the current state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchao.float8 import float8_scaling_utils, fsdp_utils
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from harness.worker import train
+from harness.worker.targets.reference.build import Target
+from harness.worker.virtual import collectives
+
+ODD_RANK = 1  # the rank of single-rank faults
+
+
+def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace the attribute `name` by `make(stock attribute)`; static methods stay static."""
+    static = isinstance(vars(owner).get(name), staticmethod)
+    made = make(getattr(owner, name))
+    setattr(owner, name, staticmethod(made) if static else made)
+
+
+def on_odd_rank() -> bool:
+    """True on the rank of single-rank faults."""
+    return dist.get_rank() == ODD_RANK
+
+
+def in_backward() -> bool:
+    """True while autograd runs backward, including the recomputation of a forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without a copy; other tensors as they are."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def float8_part(tensor: torch.Tensor) -> Any:
+    """The local Float8TrainingTensor of a cast result."""
+    inner = local(tensor)
+    assert isinstance(inner, Float8TrainingTensor), f"a cast returned {type(inner)}"
+    return inner
+
+
+def wrap_casts(change: Callable[..., torch.Tensor]) -> None:
+    """Replace every cast to float8 by `change(stock, hp_tensor, scale, *rest)`."""
+
+    def make(stock: Any) -> Any:
+        return lambda hp_tensor, s, *rest, **kwargs: change(stock, hp_tensor, s, *rest, **kwargs)
+
+    for module in (float8_scaling_utils, fsdp_utils):
+        wrap(module, "hp_tensor_and_scale_to_float8", make)
+
+
+def role_of(rest: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The GemmInputRole in the arguments of a cast after tensor and scale."""
+    return kwargs.get("gemm_input_role", rest[2] if len(rest) > 2 else None)
+
+
+class Recomputing:
+    """Tracks whether the forward of a Float8Linear runs as recomputation under activation checkpointing."""
+
+    def __init__(self) -> None:
+        self.active = False
+        wrap(Float8Linear, "forward", self._make)
+
+    def _make(self, stock: Any) -> Any:
+        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            with self._while(in_backward()):
+                return stock(module, x)
+
+        return forward
+
+    @contextlib.contextmanager
+    def _while(self, active: bool) -> Iterator[None]:
+        self.active = active
+        try:
+            yield
+        finally:
+            self.active = False
+
+
+def after_build(change: Callable[[Target], object]) -> None:
+    """Call `change(target)` when the target is built, before the first step."""
+
+    def make(stock: Any) -> Any:
+        def build(*args: Any, **kwargs: Any) -> Target:
+            target: Target = stock(*args, **kwargs)
+            change(target)
+            return target
+
+        return build
+
+    wrap(train, "build", make)
+
+
+def after_backward(change: Callable[[nn.Module, int], None]) -> None:
+    """Call `change(model, step)` after every backward, before the gradients are read. Steps count from 1."""
+    state: dict[str, Any] = {"step": 0}
+    after_build(lambda target: state.update(model=target.model))
+
+    def make(stock: Any) -> Any:
+        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            stock(loss, *args, **kwargs)
+            state["step"] += 1
+            with torch.no_grad():
+                change(state["model"], state["step"])
+
+        return backward
+
+    wrap(torch.Tensor, "backward", make)
+
+
+def gathered_copies(tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
+    """A copy of the `tensor` of each of these global ranks, gathered unseen by the traffic probe."""
+    group = collectives.FABRIC.group(f"fault-{list(ranks)}", lambda: ranks, lambda: list(ranks).index(dist.get_rank()))
+    with collectives.unobserved():
+        return collectives.gathered_copies(tensor, group)

@@ -1,0 +1,131 @@
+"""Watches the casts to float8 inside of compiled graphs, as the graph backend executes them.
+
+torchao's cast is four operators in a graph: to float32, times the scale, clamp, to float8 (`ToFloat8ConstrFunc` in
+torchao 0.18). The operands of the first two are kept until the last one ran, then measured as those of an eager cast.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from harness.trace.graphs import GraphCast, Phase
+from harness.worker.probes.cast_numbers import Cast, measure_cast
+from harness.worker.probes.scales import dtype_name, summarize_scale
+
+_aten = torch.ops.aten
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+_VIEWS = frozenset({_aten.t.default, _aten.reshape.default, _aten.view.default, _aten.permute.default})
+
+
+class _Chain(NamedTuple):
+    """The nodes of one cast: what is widened, what is multiplied."""
+
+    widened: torch.fx.Node
+    multiplied: torch.fx.Node
+
+
+class GraphCastWatcher:
+    """Called with every executed node; `casts` grows by one for every cast to float8."""
+
+    def __init__(self) -> None:
+        self.casts: list[GraphCast] = []
+        self._step, self._order = 0, 0
+        self._sources: dict[torch.fx.Node, torch.Tensor] = {}
+        self._scales: dict[torch.fx.Node, torch.Tensor] = {}
+
+    def begin_step(self, step: int) -> None:
+        """From here on casts belong to this step."""
+        self._step, self._order = step, 0
+        self._sources.clear()
+        self._scales.clear()
+
+    def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], result: Any) -> None:
+        """One node was executed."""
+        if node in _needed(node.graph):
+            self._keep(node, args)
+        if _is_cast(node):
+            with torch.no_grad():
+                self._record(node, result)
+
+    def _keep(self, node: torch.fx.Node, args: tuple[Any, ...]) -> None:
+        self._sources[node] = args[0]
+        if node.target is _aten.mul.Tensor:
+            self._scales[node] = args[1]
+
+    def _record(self, node: torch.fx.Node, bits: torch.Tensor) -> None:
+        chain = _chain(node)
+        self._order += 1
+        if chain is None:
+            return  # counted in `order`, so that the ranks stay in step; the check knows how many there must be
+        source, scale = self._sources[chain.widened], self._scales[chain.multiplied]
+        summary = summarize_scale(scale)
+        # Equal casts of one graph are merged already. Sources die at once here, so none is recognized by its storage.
+        measured = measure_cast(Cast(source, bits, scale, _scaled_dim(scale, source)))
+        phase: Phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        self.casts.append(
+            GraphCast(
+                step=self._step,
+                order=self._order,
+                phase=phase,
+                fqn=_fqn(node),
+                is_weight=_is_parameter(chain.widened),
+                shape=tuple(bits.shape),
+                target_dtype=dtype_name(bits.dtype),
+                scale=summary,
+                amax=measured.amax,
+                scaled_amax_minimum=measured.scaled_amax_minimum,
+                scaled_amax_maximum=measured.scaled_amax_maximum,
+                saturated=measured.saturated,
+                nonfinite=measured.nonfinite,
+                mismatched=measured.mismatched,
+                elements=measured.elements,
+            )
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _needed(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
+    """The nodes of a graph whose arguments a cast is measured by."""
+    chains = [_chain(node) for node in graph.nodes if _is_cast(node)]
+    return frozenset(node for chain in chains if chain is not None for node in chain)
+
+
+def _is_cast(node: torch.fx.Node) -> bool:
+    return node.target is _aten._to_copy.default and node.kwargs.get("dtype") in _FLOAT8
+
+
+def _chain(node: torch.fx.Node) -> _Chain | None:
+    """The cast that ends in `node`; None for a conversion that is no torchao cast."""
+    clamp = node.args[0]
+    if not isinstance(clamp, torch.fx.Node) or clamp.target is not _aten.clamp.default:
+        return None
+    multiplied = clamp.args[0]
+    if not isinstance(multiplied, torch.fx.Node) or multiplied.target is not _aten.mul.Tensor:
+        return None
+    widened = multiplied.args[0]
+    is_widened = isinstance(widened, torch.fx.Node) and widened.target is _aten._to_copy.default
+    # a float32 source is not widened: it goes into the product as it is, and counts as its own
+    return _Chain(widened if is_widened else multiplied, multiplied)  # type: ignore[arg-type]
+
+
+def _scaled_dim(scale: torch.Tensor, source: torch.Tensor) -> int | None:
+    """The dim that one scale spans; None for one scale of the whole tensor. A dim of size 1 is spanned by any scale."""
+    spanned = (dim for dim, size in enumerate(scale.shape) if size == 1 != source.shape[dim])
+    return None if scale.numel() == 1 else next(spanned)
+
+
+def _is_parameter(node: torch.fx.Node) -> bool:
+    source = node.all_input_nodes[0]
+    while source.target in _VIEWS:
+        source = source.all_input_nodes[0]
+    return source.op == "placeholder" and source.name.startswith("primals")
+
+
+def _fqn(node: torch.fx.Node) -> str:
+    """The module whose code the node comes from, as the compiler remembers it; "?" where it does not."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    names = [name for name, _ in stack.values()]
+    return str(names[-1]).replace("L['self'].", "") if names else "?"

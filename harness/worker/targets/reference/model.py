@@ -1,0 +1,101 @@
+"""The reference model: a Llama (RMSNorm, RoPE, grouped-query attention, SwiGLU) with torchtitan's module names.
+
+It contains no FP8 and no parallelism: `float8.py` replaces the linears, `parallel.py` distributes them. For tensor
+parallelism attention infers its number of heads from the width of its input.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.matrix.case import ModelShape
+
+ROPE_THETA = 500_000.0  # Llama 3
+
+
+def rope_cache(head_dim: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotary embedding, each [seq_len, head_dim / 2], float32."""
+    inverse = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), inverse)
+    return angles.cos().float(), angles.sin().float()
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of adjacent features of x [batch, seq, heads, head_dim], at least in float32; keeps the dtype."""
+    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key and value heads."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.wq = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=False)
+        self.wk = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
+        self.wv = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
+        self.wo = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=1e-5)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=1e-5)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, dim] to [batch, seq, dim]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """Tokens [batch, seq] to logits [batch, seq, vocab_size]."""
+
+    def __init__(self, shape: ModelShape, *, vocab_size: int, seq_len: int) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocab_size, shape.dim)
+        self.layers = nn.ModuleDict({str(index): TransformerBlock(shape) for index in range(shape.layers)})
+        self.norm = nn.RMSNorm(shape.dim, eps=1e-5)
+        self.output = nn.Linear(shape.dim, vocab_size, bias=False)
+        cos, sin = rope_cache(shape.head_dim, seq_len)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits in the dtype of the output layer."""
+        x = self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            x = block(x, self.rope_cos, self.rope_sin)
+        return self.output(self.norm(x))

@@ -1,0 +1,127 @@
+"""Applies the `layout` of a case: the device mesh, the TP plan, FSDP2 and HSDP.
+
+The order that users need: convert to FP8, tensor parallel, checkpointing, FSDP2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torchao.float8.float8_tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+
+from harness.matrix.case import Case, Layout
+from harness.worker.targets.reference.model import Llama
+
+
+class Meshes(NamedTuple):
+    """The submeshes in use: `dp` is 1-D (FSDP2) or 2-D (HSDP). None where that parallelism is not used."""
+
+    tp: DeviceMesh | None
+    dp: DeviceMesh | None
+
+
+def build_meshes(case: Case, device: str) -> Meshes:
+    """Submeshes of one mesh over all ranks with the axes that the case needs: dp_replicate, dp_shard, tp."""
+    layout = case.layout
+    axes = {
+        name: degree
+        for name, degree, needed in (
+            ("dp_replicate", layout.dp_replicate, layout.dp_replicate > 1),
+            ("dp_shard", layout.dp_shard, case.uses_fsdp),
+            ("tp", layout.tp, layout.tp > 1),
+        )
+        if needed
+    }
+    if not axes:
+        return Meshes(tp=None, dp=None)
+    mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    dp_axes = tuple(name for name in axes if name != "tp")
+    return Meshes(tp=mesh["tp"] if "tp" in axes else None, dp=mesh[dp_axes] if dp_axes else None)
+
+
+class _Styles(NamedTuple):
+    colwise: type[ColwiseParallel]
+    rowwise: type[RowwiseParallel]
+    prepare_input: type[PrepareModuleInput]
+
+
+def _styles(case: Case) -> _Styles:
+    if case.float8.tp_styles == "float8":
+        return _Styles(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
+    return _Styles(ColwiseParallel, RowwiseParallel, PrepareModuleInput)
+
+
+def apply_tp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
+    """Parallelize every module over the TP mesh, in place."""
+    layout = case.layout
+    between_blocks = Shard(1) if layout.sequence_parallel else Replicate()
+    norm: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if layout.sequence_parallel else {}
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
+            "output": ColwiseParallel(
+                input_layouts=between_blocks,
+                output_layouts=Shard(-1) if layout.loss_parallel else Replicate(),
+                use_local_output=not layout.loss_parallel,
+            ),
+            **norm,
+        },
+    )
+    for block in model.layers.values():
+        parallelize_module(block, mesh, _block_plan(layout, _styles(case), between_blocks))
+
+
+def _block_plan(layout: Layout, styles: _Styles, between: Shard | Replicate) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {
+        "attention": styles.prepare_input(
+            input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "attention.wq": styles.colwise(),
+        "attention.wk": styles.colwise(),
+        "attention.wv": styles.colwise(),
+        "attention.wo": styles.rowwise(output_layouts=between),
+        "feed_forward": styles.prepare_input(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": styles.colwise(),
+        "feed_forward.w2": styles.rowwise(output_layouts=between),
+        "feed_forward.w3": styles.colwise(),
+    }
+    if layout.sequence_parallel:
+        plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+    return plan
+
+
+def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
+    """Apply FSDP2 to every block, as torchtitan does. With a 2-D mesh (replicate, shard) this is HSDP.
+
+    Gradients are summed, not averaged: the loss is already divided by the number of tokens in the global batch.
+    """
+    policy = MixedPrecisionPolicy()
+    if case.train.dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    units: list[nn.Module | list[nn.Module]] = [model.tok_embeddings, *model.layers.values()]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)

@@ -1,0 +1,64 @@
+"""The backend of `compile = "graph"`: inductor's graphs, executed eagerly.
+
+AOTAutograd, the min-cut partitioner and all post-grad passes of inductor, including async TP, run as in a real compile.
+Then the graph is executed one ATen operator at a time. Without code generation, a case takes seconds, and operators are
+neither decomposed nor fused, so the results are bit-equal to eager: any difference comes from a graph pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import compile_fx
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.virtualized import V
+
+# Called with (node, arguments, result) after every operator of a graph that was compiled while there were observers.
+# Probes append themselves; they must not write to tensors.
+observers: list[Callable[[torch.fx.Node, tuple[Any, ...], Any], None]] = []
+
+
+def graph_backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend for `torch.compile`. Returns a callable with the signature of `module`."""
+    compiler = aot_autograd(fw_compiler=_compile, partition_fn=min_cut_rematerialization_partition)
+    compiled: Callable[..., Any] = compiler(module, inputs)
+    return compiled
+
+
+def _compile(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What inductor (`compile_fx`) does with a partitioned graph, up to but without its lowering."""
+    post_grad.view_to_reshape(module)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._unsafe_view.default):
+        node.target = torch.ops.aten.reshape.default  # as inductor decomposes it; the fusion pass matches reshape only
+    with torch.no_grad():
+        fake_mode = compile_fx.fake_tensor_prop(module, list(inputs))
+    with V.set_fake_mode(fake_mode):
+        post_grad.post_grad_passes(module, is_inference=False)
+    module.graph.lint()
+    module.recompile()
+    boxed: Callable[..., Any] = _observed(module) if observers else make_boxed_func(module.forward)
+    return boxed
+
+
+def _observed(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Runs the same operators in the same order, and calls the observers after each."""
+
+    def run(inputs: list[Any]) -> Any:
+        return _ObservedInterpreter(module).boxed_run(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _ObservedInterpreter(torch.fx.Interpreter):
+    def run_node(self, n: torch.fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        result = getattr(self, n.op)(n.target, args, kwargs)
+        for observe in observers:
+            observe(n, args, result)
+        return result

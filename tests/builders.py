@@ -1,0 +1,323 @@
+"""Builders of what tests are about: a case, what its ranks record, and what it is judged by.
+
+Whatever they build is sound: `make_run(case)` trained as the case asks and passes every check that it recorded enough
+for. A test changes the one thing that it is about, by keyword.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from harness.checks.witnesses import Witnesses
+from harness.evidence.golden import Golden, Provenance
+from harness.evidence.tolerance import Tolerance
+from harness.expect.expectations import Expectations
+from harness.matrix.axes import case_from_axes
+from harness.matrix.case import Case
+from harness.matrix.caseid import family_id
+from harness.matrix.known import KnownFault
+from harness.matrix.rules import Refusal
+from harness.result import Attempt, CaseResult
+from harness.trace import RankFailure, RankTrace, Run, StepTrace
+from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
+from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from harness.verdict import Verdict
+
+SOFTWARE = {"torch": "2.13.0+cpu", "torchao": "0.18.0"}  # what the formulas were verified with
+WQ = "layers.0.attention.wq"
+
+
+def make_case(**axes: object) -> Case:
+    """The case with these axis values; every other axis has its default."""
+    return case_from_axes(axes)
+
+
+# Runs
+
+
+def make_steps(
+    losses: Sequence[float], *, grad_norm: float = 1.0, calls: int | Sequence[int] = 0
+) -> tuple[StepTrace, ...]:
+    """Steps 1 to n with these losses; `calls`: of scaled matmuls, one number for all steps or one for each."""
+    counts = [calls] * len(losses) if isinstance(calls, int) else calls
+    return tuple(
+        StepTrace(step=number, loss=loss, grad_norm=grad_norm, scaled_mm_calls=count, seconds=0.1)
+        for number, (loss, count) in enumerate(zip(losses, counts, strict=True), 1)
+    )
+
+
+def falling_losses(case: Case) -> tuple[float, ...]:
+    """A loss for every step; their differences are exact."""
+    return tuple(8.0 - step / 4 for step in range(case.train.steps))
+
+
+@functools.cache
+def _conversion(case: Case) -> tuple[tuple[str, ...], int]:
+    """The linears that are converted, and how many scaled matmuls a step of one rank has."""
+    expect = Expectations(case)
+    return expect.converted_fqns, expect.scaled_mm_calls
+
+
+def make_trace(
+    case: Case | None = None,
+    rank: int = 0,
+    *,
+    losses: Sequence[float] | None = None,
+    grad_norm: float = 1.0,
+    calls: int | Sequence[int] | None = None,
+    **changes: Any,
+) -> RankTrace:
+    """What one rank records when it trains the case. What only probes record is None unless it is given."""
+    case = case or Case()
+    fqns, expected_calls = _conversion(case)
+    trace = RankTrace(
+        rank=rank,
+        steps=make_steps(
+            falling_losses(case) if losses is None else losses,
+            grad_norm=grad_norm,
+            calls=expected_calls if calls is None else calls,
+        ),
+        converted_fqns=fqns,
+        unmatched_filters=(),
+        peak_memory_bytes=0,
+        data_digest="d",
+        software=SOFTWARE,
+        device="cpu",
+        virtual=("collectives", "scaled_mm"),
+    )
+    return replace(trace, **changes)
+
+
+def make_failure(rank: int = 0, message: str = "ValueError: x", **changes: Any) -> RankFailure:
+    """How a rank that raised in its first step ended."""
+    failure = RankFailure(rank=rank, kind="raised", message=message, traceback="", phase="step 1", consequence=False)
+    return replace(failure, **changes)
+
+
+def run_of(*ends: RankTrace | RankFailure) -> Run:
+    """The run whose ranks ended in these ways."""
+    return Run(
+        traces=tuple(end for end in ends if isinstance(end, RankTrace)),
+        failures=tuple(end for end in ends if isinstance(end, RankFailure)),
+    )
+
+
+def make_run(case: Case, **changes: Any) -> Run:
+    """A run of the case that trained on all of its ranks; the keywords are those of `make_trace`."""
+    return run_of(*(make_trace(case, rank, **changes) for rank in range(case.world_size)))
+
+
+def with_rank(run: Run, rank: int, change: Callable[[RankTrace], RankTrace]) -> Run:
+    """The run with the trace of one rank changed."""
+    return run_of(*(change(trace) if trace.rank == rank else trace for trace in run.traces), *run.failures)
+
+
+def with_step(run: Run, rank: int, step: int, **changes: float) -> Run:
+    """The run with other numbers in one step of one rank."""
+
+    def change(trace: RankTrace) -> RankTrace:
+        return replace(trace, steps=tuple(replace(s, **changes) if s.step == step else s for s in trace.steps))
+
+    return with_rank(run, rank, change)
+
+
+# Operands
+
+
+def make_scale(value: float = 1.0, shape: tuple[int, ...] = (), **changes: Any) -> ScaleSummary:
+    """A scale tensor with one value, rounded to float32."""
+    (value,) = struct.unpack("f", struct.pack("f", value))
+    scale = ScaleSummary(
+        shape=shape,
+        dtype="float32",
+        minimum=value,
+        maximum=value,
+        total=value,
+        log2_total=0.0,
+        digest=repr(value),
+        power_of_two=math.frexp(value)[0] == 0.5,
+    )
+    return replace(scale, **changes)
+
+
+def make_cast(*, amax: float = 2.0, scale: ScaleSummary | None = None, **changes: Any) -> CastRecord:
+    """A tensorwise cast of one whole tensor to e4m3 with the scale for its largest magnitude."""
+    scale = make_scale(448 / amax) if scale is None else scale
+    cast = CastRecord(
+        index=0,
+        step=1,
+        fqn=WQ,
+        role="input",
+        phase="forward",
+        shape=(16, 32),
+        local_shape=(16, 32),
+        placements=(),
+        mesh_axes=(),
+        source_dtype="float32",
+        target_dtype="float8_e4m3fn",
+        axiswise_dim=None,
+        scale=scale,
+        amax=amax,
+        scaled_amax_minimum=amax * scale.maximum,
+        scaled_amax_maximum=amax * scale.maximum,
+        saturated=0,
+        flushed=0,
+        nonfinite=0,
+        mismatched=0,
+        elements=16 * 32,
+        data_digest="data",
+    )
+    return replace(cast, **changes)
+
+
+def make_matmul(a: CastRecord, b: CastRecord, gemm: GemmRole = "forward", **changes: Any) -> MatmulRecord:
+    """The matmul of what was cast last as its operands, in the step and linear of the first one."""
+    matmul = MatmulRecord(
+        index=0,
+        step=a.step,
+        fqn=a.fqn,
+        gemm=gemm,
+        m=16,
+        k=32,
+        n=16,
+        a_dtype=a.target_dtype,
+        b_dtype=b.target_dtype,
+        a_scale=make_scale(1 / a.scale.maximum),
+        b_scale=make_scale(1 / b.scale.maximum),
+        a_digest=a.data_digest,
+        b_digest=b.data_digest,
+    )
+    return replace(matmul, **changes)
+
+
+def with_casts(run: Run, change: Callable[[CastRecord], CastRecord], *, rank: int | None = None) -> Run:
+    """The run with every cast of one rank, or of all of them, changed."""
+    traces = []
+    for trace in run.traces:
+        assert trace.operands is not None
+        casts = tuple(change(cast) for cast in trace.operands.casts)
+        operands = OperandTrace(casts=casts, matmuls=trace.operands.matmuls)
+        traces.append(replace(trace, operands=operands) if rank in (None, trace.rank) else trace)
+    return run_of(*traces)
+
+
+# Sketches
+
+
+def make_sketch(
+    fqn: str, step: int = 1, kind: str = "grad", *, value: float = 1.0, part: int = 0, parts: int = 1, **changes: Any
+) -> TensorSketch:
+    """One of `parts` equal pieces of a tensor [4, 4] whose norm and whose every sum is `value`."""
+    sketch = TensorSketch(
+        fqn=fqn,
+        kind=kind,  # type: ignore[arg-type]
+        step=step,
+        shape=(4, 4),
+        offset=(4 // parts * part, 0),
+        local_shape=(4 // parts, 4),
+        owner=True,
+        norm_squared=value * value / parts,
+        sums=struct.pack(f"<{SKETCH_SIZE}d", *[value / parts] * SKETCH_SIZE),
+        digest=f"{part} {value!r}",
+    )
+    return replace(sketch, **changes)
+
+
+def with_sketches(run: Run, change: Callable[[TensorSketch], TensorSketch | None], *, rank: int | None = None) -> Run:
+    """The run with every sketch of one rank, or of all of them, changed; None takes it out."""
+    traces = []
+    for trace in run.traces:
+        kept = tuple(new for sketch in trace.sketches or () if (new := change(sketch)) is not None)
+        traces.append(replace(trace, sketches=kept) if rank in (None, trace.rank) else trace)
+    return run_of(*traces)
+
+
+# What a run is judged by, and what comes of it
+
+
+def make_golden(
+    case: Case | None = None, losses: Sequence[float] | None = None, *, reason: str = "first one", **changes: Any
+) -> Golden:
+    """The golden that `make_run(case)` meets exactly."""
+    case = case or Case()
+    losses = tuple(falling_losses(case) if losses is None else losses)
+    golden = Golden(
+        schema=1,
+        family=family_id(case),
+        hardware="cpu",
+        case_id="single-bf16-v2048-b16",
+        losses=losses,
+        grad_norms=tuple(1.0 + index for index in range(len(losses))),
+        data_digest="d",
+        provenance=Provenance(
+            software=SOFTWARE, device="cpu", commit="abc", command="x", reason=reason, created="2026-01-01"
+        ),
+    )
+    return replace(golden, **changes)
+
+
+def make_tolerance(*per_step: float, name: str = "loss_vs_golden") -> Tolerance:
+    """A tolerance that allows these distances, one a step."""
+    return Tolerance(name=name, key="tiny-bf16-float32", per_step=per_step, margin=2.0, evidence="samples")
+
+
+def make_witnesses(case: Case, **given: Any) -> Witnesses:
+    """What the case is judged by: witnesses by their field, expectations by their attribute instead of the formula."""
+    fields = {name: given.pop(name) for name in Witnesses.__struct_fields__ if name in given}
+    expect = Expectations(case)
+    for name, value in given.items():
+        assert hasattr(Expectations, name), f"{name} is neither a witness nor an expectation"
+        setattr(expect, name, value)
+    return Witnesses(expect=expect, **fields)
+
+
+def make_refusal(**changes: Any) -> Refusal:
+    """A refusal of any case, with one of torch's messages."""
+    refusal = Refusal(
+        name="output_alignment",
+        reason="1128 is not a multiple of 16",
+        source="https://example.org",
+        axes=(),
+        applies=lambda case: True,
+        check="alignment",
+        pattern=r"Expected both dimensions of mat2 to be divisible by 16",
+    )
+    return replace(refusal, **changes)
+
+
+def make_known(**changes: Any) -> KnownFault:
+    """The record of a fault that moves the loss."""
+    fault = KnownFault(
+        name="recorded",
+        where="recipe!=bf16",
+        verdict=Verdict.NUMERIC,
+        pattern="from the golden at step",
+        link="https://example.org/1",
+        torch=">=2.13",
+        reason="An example.",
+    )
+    return replace(fault, **changes)
+
+
+def make_attempt(verdict: Verdict = Verdict.PASSED, message: str = "", **changes: Any) -> Attempt:
+    """One try of a second and a quarter on two CPUs."""
+    return replace(Attempt(verdict=verdict, message=message, wall_s=1.25, cpu_s=2.5), **changes)
+
+
+def make_result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, **changes: Any) -> CaseResult:
+    """The result of one attempt of which nothing but the verdict is known."""
+    result = CaseResult(
+        case_id=case_id,
+        verdict=verdict,
+        findings=(),
+        attempts=(make_attempt(verdict),),
+        world_size=4,
+        command=f"fp8-harness run --case {case_id}",
+    )
+    return replace(result, **changes)

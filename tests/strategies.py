@@ -1,0 +1,106 @@
+"""What properties are drawn from: any case at all (`CASES`), cases that make sense, and cases that train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from hypothesis import strategies as st
+
+from harness.errors import HarnessError
+from harness.matrix.axes import AXES, axis_type, case_from_axes, choices
+from harness.matrix.case import Case
+from harness.matrix.rules import EXCLUSIONS, REFUSALS, Rule
+
+Values = Mapping[str, object]
+Strategies = Mapping[str, st.SearchStrategy[object]]
+
+_FILTERS = st.lists(st.sampled_from(["wq", "wk", "attention", "layers.1", "output", "nothing_here", "1e"]), max_size=3)
+
+# Axes without a list of choices: what they can be at all, and numbers that fit together more often than not.
+_ANY: Strategies = {
+    "vocab_size": st.integers(1, 5000),
+    "pad_vocab_to_multiple_of": st.integers(1, 300),
+    "dim": st.none() | st.sampled_from([64, 128, 256]),
+    "layers": st.none() | st.integers(1, 4),
+    "heads": st.none() | st.sampled_from([2, 4, 8, 16]),
+    "kv_heads": st.none() | st.sampled_from([1, 2, 4, 8]),
+    "ffn_dim": st.none() | st.integers(1, 600),
+    "dp_replicate": st.integers(1, 4),
+    "dp_shard": st.integers(1, 8),
+    "tp": st.integers(1, 8),
+    "filter_fqns": _FILTERS,
+    "checkpoint_every": st.integers(1, 5),
+    "steps": st.integers(1, 100_000),
+    "global_batch": st.integers(1, 40),
+    "seq_len": st.integers(1, 80),
+    "lr": st.floats(0, 10, exclude_min=True),
+    "seed": st.integers(0, 2**32 - 1),
+    "loss_tolerance": st.none() | st.floats(0, 100, exclude_min=True),
+}
+_FITTING: Strategies = {
+    "vocab_size": st.sampled_from([2048, 2050, 2256]),
+    "pad_vocab_to_multiple_of": st.sampled_from([1, 128]),
+    "layers": st.integers(1, 3),
+    "kv_heads": st.sampled_from([None, 4]),
+    "ffn_dim": st.sampled_from([None, 512, 320]),
+    "dp_replicate": st.sampled_from([1, 2]),
+    "dp_shard": st.sampled_from([1, 2, 3, 4]),
+    "tp": st.sampled_from([1, 2, 4, 8]),
+    "filter_fqns": st.sampled_from([(), ("wk",), ("layers.0", "w1")]),
+    "checkpoint_every": st.integers(1, 2),
+    "global_batch": st.sampled_from([8, 16, 24]),
+    "seq_len": st.sampled_from([32, 40]),
+    "loss_tolerance": st.sampled_from([None, 0.5]),
+}
+
+
+def _strategy(name: str, numbers: Strategies) -> st.SearchStrategy[object]:
+    known = choices(name)
+    assert known or name in numbers, f"no strategy for axis {name} of {axis_type(name)}"
+    return st.sampled_from(known) if known else numbers[name]
+
+
+_HALF = len(AXES) // 2
+_MASKS = st.tuples(st.integers(0, 2**_HALF - 1), st.integers(0, 2 ** (len(AXES) - _HALF) - 1))
+_STRATEGIES = {name: _strategy(name, _ANY) for name in AXES}
+
+
+@st.composite
+def _any_values(draw: st.DrawFn) -> Values:
+    low, high = draw(_MASKS)  # which axes are set: two draws instead of one for each
+    return {name: draw(_STRATEGIES[name]) for at, name in enumerate(AXES) if (high << _HALF | low) >> at & 1}
+
+
+def _without(values: Values, names: Iterable[str]) -> Values:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _case(values: Values) -> Case:
+    """The case of these values; heads that do not fit are those of the preset, which fit every dim."""
+    try:
+        return case_from_axes(values)
+    except HarnessError:
+        return case_from_axes(_without(values, ("heads", "kv_heads")))
+
+
+def _mended(values: Values, rules: Sequence[Rule]) -> Case:
+    """The case of these values; where a rule applies to it, an axis of the rule gets its default, or all of them do."""
+    case = _case(values)
+    while broken := next((rule for rule in rules if rule.applies(case)), None):
+        fewer = (_without(values, names) for names in (*((name,) for name in broken.axes), broken.axes))
+        values = next(found for found in fewer if not broken.applies(_case(found)))
+        case = _case(values)
+    return case
+
+
+def _cases(rules: Sequence[Rule], *but: str) -> st.SearchStrategy[Case]:
+    """Cases to which none of these rules applies; the axes `but` have their defaults."""
+    axes = [name for name in AXES if name not in but and (choices(name) or name in _FITTING)]
+    values = st.fixed_dictionaries({name: _strategy(name, _FITTING) for name in axes})
+    return values.map(lambda values: _mended(values, rules))
+
+
+CASES = _any_values().map(_case)
+POSSIBLE_CASES = _cases(EXCLUSIONS)
+TRAINED_CASES = _cases((*EXCLUSIONS, *REFUSALS))
+EAGER_CASES = _cases((*EXCLUSIONS, *REFUSALS), "compile")

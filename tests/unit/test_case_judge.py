@@ -1,0 +1,132 @@
+"""The judge of a run: which witnesses a case is given, and what is added to what the checks say."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, family_id, parse_case_id
+from harness.matrix.known import KnownFault
+from harness.running.case_judge import CaseJudge, JudgedBy
+from harness.running.witnesses import WitnessCache
+from harness.trace import Run
+from harness.trace.operands import OperandTrace
+from harness.verdict import Finding, Verdict
+from tests.builders import (
+    make_case,
+    make_cast,
+    make_golden,
+    make_known,
+    make_matmul,
+    make_run,
+    make_tolerance,
+    make_trace,
+    make_witnesses,
+    run_of,
+)
+
+CASE = make_case(recipe="tensorwise", dp_shard=2, steps=2)
+REFUSED = parse_case_id("tp2-tensorwise-head.fp8-v2256-f32")
+NOTHING = OperandTrace(casts=(), matmuls=())
+CAST = make_cast()
+SOMETHING = OperandTrace(casts=(CAST,), matmuls=(make_matmul(CAST, CAST, index=1),))
+KNOWN = make_known()
+
+
+class FakeCache:
+    """Has the witnesses that it is given, and remembers which were asked for."""
+
+    def __init__(self, **runs: Run) -> None:
+        self.runs = runs
+        self.asked: list[str] = []
+
+    def __getattr__(self, kind: str) -> Any:
+        def witness(case: Case) -> Run | None:
+            assert case == CASE
+            self.asked.append(kind)
+            return self.runs.get(kind)
+
+        return witness
+
+
+def judge(*cases: Case, known: KnownFault | None = None, **given: Any) -> CaseJudge:
+    sound = {"golden": make_golden(CASE), "tolerance": make_tolerance(0.125, 0.125)}
+    return CaseJudge(
+        {
+            case_id(case): JudgedBy(
+                family=family_id(case), witnesses=make_witnesses(case, **{**sound, **given}), known=known
+            )
+            for case in cases or (CASE,)
+        }
+    )
+
+
+def findings(run: Run, cache: FakeCache, **given: Any) -> list[Finding]:
+    return list(judge(**given).judge(CASE, run, "ok", cast("WitnessCache", cache)).findings)
+
+
+def test_a_case_is_expected_to_show_its_recorded_fault_or_its_refusal() -> None:
+    assert judge().expectation(CASE) is None
+    assert judge(known=KNOWN).expectation(CASE) == "recorded"
+    assert judge(REFUSED).expectation(REFUSED) == "output_alignment"
+    assert judge(REFUSED, known=KNOWN).expectation(REFUSED) == "recorded"
+
+
+def test_goldens_are_missing_of_cases_that_train_alone() -> None:
+    assert judge(CASE, REFUSED).missing_goldens == ()
+    assert judge(CASE, REFUSED, golden=None).missing_goldens == (family_id(CASE),)
+
+
+def test_witnesses_are_run_for_what_was_sketched_alone() -> None:
+    plain, sketched = FakeCache(), FakeCache()
+    assert findings(make_run(CASE), plain) == []
+    assert plain.asked == []
+    (finding,) = findings(make_run(CASE, sketches=()), sketched)
+    assert finding.check == "parity" and "(solo witness) could not be run" in finding.message
+    assert sketched.asked == ["solo", "partner"]
+
+
+def test_a_failed_parity_is_explained_by_the_first_operand_that_differs() -> None:
+    run = make_run(CASE, sketches=(), operands=NOTHING)
+    cache = FakeCache(solo_with_operands=run_of(make_trace(CASE, operands=SOMETHING)))
+    *others, last = findings(run, cache)
+    assert cache.asked == ["solo", "partner", "solo_with_operands"]
+    assert (last.check, last.step, last.rank, last.module) == ("divergence", 1, 0, CAST.fqn)
+    assert "divergence" not in {finding.check for finding in others}
+
+
+@pytest.mark.parametrize("solo", [None, make_run(CASE, operands=NOTHING)], ids=["no witness", "an equal witness"])
+def test_a_failed_parity_without_an_explanation_stays_as_it_is(solo: Run | None) -> None:
+    cache = FakeCache(**({} if solo is None else {"solo_with_operands": solo}))
+    found = findings(make_run(CASE, sketches=(), operands=NOTHING), cache)
+    assert "solo_with_operands" in cache.asked
+    assert "parity" in {finding.check for finding in found}
+    assert "divergence" not in {finding.check for finding in found}
+
+
+def test_operands_are_not_compared_where_parity_holds_or_nothing_was_recorded() -> None:
+    for run in (make_run(CASE, operands=NOTHING), make_run(CASE, sketches=())):
+        cache = FakeCache()
+        findings(run, cache)
+        assert "solo_with_operands" not in cache.asked
+
+
+def test_a_loss_that_is_off_is_explained_by_the_twin() -> None:
+    cache = FakeCache(twin=make_run(CASE))
+    (finding,) = findings(make_run(CASE, losses=(8.0, 9.0)), cache)
+    assert cache.asked == ["twin"]
+    assert finding.message.endswith("look at FP8.")
+    (finding,) = findings(make_run(CASE), FakeCache(), golden=None)
+    assert "no golden is stored" in finding.message
+
+
+def test_a_recorded_fault_is_known_with_its_explanation() -> None:
+    off = make_run(CASE, losses=(8.0, 9.0))
+    found = judge(known=KNOWN).judge(CASE, off, "ok", cast("WitnessCache", FakeCache()))
+    assert found.verdict is Verdict.KNOWN
+    assert "could not be run" in found.findings[0].message
+    other = replace(KNOWN, pattern="something else")
+    assert judge(known=other).judge(CASE, off, "ok", cast("WitnessCache", FakeCache())).verdict is Verdict.NUMERIC

@@ -1,0 +1,131 @@
+"""The check `graph_scales` finds every cast inside of a graph whose scale is not the one it must have."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.checks.graph_scales import check_graph_scales
+from harness.checks.scale_rules import tensorwise_scale
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.trace.graphs import GraphCast, GraphTrace
+from harness.trace.operands import ScaleSummary
+from harness.verdict import Finding
+from tests.builders import make_cast, make_scale, make_trace, make_witnesses, run_of
+
+TENSORWISE = parse_case_id("tp2-tensorwise-graph-v2048-s2-b16")
+ROWWISE = parse_case_id("tp2-rowwise-graph-v2048-s2-b16")
+AMAX = (0.5, 2.0)  # of the two ranks
+
+
+def cast(rank: int, step: int, summary: ScaleSummary) -> GraphCast:
+    """A cast as the graph executes it, with the numbers that the same cast has outside of a graph."""
+    eager = make_cast(amax=AMAX[rank], scale=summary, fqn="feed_forward.w1", step=step)
+    numbers = {name: getattr(eager, name) for name in GraphCast.__struct_fields__ if hasattr(eager, name)}
+    return GraphCast(**{**numbers, "order": 1, "phase": "forward", "is_weight": True})
+
+
+def shared(rank: int, step: int) -> GraphCast:
+    """Both ranks use the scale of the larger magnitude, as they must."""
+    return cast(rank, step, make_scale(tensorwise_scale("float8_e4m3fn", max(AMAX))))
+
+
+def own_rows(rank: int, step: int) -> GraphCast:
+    """Every rank scales its own rows by powers of two."""
+    return cast(rank, step, make_scale(2.0 ** math.floor(math.log2(448 / AMAX[rank])), (16, 1)))
+
+
+def check(case: Case, casts: list[list[GraphCast]] | None) -> list[Finding]:
+    recorded = [None, None] if casts is None else map(tuple, casts)
+    graphs = [GraphTrace(graphs=(), calls=(), casts=mine, workarounds=()) for mine in recorded]
+    run = run_of(*(make_trace(case, rank, graphs=mine) for rank, mine in enumerate(graphs)))
+    return check_graph_scales(case, run, make_witnesses(case))
+
+
+def with_one(make: Any, **changes: Any) -> list[list[GraphCast]]:
+    """A correct run, but for the cast of rank 1 in step 2."""
+    casts = [[make(rank, step) for step in (1, 2)] for rank in range(2)]
+    casts[1][1] = replace(casts[1][1], **changes)
+    return casts
+
+
+def test_correct_casts_have_no_finding() -> None:
+    assert check(TENSORWISE, with_one(shared)) == []
+    assert check(ROWWISE, with_one(own_rows)) == []
+
+
+def test_a_step_without_casts_is_found() -> None:
+    casts = with_one(shared)
+    casts[1].pop()
+    (finding,) = check(TENSORWISE, casts)
+    assert "no cast to float8 was executed in some step on rank 1" in finding.message
+
+
+def test_generated_code_and_bf16_have_nothing_to_say() -> None:
+    assert check(parse_case_id("tp2-tensorwise-inductor-v2048-s2-b16"), None) == []
+    assert check(parse_case_id("tp2-bf16-graph-v2048-s2-b16"), [[], []]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"saturated": 3}, "values saturate"),
+        ({"nonfinite": 1}, "NaN or infinite"),
+        ({"mismatched": 1}, "does not match its source"),
+        ({"target_dtype": "float8_e4m3fnuz"}, "cast to the wrong dtype"),
+    ],
+)
+def test_what_a_cast_did_wrong_is_found(changes: dict[str, Any], words: str) -> None:
+    findings = check(TENSORWISE, with_one(shared, **changes))
+    (finding,) = [each for each in findings if words in each.message]
+    assert (finding.step, finding.rank, finding.module) == (2, 1, "feed_forward.w1")
+
+
+@pytest.mark.parametrize(
+    ("summary", "words"),
+    [
+        (make_scale(224.0, dtype="bfloat16"), "wrong dtype"),
+        (make_scale(224.0, minimum=math.nan, maximum=math.nan), "not positive and finite"),
+        (make_scale(224.0, (32, 1)), "wrong shape"),
+        (make_scale(224.0, (3, 16, 1)), "wrong shape"),
+    ],
+)
+def test_a_malformed_scale_is_found(summary: ScaleSummary, words: str) -> None:
+    assert any(words in finding.message for finding in check(TENSORWISE, with_one(shared, scale=summary)))
+
+
+def test_a_local_scale_is_found() -> None:
+    own = make_scale(tensorwise_scale("float8_e4m3fn", AMAX[0]))
+    casts = [[cast(rank, step, own if rank == 0 else shared(1, step).scale) for step in (1, 2)] for rank in range(2)]
+    words = [finding.message for finding in check(TENSORWISE, casts)]
+    assert any("TP ranks use different scales for the same tensor" in each for each in words)
+    assert any("does not match the amax" in each for each in words)
+
+
+def test_a_stale_scale_is_found_to_the_last_bit() -> None:
+    stale = make_scale(tensorwise_scale("float8_e4m3fn", math.nextafter(2.0, 3.0) * (1 + 1e-6)))
+    casts = [[cast(rank, step, stale) for step in (1, 2)] for rank in range(2)]
+    (finding,) = check(TENSORWISE, casts)
+    assert "does not match the amax" in finding.message
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_rows_scaled_by_another_power_are_found(factor: float) -> None:
+    right = own_rows(1, 2).scale.maximum * factor
+    found = cast(1, 2, make_scale(right, (16, 1)))
+    casts = with_one(own_rows)
+    casts[1][1] = found
+    assert any("does not match the amax" in finding.message for finding in check(ROWWISE, casts))
+
+
+def test_a_scale_that_is_no_power_of_two_is_found() -> None:
+    casts = with_one(own_rows, scale=make_scale(200.0, (16, 1)))
+    assert any("not a power of two" in finding.message for finding in check(ROWWISE, casts))
+
+
+def test_ranks_that_execute_different_casts_are_found() -> None:
+    assert any("different casts" in finding.message for finding in check(TENSORWISE, with_one(shared, order=2)))

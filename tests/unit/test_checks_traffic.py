@@ -1,0 +1,156 @@
+"""The check `traffic` finds every collective that is too much, missing, in another dtype or along another axis."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.checks.traffic import CollectiveKey, check_traffic, count_limits, expected_traffic
+from harness.expect.expectations import Expectations
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.trace.traffic import TrafficRecord
+from harness.verdict import Finding
+from tests.builders import make_case, make_trace, make_witnesses, run_of
+
+TP = parse_case_id("tp2-tensorwise-v2048-s3-f32")
+GATHERED = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-s3-f32")
+HSDP = parse_case_id("hsdp2x2-tensorwise-ag.fp8-v2048-s3-f32")
+PRECOMPUTED = parse_case_id("fsdp2-tensorwise-ag.fp8pre-v2048-s3-f32")
+Records = tuple[TrafficRecord, ...]
+
+
+@functools.cache
+def records(case: Case, rank: int = 0) -> Records:
+    """What a correct run records."""
+    expect = Expectations(case)
+    return tuple(
+        TrafficRecord(
+            step=step,
+            axis=key.axis,
+            group_size=2,
+            kind=key.kind,
+            op=key.op,
+            dtype=key.dtype,
+            count=amount.times,
+            payload_bytes=amount.payload_bytes,
+            scalars=amount.scalars,
+        )
+        for step in range(1, case.train.steps + 1)
+        for key, amount in expected_traffic(expect, step=step, rank=rank).items()
+    )
+
+
+def check(case: Case, *traffic: Records | None) -> list[Finding]:
+    run = run_of(*(make_trace(case, rank, traffic=each) for rank, each in enumerate(traffic)))
+    return check_traffic(case, run, make_witnesses(case))
+
+
+def changed(case: Case, key: CollectiveKey, **changes: object) -> Records:
+    """A correct record with one kind of traffic changed in every step."""
+    found = tuple(
+        replace(record, **changes) if (record.axis, record.kind, record.op, record.dtype) == key else record
+        for record in records(case)
+    )
+    assert found != records(case)
+    return found
+
+
+def without(case: Case, key: CollectiveKey) -> Records:
+    return tuple(r for r in records(case) if (r.axis, r.kind, r.op, r.dtype) != key)
+
+
+@pytest.mark.parametrize("case", [TP, GATHERED, PRECOMPUTED], ids=["tp", "gathered", "precomputed"])
+def test_what_the_formula_says_is_good(case: Case) -> None:
+    assert check(case, records(case, 0), records(case, 1)) == []
+
+
+@given(st.data(), st.sampled_from(["count", "payload_bytes", "scalars", "kind", "op", "dtype", "axis"]))
+def test_every_change_of_every_record_is_found_at_its_step_and_rank(data: st.DataObject, field: str) -> None:
+    case = data.draw(st.sampled_from([TP, GATHERED, PRECOMPUTED]))
+    right = records(case)
+    index, rank = data.draw(st.integers(0, len(right) - 1)), data.draw(st.integers(0, 1))
+    old = getattr(right[index], field)
+    new = old + 1 if isinstance(old, int) else f"other {old}"
+    wrong = (*right[:index], replace(right[index], **{field: new}), *right[index + 1 :])
+    findings = check(case, *((wrong, right) if rank == 0 else (right, wrong)))
+    assert findings
+    assert {(finding.step, finding.rank) for finding in findings} == {(right[index].step, rank)}
+    assert all(finding.expected and finding.found for finding in findings)
+
+
+def test_a_record_too_much_or_missing_is_found() -> None:
+    extra = replace(records(TP)[0], kind="broadcast", step=2)
+    (found,) = check(TP, (*records(TP), extra), records(TP))
+    assert (found.step, found.rank, found.expected) == (2, 0, "none")
+    late = replace(records(TP)[0], step=4)
+    assert check(TP, (*records(TP), late), records(TP))[0].step == 4
+
+
+def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None:
+    """All 7 gathers in float32, as without float8 all-gather: 2.0 of the bytes of bfloat16."""
+    plain = Expectations(parse_case_id("fsdp2-tensorwise-v2048-s3-f32"))
+    high = expected_traffic(plain, step=1, rank=0)[CollectiveKey("dp_shard", "all_gather", "", "float32")]
+    wrong = tuple(
+        replace(record, count=high.times, payload_bytes=high.payload_bytes)
+        if record.dtype == "float32" and record.kind == "all_gather"
+        else record
+        for record in without(GATHERED, CollectiveKey("dp_shard", "all_gather", "", "uint8"))
+    )
+    first, *rest = check(GATHERED, wrong, wrong)
+    assert first.message == (
+        "float8 all-gather is on, but converted weights are gathered in high precision on ranks 0-1"
+    )
+    assert (first.step, first.expected, first.found) == (1, "at most 0.51 of the bytes of bfloat16", "2.00")
+    assert len(rest) == 2
+
+
+def test_missing_amax_reductions_are_told_in_plain_words() -> None:
+    wrong = without(TP, CollectiveKey("tp", "all_reduce", "max", "float64"))
+    first, second = check(TP, wrong, wrong)
+    assert first.message.startswith("56 amax reductions are missing along tp")
+    assert (first.expected, first.found) == ("57 reductions by max along tp", "1")
+    assert "amax of weight of layers.0.attention.wq" in (second.expected or "")
+
+
+def test_amax_over_the_wrong_ranks_is_told_in_plain_words() -> None:
+    key = CollectiveKey("dp_shard", "all_reduce", "max", "float32")
+    wrong = changed(HSDP, key, axis="world")
+    first, *_ = check(HSDP, *[wrong] * 4)
+    assert first.message == "amax is reduced over the wrong ranks: not along dp_shard on ranks 0-3"
+    assert first.found == "0 along dp_shard, 28 too many along world"
+
+
+def test_a_compiled_run_may_cast_once_for_several_uses_or_twice_for_one() -> None:
+    """Compilers merge equal casts and repeat cheap ones: the number of their amax reductions has limits."""
+    case = parse_case_id("tp2-tensorwise-graph-v2048-s3-f32")
+    found = count_limits(Expectations(case), step=1, rank=0)
+    (key,) = found
+    assert (key.op, key.axis) == ("max", "tp")
+    (right,) = {record.count for record in records(case) if record.dtype == key.dtype and record.op == "max"}
+    fewest, most = found[key]
+    assert fewest < right < most
+    for count, good in ((fewest, True), (most, True), (fewest - 1, False), (most + 1, False)):
+        wrong = changed(case, key, count=count)
+        assert (check(case, wrong, wrong) == []) is good
+    assert count_limits(Expectations(TP), step=1, rank=0) == {}
+
+
+def test_a_stale_scale_shows_as_amax_of_step_one_repeated() -> None:
+    """Without the precomputed scales every gather reduces its own amax in every step."""
+    wrong = tuple(
+        replace(record, step=step) for step in (1, 2, 3) for record in records(PRECOMPUTED) if record.step == 1
+    )
+    assert {finding.step for finding in check(PRECOMPUTED, wrong, records(PRECOMPUTED))} == {2}
+
+
+def test_what_was_not_recorded_is_a_finding() -> None:
+    (found,) = check(TP, records(TP), None)
+    assert found.message == "no record of traffic on rank 1"
+    assert check(TP)
+    assert check(TP, (), ())
+    assert check(make_case(), ()) == []  # one rank sends nothing, and said so

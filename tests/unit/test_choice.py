@@ -1,0 +1,216 @@
+"""The choice of a tier: it covers everything, carries every planted fault, costs less, and is always the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.evidence.costs import read_costs
+from harness.matrix.case import Case
+from harness.matrix.casefile import CaseFile, parse_case_file, read_case_file
+from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.cheap_cover import CheapCover, Price
+from harness.matrix.choice import carries, choose, contained
+from harness.matrix.chosen import chosen_file, chosen_path, read_chosen
+from harness.matrix.coverage import coverage
+from harness.matrix.faults import all_faults
+from harness.matrix.known import KnownFault, read_known
+from harness.matrix.rules import exclusions, expected_refusal
+from harness.matrix.tier import select, tier_spaces
+from harness.verdict import Verdict
+
+ROOT = Path(__file__).parents[2]
+PR = ROOT / "cases" / "pr.toml"
+
+SMALL = """
+[select]
+strength = 2
+max_world_size = 8
+[base]
+dtype = "float64"
+[[matrix]]
+name = "layouts"
+[matrix.axes]
+dp_shard = [1, 2, 4]
+tp = [1, 2, 8]
+recipe = ["bf16", "tensorwise", "rowwise"]
+checkpointing = ["none", "full"]
+"""
+
+
+def small() -> CaseFile:
+    return parse_case_file(SMALL, where="small.toml")
+
+
+def by_ranks(case: Case) -> Price:
+    """A rank costs one second, and cases of one recipe share a witness of three seconds."""
+    return Price(own_s=float(case.world_size), shared_s={case.float8.recipe: 3.0})
+
+
+def cost_s(cases: list[Case]) -> float:
+    shared: dict[str, float] = {}
+    for case in cases:
+        shared |= by_ranks(case).shared_s
+    return sum(by_ranks(case).own_s for case in cases) + sum(shared.values())
+
+
+def recorded(where: str) -> KnownFault:
+    return KnownFault(
+        name="recorded", where=where, verdict=Verdict.NUMERIC, pattern="x", link="unreported", torch=">=2", reason="r"
+    )
+
+
+def test_a_choice_covers_what_a_covering_array_covers_and_costs_less() -> None:
+    file = small()
+    array = select(file)
+    chosen = choose(file, by_ranks, known=(), faults=(), rounds=100)
+    cases = [each.case for each in chosen]
+    selection = select(file, chosen=cases)
+    assert coverage(selection, 2).counts == coverage(array, 2).counts
+    assert cost_s(cases) < cost_s(list(array.cases))
+
+
+def test_more_rounds_never_cost_more() -> None:
+    costs = [
+        cost_s([each.case for each in choose(small(), by_ranks, known=(), faults=(), rounds=rounds)])
+        for rounds in (0, 10, 100)
+    ]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_a_choice_is_always_the_same() -> None:
+    first, second = (choose(small(), by_ranks, known=(), faults=(), rounds=30) for _ in range(2))
+    assert chosen_file("small", first) == chosen_file("small", second)
+
+
+def test_what_is_given_is_not_paid_for_again() -> None:
+    spaces = tier_spaces(small(), ())
+    everything = [spaces[0].case(row) for row in _rows(spaces[0].sizes) if _trains(spaces[0].case(row))]
+    assert CheapCover(spaces, 2, everything, by_ranks).choose(0) == []
+
+
+def _rows(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    import itertools
+
+    return list(itertools.product(*map(range, sizes)))
+
+
+def _trains(case: Case) -> bool:
+    return not exclusions(case) and expected_refusal(case) is None and case.world_size <= 8
+
+
+def test_a_case_with_a_recorded_fault_covers_nothing_that_another_can() -> None:
+    file, fault = small(), recorded("tp=8 recipe=rowwise")
+    chosen = choose(file, by_ranks, known=[fault], faults=(), rounds=20)
+    selection = select(file, known=[fault], chosen=[each.case for each in chosen])
+    account = coverage(selection, 2)
+    assert account.counts["known"] == 1, "tp=8 with rowwise exists in no other case"
+    assert account.counts["skipped"] == 0
+    assert [each.reason for each in chosen if case_id(each.case).startswith("tp8-rowwise")] == [
+        "runs into a recorded fault: no other case can contain what it contains"
+    ]
+
+
+def test_a_choice_that_leaves_something_out_is_refused() -> None:
+    file = small()
+    chosen = [each.case for each in choose(file, by_ranks, known=(), faults=(), rounds=0)]
+    expensive = max(chosen, key=lambda case: case.world_size)
+    with pytest.raises(HarnessError, match=r"leave \d+ combinations of 'layouts' uncovered.*tier choose small"):
+        select(file, chosen=[case for case in chosen if case != expensive])
+
+
+def test_every_fault_is_carried() -> None:
+    chosen = choose(small(), by_ranks, known=(), faults=all_faults().values(), rounds=0)
+    cases = [each.case for each in chosen]
+    assert all(any(carries(case, fault, ()) for case in cases) for fault in all_faults().values())
+
+
+def test_a_chosen_file_comes_back(tmp_path: Path) -> None:
+    chosen = choose(small(), by_ranks, known=(), faults=(), rounds=0)
+    path = tmp_path / "chosen.toml"
+    path.write_bytes(chosen_file("small", chosen))
+    assert [(each.case, each.reason) for each in read_chosen(path)] == [(each.case, each.reason) for each in chosen]
+
+
+def test_a_damaged_chosen_file_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "chosen.toml"
+    path.write_text('[[case]]\nid = "tp2-nonsense-v2048-f64"\n')
+    with pytest.raises(HarnessError, match=r"chosen.toml:1: unknown token 'nonsense'"):
+        read_chosen(path)
+
+
+def test_groups_that_are_not_combined_need_no_common_case() -> None:
+    text = SMALL.replace("[matrix.axes]", 'pair_only = {tp = ["recipe"]}\n[matrix.axes]')
+    file = parse_case_file(text, where="small.toml")
+    account = coverage(select(file), 2)
+    assert not [
+        found for found in account.tuples if {word.partition("=")[0] for word in found.values} == {"tp", "dp_shard"}
+    ]
+    assert [found for found in account.tuples if {word.partition("=")[0] for word in found.values} == {"tp", "recipe"}]
+
+
+def test_a_block_may_ask_for_smaller_worlds() -> None:
+    file = parse_case_file(SMALL.replace("[matrix.axes]", "max_world_size = 2\n[matrix.axes]"), where="small.toml")
+    assert max(case.world_size for case in select(file).cases) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('pair_only = {tp = "recipe"}', "'tp' needs a list of axes"),
+        ('pair_only = {tp = ["recipes"]}', "unknown axis 'recipes'.*did you mean recipe"),
+        ('pair_only = {pt = ["recipe"]}', "unknown key 'pt'"),
+        ("max_world_size = 0", "use a number from 1"),
+    ],
+)
+def test_bad_blocks_are_refused(line: str, message: str) -> None:
+    with pytest.raises(HarnessError, match=message):
+        parse_case_file(SMALL.replace("[matrix.axes]", f"{line}\n[matrix.axes]"), where="small.toml")
+
+
+# The choice of the project's own tier.
+
+
+def test_the_chosen_cases_of_pr_cover_its_pairs() -> None:
+    known = read_known(ROOT / "cases" / "known.toml")
+    cases = [each.case for each in read_chosen(chosen_path(PR))]
+    account = coverage(select(read_case_file(PR), known=known, chosen=cases), 2)
+    assert account.counts["skipped"] == 0
+    assert account.counts["covered"] > 700
+
+
+def test_every_planted_fault_can_show_in_a_case_of_pr() -> None:
+    known = read_known(ROOT / "cases" / "known.toml")
+    cases = [each.case for each in read_chosen(chosen_path(PR))]
+    lost = [fault.name for fault in all_faults().values() if not any(carries(case, fault, known) for case in cases)]
+    assert not lost
+    steps = min(case.train.steps for case in cases)
+    assert all(fault.since_step <= steps for fault in all_faults().values())
+
+
+def test_every_chosen_case_of_pr_has_a_reason_and_is_needed() -> None:
+    known = read_known(ROOT / "cases" / "known.toml")
+    file = read_case_file(PR)
+    chosen = read_chosen(chosen_path(PR))
+    assert all(each.reason and each.cost_cpu_s > 0 for each in chosen)
+    must = {case_id(case) for case in file.cases}
+    spaces = tier_spaces(file, known)
+    assert file.strength != "full"
+    goals = {case_id(each.case): contained(each.case, spaces, file.strength) for each in chosen}
+    for each in chosen:
+        name = case_id(each.case)
+        others = set().union(*(found for other, found in goals.items() if other != name))
+        assert name in must or goals[name] - others or "fault" in each.reason or "refused" in each.reason, name
+
+
+def test_the_costs_of_the_project_are_plausible() -> None:
+    costs = read_costs(ROOT)
+    assert costs.typical_error < 0.15
+    small, large = (costs.case_s(parse_case_id(f"tp{tp}-rowwise-v2048-f64")) for tp in (2, 8))
+    assert 3 < large / small < 5, "a rank costs what a rank costs"
+    eager, compiled = (costs.case_s(parse_case_id(f"tp2-rowwise{word}-v2048-f64")) for word in ("", "-graph"))
+    assert compiled > 2 * eager
+    refused = costs.price(parse_case_id("tp2-tensorwise-head.fp8-v2256-f64"))
+    assert not refused.shared_s and refused.own_s < small

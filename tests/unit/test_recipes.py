@@ -1,0 +1,80 @@
+"""What each recipe does: the facts as torchao 0.18 has them, and what follows from them in a case."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from harness.expect.casts import expected_casts
+from harness.expect.matmuls import scaled_mm_calls
+from harness.matrix.linears import converted_fqns, gemms
+from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, TRAITS, Recipe
+from harness.matrix.rules import exclusions
+from tests.builders import make_case
+
+FP8 = [recipe for recipe, traits in TRAITS.items() if traits.converts]
+
+
+def recipes_that(name: str) -> set[str]:
+    """The recipes of which a fact is true."""
+    return {recipe for recipe, traits in TRAITS.items() if getattr(traits, name)}
+
+
+def test_every_recipe_has_its_facts() -> None:
+    assert set(TRAITS) == set(get_args(Recipe))
+
+
+# Read off `Float8LinearConfig.from_recipe_name` and `Float8Linear` of torchao 0.18.
+@pytest.mark.parametrize(
+    ("fact", "recipes"),
+    [
+        ("converts", {"tensorwise", "rowwise", "rowwise_with_gw_hp"}),
+        ("one_scale_per_tensor", {"tensorwise"}),
+        ("one_scale_per_weight_in_dgrad", {"tensorwise", "rowwise_with_gw_hp"}),
+        ("power_of_two_scales", {"rowwise", "rowwise_with_gw_hp"}),
+        ("float8_weight_gradient", {"tensorwise", "rowwise"}),
+        ("writes_bfloat16", {"rowwise", "rowwise_with_gw_hp"}),
+        ("scales_gradients_afterwards", {"rowwise", "rowwise_with_gw_hp"}),
+        ("gathers_weights_in_float8", {"tensorwise"}),
+        ("has_tp_styles", {"tensorwise"}),
+    ],
+)
+def test_a_fact_is_true_of_its_recipes_alone(fact: str, recipes: set[str]) -> None:
+    assert recipes_that(fact) == recipes
+
+
+def test_only_tensorwise_casts_gradients_to_the_wider_range() -> None:
+    dtypes = {recipe: TRAITS[recipe].grad_output_dtype for recipe in FP8}
+    assert dtypes == {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3}
+    assert FLOAT8_MAX == {E4M3: 448.0, E5M2: 57344.0}
+
+
+@pytest.mark.parametrize("recipe", TRAITS)
+def test_a_case_has_the_facts_of_its_recipe(recipe: Recipe) -> None:
+    float8 = make_case(recipe=recipe).float8
+    assert float8.traits is TRAITS[recipe]
+    assert float8.enabled is (recipe != "bf16")
+
+
+@pytest.mark.parametrize("recipe", TRAITS)
+def test_conversion_matmuls_and_casts_follow_from_the_facts(recipe: Recipe) -> None:
+    case, traits = make_case(recipe=recipe), TRAITS[recipe]
+    linears, roles = len(converted_fqns(case)), {gemm.role for gemm in gemms(case)}
+    assert (linears > 0) is traits.converts
+    assert ("wgrad" in roles) is traits.float8_weight_gradient
+    assert scaled_mm_calls(case) == len(roles) * linears
+    forms = {site.role: forms for site, forms in expected_casts(case).items()}
+    assert {form.target_dtype for form in forms.get("grad_output", ())} == (
+        {traits.grad_output_dtype} if traits.converts else set()
+    )
+    dims = [form.axiswise_dim for site_forms in expected_casts(case).values() for form in site_forms]
+    assert all(dim is None for dim in dims) is (traits.one_scale_per_tensor or not traits.converts)
+
+
+@pytest.mark.parametrize("recipe", FP8)
+def test_options_that_a_recipe_does_not_have_are_excluded(recipe: Recipe) -> None:
+    gathered = make_case(recipe=recipe, dp_shard=2, fp8_all_gather=True)
+    styled = make_case(recipe=recipe, tp=2, tp_styles="float8")
+    assert (exclusions(gathered) == ()) is TRAITS[recipe].gathers_weights_in_float8
+    assert (exclusions(styled) == ()) is TRAITS[recipe].has_tp_styles

@@ -1,0 +1,71 @@
+"""The versions that a formula was verified for: inside of them it judges, outside of them it is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.checks.judge import CHECKS
+from harness.expect.expectations import FORMULAS, version_gap
+from harness.expect.versions import CURRENT, Verified, is_within
+from tests.builders import SOFTWARE
+
+BOTH = Verified(torch=">=2.13,<2.14", torchao=">=0.18,<0.19")
+
+
+@pytest.mark.parametrize(
+    ("version", "inside"),
+    [
+        ("2.13", True),
+        ("2.13.0", True),
+        ("2.13.0+cpu", True),
+        ("2.13.1.post2+cu130", True),
+        ("2.13.0a0+git12", True),
+        ("2.12.9", False),
+        ("2.14.0", False),
+        ("2.14.0.dev20270101+cpu", False),
+        ("2.99", False),
+        ("0", False),
+        ("", False),
+        ("unknown", False),
+    ],
+)
+def test_what_is_within_the_limits(version: str, inside: bool) -> None:
+    assert is_within(version, ">=2.13,<2.14") is inside
+    assert (BOTH.gap({"torch": version}) is None) is inside
+
+
+def test_a_gap_names_every_package_that_is_outside() -> None:
+    assert BOTH.gap({"torch": "2.99.0", "torchao": "0.18.1"}) == (
+        "torch 2.99.0 is installed, verified with torch>=2.13,<2.14"
+    )
+    assert BOTH.gap({"torch": "2.99.0", "torchao": "0.17.0"}) == (
+        "torch 2.99.0 is installed, verified with torch>=2.13,<2.14; "
+        "torchao 0.17.0 is installed, verified with torchao>=0.18,<0.19"
+    )
+
+
+@pytest.mark.parametrize("software", [SOFTWARE, {}, {"python": "3.12", "numpy": "1.0"}])
+def test_what_is_inside_or_unknown_has_no_gap(software: dict[str, str]) -> None:
+    assert BOTH.gap(software) is None
+
+
+def test_a_package_without_limits_may_have_any_version() -> None:
+    assert Verified().gap({"torch": "0", "torchao": "99"}) is None
+    assert Verified(torch=">=2").gap({"torch": "2.5", "torchao": "99"}) is None
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_every_formula_holds_for_the_tested_versions_and_names_itself_outside(formula: str) -> None:
+    assert version_gap(formula, SOFTWARE) is None
+    gap = version_gap(formula, SOFTWARE | {"torch": "2.99.0"})
+    assert gap is not None and gap.startswith(f"the formula for {formula} was not verified: torch 2.99.0 is installed")
+
+
+def test_every_formula_judges_through_a_check() -> None:
+    used = {check.formula for check in CHECKS} - {None}
+    assert used == set(FORMULAS)
+
+
+def test_the_tested_versions_are_the_current_ones() -> None:
+    assert CURRENT.gap(SOFTWARE) is None
+    assert CURRENT.torch and CURRENT.torchao

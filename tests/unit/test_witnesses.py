@@ -1,0 +1,170 @@
+"""The witness cache: a witness is run once, kept by what computes it, and never trusted when damaged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from harness.engine.messages import JobOutcome, RankOutcome
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, parse_case_id
+from harness.running.executor import Executor
+from harness.running.plan import Plan
+from harness.running.witnesses import WitnessCache
+from tests.builders import make_trace, run_of
+
+CASE = parse_case_id("hsdp2x2-tensorwise-ag.fp8pre-ac.full-v2048-b16")
+
+
+def ok(world: int = 1) -> JobOutcome:
+    ranks = [
+        RankOutcome(rank=r, status="returned", payload=msgspec.msgpack.encode(make_trace(rank=r))) for r in range(world)
+    ]
+    return JobOutcome(job_id="j", status="ok", ranks=tuple(ranks))
+
+
+class FakeExecutor:
+    """Answers every request with `outcome` and remembers what was asked."""
+
+    def __init__(self, outcome: JobOutcome | None = None, before: Callable[[], object] = lambda: None) -> None:
+        self.outcome = outcome
+        self.before = before
+        self.asked: list[tuple[str, str, tuple[str, ...]]] = []
+
+    def execute_solo(self, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
+        return self._answer("solo", case, probes)
+
+    def execute_plain(self, case: Case, *, probes: tuple[str, ...] = ()) -> JobOutcome | None:
+        return self._answer("plain", case, probes)
+
+    def _answer(self, kind: str, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
+        self.asked.append((kind, case_id(case), probes))
+        self.before()
+        return self.outcome
+
+
+def cache(
+    executor: FakeExecutor, folder: Path, *, program: str = "p", probes: tuple[str, ...] = ("sketches",)
+) -> WitnessCache:
+    return WitnessCache(cast("Executor", executor), folder, Plan(slots=8, program=program, probes=probes))
+
+
+def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
+    executor = FakeExecutor(ok())
+    found = cache(executor, tmp_path)
+    assert found.solo(CASE) == found.twin(CASE) == found.partner(CASE) == run_of(make_trace())
+    assert executor.asked == [
+        ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches",)),
+        ("plain", "hsdp2x2-bf16-v2048-b16", ()),
+        ("plain", "hsdp2x2-tensorwise-ag.fp8-v2048-b16", ("sketches",)),
+    ]
+
+
+def test_a_witness_with_operands_is_another_one_than_the_one_with_sketches(tmp_path: Path) -> None:
+    executor = FakeExecutor(ok())
+    found = cache(executor, tmp_path)
+    assert found.solo(CASE) == found.solo_with_operands(CASE) == found.solo_with_operands(CASE)
+    assert [probes for _, _, probes in executor.asked] == [("sketches",), ("operands",)]
+
+
+def test_a_case_without_a_partner_runs_none(tmp_path: Path) -> None:
+    executor = FakeExecutor(ok())
+    assert cache(executor, tmp_path).partner(parse_case_id("fsdp2-tensorwise-ac.full-v2048-b16")) is None
+    assert executor.asked == []
+
+
+def test_cases_with_the_same_witness_share_it(tmp_path: Path) -> None:
+    executor = FakeExecutor(ok())
+    found = cache(executor, tmp_path)
+    layouts = ("fsdp4", "hsdp2x2", "fsdp4-tp2", "hsdp2x2-tp2-nosp")
+    runs = [found.solo(parse_case_id(f"{layout}-tensorwise-v2048-b16")) for layout in layouts]
+    assert len(executor.asked) == 1 and all(run == runs[0] for run in runs)
+
+
+def test_a_witness_is_kept_over_caches(tmp_path: Path) -> None:
+    first, second = FakeExecutor(ok()), FakeExecutor(ok())
+    assert cache(first, tmp_path).solo(CASE) == cache(second, tmp_path).solo(CASE)
+    assert (len(first.asked), len(second.asked)) == (1, 0)
+
+
+@pytest.mark.parametrize("other", [{"program": "q"}, {"probes": ("sketches", "operands")}])
+def test_a_witness_of_something_else_is_not_used(tmp_path: Path, other: dict[str, Any]) -> None:
+    cache(FakeExecutor(ok()), tmp_path).solo(CASE)
+    executor = FakeExecutor(ok())
+    cache(executor, tmp_path, **other).solo(CASE)
+    assert len(executor.asked) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xc1", b"\x80", b"\xa3\xff\xff\xff", None])
+def test_a_damaged_file_is_absent_and_replaced(tmp_path: Path, damage: bytes | None) -> None:
+    whole = cache(FakeExecutor(ok()), tmp_path).solo(CASE)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-5] if damage is None else damage)
+    executor = FakeExecutor(ok())
+    assert cache(executor, tmp_path).solo(CASE) == whole
+    assert len(executor.asked) == 1
+    unused = FakeExecutor()
+    assert cache(unused, tmp_path).solo(CASE) == whole and unused.asked == []
+
+
+def test_one_wrong_bit_is_damage_wherever_it_is(tmp_path: Path) -> None:
+    cache(FakeExecutor(ok()), tmp_path).solo(CASE)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 41):
+        path.write_bytes(bytes(byte ^ (at == position) for at, byte in enumerate(whole)))
+        executor = FakeExecutor(ok())
+        cache(executor, tmp_path).solo(CASE)
+        assert len(executor.asked) == 1 and path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        None,
+        JobOutcome(job_id="j", status="infra", ranks=(), message="no room"),
+        JobOutcome(job_id="j", status="crash", ranks=(RankOutcome(rank=0, status="raised"),)),
+        JobOutcome(job_id="j", status="hang", ranks=ok().ranks),
+        JobOutcome(job_id="j", status="ok", ranks=(RankOutcome(rank=0, status="returned", payload=b"\xc1"),)),
+        JobOutcome(job_id="j", status="ok", ranks=()),
+    ],
+    ids=["stopped", "infra", "crash", "hang", "garbled", "empty"],
+)
+def test_a_witness_that_did_not_finish_is_none_and_not_kept(tmp_path: Path, outcome: JobOutcome | None) -> None:
+    executor = FakeExecutor(outcome)
+    found = cache(executor, tmp_path)
+    assert found.solo(CASE) is None
+    assert list(tmp_path.iterdir()) == []
+    executor.outcome = ok()
+    assert found.solo(CASE) is not None
+    assert len(executor.asked) == 2
+
+
+def test_threads_that_need_one_witness_run_it_once(tmp_path: Path) -> None:
+    executor = FakeExecutor(ok(), before=lambda: threading.Event().wait(0.05))
+    found = cache(executor, tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        runs = list(threads.map(found.solo, [CASE] * 16))
+    assert len(executor.asked) == 1 and all(run is runs[0] and run is not None for run in runs)
+
+
+def test_threads_that_need_different_witnesses_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    meeting = threading.Barrier(2, timeout=20)
+    found = cache(FakeExecutor(ok(), before=meeting.wait), tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        solo, twin = threads.submit(found.solo, CASE), threads.submit(found.twin, CASE)
+        assert solo.result() is not None and twin.result() is not None
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    found = cache(FakeExecutor(ok()), blocked / "witnesses")
+    assert found.solo(CASE) is not None
+    assert found.solo(CASE) is not None

@@ -1,0 +1,19 @@
+"""What tests ask of runs on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.trace import RankTrace
+from harness.verdict import Finding
+
+
+def numbers(traces: Sequence[RankTrace]) -> list[list[tuple[float, float]]]:
+    """Loss and gradient norm of every step, by rank."""
+    return [[(step.loss, step.grad_norm) for step in trace.steps] for trace in traces]
+
+
+def assert_named(findings: Sequence[Finding], words: str) -> None:
+    """A finding says these words; each is about the first step and rank, and says what was expected and found."""
+    assert any(words in finding.message for finding in findings), findings
+    assert all(finding.step == 1 and finding.rank == 0 and finding.expected and finding.found for finding in findings)
