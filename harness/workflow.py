@@ -160,7 +160,7 @@ def _announce(judge: CaseJudge, progress: Progress) -> None:
     families = judge.missing_goldens
     if families:
         progress.note(
-            f"{len(families)} golden(s) missing: the cases that need them will fail. "
+            f"goldens missing: {len(families)}. The cases that need them will fail. "
             'Make them by `fp8-harness golden update --missing --reason "..."`.'
         )
 

@@ -80,7 +80,7 @@ def _first(quantity: str, values: list[tuple[int, int, float]]) -> Finding:
     step, rank, value = min(values, key=lambda item: item[:2])
     ranks = format_ranks(other for _, other, _ in values)
     return _finding(
-        message=f"{quantity} is {value} at step {step} on rank {rank}; {len(values)} bad value(s) on {ranks}",
+        message=f"{quantity} is {value} at step {step} on rank {rank}; bad values: {len(values)}, on {ranks}",
         verdict=Verdict.NUMERIC,
         step=step,
         rank=rank,

@@ -84,8 +84,8 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
     for key in sorted(found ^ expected)[:1]:
         side = "here only" if key in found else "there only"
         message = (
-            f"{len(found ^ expected)} tensor(s) were recorded either here or by {_partner(relation)}, not by both: "
-            f"first {key.kind} of {key.fqn} {side}"
+            f"not recorded both here and by {_partner(relation)}: {key.kind} of {key.fqn}, {side} (the first of "
+            f"{len(found ^ expected)})"
         )
         yield _finding(message=message, step=key.step, module=key.fqn)
     differences = [each for each in compare(run, partner) if each.key in found & expected]

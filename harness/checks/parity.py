@@ -136,7 +136,7 @@ def _missing(found: Tensors, expected: Tensors) -> list[Finding]:
     sides = {"this run": expected.keys() - found.keys(), "the single-rank reference": found.keys() - expected.keys()}
     for side, keys in sides.items():
         for key in sorted(keys)[:1]:
-            message = f"{key.kind} of {key.fqn} is missing from {side}; {len(keys)} such tensor(s)"
+            message = f"{key.kind} of {key.fqn} is missing from {side} (the first of {len(keys)})"
             findings.append(_finding(message=message, step=key.step, module=key.fqn))
     incomplete = [key for key, tensor in found.items() if not tensor.complete]
     for key in incomplete[:1]:
@@ -152,8 +152,8 @@ def _replicas(run: Run) -> list[Finding]:
     key, offset, digests = unequal[0]
     return [
         _finding(
-            message=f"replicas of {len(unequal)} shard(s) are not bitwise equal: first {key.kind} of {key.fqn} at "
-            f"{offset}",
+            message=f"replicas of a shard are not bitwise equal: {key.kind} of {key.fqn} at {offset} (the first of "
+            f"{len(unequal)})",
             step=key.step,
             module=key.fqn,
             expected="one digest",

@@ -27,7 +27,7 @@ def test_known_here_and_to_be_closed_where_it_is_mended(tmp_path: Path) -> None:
     assert (code, found["verdict"], found["expectation"]) == (0, "known", "async-tp-scatters-rows-by-batch")
     (rows,) = [each for each in found["findings"] if each["check"] == "graphs" and each["rank"] == 0]
     assert "fused_scaled_matmul_reduce_scatter gives wrong rows" in rows["message"]
-    assert "row [1, 0] of this rank holds what belongs into row [0, 0] of TP rank 1" in rows["found"]
+    assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in rows["found"]
     code, mended = judged(tmp_path, "--inject", FIX)
     assert (code, mended["verdict"]) == (1, "unexpected_pass")
     assert "close the record" in mended["findings"][0]["message"]

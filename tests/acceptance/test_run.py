@@ -109,7 +109,7 @@ def test_missing_golden_fails_and_says_how_to_make_it(project: Command) -> None:
     done = project.run("run", "new", *CPU)
     assert done.returncode == 1
     assert "fp8-harness golden update --family" in done.stdout
-    assert "1 golden(s) missing" in done.stderr
+    assert "goldens missing: 1." in done.stderr
 
 
 def test_rerun_failed(project: Command) -> None:

@@ -62,7 +62,7 @@ def test_the_first_step_wins_then_the_lowest_rank_and_all_are_counted() -> None:
         broken = with_step(broken, rank, number, loss=math.nan)
     (found,) = check(broken)
     assert (found.step, found.rank) == (2, 1)
-    assert "3 bad value(s) on ranks 0-1" in found.message
+    assert "bad values: 3, on ranks 0-1" in found.message
 
 
 @given(st.permutations(range(4)), st.sets(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=4))

@@ -163,7 +163,7 @@ def test_replicas_that_differ_are_found() -> None:
     both = run_of(*run().traces, replace(copies, rank=2))
     (finding,) = check(both, solo())
     assert (finding.step, finding.module, finding.verdict) == (2, "a", Verdict.INVARIANT)
-    assert "replicas of 1 shard(s) are not bitwise equal" in finding.message
+    assert "replicas of a shard are not bitwise equal" in finding.message
     assert finding.found == "rank 0: 0 1.0, rank 2: 0 1.5"
 
 

@@ -53,7 +53,7 @@ def test_clean_runs_send_what_the_formula_says(trained, text: str):
         ("amax_not_reduced_over_tp", "tp2-tensorwise-v2048-gb4-s2-f32", "missing along tp"),
         ("weight_amax_not_reduced_over_shards", "fsdp2-tensorwise-ag.fp8-v2048-gb4-s2-f32", "missing along dp_shard"),
         ("weight_amax_over_replicas", "hsdp2x2-tensorwise-ag.fp8-v2048-gb4-s2-f32", "over the wrong ranks"),
-        ("fp8_all_gather_subclass_dropped", "fsdp2-tensorwise-ag.fp8-v2048-gb4-s2-f32", "travel in high precision"),
+        ("fp8_all_gather_subclass_dropped", "fsdp2-tensorwise-ag.fp8-v2048-gb4-s2-f32", "gathered in high precision"),
         (
             "fp8_tp_styles_lost",
             "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s2-f32",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from harness.engine.messages import Job, JobOutcome
 from harness.errors import HarnessError
+from harness.running.executor import Engine
 from harness.studies.conformance.judge import Conclusion, conclude, conclude_lost
 from harness.trace.operator_checks import WORLD_SIZE, Batch, Observation, OperatorCheck
 
@@ -23,13 +23,6 @@ _DEADLINE_PER_CHECK_S = 0.1
 
 class RanksFailed(HarnessError):
     """The ranks failed outside of any check, because of the machine or an injection."""
-
-
-class Engine(Protocol):
-    """Runs jobs on fresh ranks."""
-
-    def run(self, job: Job) -> JobOutcome:
-        """Run one job and return its outcome; never raises for failures of ranks."""
 
 
 def run_checks(engine: Engine, checks: Sequence[OperatorCheck], injections: Sequence[str] = ()) -> list[Conclusion]:
