@@ -18,6 +18,15 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     detected_s: float | None = None  # from the start to the detection of the first failure
 
 
+class WithFix(msgspec.Struct, frozen=True, kw_only=True):
+    """The second run of a case with a recorded fault: with the candidate fixes, judged by every check."""
+
+    fixes: tuple[str, ...]  # "cases/fixes/scattered_rows.py:apply"
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    checks: tuple[str, ...]
+
+
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one case. `expectation` names the refusal or known fault that the case must show, if any."""
 
@@ -31,6 +40,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...] = ()  # names of the checks that ran, in order
     not_judged: tuple[NotJudged, ...] = ()  # the other checks, with the reason
     command: str = ""  # runs only this case again
+    with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show
 
     @property
     def seconds(self) -> float:

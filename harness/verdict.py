@@ -66,6 +66,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     module: str | None = None  # FQN
     expected: str | None = None
     found: str | None = None
+    size: float | None = None  # how far off: relative for gradients and parameters, nats for a loss; None: no distance
 
 
 class NotJudged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ for. A test changes the one thing that it is about, by keyword.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import math
 import struct
@@ -21,7 +22,7 @@ from harness.expect.expectations import Expectations
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
-from harness.matrix.known import KnownFault
+from harness.matrix.known import KnownFault, Symptom
 from harness.matrix.rules import Refusal
 from harness.result import Attempt, CaseResult
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
@@ -297,9 +298,10 @@ def make_known(**changes: Any) -> KnownFault:
         name="recorded",
         where="recipe!=bf16",
         verdict=Verdict.NUMERIC,
-        pattern="from the golden at step",
+        requires=(Symptom(check="loss_vs_golden", message="from the golden at step"),),
         link="https://example.org/1",
         torch=">=2.13",
+        review_by=datetime.date(2999, 1, 1),
         reason="An example.",
     )
     return replace(fault, **changes)

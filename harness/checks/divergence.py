@@ -22,7 +22,7 @@ from harness.checks.mismatch import Mismatch
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key
 from harness.checks.ranks import traces_by_rank
 from harness.checks.scale_rules import format_scale
-from harness.expect.scale_groups import scale_axes, scaled_dim
+from harness.expect.scale_groups import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.mesh import coordinates, peers
 from harness.trace import RankTrace, Run
@@ -101,7 +101,7 @@ class _Comparison:
 
     def _cast(self, rank: int, key: CastKey, occurrence: int, at: int) -> Iterator[Mismatch]:
         found, expected = self._casts[rank][key, occurrence], self._witness_casts.get((key, at))
-        if key.phase == "all_gather" or self._is_scaled_per_tp_rank(found):
+        if key.phase == "all_gather":
             return
         operand = f"{key.role} in {key.phase}"
         if expected is None:
@@ -119,10 +119,6 @@ class _Comparison:
         """True when the float8 data must be the witness's: the tensor is replicated, and its rounding is the same."""
         whole = cast.phase != "gathered" and all(placement == "Replicate()" for placement in cast.placements)
         return whole and (self._sums_in_order(cast.step) or self._sharp)
-
-    def _is_scaled_per_tp_rank(self, cast: CastRecord) -> bool:
-        """EXEMPT: torchao scales gathered weights per TP rank (see `scale_axes`), which one rank cannot reproduce."""
-        return cast.phase == "gathered" and self._case.layout.tp > 1 and "tp" not in scale_axes(self._case, cast)
 
     def _tolerance(self, role: str, step: int) -> float:
         if self._sums_in_order(step):

@@ -143,6 +143,7 @@ def _wrong_rows(recorded: GraphTrace) -> Iterator[Finding]:
             step=calls[0].step,
             expected="the rows of its unfused form, up to rounding",
             found=_example(calls[0]),
+            size=rows / total,
         )
 
 

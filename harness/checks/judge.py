@@ -9,13 +9,12 @@ The rules, in order:
 3. A crash is a crash, unless it is exactly the expected refusal.
 4. Otherwise the worst finding decides. `invariant` outranks `numeric`: a broken rule is usually the cause of a wrong
    number. A case for which no check was executed is `invariant`.
-5. A known fault turns a failure into `known` when the verdict is the recorded one and its pattern matches every
-   finding: a second, new fault must not hide behind a known one. If the case passes, that is `unexpected_pass`.
+
+What recorded upstream faults explain of a failure is decided afterwards, in `recorded.py`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -40,7 +39,6 @@ from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.expect.expectations import version_gap
 from harness.matrix.case import Case
-from harness.matrix.known import KnownFault
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import Finding, NotJudged, Verdict
 
@@ -112,18 +110,6 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
     return Judgement(verdict=verdict, findings=findings, checks=names, not_judged=skipped)
 
 
-def with_known_fault(found: Judgement, known: KnownFault) -> Judgement:
-    """The judgement by rule 5: `known` when the failure is the recorded one, `unexpected_pass` when the case passed."""
-    if found.verdict is Verdict.PASSED:
-        message = f"passed although the fault {known.name} ({known.link}) is recorded for it: close the record"
-        finding = Finding(check=JUDGE, message=message, expected=known.verdict.value, found="passed")
-        return msgspec.structs.replace(found, verdict=Verdict.UNEXPECTED_PASS, findings=(finding,))
-    explained = all(_matches(finding, known.pattern) for finding in found.findings)
-    if found.verdict is known.verdict and found.verdict is not Verdict.INFRA and found.findings and explained:
-        return msgspec.structs.replace(found, verdict=Verdict.KNOWN)
-    return found
-
-
 def run_from_outcome(outcome: JobOutcome) -> Run:
     """The decoded outcome: a trace for every rank that returned a readable one, a failure for every other."""
     ends = [_decode(rank) for rank in sorted(outcome.ranks, key=lambda rank: rank.rank)]
@@ -178,10 +164,6 @@ def _worst(findings: tuple[Finding, ...]) -> Verdict:
 def _likely_cause(finding: Finding) -> tuple[int, bool]:
     """Sorts what is wrong first to the front: findings without a step, then by step, broken rules before numbers."""
     return finding.step or 0, finding.verdict is not Verdict.INVARIANT
-
-
-def _matches(finding: Finding, pattern: str) -> bool:
-    return any(re.search(pattern, text) for text in (finding.message, finding.found or ""))
 
 
 def _failures(run: Run, status: str) -> tuple[Finding, ...]:

@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from harness.checks.assembly import nan_is_worst
 from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.evidence.golden import Golden, hardware_class, update_command
@@ -165,6 +166,7 @@ def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -
         rank=rank,
         expected=f"{first.golden!r} ± {first.allowed!r}",
         found=repr(first.found),
+        size=abs(max((row.difference for row in bad), key=lambda off: nan_is_worst(abs(off)))),
     )
 
 

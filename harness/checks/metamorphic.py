@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from harness.checks.assembly import SketchKey, assemble, nan_is_worst, relative_distances
+from harness.checks.mismatch import size_of_error
 from harness.checks.witnesses import Witnesses
 from harness.expect.relations import Relation
 from harness.matrix.case import Case
@@ -62,6 +63,7 @@ def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Fi
                 rank=rank,
                 expected=repr(wanted),
                 found=repr(found),
+                size=size_of_error(name, found, wanted),
             )
 
 
@@ -109,6 +111,7 @@ def _first_difference(relation: Relation, differences: list[_Difference], compar
         module=worst.key.fqn,
         expected=worst.expected,
         found=worst.found,
+        size=worst.distance,
     )
 
 

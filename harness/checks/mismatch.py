@@ -1,12 +1,21 @@
-"""Mismatch: one value of one rank that is not what it must be. Checks of operands collect these into findings."""
+"""Mismatch: one value of one rank that is not what it must be, and how far off a number is."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from harness.checks.ranks import format_ranks
 from harness.verdict import Finding, Verdict
+
+
+def size_of_error(name: str, found: float, expected: float) -> float:
+    """How far off a reported number is: nats for a loss, relative for a gradient norm (NaN if it must be 0)."""
+    difference = abs(found - expected)
+    if name == "loss":
+        return difference
+    return difference / abs(expected) if expected else math.nan
 
 
 class Mismatch(NamedTuple):

@@ -17,6 +17,7 @@ from harness.checks.assembly import (
     relative_distances,
     unequal_replicas,
 )
+from harness.checks.mismatch import size_of_error
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.trace import Run
@@ -98,6 +99,7 @@ def _tensors(found: Tensors, expected: Tensors, step: int, kind: str, allowed: f
             module=worst.fqn,
             expected=f"distance <= {allowed:.2g}",
             found=f"{wrong[worst]:.2g}",
+            size=wrong[worst],
         )
     ]
 
@@ -126,6 +128,7 @@ def _number(run: Run, step: int, name: str, expected: float, allowed: float) -> 
             rank=rank,
             expected=repr(expected),
             found=repr(wrong[rank]),
+            size=size_of_error(name, wrong[rank], expected),
         )
     ]
 

@@ -13,7 +13,7 @@ from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
-from harness.matrix.known import match_known
+from harness.matrix.known import matching
 from harness.matrix.linears import converted_fqns
 from harness.matrix.rules import Rule
 from harness.matrix.rules import explain as explain_rules
@@ -97,10 +97,15 @@ def _print_rules(project: Project, case: Case) -> None:
         _print_each("must be refused", [found.refusal])
         for gemm in found.refused_gemms:
             click.echo(f"    {gemm.fqn} {gemm.role}: m {gemm.m}, n {gemm.n}, k {gemm.k}")
-    fault = match_known(known_here(project), case)
-    if fault is not None:
+    faults = matching(known_here(project), case)
+    for fault in faults:
         click.echo(f"  known fault: {fault.name}: {fault.reason} ({fault.link})")
-    if not (found.exclusions or found.refusal or fault):
+        for title, symptoms in (("must show", fault.requires), ("may cause", fault.may_cause)):
+            for symptom in symptoms:
+                click.echo(f"    {title} {symptom}")
+        if fault.fix is not None:
+            click.echo(f"    runs again with {fault.fix}: every check must pass")
+    if not (found.exclusions or found.refusal or faults):
         click.echo("  none: the case must train and pass all checks")
 
 

@@ -12,17 +12,13 @@ from harness.trace.operands import CastRecord
 def scale_axes(case: Case, cast: CastRecord) -> Collection[str]:
     """Mesh axes along which ranks share one scale: the tensor is replicated there, or sharded along the scaled dim.
 
-    A weight is the same on every data-parallel rank. Float8 weights that FSDP2 gathers are an exemption: torchao 0.18
-    reduces their amax over the FSDP mesh only, so every TP rank scales its own shard. A precomputed scale, which exists
-    from the second step on, is that of the whole weight.
+    A weight is the same on every data-parallel rank, and one tensor for everything that multiplies it.
     """
     axes = {
         axis for axis, placement in zip(cast.mesh_axes, cast.placements, strict=True) if _is_one_scale(cast, placement)
     }
     if cast.role == "weight":
         axes |= set(DP_AXES)
-    if cast.phase in ("all_gather", "gathered") and not (case.float8.precompute_scale and cast.step > 1):
-        axes.discard("tp")
     return axes
 
 

@@ -174,23 +174,23 @@ def converted_weight_shards(case: Case, rank: int) -> int:
 
 
 def _weight_amax(case: Case, step: int) -> Iterator[Transfer]:
-    """Float8 all-gather: every cast before a gather needs the amax of all shards, unless scales were precomputed.
+    """Float8 all-gather: a cast before a gather needs the amax of all shards, along every axis that shards a weight.
 
-    They are precomputed after an update, so step 1 has none yet. The reduction runs over the FSDP mesh only: with TP,
-    torchao scales every TP rank's shard of a weight by itself until the first precompute.
+    Not where scales were precomputed. They are precomputed after an update, so step 1 has none yet.
     """
     if case.float8.precompute_scale and step > 1:
         return
     for unit in fsdp_units(case, 0):
-        yield Transfer(
-            axis="dp_shard",
-            kind="all_reduce",
-            op="max",
-            dtype=case.wide_dtype,
-            elements=1,
-            times=unit.gathers * sum(weight.gathered_in_float8 for weight in unit.weights),
-            purpose=f"amax of the float8 weights of {unit.name}",
-        )
+        for axis in ("dp_shard", "tp"):
+            yield Transfer(
+                axis=axis,
+                kind="all_reduce",
+                op="max",
+                dtype=case.wide_dtype,
+                elements=1,
+                times=unit.gathers * sum(weight.gathered_in_float8 for weight in unit.weights),
+                purpose=f"amax of the float8 weights of {unit.name}",
+            )
 
 
 def _precompute(case: Case) -> Iterator[Transfer]:

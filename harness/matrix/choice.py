@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile
 from harness.matrix.caseid import case_id
-from harness.matrix.cheap_cover import CheapCover, Goal, Pricing
+from harness.matrix.cheap_cover import CheapCover, Goal, Price, Pricing
 from harness.matrix.chosen import ChosenCase
 from harness.matrix.cover import combinations_in
 from harness.matrix.faults import Fault, carriers_of
-from harness.matrix.known import KnownFault, match_known
+from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.matrix.space import Space, is_hit
 from harness.matrix.tier import second_best_rows, tables_of, tier_spaces
@@ -35,6 +37,7 @@ def choose(
             "every cell of this file is a case.", where=file.where, fix="choose tiers of strength 2 or 3."
         )
     spaces = tier_spaces(file, known)
+    pricing = _with_second_runs(pricing, known)
     cover = CheapCover(spaces, file.strength, file.cases, pricing)
     trained = [*file.cases, *cover.choose(rounds)]
     trained += _carriers(trained, faults, known)
@@ -49,6 +52,17 @@ def choose(
     )
 
 
+def _with_second_runs(pricing: Pricing, known: Sequence[KnownFault]) -> Pricing:
+    """The prices, twice where a recorded fault has a fix: such a case runs without and with it."""
+
+    def priced(case: Case) -> Price:
+        price = pricing(case)
+        twice = any(not fault.blinds for fault in matching(known, case))
+        return msgspec.structs.replace(price, own_s=2 * price.own_s) if twice else price
+
+    return priced
+
+
 def _carriers(cases: Sequence[Case], faults: Iterable[Fault], known: Sequence[KnownFault]) -> list[Case]:
     """The cheapest way to give every planted fault a case in which it can show: a carrier of the catalogue."""
     added: list[Case] = []
@@ -60,7 +74,8 @@ def _carriers(cases: Sequence[Case], faults: Iterable[Fault], known: Sequence[Kn
 
 def carries(case: Case, fault: Fault, known: Sequence[KnownFault]) -> bool:
     """True when a fault that is planted in this case must show, and no recorded fault could be taken for it."""
-    if not fault.applies(case) or match_known(known, case) is not None:
+    too_short = case.train.steps < fault.since_step
+    if too_short or not fault.applies(case) or any(each.blinds for each in matching(known, case)):
         return False
     return (expected_refusal(case) is not None) == (fault.shows == "trains")
 

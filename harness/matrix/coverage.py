@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from harness.matrix.cover import Combination, combinations, combinations_in, possible_combinations
-from harness.matrix.known import known_rule
+from harness.matrix.known import known_rules
 from harness.matrix.space import Kind, Space, Table, is_hit, spaces_of
 from harness.matrix.tier import Selection, tables_of
 
@@ -59,7 +59,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 def coverage(selection: Selection, strength: int) -> Coverage:
     """What became of every combination of `strength` values in every block of the selection's file."""
-    rules = [known_rule(fault) for fault in selection.known]
+    rules = known_rules(selection.known)
     spaces = spaces_of(selection.file.blocks, selection.file.max_world_size, rules)
     return Coverage(
         name=selection.name,

@@ -1,23 +1,37 @@
-"""Known upstream faults: cases that fail because of torch or torchao, how they fail, and where it is reported.
+"""Known upstream faults: which cases they hit, which findings they explain and how far, and where they are reported.
 
-Owns the format of `cases/known.toml`. `checks/judge.py` compares failures with it: a record never hides a failure that
-looks different, and a case that passes although a fault is recorded for it fails.
+Owns the format of `cases/known.toml`; `checks/recorded.py` compares findings with it. A record explains nothing but
+what it lists: a finding of another check, of another module or of a larger size is a new fault, and so is a listed one
+that is missing.
 
     [[fault]]
     name = "..."                  # short, unique
     where = "tp>1 recipe=rowwise" # a selector: the affected cases
-    verdict = "crash"             # how they end
-    pattern = "..."               # regular expression found in a finding or crash message
+    verdict = "numeric"           # how they end: numeric, invariant, crash or hang
+    requires = [                  # the findings by which the fault is recognized: each must be there
+      {check = "graphs", message = "rows: ", module = "layers"},
+    ]
+    may_cause = [                 # what may follow from it, and how large it may be
+      {check = "parity", message = "differ", at_most = 0.4},
+    ]
     link = "https://..."          # the report
-    torch = ">=2.13,<2.14"        # the affected versions
+    torch = ">=2.13,<2.14"        # the affected versions; `torchao` and `torchtitan` likewise, at least one of them
+    review_by = 2027-03-01        # after this day the record explains nothing: look whether it is still true
+    fix = "cases/fixes/x.py:apply"  # optional: with it, every check must pass
     reason = "..."                # one sentence: the cause
+
+`check` is the name of a check, or "engine" for how ranks ended. `message` is a regular expression that is searched in
+the message of a finding, `module` one that must match its whole module; without them, any will do. `at_most` is in the
+unit of the finding's size; a finding without a size is not explained by a symptom with `at_most`.
 """
 
 from __future__ import annotations
 
+import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -29,25 +43,71 @@ from harness.matrix.case import Case
 from harness.matrix.rules import Rule
 from harness.matrix.selector import axes_read, parse_selector
 from harness.matrix.tomlfile import TomlFile, read_toml_file
-from harness.verdict import Verdict
+from harness.verdict import Finding, Verdict
 
 _FAILURES = tuple(verdict.value for verdict in (Verdict.NUMERIC, Verdict.INVARIANT, Verdict.CRASH, Verdict.HANG))
+PACKAGES = ("torch", "torchao", "torchtitan")
+_SYMPTOM = '{check = "parity", message = "...", at_most = 0.5}'
+
+
+class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of finding: its check, and optionally its words, its module and its largest size."""
+
+    check: str
+    message: str = ""
+    module: str | None = None
+    at_most: float | None = None
+
+    def explains(self, finding: Finding) -> bool:
+        """True when the finding is of this kind and not larger."""
+        return (
+            finding.check == self.check
+            and re.search(self.message, finding.message) is not None
+            and (self.module is None or re.fullmatch(self.module, finding.module or "") is not None)
+            and (self.at_most is None or (finding.size is not None and finding.size <= self.at_most))
+        )
+
+    def __str__(self) -> str:
+        module = "" if self.module is None else f" about {self.module}"
+        size = "" if self.at_most is None else f", at most {self.at_most:g}"
+        return f"{self.check}: '{self.message}'{module}{size}"
 
 
 class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
-    """One record. `pattern` is searched in messages; `torch` is a version specifier as for pip."""
+    """One record. `torch`, `torchao` and `torchtitan` are version specifiers as for pip; empty is any version."""
 
     name: str
     where: str
     verdict: Verdict
-    pattern: str
+    requires: tuple[Symptom, ...]
     link: str
-    torch: str
+    review_by: datetime.date
     reason: str
+    may_cause: tuple[Symptom, ...] = ()
+    fix: str | None = None
+    torch: str = ""
+    torchao: str = ""
+    torchtitan: str = ""
 
-    def affects(self, torch: str) -> bool:
-        """True when this version of torch has the fault. A source build `2.13.0a0+git12` counts as 2.13.0."""
-        return SpecifierSet(self.torch).contains(Version(torch).base_version)
+    def affects(self, installed: Mapping[str, str | None]) -> bool:
+        """True when these versions have the fault. A source build `2.13.0a0+git12` counts as 2.13.0.
+
+        A package that is not installed is taken to be affected.
+        """
+        versions = {package: installed.get(package) for package in PACKAGES}
+        return all(
+            version is None or SpecifierSet(getattr(self, package)).contains(Version(version).base_version)
+            for package, version in versions.items()
+        )
+
+    @property
+    def blinds(self) -> bool:
+        """True when nothing new can be seen in the cases it affects: there is no fix with which they run again."""
+        return self.fix is None
+
+    def explains(self, finding: Finding) -> bool:
+        """True when the finding is one that this fault shows itself by, or one that it may cause."""
+        return any(symptom.explains(finding) for symptom in (*self.requires, *self.may_cause))
 
 
 def read_known(path: Path) -> tuple[KnownFault, ...]:
@@ -62,17 +122,21 @@ def read_known(path: Path) -> tuple[KnownFault, ...]:
     return faults
 
 
-def match_known(faults: Sequence[KnownFault], case: Case) -> KnownFault | None:
-    """The first record that affects a case, or None. The caller filters by version (`affects`)."""
-    return next((fault for fault in faults if parse_selector(fault.where).matches(case)), None)
+def matching(faults: Sequence[KnownFault], case: Case) -> tuple[KnownFault, ...]:
+    """Every record that affects a case, in order. The caller filters by version (`affects`)."""
+    return tuple(fault for fault in faults if parse_selector(fault.where).matches(case))
 
 
 class KnownRule(Rule, frozen=True):
-    """The cases that a record hits, as a rule of the matrix: they run, and their numbers prove nothing new."""
+    """The cases that a record blinds, as a rule of the matrix: they run, and their numbers prove nothing new."""
 
 
-def known_rule(fault: KnownFault) -> KnownRule:
-    """The rule of a record. HarnessError when its selector asks for ids instead of axis values."""
+def known_rules(faults: Iterable[KnownFault]) -> list[KnownRule]:
+    """The rules of the records without a fix. HarnessError when a selector asks for ids instead of axis values."""
+    return [_known_rule(fault) for fault in faults if fault.blinds]
+
+
+def _known_rule(fault: KnownFault) -> KnownRule:
     selector = parse_selector(fault.where)
     return KnownRule(
         name=fault.name, reason=fault.reason, source=fault.link, axes=axes_read(selector), applies=selector.matches
@@ -80,25 +144,63 @@ def known_rule(fault: KnownFault) -> KnownRule:
 
 
 def _fault(toml: TomlFile, table: object, index: int) -> KnownFault:
-    fields = KnownFault.__struct_fields__
-    known = toml.check_keys("fault", index, table=table, known=fields)
-    for field in fields:
-        if not isinstance(known.get(field), str) or not known[field].strip():
-            raise toml.error(
-                "fault", index, field, what=f"'{field}' must be a non-empty string.", fix=f'add {field} = "...".'
-            )
-    if known["verdict"] not in _FAILURES:
-        what = f"verdict '{known['verdict']}' is not a failure."
-        raise toml.error("fault", index, "verdict", what=what, fix=suggestion(known["verdict"], _FAILURES))
+    fields = toml.check_keys("fault", index, table=table, known=KnownFault.__struct_fields__)
+    for name in ("name", "where", "verdict", "link", "reason"):
+        if not isinstance(fields.get(name), str) or not fields[name].strip():
+            what = f"'{name}' must be a non-empty string."
+            raise toml.error("fault", index, name, what=what, fix=f'add {name} = "...".')
+    if fields["verdict"] not in _FAILURES:
+        what = f"verdict '{fields['verdict']}' is not a failure."
+        raise toml.error("fault", index, "verdict", what=what, fix=suggestion(fields["verdict"], _FAILURES))
     try:
-        parse_selector(known["where"])
-        re.compile(known["pattern"])
-        SpecifierSet(known["torch"])
-    except re.error as error:
-        raise toml.error("fault", index, "pattern", what=f"not a regular expression: {error}.") from error
-    except InvalidSpecifier as error:
-        what = f"'{known['torch']}' is not a version specifier."
-        raise toml.error("fault", index, "torch", what=what, fix='write torch = ">=2.13,<2.14".') from error
+        parse_selector(fields["where"])
     except HarnessError as error:
         raise toml.error("fault", index, what=error.what, fix=error.fix) from error
-    return msgspec.convert(known, KnownFault)
+    _check_versions(toml, fields, index)
+    _check_symptoms(toml, fields, index)
+    try:
+        return msgspec.convert(fields, KnownFault)
+    except msgspec.ValidationError as error:
+        name = _field_of(error)
+        raise toml.error("fault", index, name, what=f"{error}.", fix=_FIXES.get(name)) from error
+
+
+_FIXES = {"review_by": "write review_by = 2027-03-01."}
+
+
+def _field_of(error: msgspec.ValidationError) -> str:
+    """The field that a message such as "Expected `date`, got `str` - at `$.review_by`" is about."""
+    missing = re.search(r"missing required field `(\w+)`", str(error))
+    found = missing or re.search(r"at `\$\.(\w+)", str(error))
+    return found[1] if found else "name"
+
+
+def _check_versions(toml: TomlFile, fields: dict[str, Any], index: int) -> None:
+    given = [package for package in PACKAGES if fields.get(package)]
+    if not given:
+        what = "no version is named: a fault has a first and, one day, a last version."
+        raise toml.error("fault", index, what=what, fix='write torch = ">=2.13,<2.14", or torchao.')
+    for package in given:
+        try:
+            SpecifierSet(fields[package])
+        except (InvalidSpecifier, TypeError) as error:
+            what = f"'{fields[package]}' is not a version specifier."
+            raise toml.error("fault", index, package, what=what, fix=f'write {package} = ">=2.13,<2.14".') from error
+
+
+def _check_symptoms(toml: TomlFile, fields: dict[str, Any], index: int) -> None:
+    if not fields.get("requires"):
+        what = "'requires' must name at least one finding by which the fault is recognized."
+        raise toml.error("fault", index, "requires", what=what, fix=f"write requires = [{_SYMPTOM}].")
+    for name in ("requires", "may_cause"):
+        try:
+            symptoms = msgspec.convert(fields.get(name, []), tuple[Symptom, ...])
+        except msgspec.ValidationError as error:
+            raise toml.error("fault", index, name, what=f"{error}.", fix=f"write {name} = [{_SYMPTOM}].") from error
+        for symptom in symptoms:
+            for pattern in (symptom.message, symptom.module or ""):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    what = f"'{pattern}' is not a regular expression: {error}."
+                    raise toml.error("fault", index, name, what=what) from error

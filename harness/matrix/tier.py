@@ -15,7 +15,7 @@ from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, Strength
 from harness.matrix.caseid import case_id
 from harness.matrix.cover import Combination, combinations_in, covering_rows, possible_combinations
-from harness.matrix.known import KnownFault, known_rule
+from harness.matrix.known import KnownFault, known_rules
 from harness.matrix.space import Kind, Row, Space, Table, is_hit, spaces_of
 
 
@@ -74,7 +74,7 @@ def tables_of(space: Space, *kinds: Kind) -> list[Table]:
 def tier_spaces(file: CaseFile, known: Sequence[KnownFault]) -> tuple[Space, ...]:
     """The spaces of a file's blocks. HarnessError on an impossible matrix."""
     try:
-        return spaces_of(file.blocks, file.max_world_size, [known_rule(fault) for fault in known])
+        return spaces_of(file.blocks, file.max_world_size, known_rules(known))
     except HarnessError as error:
         raise HarnessError(error.what, where=f"{file.where}: {error.where}", fix=error.fix) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.jsonform import to_json
-from harness.result import Attempt, CaseResult, RunResult, WitnessMade
+from harness.result import Attempt, CaseResult, RunResult, WithFix, WitnessMade
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
 
@@ -34,6 +34,7 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     not_judged: tuple[NotJudged, ...]
     failures: tuple[RankFailure, ...]
     command: str
+    with_fix: WithFix | None
 
 
 class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,4 +101,5 @@ def _case_document(result: CaseResult) -> CaseDocument:
         not_judged=result.not_judged,
         failures=result.run.failures if result.run else (),
         command=result.command,
+        with_fix=result.with_fix,
     )

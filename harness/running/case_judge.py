@@ -6,14 +6,16 @@ of the case that needs it. Witnesses that have to be run come from a `WitnessCac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from harness.checks import parity
 from harness.checks.divergence import first_divergence
-from harness.checks.judge import Judgement, judge, with_known_fault
+from harness.checks.judge import Judgement, judge
+from harness.checks.recorded import with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobStatus
@@ -29,8 +31,9 @@ from harness.evidence.tolerance import (
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
-from harness.matrix.known import KnownFault, match_known, read_known
+from harness.matrix.known import PACKAGES, KnownFault, matching, read_known
 from harness.project import Project
+from harness.running.injection import Injection, parse_injection
 from harness.running.machine import installed_version
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
@@ -41,7 +44,8 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
 
     family: str
     witnesses: Witnesses
-    known: KnownFault | None = None
+    known: tuple[KnownFault, ...] = ()  # the recorded faults that affect the case
+    fixes: tuple[Injection, ...] = ()  # their candidate fixes
 
     @property
     def needs_golden(self) -> bool:
@@ -63,20 +67,28 @@ class CaseJudge:
     def expectation(self, case: Case) -> str | None:
         """Name of the known fault or the refusal that the case must show, if any."""
         basis = self._judged_by[case_id(case)]
-        if basis.known is not None:
-            return basis.known.name
+        if basis.known:
+            return ", ".join(fault.name for fault in basis.known)
         refusal = basis.witnesses.expect.refusal
         return refusal.name if refusal is not None else None
 
-    def judge(self, case: Case, run: Run, status: JobStatus, cache: WitnessCache) -> Judgement:
-        """The verdict on what came back from the ranks."""
+    def fixes(self, case: Case) -> tuple[Injection, ...]:
+        """The candidate fixes of the recorded faults that affect the case."""
+        return self._judged_by[case_id(case)].fixes
+
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        """The verdict on what came back from the ranks. Recorded faults whose fix is in `fixes` are gone."""
         basis = self._judged_by[case_id(case)]
         witnesses = basis.witnesses
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
         if sketched and witnesses.expect.refusal is None:
-            witnesses = msgspec.structs.replace(witnesses, solo=cache.solo(case), partner=cache.partner(case))
+            witnesses = msgspec.structs.replace(witnesses, solo=cache.solo(case), partner=cache.partner(case, fixes))
         found = _explained(case, run, judge(case, run, status, witnesses), witnesses.golden, cache)
-        return found if basis.known is None else with_known_fault(found, basis.known)
+        mended = {fix.text for fix in fixes}
+        left = tuple(fault for fault in basis.known if fault.fix not in mended)
+        return with_known_faults(found, left, datetime.date.today())
 
 
 def _explained(case: Case, run: Run, found: Judgement, golden: Golden | None, cache: WitnessCache) -> Judgement:
@@ -137,17 +149,20 @@ def prepare_judge(project: Project, cases: Iterable[Case], *, hardware: str) -> 
     """
     evidence = _EvidenceReader(project.root, hardware)
     known = known_here(project)
-    return CaseJudge({case_id(case): _judged_by(case, evidence, known) for case in cases})
+    fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
+    return CaseJudge({case_id(case): _judged_by(case, evidence, matching(known, case), fixes) for case in cases})
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
-    """The recorded upstream faults of the torch that is installed; all of them where none is."""
+    """The recorded upstream faults of the versions that are installed."""
     recorded = read_known(project.known) if project.known.exists() else ()
-    torch = installed_version("torch")
-    return tuple(fault for fault in recorded if torch is None or fault.affects(torch))
+    installed = {package: installed_version(package) for package in PACKAGES}
+    return tuple(fault for fault in recorded if fault.affects(installed))
 
 
-def _judged_by(case: Case, evidence: _EvidenceReader, known: tuple[KnownFault, ...]) -> JudgedBy:
+def _judged_by(
+    case: Case, evidence: _EvidenceReader, known: tuple[KnownFault, ...], fixes: Mapping[str, Injection]
+) -> JudgedBy:
     expect = Expectations(case)
     trains = expect.refusal is None
     witnesses = Witnesses(
@@ -156,4 +171,5 @@ def _judged_by(case: Case, evidence: _EvidenceReader, known: tuple[KnownFault, .
         tolerance=evidence.tolerance(case) if trains else None,
         parity_tolerance=evidence.parity_tolerance(case) if trains else None,
     )
-    return JudgedBy(family=family_id(case), witnesses=witnesses, known=match_known(known, case))
+    own = tuple(dict.fromkeys(fault.fix for fault in known if fault.fix is not None))
+    return JudgedBy(family=family_id(case), witnesses=witnesses, known=known, fixes=tuple(fixes[fix] for fix in own))

@@ -7,7 +7,7 @@ through here, so that they cannot differ. What a case is judged by comes from a 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -16,8 +16,9 @@ from harness.checks.judge import Judgement, run_from_outcome
 from harness.engine.messages import JobOutcome, JobStatus
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.result import Attempt, CaseResult
+from harness.result import Attempt, CaseResult, WithFix
 from harness.running.executor import Executor
+from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
@@ -32,8 +33,13 @@ class Judge(Protocol):
     def expectation(self, case: Case) -> str | None:
         """Name of the refusal or the known fault that the case must show, if any."""
 
-    def judge(self, case: Case, run: Run, status: JobStatus, cache: WitnessCache) -> Judgement:
-        """The verdict on what came back from the ranks; witnesses that have to be run come from `cache`."""
+    def fixes(self, case: Case) -> tuple[Injection, ...]:
+        """The candidate fixes of the faults that are recorded for the case."""
+
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        """The verdict on what came back from the ranks, which ran with `fixes`. Witnesses come from `cache`."""
 
 
 class CaseRunner:
@@ -56,6 +62,11 @@ class CaseRunner:
             if outcome is None or self._executor.stopped:
                 return None
             result = self._result(case, outcome, attempts)
+            if result.verdict is Verdict.KNOWN and self._judge.fixes(case):
+                fixed = self._with_fix(case, result)
+                if fixed is None:
+                    return None
+                result = fixed
             attempts = result.attempts
             if result.verdict is not Verdict.INFRA or len(attempts) >= MAX_ATTEMPTS:
                 return result
@@ -72,12 +83,7 @@ class CaseRunner:
 
     def _result(self, case: Case, outcome: JobOutcome, earlier: tuple[Attempt, ...]) -> CaseResult:
         """The result after this attempt."""
-        run: Run | None = None
-        try:
-            run = run_from_outcome(outcome)
-            judgement = _explained(self._judge.judge(case, run, outcome.status, self._cache), run, outcome)
-        except Exception as error:  # a fault of the harness in one case must not lose the results of the others
-            judgement = _broken_judgement(error)
+        judgement, run = self._judged(case, outcome, ())
         attempt = Attempt(
             verdict=judgement.verdict,
             message=outcome.message,
@@ -86,6 +92,39 @@ class CaseRunner:
             detected_s=outcome.detected_s,
         )
         return self._assembled(case, judgement, run=run, attempts=(*earlier, attempt))
+
+    def _judged(self, case: Case, outcome: JobOutcome, fixes: Sequence[Injection]) -> tuple[Judgement, Run | None]:
+        run: Run | None = None
+        try:
+            run = run_from_outcome(outcome)
+            judgement = self._judge.judge(case, run, outcome.status, self._cache, fixes)
+            return _explained(judgement, run, outcome), run
+        except Exception as error:  # a fault of the harness in one case must not lose the results of the others
+            return _broken_judgement(error), run
+
+    def _with_fix(self, case: Case, known: CaseResult) -> CaseResult | None:
+        """The result of a case that failed as recorded, after a run with the fixes, in which nothing may be hidden.
+
+        None when stopped.
+        """
+        fixes = self._judge.fixes(case)
+        outcome = self._executor.execute(case, fixes)
+        if outcome is None or self._executor.stopped:
+            return None
+        judgement, _ = self._judged(case, outcome, fixes)
+        last = known.attempts[-1]
+        seconds = {"wall_s": last.wall_s + outcome.wall_s, "cpu_s": last.cpu_s + outcome.cpu_s}
+        names = tuple(fix.text for fix in fixes)
+        with_fix = WithFix(fixes=names, verdict=judgement.verdict, findings=judgement.findings, checks=judgement.checks)
+        verdict = known.verdict if judgement.verdict.good else judgement.verdict
+        found = () if judgement.verdict.good else tuple(_said_with(names, each) for each in judgement.findings)
+        return msgspec.structs.replace(
+            known,
+            verdict=verdict,
+            findings=(*found, *known.findings),
+            attempts=(*known.attempts[:-1], msgspec.structs.replace(last, verdict=verdict, **seconds)),
+            with_fix=with_fix,
+        )
 
     def _assembled(
         self, case: Case, judgement: Judgement, *, run: Run | None, attempts: tuple[Attempt, ...]
@@ -103,6 +142,10 @@ class CaseRunner:
             not_judged=judgement.not_judged,
             command=self._plan.command(name),
         )
+
+
+def _said_with(fixes: Sequence[str], finding: Finding) -> Finding:
+    return msgspec.structs.replace(finding, message=f"with {' and '.join(fixes)}: {finding.message}")
 
 
 def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement:

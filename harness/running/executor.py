@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -27,6 +27,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
 from harness.request import RunRequest
+from harness.running.injection import Injection
 from harness.running.plan import Plan
 
 _ID_IN_FOLDER = 80  # characters; sockets in a job folder have at most 107 for their whole path
@@ -64,13 +65,16 @@ class Executor:
         """True after `stop`: outcomes that arrive now say nothing about their case."""
         return self._stopped.is_set()
 
-    def execute(self, case: Case) -> JobOutcome | None:
-        """Run one case once; None when stopped before its ranks started. Waits for free slots."""
+    def execute(self, case: Case, fixes: Sequence[Injection] = ()) -> JobOutcome | None:
+        """Run one case once, with the fixes and the injections; None when stopped before its ranks started.
+
+        Waits for free slots.
+        """
         return self._serve(
             RunRequest(
                 case=case,
                 device=self._plan.device,
-                injections=tuple(injection.target for injection in self._plan.injections),
+                injections=tuple(injection.target for injection in (*fixes, *self._plan.injections)),
                 probes=self._plan.probes,
             )
         )
@@ -79,9 +83,12 @@ class Executor:
         """Run the solo witness of a case, without the injections: it says what the case should compute."""
         return self._serve(RunRequest(case=case, device=self._plan.device, probes=probes, solo=True))
 
-    def execute_plain(self, case: Case, *, probes: tuple[str, ...] = ()) -> JobOutcome | None:
-        """Run one case without the injections and with these probes alone."""
-        return self._serve(RunRequest(case=case, device=self._plan.device, probes=probes))
+    def execute_plain(
+        self, case: Case, *, probes: tuple[str, ...] = (), fixes: Sequence[Injection] = ()
+    ) -> JobOutcome | None:
+        """Run one case without the injections, with these fixes and with these probes alone."""
+        targets = tuple(fix.target for fix in fixes)
+        return self._serve(RunRequest(case=case, device=self._plan.device, injections=targets, probes=probes))
 
     def _serve(self, request: RunRequest) -> JobOutcome | None:
         with self._leases.acquire(request.world_size) as slots:

@@ -7,6 +7,7 @@ parsed, never imported here.
 from __future__ import annotations
 
 import ast
+import hashlib
 from pathlib import Path
 
 import msgspec
@@ -23,16 +24,26 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     text: str
     target: str
 
+    @property
+    def content(self) -> str:
+        """What it is called and a digest of its file: two injections of one content do the same."""
+        file, colon, _ = self.target.rpartition(":")
+        source = Path(file).read_bytes() if colon and file.endswith(".py") else b""
+        return f"{self.text} {hashlib.sha256(source).hexdigest()[:16]}"
 
-def parse_injection(text: str) -> Injection:
-    """The injection that `text` names; HarnessError when the form, the file, the function or the fault is wrong."""
+
+def parse_injection(text: str, *, folder: Path | None = None) -> Injection:
+    """The injection that `text` names; HarnessError when the form, the file, the function or the fault is wrong.
+
+    A relative file is looked for in `folder`, by default the current one.
+    """
     if text.startswith(PREFIX):
         return Injection(text=text, target=fault_named(text.removeprefix(PREFIX)).injection)
     where = f"--inject {text}"
     file_name, colon, function = text.rpartition(":")
     if not colon or not file_name.endswith(".py") or not function.isidentifier():
         raise HarnessError("this is not FILE.py:FUNCTION.", where=where, fix=_FORM_FIX)
-    file = Path(file_name).resolve()
+    file = (folder or Path()).joinpath(file_name).resolve()
     names = _top_level_names(file, where=where)
     if function not in names:
         offered = ", ".join(sorted(names)) or "nothing"

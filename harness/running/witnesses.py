@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, solo_case, twin_case
 from harness.result import WitnessMade
 from harness.running.executor import Executor
+from harness.running.injection import Injection
 from harness.running.machine import arithmetic_limits
 from harness.running.plan import Plan
 from harness.trace import Run
@@ -66,14 +67,17 @@ class WitnessCache:
         witness = twin_case(case)
         return self._witness(f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
 
-    def partner(self, case: Case) -> Run | None:
-        """The run of the partner of a case (`relations.py`), sketched; None when it did not finish or there is none."""
+    def partner(self, case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
+        """The run of the partner of a case (`relations.py`), sketched; None when it did not finish or there is none.
+
+        `fixes` are those that the case runs with: its partner may run into the same fault.
+        """
         relation = partner(case)
         if relation is None:
             return None
         other = relation.partner
-        name = f"partner {case_id(other)}"
-        return self._witness(name, lambda: self._executor.execute_plain(other, probes=("sketches",)))
+        name = " with ".join([f"partner {case_id(other)}", *(fix.content for fix in fixes)])
+        return self._witness(name, lambda: self._executor.execute_plain(other, probes=("sketches",), fixes=fixes))
 
     def _witness(self, name: str, execute: Callable[[], JobOutcome | None]) -> Run | None:
         with self._locks[name]:

@@ -30,6 +30,7 @@ from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
+from harness.running.injection import Injection
 from harness.running.machine import arithmetic_limits
 from harness.running.plan import Plan
 from harness.running.progress import Progress
@@ -58,9 +59,11 @@ class DistanceJudge(SanityJudge):
         self._wanted = {case_id(case) for case in cases}
         self.parity: dict[str, tuple[float, ...]] = {}  # by case id: the worst relative distance of every step
 
-    def judge(self, case: Case, run: Run, status: JobStatus, cache: WitnessCache) -> Judgement:
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
         """The judgement of SanityJudge; records the distances."""
-        judgement = super().judge(case, run, status, cache)
+        judgement = super().judge(case, run, status, cache, fixes)
         sketched = judgement.verdict is Verdict.PASSED and all(trace.sketches for trace in run.traces)
         solo = cache.solo(case) if sketched and case_id(case) in self._wanted else None
         if solo is not None:

@@ -28,7 +28,7 @@ from harness.result import CaseResult
 from harness.running.case_judge import CaseJudge, known_here, prepare_judge
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import Executor, open_executor
-from harness.running.injection import parse_injection
+from harness.running.injection import Injection, parse_injection
 from harness.running.machine import hardware
 from harness.running.plan import Plan
 from harness.running.progress import Progress
@@ -64,7 +64,11 @@ def run_power(project: Project, faults: Sequence[Fault], carriers: Carriers, pla
         work = _TrialWork(project, used, plan, executor, progress)
         ended = run_schedule(plantings, work, _TrialObserver(progress), jobs=plan.jobs)
     tried = [outcome for outcome in ended.results if outcome is not None]
-    failing_clean = {each.result.case_id: _checks(each.result) for each in tried if each.fault is None}
+    failing_clean = {
+        each.result.case_id: _checks(each.result)
+        for each in tried
+        if each.fault is None and not each.result.verdict.good  # what a record explains is not ignored: it has limits
+    }
     return Power(
         trials=tuple(_trial(each, failing_clean) for each in tried if each.fault is not None),
         clean=tuple(_trial(each, {}) for each in tried if each.fault is None),
@@ -157,13 +161,16 @@ class _RecordingJudge:
 
     def __init__(self, judge: CaseJudge, golden: Golden | None) -> None:
         self.expectation = judge.expectation
+        self.fixes = judge.fixes
         self.baseline = UNFINISHED
         self._judge = judge
         self._golden = golden
 
-    def judge(self, case: Case, run: Run, status: JobStatus, cache: WitnessCache) -> Judgement:
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
         """The judgement of the other judge."""
-        judgement = self._judge.judge(case, run, status, cache)
+        judgement = self._judge.judge(case, run, status, cache, fixes)
         if run.complete:
             self.baseline = baseline_detection(run, self._golden, cache.solo(case))
         return judgement

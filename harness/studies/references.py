@@ -20,6 +20,7 @@ from harness.matrix.caseid import family_id, parse_case_id, reference_case
 from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
+from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import WitnessCache
@@ -53,7 +54,13 @@ class SanityJudge:
     def expectation(self, case: Case) -> None:
         """References must train, so nothing else is expected."""
 
-    def judge(self, case: Case, run: Run, status: JobStatus, cache: WitnessCache) -> Judgement:
+    def fixes(self, case: Case) -> tuple[Injection, ...]:
+        """None: a reference is what the installed packages compute."""
+        return ()
+
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
         """Passes runs that may become a golden or a noise sample."""
         return judge(case, run, status, Witnesses(expect=Expectations(case)), among=_SANITY)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -9,8 +10,9 @@ from msgspec.structs import replace
 
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id
-from harness.matrix.known import KnownFault
+from harness.matrix.known import KnownFault, Symptom
 from harness.running.case_judge import CaseJudge, JudgedBy
+from harness.running.injection import Injection
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
 from harness.trace.operands import OperandTrace
@@ -44,7 +46,7 @@ class FakeCache:
         self.asked: list[str] = []
 
     def __getattr__(self, kind: str) -> Any:
-        def witness(case: Case) -> Run | None:
+        def witness(case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
             assert case == CASE
             self.asked.append(kind)
             return self.runs.get(kind)
@@ -52,12 +54,15 @@ class FakeCache:
         return witness
 
 
-def judge(*cases: Case, known: KnownFault | None = None, **given: Any) -> CaseJudge:
+def judge(*cases: Case, known: tuple[KnownFault, ...] = (), **given: Any) -> CaseJudge:
     sound = {"golden": make_golden(CASE), "tolerance": make_tolerance(0.125, 0.125)}
     return CaseJudge(
         {
             case_id(case): JudgedBy(
-                family=family_id(case), witnesses=make_witnesses(case, **{**sound, **given}), known=known
+                family=family_id(case),
+                witnesses=make_witnesses(case, **{**sound, **given}),
+                known=known,
+                fixes=tuple(Injection(text=each.fix, target=each.fix) for each in known if each.fix),
             )
             for case in cases or (CASE,)
         }
@@ -70,9 +75,9 @@ def findings(run: Run, cache: FakeCache, **given: Any) -> list[Finding]:
 
 def test_a_case_is_expected_to_show_its_recorded_fault_or_its_refusal() -> None:
     assert judge().expectation(CASE) is None
-    assert judge(known=KNOWN).expectation(CASE) == "recorded"
+    assert judge(known=(KNOWN,)).expectation(CASE) == "recorded"
     assert judge(REFUSED).expectation(REFUSED) == "output_alignment"
-    assert judge(REFUSED, known=KNOWN).expectation(REFUSED) == "recorded"
+    assert judge(REFUSED, known=(KNOWN,)).expectation(REFUSED) == "recorded"
 
 
 def test_goldens_are_missing_of_cases_that_train_alone() -> None:
@@ -125,8 +130,19 @@ def test_a_loss_that_is_off_is_explained_by_the_twin() -> None:
 
 def test_a_recorded_fault_is_known_with_its_explanation() -> None:
     off = make_run(CASE, losses=(8.0, 9.0))
-    found = judge(known=KNOWN).judge(CASE, off, "ok", cast("WitnessCache", FakeCache()))
+    found = judge(known=(KNOWN,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache()))
     assert found.verdict is Verdict.KNOWN
     assert "could not be run" in found.findings[0].message
-    other = replace(KNOWN, pattern="something else")
-    assert judge(known=other).judge(CASE, off, "ok", cast("WitnessCache", FakeCache())).verdict is Verdict.NUMERIC
+    other = replace(KNOWN, requires=(Symptom(check="loss_vs_golden", message="something else"),))
+    assert judge(known=(other,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache())).verdict is Verdict.NUMERIC
+
+
+def test_with_its_fix_a_recorded_fault_explains_nothing() -> None:
+    fixed, other = replace(KNOWN, fix="x.py:apply"), replace(KNOWN, name="other")
+    cache = cast("WitnessCache", FakeCache())
+    off = make_run(CASE, losses=(8.0, 9.0))
+    (fix,) = judge(known=(fixed,)).fixes(CASE)
+    assert fix.text == "x.py:apply"
+    assert judge(known=(fixed,)).judge(CASE, off, "ok", cache, (fix,)).verdict is Verdict.NUMERIC
+    assert judge(known=(fixed,)).judge(CASE, make_run(CASE), "ok", cache, (fix,)).verdict is Verdict.PASSED
+    assert judge(known=(fixed, other)).judge(CASE, off, "ok", cache, (fix,)).verdict is Verdict.KNOWN

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome, with_known_fault
+from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
-from harness.matrix.known import KnownFault
 from harness.matrix.rules import Refusal
 from harness.trace import RankTrace, Run
 from harness.trace.operands import OperandTrace
@@ -20,7 +19,6 @@ from tests.builders import (
     make_case,
     make_failure,
     make_golden,
-    make_known,
     make_refusal,
     make_run,
     make_tolerance,
@@ -204,48 +202,6 @@ def test_no_executed_check_is_a_failure() -> None:
     assert (found.verdict, found.checks) == (Verdict.INVARIANT, ())
     assert "no check was executed" in messages(found)
     assert judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal(check="nobody"))).verdict is Verdict.CRASH
-
-
-def test_a_recorded_fault_that_shows_is_known_and_keeps_its_findings() -> None:
-    found = with_known_fault(judge(CASE, OFF, "ok", witnesses()), make_known())
-    assert found.verdict is Verdict.KNOWN
-    assert found.findings == judge(CASE, OFF, "ok", witnesses()).findings
-
-
-def test_a_recorded_fault_that_is_gone_must_be_closed() -> None:
-    found = with_known_fault(judge(CASE, GOOD, "ok", witnesses()), make_known())
-    assert found.verdict is Verdict.UNEXPECTED_PASS
-    assert "https://example.org/1" in messages(found) and "close the record" in messages(found)
-
-
-@pytest.mark.parametrize(
-    ("run", "status", "record", "verdict"),
-    [
-        (OFF, "ok", make_known(pattern="other words"), Verdict.NUMERIC),
-        (OFF, "ok", make_known(verdict=Verdict.INVARIANT), Verdict.NUMERIC),
-        (OFF_AND_PLAIN, "ok", make_known(), Verdict.INVARIANT),
-        (OFF_AND_PLAIN, "ok", make_known(verdict=Verdict.INVARIANT, pattern="not converted"), Verdict.INVARIANT),
-        (
-            run_of(make_failure(0), make_failure(1, "KeyError")),
-            "crash",
-            make_known(verdict=Verdict.CRASH, pattern="ValueError"),
-            Verdict.CRASH,
-        ),
-        (run_of(make_failure(0)), "hang", make_known(verdict=Verdict.CRASH, pattern="ValueError"), Verdict.HANG),
-        (run_of(make_failure(0)), "infra", make_known(verdict=Verdict.INFRA, pattern="ValueError"), Verdict.INFRA),
-    ],
-)
-def test_failing_differently_than_recorded_keeps_its_verdict(
-    run: Run, status: JobStatus, record: KnownFault, verdict: Verdict
-) -> None:
-    assert with_known_fault(judge(CASE, run, status, witnesses()), record).verdict is verdict
-
-
-@pytest.mark.parametrize("status", ["crash", "hang"])
-def test_a_recorded_crash_or_hang_is_known(status: JobStatus) -> None:
-    run = run_of(make_failure(0), make_failure(1, "gone", consequence=True))
-    record = make_known(verdict=Verdict(status), pattern=r"raised in step \d+: ValueError")
-    assert with_known_fault(judge(CASE, run, status, witnesses()), record).verdict is Verdict.KNOWN
 
 
 @given(st.permutations(range(2)), st.sampled_from([GOOD, OFF, REFUSED, run_of(make_failure(0), make_failure(1, "y"))]))

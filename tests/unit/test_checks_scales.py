@@ -233,24 +233,18 @@ def test_the_largest_magnitude_may_be_on_another_rank() -> None:
     assert any("does not match the amax" in finding.message for finding in check(case(tp=2), run))
 
 
-def test_gathered_weights_have_a_scale_per_tp_rank_unless_precomputed() -> None:
-    """The exemption that torchao 0.18 needs, and its limits."""
-    per_rank = rescaled(0.5)
-
-    def own_scale(of: Case) -> list[str]:
-        run = changed(
-            clean(of),
-            lambda record: {**per_rank(record), "amax": 2 * AMAX},
-            where=lambda record: record.role == "weight",
-        )
-        right = clean(of)
-        found = check(of, run_of(*((right if rank % 2 else run).traces[rank] for rank in range(of.world_size))))
-        return [finding.message for finding in found if "hold the same tensor" in finding.message]
-
-    assert own_scale(case(dp_shard=2, tp=2, fp8_all_gather=True)) == []
-    precomputed = case(dp_shard=2, tp=2, fp8_all_gather=True, precompute_scale=True)
-    (found,) = own_scale(precomputed)
-    assert "at step 2" in found  # before the first update nothing was precomputed
+@pytest.mark.parametrize("precompute_scale", [False, True])
+def test_a_gathered_weight_has_one_scale_on_all_tp_ranks(precompute_scale: bool) -> None:
+    of = case(dp_shard=2, tp=2, fp8_all_gather=True, precompute_scale=precompute_scale)
+    per_rank, right = rescaled(0.5), clean(of)
+    own = changed(
+        right,
+        lambda record: {**per_rank(record), "amax": 2 * AMAX},
+        where=lambda record: record.role == "weight",
+    )
+    mixed = run_of(*((right if rank % 2 else own).traces[rank] for rank in range(of.world_size)))
+    (found,) = [each for each in check(of, mixed) if "hold the same tensor" in each.message]
+    assert found.step == 1
 
 
 def test_data_parallel_ranks_must_not_share_all_scales() -> None:

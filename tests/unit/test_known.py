@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.known import match_known, read_known
+from harness.matrix.known import matching, read_known
 from harness.verdict import Verdict
 
 RECORD = """\
@@ -16,9 +16,10 @@ RECORD = """\
 name = "nan-scale"
 where = "tp>1 recipe=rowwise"
 verdict = "crash"
-pattern = "scale .* nan"
+requires = [{check = "engine", message = "scale .* nan"}]
 link = "https://github.com/pytorch/ao/issues/1"
 torch = ">=2.13,<2.14"
+review_by = 2027-03-01
 reason = "An example."
 """
 
@@ -32,18 +33,26 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_a_record_hits_its_cases(tmp_path: Path) -> None:
     (fault,) = faults = read_known(write(tmp_path, RECORD))
     assert fault.verdict is Verdict.CRASH
-    assert match_known(faults, parse_case_id("tp2-rowwise-v2048-f32")) is fault
-    assert match_known(faults, parse_case_id("tp2-tensorwise-v2048-f32")) is None
-    assert match_known((), parse_case_id("tp2-rowwise-v2048-f32")) is None
+    assert matching((*faults, *faults), parse_case_id("tp2-rowwise-v2048-f32")) == (fault, fault)
+    assert matching(faults, parse_case_id("tp2-tensorwise-v2048-f32")) == ()
 
 
 @pytest.mark.parametrize(
-    ("version", "hit"),
-    [("2.13.0+cpu", True), ("2.13.1", True), ("2.12.9", False), ("2.14.0", False), ("2.13.0a0+git12", True)],
+    ("installed", "hit"),
+    [
+        ({"torch": "2.13.0+cpu", "torchao": "0.18.0"}, True),
+        ({"torch": "2.13.1", "torchao": "0.18.2"}, True),
+        ({"torch": "2.12.9", "torchao": "0.18.0"}, False),
+        ({"torch": "2.14.0", "torchao": "0.18.0"}, False),
+        ({"torch": "2.13.0a0+git12", "torchao": "0.18.0+git5"}, True),
+        ({"torch": "2.13.0", "torchao": "0.19.0"}, False),
+        ({"torch": "2.13.0", "torchtitan": "9.9"}, True),
+        ({}, True),
+    ],
 )
-def test_a_record_hits_its_versions(tmp_path: Path, version: str, hit: bool) -> None:
-    (fault,) = read_known(write(tmp_path, RECORD))
-    assert fault.affects(version) is hit
+def test_a_record_hits_its_versions(tmp_path: Path, installed: dict[str, str | None], hit: bool) -> None:
+    (fault,) = read_known(write(tmp_path, RECORD + 'torchao = "==0.18.*"\n'))
+    assert fault.affects(installed) is hit
 
 
 @pytest.mark.parametrize(
@@ -53,7 +62,12 @@ def test_a_record_hits_its_versions(tmp_path: Path, version: str, hit: bool) -> 
         ('reason = "An example."', "", "known.toml:1: 'reason' must be a non-empty string"),
         ("crash", "crahs", "known.toml:4: verdict 'crahs' is not a failure. Fix: did you mean crash"),
         ("crash", "passed", "verdict 'passed' is not a failure"),
-        ("scale .* nan", "(", "known.toml:5: not a regular expression"),
+        ("scale .* nan", "(", "known.toml:5: '(' is not a regular expression"),
+        ("check = ", "chek = ", "known.toml:5: Object contains unknown field `chek`"),
+        ('[{check = "engine", message = "scale .* nan"}]', "[]", "known.toml:5: 'requires' must name at least one"),
+        ("2027-03-01", '"soon"', "known.toml:8: "),
+        ("review_by = 2027-03-01\n", "", "missing required field `review_by`. Fix: write review_by = 2027-03-01."),
+        ('torch = ">=2.13,<2.14"\n', "", "no version is named"),
         ("tp>1", "tpp>1", "unknown axis 'tpp'"),
         (">=2.13,<2.14", "2.13", "'2.13' is not a version specifier"),
         ("link =", "links =", "known.toml:6: unknown key 'links'"),

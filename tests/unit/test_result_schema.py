@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.report.document import json_report
-from harness.result import Attempt, CaseResult, RunResult
+from harness.result import Attempt, CaseResult, RunResult, WithFix
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import make_attempt, make_failure, make_result, make_trace, run_of
@@ -38,6 +38,14 @@ findings = st.builds(
     module=st.none() | texts,
     expected=st.none() | texts,
     found=st.none() | texts,
+    size=st.none() | floats,
+)
+with_fixes = st.builds(
+    WithFix,
+    fixes=st.lists(texts, max_size=2).map(tuple),
+    verdict=st.sampled_from(Verdict),
+    findings=st.lists(findings, max_size=2).map(tuple),
+    checks=st.lists(texts, max_size=2).map(tuple),
 )
 failures = st.builds(
     RankFailure,
@@ -81,6 +89,7 @@ results = st.builds(
         st.builds(NotJudged, check=some_text, reason=some_text, unverified=st.booleans()), max_size=2
     ).map(tuple),
     command=texts,
+    with_fix=st.none() | with_fixes,
 )
 
 

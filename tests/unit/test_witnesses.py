@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from harness.engine.messages import JobOutcome, RankOutcome
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.running.executor import Executor
+from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
 from tests.builders import make_trace, run_of
@@ -40,8 +41,10 @@ class FakeExecutor:
     def execute_solo(self, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
         return self._answer("solo", case, probes)
 
-    def execute_plain(self, case: Case, *, probes: tuple[str, ...] = ()) -> JobOutcome | None:
-        return self._answer("plain", case, probes)
+    def execute_plain(
+        self, case: Case, *, probes: tuple[str, ...] = (), fixes: Sequence[Injection] = ()
+    ) -> JobOutcome | None:
+        return self._answer(" with ".join(["plain", *(fix.text for fix in fixes)]), case, probes)
 
     def _answer(self, kind: str, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
         self.asked.append((kind, case_id(case), probes))
@@ -64,6 +67,16 @@ def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
         ("plain", "hsdp2x2-bf16-v2048-b16", ()),
         ("plain", "hsdp2x2-tensorwise-ag.fp8-v2048-b16", ("sketches",)),
     ]
+
+
+def test_the_partner_of_a_run_with_a_fix_runs_with_it_and_is_kept_by_the_content_of_the_fix(tmp_path: Path) -> None:
+    executor, file = FakeExecutor(ok()), tmp_path / "fix.py"
+    fix = Injection(text="fix.py:apply", target=f"{file}:apply")
+    for source in ("first", "first", "second"):
+        file.write_text(source)
+        assert cache(executor, tmp_path).partner(CASE, (fix,)) is not None
+    partner = "hsdp2x2-tensorwise-ag.fp8-v2048-b16"
+    assert executor.asked == [("plain with fix.py:apply", partner, ("sketches",))] * 2
 
 
 def test_a_witness_with_operands_is_another_one_than_the_one_with_sketches(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from harness.trace import RankTrace
 from harness.verdict import Finding
+
+_FIXES = Path(__file__).parents[2] / "cases" / "fixes"
+WHOLE_WEIGHT = f"{_FIXES / 'scale_of_whole_weight.py'}:apply"
 
 
 def numbers(traces: Sequence[RankTrace]) -> list[list[tuple[float, float]]]:

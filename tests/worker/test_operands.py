@@ -27,7 +27,7 @@ from harness.worker.probes.operands import OperandProbe
 from harness.worker.probes.scales import summarize_scale
 from harness.worker.virtual import scaled_mm
 from tests.builders import make_witnesses
-from tests.worker.runs import numbers
+from tests.worker.runs import WHOLE_WEIGHT, numbers
 
 SINGLE = "single-tensorwise-v2048-gb4-s2-f32"
 TP2 = "tp2-tensorwise-head.fp8-v2048-gb4-s2-f64"
@@ -44,7 +44,6 @@ CLEAN = [
     "tp2-tensorwise-ac.op-v2048-gb4-s2-f64",
     "fsdp2-tensorwise-ag.fp8-ac.layer2-v2048-gb4-s2-b16",
     "fsdp3-tensorwise-v2048-gb3-s2-f32",
-    "fsdp2-tp2-tensorwise-ag.fp8-v2048-gb4-s2-f64",
     "fsdp2-rowwise-ac.op-v2048-gb4-s2-b16",
     "tp2-rowwise_with_gw_hp-v2048-gb4-s2-b16",
 ]
@@ -64,6 +63,18 @@ def test_a_clean_run_is_seen_whole_without_a_finding_and_without_a_changed_bit(t
     assert findings(case, watched) == []
     assert all(len(trace.operands.matmuls) == scaled_mm_calls(case) * case.train.steps for trace in watched.traces)
     assert first_divergence(case, watched, trained(case, probes=OPERANDS, solo=True)) is None
+
+
+def test_under_fsdp_and_tp_a_gathered_weight_has_a_scale_per_tp_rank_until_it_is_fixed(trained):
+    case = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-v2048-gb4-s2-b16")
+    found = findings(case, trained(case, probes=OPERANDS))
+    assert {each.message.partition(":")[0] for each in found} == {
+        "ranks that hold the same tensor use different scales",
+        "scale does not match the amax",
+    }
+    fixed = trained(case, probes=OPERANDS, injections=(WHOLE_WEIGHT,))
+    assert findings(case, fixed) == []
+    assert first_divergence(case, fixed, trained(case, probes=OPERANDS, solo=True)) is None
 
 
 def test_the_shapes_and_order_of_matmuls_are_those_of_the_case(trained):

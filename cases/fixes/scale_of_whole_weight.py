@@ -1,0 +1,37 @@
+"""Candidate fix for torchao 0.18: under FSDP2 x TP the float8 all-gather scales a weight by the amax of one TP shard.
+
+    fp8-harness run nightly --select 'fp8_all_gather=true tp>1' --inject cases/fixes/scale_of_whole_weight.py:apply
+
+`fsdp_pre_all_gather` knows the FSDP mesh only, so the maximum is not taken over the TP ranks, although the weight is
+one tensor for everything that multiplies it. Here it is taken over both axes of the mesh that they are part of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import all_reduce
+from torchao.float8 import fsdp_utils
+from torchao.float8.float8_training_tensor import GemmInputRole
+from torchao.float8.float8_utils import amax_to_scale
+
+
+def apply() -> None:
+    """Patch the weight subclass in this process."""
+    weights: Any = fsdp_utils.WeightWithDynamicFloat8CastTensor
+    stock = weights.fsdp_pre_all_gather
+
+    def with_one_scale(self: Any, mesh: Any) -> Any:
+        root = mesh._get_root_mesh()
+        if self._precomputed_scale is not None or "tp" not in (root.mesh_dim_names or ()):
+            return stock(self, mesh)
+        amax = torch.max(torch.abs(self._tensor))
+        for axis in (mesh, root["tp"]):
+            amax = all_reduce(amax, "MAX", axis.get_group()).wait()
+        cast = fsdp_utils.hp_tensor_and_scale_to_float8(
+            self._tensor, amax_to_scale(amax, self._dtype), self._dtype, self._linear_mm_config, GemmInputRole.WEIGHT
+        )
+        return (cast._data,), (cast._scale,)
+
+    weights.fsdp_pre_all_gather = with_one_scale

@@ -1,0 +1,66 @@
+"""What records of known faults explain of a failure. See `harness/matrix/known.py`.
+
+A failure is `known` when every record that affects the case shows itself (each finding that it requires is there), and
+every finding is explained by one of them: the right check, words, module, and not larger than recorded. A case that
+passes although a fault is recorded for it is `unexpected_pass`. Everything else keeps its verdict: the findings that no
+record explains come first, and what the records miss is added at the end.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import msgspec
+
+from harness.checks.judge import JUDGE, Judgement
+from harness.matrix.known import KnownFault
+from harness.verdict import Finding, Verdict
+
+_finding = partial(Finding, check=JUDGE)
+
+
+def with_known_faults(found: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Judgement:
+    """The judgement in the light of the records that affect the case; an infrastructure failure stays what it is."""
+    if not faults or found.verdict is Verdict.INFRA:
+        return found
+    if found.verdict is Verdict.PASSED:
+        return msgspec.structs.replace(found, verdict=Verdict.UNEXPECTED_PASS, findings=tuple(map(_gone, faults)))
+    unexplained = [each for each in found.findings if not any(fault.explains(each) for fault in faults)]
+    notes = (*_notes(found, faults, today), *_beyond(len(unexplained), faults))
+    if found.findings and not notes:
+        return msgspec.structs.replace(found, verdict=Verdict.KNOWN)
+    explained = [each for each in found.findings if each not in unexplained]
+    return msgspec.structs.replace(found, findings=(*unexplained, *explained, *notes))
+
+
+def _gone(fault: KnownFault) -> Finding:
+    message = f"passed although the fault {fault.name} ({fault.link}) is recorded for it: close the record"
+    return _finding(message=message, expected=fault.verdict.value, found="passed")
+
+
+def _beyond(unexplained: int, faults: Sequence[KnownFault]) -> Iterator[Finding]:
+    """Which findings the records do not explain: the first, of which there are so many."""
+    if unexplained:
+        names = " and ".join(fault.name for fault in faults)
+        first = "the first finding is" if unexplained == 1 else f"the first {unexplained} findings are"
+        yield _finding(message=f"{first} not explained by the record of {names}: another fault, or a larger effect")
+
+
+def _notes(found: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Iterator[Finding]:
+    """Why the failure is not the recorded one, apart from findings that no record explains."""
+    for fault in faults:
+        for symptom in fault.requires:
+            if not any(symptom.explains(finding) for finding in found.findings):
+                message = f"the recorded fault {fault.name} does not show as recorded: a finding is missing"
+                yield _finding(message=message, expected=str(symptom), found="none")
+        if fault.review_by < today:
+            message = (
+                f"the record of {fault.name} was to be reviewed by {fault.review_by}: it explains nothing any more"
+            )
+            yield _finding(message=message, expected="a later review_by, or no record", found=str(fault.review_by))
+    recorded = sorted({fault.verdict.value for fault in faults})
+    if found.verdict.value not in recorded:
+        message = "the case ended otherwise than recorded"
+        yield _finding(message=message, expected=" or ".join(recorded), found=found.verdict.value)

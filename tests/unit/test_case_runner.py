@@ -1,0 +1,114 @@
+"""The work on one case: a recorded fault with a candidate fix is run twice, and the second run hides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+import pytest
+
+from harness.checks.judge import Judgement
+from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.running.case_runner import CaseRunner
+from harness.running.executor import Executor
+from harness.running.injection import Injection
+from harness.running.plan import Plan
+from harness.running.witnesses import WitnessCache
+from harness.trace import Run
+from harness.verdict import Finding, Verdict
+from tests.builders import make_case, make_trace
+
+CASE = make_case(steps=2)
+FIX = Injection(text="cases/fixes/x.py:apply", target="/x.py:apply")
+ROWS = Finding(check="graphs", message="wrong rows", verdict=Verdict.NUMERIC)
+SCALE = Finding(check="scales", message="wrong scale")
+
+
+class FakeExecutor:
+    """Ranks that finish; remembers with which fixes they ran."""
+
+    stopped = False
+
+    def __init__(self) -> None:
+        self.fixes: list[tuple[Injection, ...]] = []
+
+    def execute(self, case: Case, fixes: Sequence[Injection] = ()) -> JobOutcome:
+        self.fixes.append(tuple(fixes))
+        payload = msgspec.msgpack.encode(make_trace(CASE))
+        rank = RankOutcome(rank=0, status="returned", payload=payload)
+        return JobOutcome(job_id="j", status="ok", ranks=(rank,), wall_s=2.0, cpu_s=3.0)
+
+
+class FakeJudge:
+    """Says one thing of the run as it is, and another of the run with the fix."""
+
+    def __init__(self, plain: Judgement, fixed: Judgement, fixes: tuple[Injection, ...] = (FIX,)) -> None:
+        self._said = (plain, fixed)
+        self._fixes = fixes
+
+    def expectation(self, case: Case) -> str | None:
+        return "recorded"
+
+    def fixes(self, case: Case) -> tuple[Injection, ...]:
+        return self._fixes
+
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        return self._said[bool(fixes)]
+
+
+KNOWN = Judgement(verdict=Verdict.KNOWN, findings=(ROWS,))
+PASSED = Judgement(verdict=Verdict.PASSED, findings=(), checks=("scales",))
+
+
+def runner(judge: FakeJudge, executor: FakeExecutor) -> CaseRunner:
+    plan = Plan(slots=8)
+    return CaseRunner(plan, cast("Executor", executor), judge, cast("WitnessCache", None), lambda _: None)
+
+
+def test_a_recorded_fault_runs_again_with_its_fix_under_every_check() -> None:
+    executor = FakeExecutor()
+    result = runner(FakeJudge(KNOWN, PASSED), executor).run(CASE)
+    assert result is not None and result.with_fix is not None
+    assert (result.case_id, result.verdict, result.findings) == (case_id(CASE), Verdict.KNOWN, (ROWS,))
+    assert (result.with_fix.fixes, result.with_fix.checks) == ((FIX.text,), ("scales",))
+    assert executor.fixes == [(), (FIX,)]
+    assert (result.seconds, result.cpu_s) == (4.0, 6.0)
+
+
+def test_what_is_wrong_with_the_fix_decides_and_comes_first() -> None:
+    broken = Judgement(verdict=Verdict.INVARIANT, findings=(SCALE,))
+    result = runner(FakeJudge(KNOWN, broken), FakeExecutor()).run(CASE)
+    assert result is not None
+    assert result.verdict is Verdict.INVARIANT
+    assert result.findings[0].message == "with cases/fixes/x.py:apply: wrong scale"
+    assert result.findings[1] == ROWS
+
+
+def test_a_fault_without_a_fix_that_is_left_keeps_the_case_known() -> None:
+    left = Judgement(verdict=Verdict.KNOWN, findings=(SCALE,))
+    result = runner(FakeJudge(KNOWN, left), FakeExecutor()).run(CASE)
+    assert result is not None and result.with_fix is not None
+    assert (result.verdict, result.with_fix.findings) == (Verdict.KNOWN, (SCALE,))
+
+
+@pytest.mark.parametrize("verdict", [Verdict.PASSED, Verdict.NUMERIC, Verdict.UNEXPECTED_PASS, Verdict.HANG])
+def test_only_what_is_known_runs_again(verdict: Verdict) -> None:
+    executor = FakeExecutor()
+    result = runner(FakeJudge(Judgement(verdict=verdict, findings=()), PASSED), executor).run(CASE)
+    assert result is not None and result.with_fix is None
+    assert executor.fixes == [()]
+    executor = FakeExecutor()
+    assert runner(FakeJudge(KNOWN, PASSED, fixes=()), executor).run(CASE) is not None
+    assert executor.fixes == [()]
+
+
+def test_an_infrastructure_failure_of_the_second_run_is_tried_again() -> None:
+    executor = FakeExecutor()
+    result = runner(FakeJudge(KNOWN, Judgement(verdict=Verdict.INFRA, findings=(SCALE,))), executor).run(CASE)
+    assert result is not None
+    assert (result.verdict, len(result.attempts), len(executor.fixes)) == (Verdict.INFRA, 2, 4)

@@ -1,0 +1,123 @@
+"""Records of known faults: they explain exactly what they list, and nothing that is new hides behind them."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.checks.judge import Judgement
+from harness.checks.recorded import with_known_faults
+from harness.matrix.known import KnownFault, Symptom
+from harness.verdict import Finding, Verdict
+from tests.builders import make_known
+
+TODAY = datetime.date(2026, 11, 22)
+ROWS = Finding(check="graphs", message="operator gives wrong rows: 4 of 8", verdict=Verdict.NUMERIC, size=0.5)
+GRADIENTS = Finding(
+    check="parity", message="2 of 21 gradients differ", verdict=Verdict.NUMERIC, module="layers.0.wo.weight", size=0.25
+)
+FAULT = make_known(
+    requires=(Symptom(check="graphs", message="wrong rows"),),
+    may_cause=(Symptom(check="parity", message="gradients differ", module=r"layers\..*", at_most=0.3),),
+)
+
+
+def judged(*findings: Finding, verdict: Verdict = Verdict.NUMERIC) -> Judgement:
+    return Judgement(verdict=verdict, findings=findings)
+
+
+def verdict_of(*findings: Finding, faults: tuple[KnownFault, ...] = (FAULT,), **given: Any) -> Verdict:
+    return with_known_faults(judged(*findings, **given), faults, TODAY).verdict
+
+
+def test_what_is_required_with_or_without_what_it_may_cause_is_known() -> None:
+    assert verdict_of(ROWS) is Verdict.KNOWN
+    assert verdict_of(ROWS, GRADIENTS) is Verdict.KNOWN
+    assert verdict_of(ROWS, faults=()) is Verdict.NUMERIC
+
+
+def test_a_required_finding_that_is_missing_is_named() -> None:
+    found = with_known_faults(judged(GRADIENTS), (FAULT,), TODAY)
+    assert found.verdict is Verdict.NUMERIC
+    assert found.findings[0] == GRADIENTS
+    assert "recorded does not show as recorded" in found.findings[1].message
+    assert len(found.findings) == 2
+    assert found.findings[1].expected == "graphs: 'wrong rows'"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(GRADIENTS, size=0.31),
+        replace(GRADIENTS, size=math.nan),
+        replace(GRADIENTS, size=None),
+        replace(GRADIENTS, module="output.weight"),
+        replace(GRADIENTS, module=None),
+        replace(GRADIENTS, message="grad_norm differs"),
+        replace(GRADIENTS, check="metamorphic"),
+        replace(GRADIENTS, check="scales", message="wrong scale"),
+    ],
+)
+def test_what_no_record_explains_keeps_its_verdict_and_comes_first(other: Finding) -> None:
+    found = with_known_faults(judged(ROWS, GRADIENTS, other), (FAULT,), TODAY)
+    assert (found.verdict, found.findings[:3]) == (Verdict.NUMERIC, (other, ROWS, GRADIENTS))
+    assert found.findings[3].message.startswith("the first finding is not explained by the record of recorded")
+
+
+def test_every_record_that_affects_a_case_must_show_and_all_of_them_explain() -> None:
+    other = make_known(name="other", requires=(Symptom(check="scales"),), verdict=Verdict.INVARIANT)
+    wrong_scale = Finding(check="scales", message="wrong scale")
+    both = (FAULT, other)
+    assert verdict_of(wrong_scale, ROWS, faults=both, verdict=Verdict.INVARIANT) is Verdict.KNOWN
+    assert verdict_of(ROWS, faults=both) is Verdict.NUMERIC
+    assert verdict_of(wrong_scale, ROWS, faults=(FAULT,), verdict=Verdict.INVARIANT) is Verdict.INVARIANT
+
+
+def test_another_end_than_recorded_is_not_known() -> None:
+    found = with_known_faults(judged(ROWS, verdict=Verdict.HANG), (FAULT,), TODAY)
+    assert found.verdict is Verdict.HANG
+    assert "ended otherwise than recorded" in found.findings[-1].message
+
+
+def test_a_record_past_its_day_explains_nothing() -> None:
+    old = replace(FAULT, review_by=TODAY - datetime.timedelta(days=1))
+    assert verdict_of(ROWS, faults=(replace(FAULT, review_by=TODAY),)) is Verdict.KNOWN
+    found = with_known_faults(judged(ROWS), (old,), TODAY)
+    assert found.verdict is Verdict.NUMERIC
+    assert "to be reviewed by 2026-11-21" in found.findings[-1].message
+
+
+def test_a_recorded_fault_that_is_gone_must_be_closed() -> None:
+    found = with_known_faults(judged(verdict=Verdict.PASSED), (FAULT,), TODAY)
+    assert found.verdict is Verdict.UNEXPECTED_PASS
+    assert "https://example.org/1" in found.findings[0].message and "close the record" in found.findings[0].message
+
+
+def test_an_infrastructure_failure_says_nothing_of_a_record() -> None:
+    failed = judged(ROWS, verdict=Verdict.INFRA)
+    assert with_known_faults(failed, (FAULT,), TODAY) == failed
+
+
+FINDINGS = st.builds(
+    Finding,
+    check=st.sampled_from(["graphs", "parity", "scales"]),
+    message=st.sampled_from(["wrong rows", "gradients differ", "else"]),
+    module=st.sampled_from([None, "layers.0.wo.weight", "output.weight"]),
+    size=st.sampled_from([None, 0.1, 0.3, 0.5, math.nan, math.inf]),
+    verdict=st.just(Verdict.NUMERIC),
+)
+
+
+@given(st.lists(FINDINGS, max_size=4), st.sampled_from([Verdict.NUMERIC, Verdict.INVARIANT, Verdict.CRASH]))
+def test_known_is_never_said_of_anything_unexplained(findings: list[Finding], verdict: Verdict) -> None:
+    found = with_known_faults(judged(*findings, verdict=verdict), (FAULT,), TODAY)
+    shows = any(FAULT.requires[0].explains(each) for each in findings)
+    known = shows and all(FAULT.explains(each) for each in findings) and verdict is FAULT.verdict
+    assert (found.verdict is Verdict.KNOWN) == known
+    assert set(map(str, findings)) <= set(map(str, found.findings))
