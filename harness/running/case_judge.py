@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from harness.checks import parity
+from harness.checks import metamorphic, parity
 from harness.checks.divergence import first_divergence
-from harness.checks.judge import Judgement, judge
+from harness.checks.judge import CHECKS, Judgement, judge
 from harness.checks.recorded import with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses
@@ -37,6 +37,7 @@ from harness.running.injection import Injection, parse_injection
 from harness.running.machine import installed_version
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
+from harness.verdict import NotJudged
 
 
 class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +47,16 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
     witnesses: Witnesses
     known: tuple[KnownFault, ...] = ()  # the recorded faults that affect the case
     fixes: tuple[Injection, ...] = ()  # their candidate fixes
+    partner_fixes: tuple[Injection, ...] = ()  # those that its partner needs as well
 
     @property
     def needs_golden(self) -> bool:
         """True when the case is compared with a golden that is not there."""
         return self.witnesses.expect.refusal is None and self.witnesses.golden is None
+
+
+_PLAIN_CHECKS = tuple(check for check in CHECKS if not check.needs_relation)
+_LATER = NotJudged(check=metamorphic.NAME, reason="judged in the second run, with the candidate fix")
 
 
 class CaseJudge:
@@ -83,9 +89,15 @@ class CaseJudge:
         basis = self._judged_by[case_id(case)]
         witnesses = basis.witnesses
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
+        only_with_fix = bool(basis.fixes) and not fixes  # compared with a partner that has the fix, in the second run
         if sketched and witnesses.expect.refusal is None:
-            witnesses = msgspec.structs.replace(witnesses, solo=cache.solo(case), partner=cache.partner(case, fixes))
-        found = _explained(case, run, judge(case, run, status, witnesses), witnesses.golden, cache)
+            solo = cache.solo(case)
+            other = None if only_with_fix else cache.partner(case, basis.partner_fixes if fixes else ())
+            witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other)
+        judgement = judge(case, run, status, witnesses, _PLAIN_CHECKS if only_with_fix else CHECKS)
+        if only_with_fix:
+            judgement = msgspec.structs.replace(judgement, not_judged=(*judgement.not_judged, _LATER))
+        found = _explained(case, run, judgement, witnesses.golden, cache)
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in basis.known if fault.fix not in mended)
         return with_known_faults(found, left, datetime.date.today())
@@ -150,7 +162,7 @@ def prepare_judge(project: Project, cases: Iterable[Case], *, hardware: str) -> 
     evidence = _EvidenceReader(project.root, hardware)
     known = known_here(project)
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
-    return CaseJudge({case_id(case): _judged_by(case, evidence, matching(known, case), fixes) for case in cases})
+    return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes) for case in cases})
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
@@ -171,5 +183,15 @@ def _judged_by(
         tolerance=evidence.tolerance(case) if trains else None,
         parity_tolerance=evidence.parity_tolerance(case) if trains else None,
     )
-    own = tuple(dict.fromkeys(fault.fix for fault in known if fault.fix is not None))
-    return JudgedBy(family=family_id(case), witnesses=witnesses, known=known, fixes=tuple(fixes[fix] for fix in own))
+    other = expect.relation.partner if expect.relation is not None else None
+    return JudgedBy(
+        family=family_id(case),
+        witnesses=witnesses,
+        known=matching(known, case),
+        fixes=_fixes_of(matching(known, case), fixes),
+        partner_fixes=() if other is None else _fixes_of(matching(known, other), fixes),
+    )
+
+
+def _fixes_of(known: Iterable[KnownFault], fixes: Mapping[str, Injection]) -> tuple[Injection, ...]:
+    return tuple(fixes[name] for name in dict.fromkeys(fault.fix for fault in known if fault.fix is not None))

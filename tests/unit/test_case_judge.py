@@ -146,3 +146,14 @@ def test_with_its_fix_a_recorded_fault_explains_nothing() -> None:
     assert judge(known=(fixed,)).judge(CASE, off, "ok", cache, (fix,)).verdict is Verdict.NUMERIC
     assert judge(known=(fixed,)).judge(CASE, make_run(CASE), "ok", cache, (fix,)).verdict is Verdict.PASSED
     assert judge(known=(fixed, other)).judge(CASE, off, "ok", cache, (fix,)).verdict is Verdict.KNOWN
+
+
+def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
+    fixed = replace(KNOWN, fix="x.py:apply")
+    run = make_run(CASE, sketches=(), losses=(8.0, 9.0))
+    plain, second = FakeCache(), FakeCache()
+    found = judge(known=(fixed,)).judge(CASE, run, "ok", cast("WitnessCache", plain))
+    assert "partner" not in plain.asked and "metamorphic" not in found.checks
+    assert {each.check: each.reason for each in found.not_judged}["metamorphic"].startswith("judged in the second run")
+    judge(known=(fixed,)).judge(CASE, run, "ok", cast("WitnessCache", second), judge(known=(fixed,)).fixes(CASE))
+    assert "partner" in second.asked
