@@ -12,6 +12,7 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.worker import reduction, train
 from harness.worker.faults.hooks import after_backward, after_build, local, on_odd_rank, wrap
+from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.reference import build
 
 _ONE_WEIGHT = "layers.0.attention.wq.weight"
@@ -45,15 +46,16 @@ def nan_gradient_on_one_rank() -> None:
 
 def _one_gradient(change: Callable[[torch.Tensor, int], object]) -> None:
     def backward(model: nn.Module, step: int) -> None:
-        for fqn, param in model.named_parameters():
-            if _plain_name(fqn) == _ONE_WEIGHT and param.grad is not None:
-                change(local(param.grad), step)
+        grad = _one_weight(model).grad
+        if grad is not None:
+            change(local(grad), step)
 
     after_backward(backward)
 
 
-def _plain_name(fqn: str) -> str:
-    return fqn.replace("_checkpoint_wrapped_module.", "")
+def _one_weight(model: nn.Module) -> nn.Parameter:
+    """The weight that faults of this class change; StopIteration where there is none, so that no fault is idle."""
+    return next(param for fqn, param in model.named_parameters() if clean_fqn(fqn) == _ONE_WEIGHT)
 
 
 def gradients_accumulate() -> None:
@@ -71,7 +73,7 @@ def update_missing_for_one_group() -> None:
     """One weight is missing from the parameter groups of the optimizer."""
 
     def change(target: build.Target) -> None:
-        lost = next(p for fqn, p in target.model.named_parameters() if _plain_name(fqn) == _ONE_WEIGHT)
+        lost = _one_weight(target.model)
         for group in target.optimizer.param_groups:
             group["params"] = [param for param in group["params"] if param is not lost]
 
@@ -159,8 +161,6 @@ def weight_frozen() -> None:
     """Wrapping changes `requires_grad`: here it freezes one weight, which a full run can detect."""
 
     def change(target: build.Target) -> None:
-        for fqn, param in target.model.named_parameters():
-            if _plain_name(fqn) == _ONE_WEIGHT:
-                param.requires_grad_(False)
+        _one_weight(target.model).requires_grad_(False)
 
     after_build(change)
