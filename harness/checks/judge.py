@@ -149,6 +149,8 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
         return f"no rank recorded {check.record.replace('_', ' ')}"
     if check.needs_relation and witnesses.expect.relation is None:
         return "no option of this case must be neutral, or parity already leaves no room for rounding"
+    if check.needs_relation and witnesses.partner_has_fix:
+        return "judged in the second run, with the candidate fix"
     return None
 
 

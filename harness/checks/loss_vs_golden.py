@@ -166,7 +166,7 @@ def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -
         rank=rank,
         expected=f"{first.golden!r} ± {first.allowed!r}",
         found=repr(first.found),
-        size=abs(max((row.difference for row in bad), key=lambda off: nan_is_worst(abs(off)))),
+        size=max((abs(row.difference) for row in bad), key=nan_is_worst),
     )
 
 

@@ -22,3 +22,4 @@ class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
     parity_tolerance: Tolerance | None = None
     solo: Run | None = None  # the run of the solo witness, the single-rank reference with the same recipe
     partner: Run | None = None  # the run of `expect.relation.partner`
+    partner_has_fix: bool = False  # the partner trains with the candidate fix: compared with the second run of the case

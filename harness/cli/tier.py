@@ -42,12 +42,12 @@ def choose_command(name: str, rounds: int, root: str | None) -> None:
     from harness.matrix.choice import choose
     from harness.matrix.chosen import chosen_file, chosen_path
     from harness.matrix.faults import all_faults
-    from harness.matrix.known import read_known
+    from harness.running.selection import recorded_faults
 
     project = find_project(root)
     path = project.case_file(name)
     file, costs = read_case_file(path), read_costs(project.root)
-    known = read_known(project.known) if project.known.exists() else ()
+    known = recorded_faults(project)
     chosen = choose(file, costs.price, known=known, faults=all_faults().values(), rounds=rounds)
     write_whole(chosen_path(path), chosen_file(file.name, chosen))
     own_s = sum(each.cost_cpu_s for each in chosen)

@@ -181,31 +181,29 @@ def _weight_amax(case: Case, step: int) -> Iterator[Transfer]:
     if case.float8.precompute_scale and step > 1:
         return
     for unit in fsdp_units(case, 0):
-        for axis in ("dp_shard", "tp"):
-            yield Transfer(
-                axis=axis,
-                kind="all_reduce",
-                op="max",
-                dtype=case.wide_dtype,
-                elements=1,
-                times=unit.gathers * sum(weight.gathered_in_float8 for weight in unit.weights),
-                purpose=f"amax of the float8 weights of {unit.name}",
-            )
+        casts = unit.gathers * sum(weight.gathered_in_float8 for weight in unit.weights)
+        yield from _amax_of_shards(case, elements=1, times=casts, purpose=f"amax of the float8 weights of {unit.name}")
 
 
 def _precompute(case: Case) -> Iterator[Transfer]:
     """`precompute_float8_dynamic_scale_for_fsdp`: one vector of all amaxes, along every axis that shards a weight."""
     if case.float8.precompute_scale:
         weights = sum(weight.gathered_in_float8 for unit in fsdp_units(case, 0) for weight in unit.weights)
-        for axis in ("dp_shard", "tp"):
-            yield Transfer(
-                axis=axis,
-                kind="all_reduce",
-                op="max",
-                dtype=case.wide_dtype,
-                elements=weights,
-                purpose="precomputed amax of all float8 weights",
-            )
+        yield from _amax_of_shards(case, elements=weights, times=1, purpose="precomputed amax of all float8 weights")
+
+
+def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> Iterator[Transfer]:
+    """Maxima along every axis that shards a weight."""
+    for axis in ("dp_shard", "tp"):
+        yield Transfer(
+            axis=axis,
+            kind="all_reduce",
+            op="max",
+            dtype=case.wide_dtype,
+            elements=elements,
+            times=times,
+            purpose=purpose,
+        )
 
 
 # Tensor parallel: activations

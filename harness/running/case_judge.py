@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from harness.checks import metamorphic, parity
+from harness.checks import parity
 from harness.checks.divergence import first_divergence
-from harness.checks.judge import CHECKS, Judgement, judge
+from harness.checks.judge import Judgement, judge
 from harness.checks.recorded import with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses
@@ -31,13 +31,13 @@ from harness.evidence.tolerance import (
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
-from harness.matrix.known import PACKAGES, KnownFault, matching, read_known
+from harness.matrix.known import PACKAGES, KnownFault, matching
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import installed_version
+from harness.running.selection import recorded_faults
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
-from harness.verdict import NotJudged
 
 
 class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +53,6 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
     def needs_golden(self) -> bool:
         """True when the case is compared with a golden that is not there."""
         return self.witnesses.expect.refusal is None and self.witnesses.golden is None
-
-
-_PLAIN_CHECKS = tuple(check for check in CHECKS if not check.needs_relation)
-_LATER = NotJudged(check=metamorphic.NAME, reason="judged in the second run, with the candidate fix")
 
 
 class CaseJudge:
@@ -87,17 +83,14 @@ class CaseJudge:
     ) -> Judgement:
         """The verdict on what came back from the ranks. Recorded faults whose fix is in `fixes` are gone."""
         basis = self._judged_by[case_id(case)]
-        witnesses = basis.witnesses
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
         only_with_fix = bool(basis.fixes) and not fixes  # compared with a partner that has the fix, in the second run
+        witnesses = msgspec.structs.replace(basis.witnesses, partner_has_fix=only_with_fix)
         if sketched and witnesses.expect.refusal is None:
             solo = cache.solo(case)
             other = None if only_with_fix else cache.partner(case, basis.partner_fixes if fixes else ())
             witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other)
-        judgement = judge(case, run, status, witnesses, _PLAIN_CHECKS if only_with_fix else CHECKS)
-        if only_with_fix:
-            judgement = msgspec.structs.replace(judgement, not_judged=(*judgement.not_judged, _LATER))
-        found = _explained(case, run, judgement, witnesses.golden, cache)
+        found = _explained(case, run, judge(case, run, status, witnesses), witnesses.golden, cache)
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in basis.known if fault.fix not in mended)
         return with_known_faults(found, left, datetime.date.today())
@@ -167,9 +160,8 @@ def prepare_judge(project: Project, cases: Iterable[Case], *, hardware: str) -> 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
     """The recorded upstream faults of the versions that are installed."""
-    recorded = read_known(project.known) if project.known.exists() else ()
     installed = {package: installed_version(package) for package in PACKAGES}
-    return tuple(fault for fault in recorded if fault.affects(installed))
+    return tuple(fault for fault in recorded_faults(project) if fault.affects(installed))
 
 
 def _judged_by(

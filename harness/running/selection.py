@@ -15,7 +15,7 @@ from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.chosen import chosen_path, read_chosen
-from harness.matrix.known import read_known
+from harness.matrix.known import KnownFault, read_known
 from harness.matrix.rules import exclusions
 from harness.matrix.selector import parse_selector
 from harness.matrix.tier import Selection, select
@@ -53,8 +53,12 @@ def select_file(project: Project, path: Path) -> Selection:
     """The selection of one case file of a project: the chosen cases where there is a choice, else a covering array."""
     chosen = chosen_path(path)
     cases = [each.case for each in read_chosen(chosen)] if chosen.exists() else None
-    known = read_known(project.known) if project.known.exists() else ()
-    return select(read_case_file(path), known=known, chosen=cases)
+    return select(read_case_file(path), known=recorded_faults(project), chosen=cases)
+
+
+def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
+    """The upstream faults that the project records, of all versions."""
+    return read_known(project.known) if project.known.exists() else ()
 
 
 def select_cases(project: Project, query: Query) -> tuple[Case, ...]:

@@ -31,6 +31,7 @@ from tests.builders import (
 )
 
 CASE = make_case(recipe="tensorwise", dp_shard=2, steps=2)
+RELATED = parse_case_id("tp2-tensorwise-ac.full-v2048-s2-b16")
 REFUSED = parse_case_id("tp2-tensorwise-head.fp8-v2256-f32")
 NOTHING = OperandTrace(casts=(), matmuls=())
 CAST = make_cast()
@@ -47,7 +48,7 @@ class FakeCache:
 
     def __getattr__(self, kind: str) -> Any:
         def witness(case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
-            assert case == CASE
+            assert case in (CASE, RELATED)
             self.asked.append(kind)
             return self.runs.get(kind)
 
@@ -150,10 +151,12 @@ def test_with_its_fix_a_recorded_fault_explains_nothing() -> None:
 
 def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
     fixed = replace(KNOWN, fix="x.py:apply")
-    run = make_run(CASE, sketches=(), losses=(8.0, 9.0))
+    run = make_run(RELATED, sketches=(), losses=(8.0, 9.0))
     plain, second = FakeCache(), FakeCache()
-    found = judge(known=(fixed,)).judge(CASE, run, "ok", cast("WitnessCache", plain))
+    found = judge(RELATED, known=(fixed,)).judge(RELATED, run, "ok", cast("WitnessCache", plain))
     assert "partner" not in plain.asked and "metamorphic" not in found.checks
     assert {each.check: each.reason for each in found.not_judged}["metamorphic"].startswith("judged in the second run")
-    judge(known=(fixed,)).judge(CASE, run, "ok", cast("WitnessCache", second), judge(known=(fixed,)).fixes(CASE))
+    judge(RELATED, known=(fixed,)).judge(
+        RELATED, run, "ok", cast("WitnessCache", second), judge(RELATED, known=(fixed,)).fixes(RELATED)
+    )
     assert "partner" in second.asked
