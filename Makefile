@@ -4,16 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: smoke test unit lint format clean
+.PHONY: smoke test sweep unit lint format clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
 
-test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+test: $(READY)  ## run the test suite, without the sweeps
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not sweep" tests
+
+sweep: $(READY)  ## run the sweeps: long tests of compiled runs, for every night
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m sweep tests
 
 unit: $(READY)  ## run the tests that need no torch
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest -q -n 2 tests/unit
 
 lint: $(READY)  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff check .

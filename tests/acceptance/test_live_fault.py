@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 CASE = "atp2-rowwise-graph-v2048-s3-b16"
 
@@ -34,6 +36,7 @@ def test_known_and_right_with_its_fix(tmp_path: Path) -> None:
     assert {"parity", "graphs", "graph_scales", "traffic", "metamorphic"} <= set(found["with_fix"]["checks"])
 
 
+@pytest.mark.sweep  # four compiled runs; `tests/power` has eager known cases in every run
 def test_another_fault_does_not_hide_behind_it(tmp_path: Path) -> None:
     """A lost gradient is no larger than what the live fault does to gradients; the run with the fix shows it."""
     code, found = judged(tmp_path, "--inject", "fault:one_gradient_lost")

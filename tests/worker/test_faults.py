@@ -71,7 +71,16 @@ def outcomes(submit):
     return functools.cache(lambda case, probes: submit(case, probes=probes))
 
 
-@pytest.mark.parametrize("name", all_faults())
+def swept(fault: Fault) -> bool:
+    """Each run of a fault in compiled blocks takes a minute. That it is found, `tests/power` shows in every run."""
+    (carrier,) = carriers_of(fault, at_most=1)
+    return carrier.compile != "none"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.sweep] * swept(fault)) for name, fault in all_faults().items()],
+)
 def test_a_fault_changes_what_it_says(submit, outcomes, name):
     fault: Fault = fault_named(name)
     (carrier,) = carriers_of(fault, at_most=1)
