@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.matrix.case import Case
+from harness.trace.modules import ModuleShard
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,8 +19,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     injections: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()  # fields of RankTrace to record: "sketches", "operands", "traffic", ...
     solo: bool = False
+    # By rank, what the modules of a parallel run had (`RankTrace.module_tensors`): a single rank repeats them.
+    replayed: tuple[tuple[ModuleShard, ...], ...] = ()
 
     @property
     def world_size(self) -> int:
         """Number of ranks that run this request."""
-        return 1 if self.solo else self.case.world_size
+        return 1 if self.solo or self.replayed else self.case.world_size

@@ -21,5 +21,6 @@ class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: Tolerance | None = None
     parity_tolerance: Tolerance | None = None
     solo: Run | None = None  # the run of the solo witness, the single-rank reference with the same recipe
+    replay: Run | None = None  # this very run again, module by module on one rank
     partner: Run | None = None  # the run of `expect.relation.partner`
     partner_has_fix: bool = False  # the partner trains with the candidate fix: compared with the second run of the case

@@ -266,6 +266,15 @@ class Case(CaseStruct, frozen=True, kw_only=True):
         return self.layout.dp > 1 or self.train.dtype == "bfloat16"
 
     @property
+    def is_replayed(self) -> bool:
+        """True where ranks sum in another order than one rank does, in a dtype that rounds: eager cases only.
+
+        Their trajectories drift apart, so every module is compared by itself as well (local parity).
+        """
+        sums_apart = self.layout.tp > 1 or self.layout.dp_replicate > 1
+        return sums_apart and self.train.dtype != "float64" and self.compile == "none"
+
+    @property
     def gathers_float8(self) -> bool:
         """True when FSDP2 gathers the weights of converted linears in float8."""
         return self.float8.fp8_all_gather and self.uses_fsdp

@@ -89,7 +89,9 @@ class CaseJudge:
         if sketched and witnesses.expect.refusal is None:
             solo = cache.solo(case)
             other = None if only_with_fix else cache.partner(case, basis.partner_fixes if fixes else ())
-            witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other)
+            recorded = any(trace.module_tensors is not None for trace in run.traces)
+            again = cache.replay(case, run) if recorded else None
+            witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other, replay=again)
         found = _explained(case, run, judge(case, run, status, witnesses), witnesses.golden, cache)
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in basis.known if fault.fix not in mended)

@@ -29,6 +29,7 @@ from harness.project import Project
 from harness.request import RunRequest
 from harness.running.injection import Injection
 from harness.running.plan import Plan
+from harness.trace.modules import ModuleShard
 
 _ID_IN_FOLDER = 80  # characters; sockets in a job folder have at most 107 for their whole path
 
@@ -83,6 +84,10 @@ class Executor:
         """Run the solo witness of a case, without the injections: it says what the case should compute."""
         return self._serve(RunRequest(case=case, device=self._plan.device, probes=probes, solo=True))
 
+    def execute_replay(self, case: Case, ranks: tuple[tuple[ModuleShard, ...], ...]) -> JobOutcome | None:
+        """Repeat on one rank what the modules of a run of this case recorded on `ranks`, without the injections."""
+        return self._serve(RunRequest(case=case, device=self._plan.device, replayed=ranks))
+
     def execute_plain(
         self, case: Case, *, probes: tuple[str, ...] = (), fixes: Sequence[Injection] = ()
     ) -> JobOutcome | None:
@@ -94,7 +99,8 @@ class Executor:
         with self._leases.acquire(request.world_size) as slots:
             if self.stopped:
                 return None
-            name = f"{'solo-' if request.solo else ''}{case_id(request.case)}"
+            kind = "solo-" if request.solo else "replay-" if request.replayed else ""
+            name = f"{kind}{case_id(request.case)}"
             try:
                 with self._job_folder(name) as folder:
                     return self._engine.run(self._job(request, name, folder, slots))

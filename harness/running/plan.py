@@ -23,7 +23,7 @@ DEFAULT_PROGRAM = "harness.worker.main"
 DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
 
 # Traffic and saved memory are counted on the virtual device, and the operands of a matmul are seen by its kernel.
-CPU_PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs")
+CPU_PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors")
 CUDA_PROBES = ("sketches",)
 
 EngineKind = Literal["zygote", "torchrun"]

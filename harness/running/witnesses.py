@@ -79,6 +79,15 @@ class WitnessCache:
         name = " with ".join([f"partner {case_id(other)}", *(fix.content for fix in fixes)])
         return self._witness(name, lambda: self._executor.execute_plain(other, probes=("sketches",), fixes=fixes))
 
+    def replay(self, case: Case, run: Run) -> Run | None:
+        """The replay of this very run, module by module; never kept. None when it did not finish."""
+        recorded = tuple(trace.module_tensors or () for trace in run.traces)
+        outcome = self._executor.execute_replay(case, recorded)
+        if outcome is None:
+            return None
+        self._made_here.append(WitnessMade(name=f"replay {case_id(case)}", cpu_s=outcome.cpu_s))
+        return run_from_outcome(outcome) if outcome.status == "ok" else None
+
     def _witness(self, name: str, execute: Callable[[], JobOutcome | None]) -> Run | None:
         with self._locks[name]:
             if name not in self._kept:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.trace.graphs import GraphTrace
+from harness.trace.modules import ModuleDistance, ModuleShard
 from harness.trace.operands import OperandTrace
 from harness.trace.record import Record
 from harness.trace.sketches import TensorSketch
@@ -42,11 +43,16 @@ class RankTrace(Record, frozen=True, kw_only=True):
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None
     graphs: GraphTrace | None = None
+    module_tensors: tuple[ModuleShard, ...] | None = None
+    module_distances: tuple[ModuleDistance, ...] | None = None  # of a replay alone
 
     @property
     def without_records(self) -> RankTrace:
         """The trace without the records that only checks need: small enough to store."""
-        return msgspec.structs.replace(self, sketches=None, operands=None, traffic=None, saved_memory=None, graphs=None)
+        return msgspec.structs.replace(self, **dict.fromkeys(_RECORDS))
+
+
+_RECORDS = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors", "module_distances")
 
 
 class RankFailure(Record, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import FileStore
 
 from harness.request import RunRequest
 from harness.worker.injection import inject
+from harness.worker.replay import replay
 from harness.worker.train import train
 from harness.worker.virtual import collectives
 from harness.worker.virtual import device as virtual_device
@@ -51,6 +52,8 @@ def rank_main(context: RankContext) -> bytes:
     for spec in request.injections:
         context.report_phase(f"injection {spec}")
         inject(spec)
+    if request.replayed:
+        return msgspec.msgpack.encode(replay(request.case, device, request.replayed))
     trace = train(request.case, device, context.report_phase, virtual, probes=request.probes, solo_witness=request.solo)
     return msgspec.msgpack.encode(trace)
 

@@ -21,6 +21,7 @@ from harness.matrix.case import Case
 from harness.trace import RankTrace, StepTrace
 from harness.worker.probes.graphs import GraphProbe
 from harness.worker.probes.matmuls import ScaledMMCounter
+from harness.worker.probes.module_tensors import ModuleTensorProbe
 from harness.worker.probes.operands import OperandProbe
 from harness.worker.probes.probe import ProbeFactory, ProbeSet
 from harness.worker.probes.saved_memory import SavedMemoryProbe
@@ -39,6 +40,7 @@ PROBES: dict[str, ProbeFactory] = {
     "traffic": TrafficProbe,
     "saved_memory": SavedMemoryProbe,
     "graphs": GraphProbe,
+    "module_tensors": ModuleTensorProbe,
 }
 
 

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from harness.matrix.case import Case
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.worker.probes.digests import bytes_of, ordered_digest
+from harness.worker.probes.places import Place, Places, held, place_of
 from harness.worker.reduction import reduced_gradient
 from harness.worker.targets.reference.parallel import Meshes
 
 _ROWS_SEED, _COLUMNS_SEED = 1, 2
-
-
-class _Piece(NamedTuple):
-    """Where what a rank holds lies in its logical tensor, and whether it is the replica that counts."""
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    owner: bool
 
 
 class SketchProbe:
@@ -38,8 +27,7 @@ class SketchProbe:
         self._last_step = case.train.steps
         self._step = 0
         self._sketches: list[TensorSketch] = []
-        self._meshes = Meshes(tp=None, dp=None)
-        self._pieces: dict[Hashable, _Piece] = {}
+        self._places = Places(Meshes(tp=None, dp=None))
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +39,7 @@ class SketchProbe:
 
     def attach(self, model: nn.Module, meshes: Meshes) -> None:
         """Remember where this rank stands: parameters that are not on the TP mesh are the same on all its ranks."""
-        self._meshes = meshes
+        self._places = Places(meshes)
 
     def begin_step(self, step: int) -> None:
         """Remember which step it is."""
@@ -73,29 +61,7 @@ class SketchProbe:
                 self._add(fqn, "param", param)
 
     def _add(self, fqn: str, kind: Literal["grad", "param"], tensor: torch.Tensor) -> None:
-        self._sketches.append(_sketch(clean_fqn(fqn), kind, self._step, tensor, self._piece(tensor)))
-
-    def _piece(self, tensor: torch.Tensor) -> _Piece:
-        """The same as long as the distribution is: found once, because torch takes its time to find it."""
-        distribution = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
-        key = tensor.shape, distribution
-        piece = self._pieces.get(key)
-        if piece is None:
-            piece = _piece(tensor)
-            counts = all(mesh.get_local_rank() == 0 for mesh in self._absent_axes(tensor))
-            piece = self._pieces[key] = piece._replace(owner=piece.owner and counts)
-        return piece
-
-    def _absent_axes(self, tensor: torch.Tensor) -> list[DeviceMesh]:
-        """The mesh axes of the run that this tensor knows nothing of."""
-        known = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
-        return [
-            mesh[name]
-            for mesh in self._meshes
-            if mesh is not None
-            for name in mesh.mesh_dim_names or ()
-            if name not in known
-        ]
+        self._sketches.append(_sketch(clean_fqn(fqn), kind, self._step, tensor, self._places(tensor)))
 
     def result(self) -> tuple[TensorSketch, ...]:
         """All sketches in the order they were made."""
@@ -110,36 +76,23 @@ def clean_fqn(fqn: str) -> str:
 
 def sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor) -> TensorSketch:
     """Sketch what this rank holds of `tensor`, a matrix or a vector, distributed or not."""
-    return _sketch(fqn, kind, step, tensor, _piece(tensor))
+    return _sketch(fqn, kind, step, tensor, place_of(tensor))
 
 
-def _piece(tensor: torch.Tensor) -> _Piece:
-    if not isinstance(tensor, DTensor):
-        return _Piece(tuple(tensor.shape), (0,) * tensor.dim(), True)
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    owner = all(
-        place == 0 or not placement.is_replicate()
-        for place, placement in zip(coordinate, tensor.placements, strict=True)
-    )
-    return _Piece(tuple(tensor.shape), tuple(offset), owner)
-
-
-def _sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor, piece: _Piece) -> TensorSketch:
-    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local = getattr(held, "_tensor", held).detach()  # torchao's weight wrapper keeps the real one inside
+def _sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor, place: Place) -> TensorSketch:
+    local = held(tensor)
     values = local.double()
     flat = values.reshape(-1)
     return TensorSketch(
         fqn=fqn,
         kind=kind,
         step=step,
-        shape=piece.shape,
-        offset=piece.offset,
+        shape=place.shape,
+        offset=place.offset,
         local_shape=tuple(local.shape),
-        owner=piece.owner,
+        owner=place.owner,
         norm_squared=torch.dot(flat, flat).item(),
-        sums=bytes_of(_signed_sums(values, piece.offset)),
+        sums=bytes_of(_signed_sums(values, place.offset)),
         digest=ordered_digest(local),
     )
 

@@ -1,0 +1,114 @@
+"""Local parity: does every module compute what one rank computes from the same operands?
+
+Parity follows whole trajectories, which FP8 rounding drives apart where ranks sum in another order. Here every module
+is judged by itself (`worker/replay.py`), so that the limits are those of rounding: bit for bit, or well below 2 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from harness.checks.mismatch import size_of_error
+from harness.checks.parity import FLOAT32_LOSS
+from harness.checks.witnesses import Witnesses
+from harness.expect.local_parity import allowed_distance
+from harness.matrix.case import Case
+from harness.trace import Run
+from harness.trace.modules import ModuleDistance
+from harness.verdict import Finding, Verdict
+
+NAME = "local_parity"
+
+# The norm is a sum in float64 of the same gradients.
+GRAD_NORM = 1e-9
+
+_NOUNS = {
+    "input": "input",
+    "output": "output",
+    "grad_output": "gradient of the output",
+    "grad_input": "gradient of the input",
+    "grad": "gradient",
+    "param": "value after the optimizer step",
+}
+
+_finding = partial(Finding, check=NAME)
+
+
+def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """Findings at the first step at which a tensor of a module is further from its replay than rounding explains."""
+    if witnesses.replay is None or not witnesses.replay.complete:
+        message = "cannot be judged: the replay of the modules could not be run"
+        return [_finding(message=message, expected="a replay")]
+    (again,) = witnesses.replay.traces
+    distances = again.module_distances or ()
+    exact = all("scaled_mm" in trace.virtual for trace in run.traces)
+    for step in range(1, case.train.steps + 1):
+        found = [each for each in distances if each.step == step]
+        findings = [*_not_compared(found, step), *_too_far(case, found, exact), *_numbers(run, witnesses.replay, step)]
+        if findings:
+            return findings
+    return []
+
+
+def _not_compared(found: Sequence[ModuleDistance], step: int) -> Iterator[Finding]:
+    if not found:
+        yield _finding(message="no module was compared", step=step, expected="distances")
+    broken = [each for each in found if each.problem is not None]
+    if broken:
+        yield _finding(
+            message=f"{_name(broken[0])} cannot be compared with its replay: {broken[0].problem} (the first of "
+            f"{len(broken)})",
+            step=step,
+            module=broken[0].fqn,
+            found=broken[0].problem,
+        )
+
+
+def _too_far(case: Case, found: Sequence[ModuleDistance], exact: bool) -> Iterator[Finding]:
+    """The first tensor that is too far off, in the order of execution: no other can be the reason for it."""
+    compared = [each for each in found if each.problem is None]
+    limits = [allowed_distance(case, each, exact=exact) for each in compared]
+    wrong = [pair for pair in zip(compared, limits, strict=True) if not pair[0].distance <= pair[1]]  # NaN is wrong
+    if wrong:
+        first, limit = wrong[0]
+        part = "" if first.part is None or case.layout.dp == 1 else f" on data-parallel rank {first.part}"
+        yield _finding(
+            verdict=Verdict.NUMERIC,
+            message=f"{_name(first)}{part} is not what one rank computes from the same operands: relative distance "
+            f"{first.distance:.2g}, {limit:.2g} allowed ({len(wrong)} of {len(compared)} tensors of this step)",
+            step=first.step,
+            module=first.fqn,
+            expected=f"distance <= {limit:.2g}",
+            found=f"{first.distance:.2g}",
+            size=max((math.inf if math.isnan(each.distance) else each.distance) for each, _ in wrong),
+        )
+
+
+def _numbers(run: Run, replay: Run, step: int) -> Iterator[Finding]:
+    """What ranks report, against the loss of the recorded logits and the norm of the recorded gradients."""
+    expected = replay.traces[0].steps[step - 1]
+    allowed = {"loss": FLOAT32_LOSS, "grad_norm": GRAD_NORM * expected.grad_norm}
+    for name, limit in allowed.items():
+        wanted = getattr(expected, name)
+        reported = {
+            trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step
+        }
+        wrong = {rank: value for rank, value in reported.items() if not abs(value - wanted) <= limit}  # NaN is wrong
+        if wrong:
+            rank = min(wrong)
+            yield _finding(
+                verdict=Verdict.NUMERIC,
+                message=f"{name} is not that of the recorded {'logits' if name == 'loss' else 'gradients'}: off by "
+                f"{abs(wrong[rank] - wanted):.2g}, {limit:.2g} allowed",
+                step=step,
+                rank=rank,
+                expected=repr(wanted),
+                found=repr(wrong[rank]),
+                size=size_of_error(name, wrong[rank], wanted),
+            )
+
+
+def _name(found: ModuleDistance) -> str:
+    return f"the {_NOUNS[found.kind]} of {found.fqn}"

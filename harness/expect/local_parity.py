@@ -1,0 +1,66 @@
+"""Local parity: how far a module of a parallel run may be from its replay on one rank.
+
+The replay repeats a module on the operands that it really had, so nothing accumulates: a result differs by the rounding
+of its own arithmetic alone. Limits are multiples of the unit roundoff, not measured tolerances: every part that was
+rounded before it was summed over ranks, the sum, and the replay's own result contribute one rounding each, and their
+errors add up as independent ones do. `tests/worker/test_local_parity.py` keeps clean runs within them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from harness.matrix.case import Case
+from harness.matrix.linears import converted_fqns
+from harness.trace.modules import ModuleDistance
+
+# The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in
+# float32 after every addition: eight roundings' worth, four were measured.
+UNIT = {"bfloat16": 2.0**-9, "float32": 8 * 2.0**-24}
+
+# Independent roundings are at most one unit each, and 0.6 units in the mean; measured sums are at half of this limit.
+MARGIN = 2.0
+
+EXACT = 0.0
+
+
+def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool) -> float:
+    """The largest relative distance of this tensor to its replay, which rounding explains.
+
+    `exact`: equal operations on equal operands give equal bits, and a scaled matmul gives the same bits whatever part
+    of its result a rank computes, as on the virtual device.
+    """
+    if found.kind == "param":
+        return _rounding("float32")  # the optimizer's arithmetic is the same, whatever ranks hold
+    if found.kind == "grad":
+        return _gradient(case, found)
+    if exact and (case.layout.tp == 1 or _is_one_scaled_matmul(case, found)):
+        return EXACT
+    dtype = found.dtype
+    if _is_converted(case, found.fqn) and found.parts > 1 and case.float8.traits.writes_bfloat16:
+        dtype = "bfloat16"  # its matmuls round to bfloat16 what is summed afterwards
+    if found.parts > 1:
+        return _rounding(dtype, spread=found.spread, parts=found.parts)
+    return _rounding(dtype, spread=1.0, parts=case.layout.tp)  # at most what modules before it summed over TP ranks
+
+
+def _gradient(case: Case, found: ModuleDistance) -> float:
+    """Of a parameter: rounded to the dtype of the run on every TP rank, then summed in float32 over dp ranks."""
+    module = found.fqn.removesuffix(".weight")
+    summed = _rounding("float32", spread=1.0, parts=case.layout.dp * case.layout.tp)
+    if case.train.dtype == "float32" or case.layout.tp == 1 or _is_converted(case, module):
+        return summed
+    return _rounding(case.train.dtype, spread=max(1.0, found.spread), parts=case.layout.tp)
+
+
+def _is_one_scaled_matmul(case: Case, found: ModuleDistance) -> bool:
+    """True for what one scaled matmul gives, not summed over ranks: the same whatever part of it a rank computes."""
+    return _is_converted(case, found.fqn) and found.kind in ("output", "grad_input") and found.parts == 1
+
+
+def _is_converted(case: Case, fqn: str) -> bool:
+    return fqn in converted_fqns(case)
+
+
+def _rounding(dtype: str, *, spread: float = 1.0, parts: int = 1) -> float:
+    return MARGIN * UNIT[dtype] * math.sqrt(spread**2 + parts)

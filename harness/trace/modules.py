@@ -1,0 +1,54 @@
+"""Modules: the operands and results of every module as a parallel run had them, and how far a replay is from them.
+
+A shard is recorded by `worker/probes/module_tensors.py` on the ranks of a run; a distance by `worker/replay.py` on the
+single rank that repeats every module on the recorded operands.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from harness.trace.record import Record
+
+# input, output: of the forward pass. grad_output, grad_input: of the backward pass. grad, param: of a parameter, after
+# the sum over data-parallel ranks, and after the optimizer step.
+ModuleTensorKind = Literal["input", "output", "grad_output", "grad_input", "grad", "param"]
+
+FLOAT8 = "float8"  # the dtype of an operand that its module got in float8: it cast nothing, and nothing is compared
+
+
+class ModuleShard(Record, frozen=True, kw_only=True):
+    """What one rank held of one tensor of one module or parameter.
+
+    `data` is None on every rank but one of those that hold the same shard; `digest` is of the same bytes. `summed`: the
+    shards of the ranks add up to the logical tensor; otherwise each is a part of it, at `offset`.
+    """
+
+    step: int  # 1-based
+    fqn: str  # of the module, or of the parameter for grad and param
+    kind: ModuleTensorKind
+    dtype: str
+    shape: tuple[int, ...]  # of the logical tensor
+    offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    summed: bool
+    digest: str
+    data: bytes | None
+
+
+class ModuleDistance(Record, frozen=True, kw_only=True):
+    """One tensor of a parallel run against the replay: |run - replay| / |replay|, NaN where they cannot be compared.
+
+    `spread`: how much larger than the tensor the parts are that were summed over ranks: the root of the sum of their
+    squared norms, over the norm of the tensor. 0: it was not summed.
+    """
+
+    step: int  # 1-based
+    part: int | None  # the data-parallel rank whose tokens it belongs to; None for gradients and parameters
+    fqn: str
+    kind: ModuleTensorKind
+    dtype: str
+    distance: float
+    spread: float
+    parts: int  # how many shards were summed; 1 for a tensor that was not
+    problem: str | None = None  # why there is none: missing on one side, another form, unequal replicas

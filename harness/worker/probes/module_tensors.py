@@ -1,0 +1,186 @@
+"""Records what every module really computed with: its operands, results and gradients, and every parameter's update.
+
+`worker/replay.py` repeats the modules on them on one rank. Only references are taken while a step runs; nothing is
+copied, gathered or waited for before its end, so that the run is the same with the probe and without.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from harness.matrix.case import Case
+from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
+from harness.worker.probes.digests import bytes_of, ordered_digest
+from harness.worker.probes.places import Places, held
+from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.sketches import clean_fqn
+from harness.worker.targets.reference.parallel import Meshes
+
+MODULES = (nn.Linear, nn.RMSNorm, nn.Embedding)  # everything between them is repeated from their results
+
+
+class _Seen(NamedTuple):
+    fqn: str
+    kind: ModuleTensorKind
+    tensor: torch.Tensor
+
+
+class ModuleTensorProbe:
+    """Records a `ModuleShard` of every tensor of every module; nothing where the case is not replayed."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self._active = case.is_replayed
+        self._step = 0
+        self._seen: list[_Seen] = []
+        self._shards: list[ModuleShard] = []
+        none = Meshes(tp=None, dp=None)
+        self._activations, self._parameters = Places(none), Places(none)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hooks end with the model."""
+
+    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+        """Hook every module inside of what tensor parallelism does with its operands and results."""
+        if not self._active:
+            return
+        self._activations = Places(meshes._replace(dp=None))  # every data-parallel rank has its own
+        self._parameters = Places(meshes)
+        for name, module in model.named_modules():
+            if isinstance(module, MODULES):
+                hooks = _Hooks(clean_fqn(name), self._seen, uses_input_once=isinstance(module, nn.Linear))
+                module.register_forward_pre_hook(hooks.before)
+                module.register_forward_hook(hooks.after, prepend=True)
+
+    def begin_step(self, step: int) -> None:
+        """Remember which step it is."""
+        self._step = step
+
+    @torch.no_grad()
+    def after_backward(self, model: nn.Module) -> None:
+        """Copy what was seen, and the gradients."""
+        if self._active:
+            for seen in self._seen:
+                self._add(seen.fqn, seen.kind, seen.tensor, self._activations)
+            self._seen.clear()
+            for name, param in model.named_parameters():
+                if param.grad is not None:
+                    self._add(clean_fqn(name), "grad", param.grad, self._parameters)
+
+    @torch.no_grad()
+    def after_update(self, model: nn.Module) -> None:
+        """Copy the parameters."""
+        if self._active:
+            for name, param in model.named_parameters():
+                self._add(clean_fqn(name), "param", param, self._parameters)
+
+    def _add(self, fqn: str, kind: ModuleTensorKind, tensor: torch.Tensor, places: Places) -> None:
+        if not is_wide(tensor):
+            self._shards.append(_cast_before(self._step, fqn, kind))
+            return
+        place, local = places(tensor), held(tensor).contiguous()
+        summed = isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+        self._shards.append(
+            ModuleShard(
+                step=self._step,
+                fqn=fqn,
+                kind=kind,
+                dtype=dtype_name(local.dtype),
+                shape=place.shape,
+                offset=place.offset,
+                local_shape=tuple(local.shape),
+                summed=summed,
+                digest=ordered_digest(local),
+                data=bytes_of(local, transposed=False) if place.owner else None,
+            )
+        )
+
+    def result(self) -> tuple[ModuleShard, ...] | None:
+        """All shards in the order they were recorded; None where the case is not replayed."""
+        return tuple(self._shards) if self._active else None
+
+
+def _cast_before(step: int, fqn: str, kind: ModuleTensorKind) -> ModuleShard:
+    """Says that the module got this tensor in float8, so that it cast nothing itself."""
+    nothing: tuple[int, ...] = ()
+    return ModuleShard(
+        step=step,
+        fqn=fqn,
+        kind=kind,
+        dtype=FLOAT8,
+        shape=nothing,
+        offset=nothing,
+        local_shape=nothing,
+        summed=False,
+        digest="",
+        data=None,
+    )
+
+
+class _Hooks:
+    """The hooks of one module. Recomputation calls them again, which is not recorded."""
+
+    def __init__(self, fqn: str, seen: list[_Seen], *, uses_input_once: bool) -> None:
+        self._fqn = fqn
+        self._seen = seen
+        self._uses_input_once = uses_input_once
+
+    def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Give the input of a linear a place of its own in the graph: several linears may share one tensor.
+
+        A norm uses its input twice. Both gradients would be summed before that of the residual stream, which rounds
+        differently, so its input gets no place and its gradient is not recorded.
+        """
+        given = args[0]
+        if not given.is_floating_point():
+            return None  # tokens
+        if not (self._uses_input_once and is_wide(given)):
+            self._keep("input", given)
+            return None
+        own: torch.Tensor = _Own.apply(given)
+        self._keep("input", own, "grad_input")
+        return (own, *args[1:])
+
+    def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> None:
+        """The output as the module computed it, before it is redistributed."""
+        self._keep("output", output, "grad_output")
+
+    def _keep(self, kind: ModuleTensorKind, tensor: torch.Tensor, gradient: ModuleTensorKind | None = None) -> None:
+        if in_backward():
+            return
+        self._seen.append(_Seen(self._fqn, kind, tensor.detach() if is_wide(tensor) else tensor))
+        if gradient is not None and tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._seen.append(_Seen(self._fqn, gradient, grad)))
+
+
+class _Own(torch.autograd.Function):
+    """The same tensor in a place of its own in the graph. Its gradient passes untouched: a view would reduce it."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def is_wide(tensor: torch.Tensor) -> bool:
+    """False for tokens, and for an operand that was cast to float8 already: its module casts nothing."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.is_floating_point() and not isinstance(local, Float8TrainingTensor)
+
+
+def in_backward() -> bool:
+    """True while autograd runs, which is when checkpointing calls modules again."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,259 @@
+"""The replay: one rank repeats every module of a parallel run on the operands that the run recorded.
+
+It is the solo witness (`targets/reference/solo.py`) with a seat before and behind every module. A seat compares what
+the replay computed with what the run had, and hands on what the run had. So nothing accumulates from module to module:
+attention, residual sums and the loss are repeated from recorded results as well, and so are the sum of gradients over
+data-parallel ranks and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from harness.matrix.case import Case
+from harness.trace import RankTrace, StepTrace
+from harness.trace.modules import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
+from harness.worker.probes.module_tensors import MODULES, is_wide
+from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.sketches import clean_fqn
+from harness.worker.targets.reference.build import Target, build
+from harness.worker.targets.reference.float8 import after_optimizer_step
+from harness.worker.train import forward_backward, software
+
+
+class Key(NamedTuple):
+    """One tensor of a run. `part`: the data-parallel rank it belongs to; None for parameters and their gradients."""
+
+    step: int
+    part: int | None
+    fqn: str
+    kind: ModuleTensorKind
+
+
+class Recorded(NamedTuple):
+    """One logical tensor as the run had it. `spread` and `parts` are those of `ModuleDistance`."""
+
+    tensor: torch.Tensor
+    spread: float
+    parts: int
+    problem: str | None
+
+
+def assembled(case: Case, ranks: Sequence[Sequence[ModuleShard]], device: torch.device) -> dict[Key, Recorded | None]:
+    """The logical tensors of a run, from the shards of all its ranks; None for what was float8 already."""
+    shards: dict[Key, list[ModuleShard]] = defaultdict(list)
+    for rank, recorded in enumerate(ranks):
+        for shard in recorded:
+            part = None if shard.kind in ("grad", "param") else rank // case.layout.tp
+            shards[Key(shard.step, part, shard.fqn, shard.kind)].append(shard)
+    return {key: _whole(found, device) for key, found in shards.items()}
+
+
+def _whole(shards: Sequence[ModuleShard], device: torch.device) -> Recorded | None:
+    first = shards[0]
+    if first.dtype == FLOAT8:
+        return None
+    dtype: torch.dtype = getattr(torch, first.dtype)
+    owned = [shard for shard in shards if shard.data is not None]
+    whole = torch.zeros(first.shape, dtype=dtype)
+    covered, squares = 0, 0.0
+    for shard in owned:
+        local = (
+            torch.frombuffer(bytearray(shard.data or b""), dtype=dtype) if shard.data else torch.empty(0, dtype=dtype)
+        )
+        local = local.view(shard.local_shape)
+        place = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.local_shape, strict=True))
+        whole[place] += local
+        covered += local.numel()
+        squares += local.double().square().sum().item()
+    norm = whole.double().norm().item()
+    summed = first.summed
+    spread = math.sqrt(squares) / norm if summed and norm else 0.0
+    parts = max(1, round(covered / max(1, whole.numel())))
+    return Recorded(
+        whole.to(device), spread, parts, _problem(shards, covered, whole.numel() * (parts if summed else 1))
+    )
+
+
+def _problem(shards: Sequence[ModuleShard], covered: int, wanted: int) -> str | None:
+    replicas: dict[tuple[int, ...], set[str]] = defaultdict(set)
+    for shard in shards:
+        if not shard.summed:
+            replicas[shard.offset].add(shard.digest)
+    if any(len(digests) > 1 for digests in replicas.values()):
+        return "ranks that hold the same tensor hold different values"
+    return None if covered == wanted else f"the ranks hold {covered} of {wanted} elements"
+
+
+class Replay:
+    """Compares as the solo witness trains, and replaces what it computed by what the run had."""
+
+    def __init__(self, recorded: dict[Key, Recorded | None]) -> None:
+        self._recorded = recorded
+        self._left = set(recorded)
+        self._step, self._part = 0, 0
+        self.distances: list[ModuleDistance] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Put a seat before and behind every module."""
+        for name, module in model.named_modules():
+            if isinstance(module, MODULES):
+                seats = _Seats(clean_fqn(name), self, in_place=isinstance(module, nn.RMSNorm))
+                module.register_forward_pre_hook(seats.before)
+                module.register_forward_hook(seats.after)
+
+    def at(self, step: int, part: int) -> None:
+        """What follows belongs to this step and this data-parallel rank."""
+        self._step, self._part = step, part
+
+    @torch.no_grad()
+    def replaced(self, fqn: str, kind: ModuleTensorKind, computed: torch.Tensor) -> torch.Tensor:
+        """What the run had in place of `computed`, which is compared with it the first time."""
+        key = Key(self._step, None if kind in ("grad", "param") else self._part, fqn, kind)
+        if key not in self._recorded:
+            if not (kind == "grad_input" and self._recorded.get(key._replace(kind="input"), key) is None):
+                self._note(key, computed, problem="the run did not record it")
+            return computed
+        recorded, first = self._recorded[key], key in self._left
+        self._left.discard(key)
+        if recorded is None:
+            return computed
+        alike = recorded.tensor.dtype == computed.dtype and recorded.tensor.shape == computed.shape
+        if first:  # not when checkpointing computes it again
+            form = None if alike else f"it is {_form(recorded.tensor)}, the replay's is {_form(computed)}"
+            self._note(key, computed, recorded, form or recorded.problem)
+        return recorded.tensor if alike else computed
+
+    def finish(self) -> None:
+        """What the run recorded and the replay never computed is a problem of its own."""
+        for key in sorted(self._left, key=str):
+            recorded = self._recorded[key]
+            if recorded is not None:
+                self._note(key, recorded.tensor, problem="the replay did not compute it")
+
+    def _note(
+        self, key: Key, computed: torch.Tensor, recorded: Recorded | None = None, problem: str | None = None
+    ) -> None:
+        comparable = recorded is not None and problem is None
+        self.distances.append(
+            ModuleDistance(
+                **key._asdict(),
+                dtype=dtype_name(computed.dtype),
+                distance=_distance(recorded.tensor, computed) if recorded is not None and comparable else math.nan,
+                spread=0.0 if recorded is None else recorded.spread,
+                parts=1 if recorded is None else recorded.parts,
+                problem=problem,
+            )
+        )
+
+
+def replay(case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShard]]) -> RankTrace:
+    """The distances of a recorded run, and the loss and gradient norm of its own logits and gradients at every step."""
+    target = build(case, device, solo_witness=True)
+    watching = Replay(assembled(case, ranks, device))
+    watching.attach(target.model)
+    steps = tuple(_replay_step(case, target, watching, step) for step in range(1, case.train.steps + 1))
+    watching.finish()
+    return RankTrace(
+        rank=dist.get_rank(),
+        steps=steps,
+        converted_fqns=target.conversion.converted_fqns,
+        unmatched_filters=target.conversion.unmatched_filters,
+        peak_memory_bytes=0,
+        data_digest=target.data_digest,
+        software=software(),
+        device=device.type,
+        virtual=(),
+        module_distances=tuple(watching.distances),
+    )
+
+
+def _replay_step(case: Case, target: Target, watching: Replay, step: int) -> StepTrace:
+    loss = 0.0
+    for part, batch in enumerate(target.tokens[step - 1]):
+        watching.at(step, part)
+        loss += forward_backward(case, target, batch).item()
+    squares = 0.0
+    for name, param in target.model.named_parameters():
+        squares += _replace(watching, clean_fqn(name), "grad", param.grad)
+    target.optimizer.step()
+    target.optimizer.zero_grad()
+    for name, param in target.model.named_parameters():
+        _replace(watching, clean_fqn(name), "param", param)
+    after_optimizer_step(target.model, case.float8)
+    return StepTrace(step=step, loss=loss, grad_norm=math.sqrt(squares), scaled_mm_calls=0, seconds=0.0)
+
+
+@torch.no_grad()
+def _replace(watching: Replay, fqn: str, kind: ModuleTensorKind, tensor: torch.Tensor | None) -> float:
+    """Replace a parameter, or its gradient, in place by that of the run. Returns the sum of its squares."""
+    if tensor is None:
+        return math.nan
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = getattr(local, "_tensor", local).detach()
+    local.copy_(watching.replaced(fqn, kind, local))
+    return local.double().square().sum().item()
+
+
+class _Seats:
+    """The seats of one module.
+
+    The input of a norm is the residual stream, which has other readers. It is overwritten in place, so that they read
+    what the run had as well, and so that gradients are summed in the order in which the run summed them.
+    """
+
+    def __init__(self, fqn: str, watching: Replay, *, in_place: bool) -> None:
+        self._fqn = fqn
+        self._watching = watching
+        self._in_place = in_place
+
+    def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        given = args[0]
+        if not is_wide(given):
+            return None  # tokens
+        if self._in_place:
+            given.data.copy_(self._watching.replaced(self._fqn, "input", given))
+            return None
+        return (self._seat("input", given, "grad_input"), *args[1:])
+
+    def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return self._seat("output", output, "grad_output")
+
+    def _seat(self, kind: ModuleTensorKind, computed: torch.Tensor, gradient: ModuleTensorKind) -> torch.Tensor:
+        seated: torch.Tensor = _Seat.apply(computed, self._fqn, kind, gradient, self._watching)
+        return seated
+
+
+class _Seat(torch.autograd.Function):
+    """Hands on the tensor of the run in the forward pass, and its gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: torch.Tensor, fqn: str, kind: Any, gradient: Any, watching: Replay) -> torch.Tensor:
+        ctx.backward_seat = fqn, gradient, watching
+        return watching.replaced(fqn, kind, computed).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        fqn, gradient, watching = ctx.backward_seat
+        return watching.replaced(fqn, gradient, grads[0]).clone(), None, None, None, None
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """|found - expected| / |expected|; 0 for two zeros, NaN where a value is not finite."""
+    found, expected = found.double(), expected.double()
+    if not (found.isfinite().all() and expected.isfinite().all()):
+        return math.nan
+    distance, norm = (found - expected).norm().item(), expected.norm().item()
+    return distance / norm if norm else (math.inf if distance else 0.0)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"

@@ -1,0 +1,149 @@
+"""The check `local_parity` finds every tensor that is further from its replay than rounding explains, and no other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.checks.local_parity import check_local_parity
+from harness.expect.local_parity import EXACT, allowed_distance
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.trace.modules import ModuleDistance
+from harness.verdict import Finding, Verdict
+from tests.builders import make_run, make_trace, make_witnesses, run_of, with_rank, with_step
+
+CASE = parse_case_id("tp2-tensorwise-v2048-s2-b16")
+WQ = "layers.0.attention.wq"
+
+
+def distance(**changes: object) -> ModuleDistance:
+    made = ModuleDistance(
+        step=1, part=0, fqn=WQ, kind="grad_input", dtype="bfloat16", distance=0.0, spread=1.0, parts=2
+    )
+    return replace(made, **changes)
+
+
+def allowed(case: Case = CASE, *, exact: bool = True, **changes: object) -> float:
+    return allowed_distance(case, distance(**changes), exact=exact)
+
+
+def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
+    everything = (*distances, distance(step=1, fqn="other"), distance(step=2, fqn="other"))
+    again = run_of(make_trace(case, module_distances=everything))
+    return check_local_parity(case, make_run(case), make_witnesses(case, replay=again))
+
+
+@pytest.mark.parametrize(
+    ("text", "replayed"),
+    [
+        ("tp2-tensorwise-v2048-b16", True),
+        ("tp2-tensorwise-v2048-f32", True),
+        ("hsdp2x2-tensorwise-v2048-b16", True),
+        ("tp2-tensorwise-v2048-f64", False),  # parity is exact there
+        ("fsdp2-tensorwise-v2048-b16", False),
+        ("tp2-tensorwise-graph-v2048-b16", False),  # compared bit for bit with its eager partner
+    ],
+)
+def test_cases_are_replayed_whose_trajectory_is_not_exact(text: str, replayed: bool) -> None:
+    assert parse_case_id(text).is_replayed is replayed
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({"kind": "output", "parts": 1}, EXACT),
+        ({"kind": "grad_input", "parts": 1}, EXACT),
+        ({"kind": "output", "parts": 1, "fqn": "output"}, 0.007),  # not converted: how it sums, its shape decides
+        ({"kind": "input", "parts": 1}, 0.007),
+        ({"parts": 2}, 0.007),
+        ({"parts": 8}, 0.012),
+        ({"parts": 2, "spread": 4.0}, 0.017),
+        ({"kind": "param", "fqn": f"{WQ}.weight"}, 2e-6),
+        ({"kind": "grad", "fqn": f"{WQ}.weight", "part": None}, 2e-6),
+        ({"kind": "grad", "fqn": "norm.weight", "part": None}, 0.007),
+    ],
+)
+def test_limits_in_bfloat16(changes: dict[str, object], limit: float) -> None:
+    assert allowed(**changes) <= limit
+    assert allowed(**changes) >= limit / 2
+
+
+def test_in_float32_limits_are_those_of_float32_unless_matmuls_round_to_bfloat16() -> None:
+    for recipe, coarse in {"tensorwise": False, "rowwise": True}.items():
+        case = parse_case_id(f"tp2-{recipe}-v2048-s2-f32")
+        assert (allowed(case, dtype="float32") > 1e-3) is coarse
+        assert allowed(case, dtype="float32", fqn="output") < 1e-5
+
+
+def test_without_tensor_parallelism_everything_before_the_sum_of_gradients_is_exact() -> None:
+    case = parse_case_id("hsdp2x2-bf16-v2048-s2-b16")
+    assert allowed(case, kind="input", parts=1) == EXACT
+    assert allowed(case, exact=False, kind="input", parts=1) > EXACT
+    assert 0 < allowed(case, kind="grad", part=None) < 1e-5
+
+
+def test_a_real_device_promises_no_bits() -> None:
+    assert allowed(exact=False, kind="output", parts=1) > EXACT
+
+
+KINDS = st.sampled_from(["input", "output", "grad_output", "grad_input", "grad", "param"])
+
+
+@given(kind=KINDS, parts=st.sampled_from([1, 2, 4, 8]), share=st.floats(0, 3, exclude_min=True), step=st.integers(1, 2))
+def test_what_is_too_far_is_found_and_nothing_else(kind: str, parts: int, share: float, step: int) -> None:
+    limit = allowed(kind=kind, parts=parts)
+    found = check(distance(step=step, kind=kind, parts=parts, distance=limit * share))
+    assert [each.step for each in found] == ([step] if limit * share > limit else [])
+
+
+def test_a_finding_names_the_first_tensor_in_the_order_of_execution() -> None:
+    (found,) = check(
+        distance(distance=0.02), distance(fqn="layers.1.ffn_norm", kind="input", distance=0.5), distance(distance=0.001)
+    )
+    assert (found.verdict, found.module, found.size) == (Verdict.NUMERIC, WQ, 0.5)
+    assert found.message.startswith(f"the gradient of the input of {WQ} is not what one rank computes")
+    assert "0.02, 0.0068 allowed (2 of 4 tensors of this step)" in found.message
+
+
+def test_the_data_parallel_rank_is_named_where_there_are_several() -> None:
+    case = parse_case_id("fsdp2-tp2-tensorwise-v2048-s2-b16")
+    (found,) = check(distance(part=1, distance=0.5), case=case)
+    assert f"of {WQ} on data-parallel rank 1 is not" in found.message
+
+
+def test_nan_and_what_could_not_be_compared_never_pass() -> None:
+    (found,) = check(distance(distance=math.nan))
+    assert found.size == math.inf
+    (found,) = check(distance(distance=math.nan, problem="the run did not record it"))
+    assert found.verdict is Verdict.INVARIANT
+    assert "cannot be compared with its replay: the run did not record it" in found.message
+
+
+def test_without_a_replay_or_without_distances_nothing_is_judged_good() -> None:
+    run = make_run(CASE)
+    (found,) = check_local_parity(CASE, run, make_witnesses(CASE))
+    assert "could not be run" in found.message
+    (found, *_) = check_local_parity(CASE, run, make_witnesses(CASE, replay=run_of(make_trace(CASE))))
+    assert "no module was compared" in found.message
+
+
+@pytest.mark.parametrize(("name", "off"), [("loss", 1e-5), ("grad_norm", 1e-8), ("loss", math.nan)])
+def test_reported_numbers_are_those_of_the_recorded_tensors(name: str, off: float) -> None:
+    everything = (distance(), distance(step=2))
+    again = run_of(make_trace(CASE, module_distances=everything))
+    value = getattr(make_run(CASE).traces[1].steps[1], name) + off
+    run = with_step(make_run(CASE), 1, 2, **{name: value})
+    (found,) = check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
+    assert (found.step, found.rank) == (2, 1)
+    assert found.message.startswith(f"{name} is not that of the recorded")
+
+
+def test_a_rank_without_all_steps_is_left_to_other_checks() -> None:
+    again = run_of(make_trace(CASE, module_distances=(distance(), distance(step=2))))
+    short = with_rank(make_run(CASE), 1, lambda trace: replace(trace, steps=trace.steps[:1]))
+    assert check_local_parity(CASE, short, make_witnesses(CASE, replay=again)) == []

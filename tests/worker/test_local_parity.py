@@ -1,0 +1,116 @@
+"""Local parity on real ranks: clean runs stay within rounding, recording changes no bit, and faults are located."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.checks.local_parity import check_local_parity
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.trace import Run
+from harness.verdict import Finding
+from tests.builders import make_witnesses
+from tests.worker.runs import numbers
+
+TP = "tp2-tensorwise-v2048-gb4-s2-b16"
+HSDP = "hsdp2x2-tensorwise-v2048-gb4-s2-b16"
+
+CASES = [
+    TP,
+    HSDP,
+    "tp4-nosp-rowwise-ac.op-v2050-gb4-s2-b16",
+    "tp2-nosp-nolp-tensorwise-head.fp8-v2048-gb4-s2-f32",
+    "fsdp2-tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-b16",
+    "hsdp2x2-bf16-v2256-gb4-s2-f32",
+    "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16",
+    "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-f32",
+    "tp2-bf16-v2050-vpad128-gb4-s2-b16",
+]
+
+
+@pytest.fixture(scope="module")
+def judged(train, trained):
+    """The findings of a case, which trains with these injections."""
+
+    def run(case: Case, injections: tuple[str, ...] = ()) -> list[Finding]:
+        recorded = trained(case, probes=("sketches", "module_tensors"), injections=injections)
+        ranks = tuple(trace.module_tensors or () for trace in recorded.traces)
+        again = Run(traces=train(case, replayed=ranks), failures=())
+        return check_local_parity(case, recorded, make_witnesses(case, replay=again))
+
+    return run
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_clean_runs_are_within_rounding_and_recording_changes_no_bit(judged, trained, text: str):
+    case = parse_case_id(text)
+    assert case.is_replayed
+    assert judged(case) == []
+    plain, recorded = trained(case), trained(case, probes=("sketches", "module_tensors"))
+    assert numbers(recorded.traces) == numbers(plain.traces)
+    assert [trace.sketches for trace in recorded.traces] == [trace.sketches for trace in plain.traces]
+
+
+FAULTS = """
+import torch
+from torch import nn
+from harness.worker.targets.reference import model
+
+def one_percent(factor=1.01, where="silu"):
+    right = getattr(nn.functional, where)
+    setattr(nn.functional, where, lambda x, *args, **options: right(x, *args, **options) * factor)
+
+def activation_off(): one_percent()
+
+def attention_off():
+    one_percent(where="scaled_dot_product_attention")
+
+def norm_off():
+    right = nn.RMSNorm.forward
+    nn.RMSNorm.forward = lambda self, x: right(self, x) * 1.02
+
+def residual_lost():
+    def forward(self, x, cos, sin):
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x * 0.99 + self.feed_forward(self.ffn_norm(x))
+    model.TransformerBlock.forward = forward
+
+def update_off():
+    right = torch.optim.AdamW.step
+    def step(self, *args, **options):
+        for group in self.param_groups:
+            group["lr"] *= 1.001
+        right(self, *args, **options)
+        for group in self.param_groups:
+            group["lr"] /= 1.001
+    torch.optim.AdamW.step = step
+
+def reported_norm_off():
+    from harness.worker import train
+    right = train.reduce_over_ranks
+    train.reduce_over_ranks = lambda *args: (lambda reduced: reduced._replace(grad_norm=reduced.grad_norm * 1.001))(
+        right(*args)
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "words"),
+    [
+        (TP, "activation_off", "the input of layers.0.feed_forward.w2"),
+        (TP, "attention_off", "the input of layers.0.attention.wo"),
+        (TP, "norm_off", "the output of layers.0.attention_norm"),
+        (TP, "residual_lost", "the input of layers.1.attention_norm"),
+        (TP, "update_off", "the value after the optimizer step of layers.0"),
+        (TP, "reported_norm_off", "grad_norm is not that of the recorded gradients"),
+        (HSDP, "activation_off", "the input of layers.0.feed_forward.w2 on data-parallel rank 0"),
+        (HSDP, "fault:gradient_cast_to_e4m3", "the gradient of"),
+        (HSDP, "fault:one_gradient_lost", "the gradient of"),
+        (HSDP, "fault:batches_rotated", "the output of tok_embeddings on data-parallel rank 0"),
+        ("tp2-tensorwise-v2048-gb4-s2-f32", "fault:norm_gradients_not_reduced", "the gradient of"),
+    ],
+)
+def test_faults_are_located(judged, plant, text: str, fault: str, words: str):
+    (first, *_) = judged(parse_case_id(text), plant(FAULTS, fault))
+    assert first.message.startswith(words), first
+    assert first.step == 1
