@@ -135,7 +135,7 @@ class _Bench:
         from harness.running.case_runner import CaseRunner
         from harness.running.machine import hardware
 
-        judge = prepare_judge(self._project, [case], hardware=hardware(self._plan.device))
+        judge = prepare_judge(self._project, [case], hardware=hardware(self._plan.device), records=self._plan.records)
         work = CaseRunner(self._plan, self._executor, judge, self._witnesses, lambda text: None)
         return work.run(case) or work.not_run(case)
 

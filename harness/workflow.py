@@ -49,7 +49,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     """
     cases, left_out = _in_budget(project, query, progress)
     check_fits(cases, plan)
-    judge = prepare_judge(project, cases, hardware=hardware(plan.device))
+    judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
     _announce(judge, progress)
     store = RunStore(project.new_run_folder())
     keep = _Storing(store, progress).keep

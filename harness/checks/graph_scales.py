@@ -8,7 +8,7 @@ amax over them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from harness.checks.mismatch import Mismatch, findings_by_rule
 from harness.checks.ranks import format_ranks, traces_by_rank
@@ -16,9 +16,9 @@ from harness.checks.scale_rules import Broken, power_of_two_rule, tensorwise_rul
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.matrix.mesh import peers
-from harness.matrix.recipes import FLOAT8_MAX
+from harness.matrix.recipes import E5M2, FLOAT8_MAX
 from harness.trace import Run
-from harness.trace.graphs import GraphCast
+from harness.trace.graphs import GraphCast, UnknownCast
 from harness.verdict import Finding
 
 NAME = "graph_scales"
@@ -28,20 +28,65 @@ Casts = dict[int, dict[tuple[int, int], GraphCast]]  # of every rank, by step an
 
 def check_graph_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """One finding for every rule that is broken: the first place, how many mismatches, and on which ranks."""
-    del witnesses  # the rules follow from the case alone
-    if case.compile == "inductor" or not case.float8.enabled:
-        return []  # EXEMPT: the casts of generated code cannot be recorded; without FP8 there are none
+    unknown = [(trace.rank, cast) for trace in run.traces if trace.graphs for cast in trace.graphs.unknown_casts]
     casts: Casts = {
         trace.rank: {(cast.step, cast.order): cast for cast in (trace.graphs.casts or ()) if cast.step}
         for trace in traces_by_rank(run)
         if trace.graphs is not None
     }
+    if not case.float8.enabled:
+        return _unexpected(casts, unknown)
     steps = range(1, case.train.steps + 1)
     idle = [rank for rank, by_place in casts.items() if {step for step, _ in by_place} != set(steps)]
     if idle or not casts:
         message = f"no cast to float8 was executed in some step on {format_ranks(idle) if idle else 'any rank'}"
         return [Finding(check=NAME, message=message, expected="casts in the graphs of every step")]
-    return findings_by_rule(NAME, [*_single_casts(case, casts), *_tp_groups(case, casts)])
+    return findings_by_rule(
+        NAME,
+        [
+            *(_unknown(rank, cast) for rank, cast in unknown),
+            *_single_casts(case, casts),
+            *_counts(case, casts, witnesses.expect.compiled_linears),
+            *_tp_groups(case, casts),
+        ],
+    )
+
+
+def _unexpected(casts: Casts, unknown: Sequence[tuple[int, UnknownCast]]) -> list[Finding]:
+    """A finding where a run without FP8 casts to it."""
+    ranks = sorted({*(rank for rank, by_place in casts.items() if by_place), *(rank for rank, _ in unknown)})
+    if not ranks:
+        return []
+    message = f"blocks cast to float8 although no linear is converted, on {format_ranks(ranks)}"
+    return [Finding(check=NAME, message=message, rank=ranks[0], expected="no cast to float8", found="casts")]
+
+
+def _unknown(rank: int, cast: UnknownCast) -> Mismatch:
+    what = f"conversion {cast.order} in {cast.phase}, {list(cast.shape)}"
+    rule = "a conversion to float8 is not torchao's cast"
+    return Mismatch(cast.step, cast.order, rank, cast.fqn, rule, cast.missing, f"{what} to {cast.target_dtype}")
+
+
+def _counts(case: Case, casts: Casts, linears: int) -> Iterator[Mismatch]:
+    """Casts of a step that no compiler may merge, because each is of another tensor: weights, gradients of outputs."""
+    wanted = {
+        "weights in forward": 0 if case.gathers_float8 else linears,
+        f"tensors to {E5M2} in forward": 0,
+        f"tensors to {E5M2} in backward": linears if case.float8.traits.grad_output_dtype == E5M2 else 0,
+    }
+    for rank, by_place in casts.items():
+        for step in range(1, case.train.steps + 1):
+            mine = [cast for cast in by_place.values() if cast.step == step]
+            for what, expected in wanted.items():
+                found = sum(_is_counted(cast, what) for cast in mine)
+                if found != expected:
+                    rule = f"wrong number of casts of {what}"
+                    yield Mismatch(step, 0, rank, "the blocks", rule, str(expected), str(found))
+
+
+def _is_counted(cast: GraphCast, what: str) -> bool:
+    named = cast.is_weight if what.startswith("weights") else cast.target_dtype == E5M2
+    return named and what.endswith(cast.phase)
 
 
 def _single_casts(case: Case, casts: Casts) -> Iterator[Mismatch]:
@@ -74,10 +119,12 @@ def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
         ranks = peers(case.layout, rank, ("tp",))
         if rank != ranks[0]:
             continue
-        for place, cast in casts[rank].items():
+        for place in sorted({place for other in ranks for place in casts.get(other, {})}):
             group = {other: casts[other][place] for other in ranks if place in casts.get(other, {})}
+            cast = group[min(group)]
             if len(group) != len(ranks):
-                yield _mismatch(rank, cast, "TP ranks execute different casts", f"{len(ranks)} ranks", f"{len(group)}")
+                every = f"{len(ranks)} ranks"
+                yield _mismatch(min(group), cast, "TP ranks execute different casts", every, f"{len(group)}")
             elif math.prod(cast.scale.shape) == 1:
                 yield from _one_scale(case, rank, group)
             else:

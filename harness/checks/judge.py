@@ -98,7 +98,11 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
     if status in ("infra", "hang"):
         return Judgement(verdict=Verdict(status), findings=_failures(run, status))
     checks, skipped = _applicable(run, status, witnesses, among)
-    findings = tuple(finding for check in checks for finding in check.function(case, run, witnesses))
+    findings = tuple(
+        finding
+        for check in checks
+        for finding in ((_no_record(check),) if _is_missing(check, run) else check.function(case, run, witnesses))
+    )
     failed = status == "crash" or bool(run.failures)
     refused_as_expected = witnesses.expect.refusal is not None and bool(checks) and bool(run.failures) and not findings
     if failed and not refused_as_expected:
@@ -147,13 +151,33 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
 
 
 def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
-    if check.record is not None and all(getattr(trace, check.record) is None for trace in run.traces):
-        return f"no rank recorded {check.record.replace('_', ' ')}"
+    if check.record is not None and _is_missing(check, run):
+        if check.record not in witnesses.records:
+            return f"the ranks were not asked to record {_noun(check.record)}"
+        if check.record in witnesses.expect.not_recorded:
+            return witnesses.expect.not_recorded[check.record]
+    if check.name in witnesses.expect.not_judged:
+        return witnesses.expect.not_judged[check.name]
     if check.needs_relation and witnesses.expect.relation is None:
         return "no option of this case must be neutral, or parity already leaves no room for rounding"
     if check.needs_relation and witnesses.partner_has_fix:
         return "judged in the second run, with the candidate fix"
     return None
+
+
+def _is_missing(check: Check, run: Run) -> bool:
+    """True when no rank recorded what the check reads."""
+    return check.record is not None and all(getattr(trace, check.record) is None for trace in run.traces)
+
+
+def _no_record(check: Check) -> Finding:
+    assert check.record is not None
+    message = f"no rank recorded {_noun(check.record)}, which they were asked for: {check.name} proves nothing"
+    return Finding(check=check.name, message=message, expected="a record of every rank", found="none")
+
+
+def _noun(record: str) -> str:
+    return record.replace("_", " ")
 
 
 def _worst(findings: tuple[Finding, ...]) -> Verdict:

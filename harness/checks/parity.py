@@ -18,6 +18,7 @@ from harness.checks.assembly import (
     unequal_replicas,
 )
 from harness.checks.mismatch import size_of_error
+from harness.checks.ranks import format_ranks
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.trace import Run
@@ -49,7 +50,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         message = "cannot be judged: no parity tolerance for cases like this; run `fp8-harness tolerance measure`"
         return [_finding(message=message)]
     found, expected = assemble(run.traces), assemble(solo.traces)
-    every_step = [*_missing(found, expected), *_replicas(run)]
+    every_step = [*_missing(found, expected), *_replicas(run), *_batches(case, run, solo)]
     loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
     for step in range(1, case.train.steps + 1):
         allowed = tolerance.per_step[step - 1]
@@ -146,6 +147,26 @@ def _missing(found: Tensors, expected: Tensors) -> list[Finding]:
         message = f"the ranks hold {found[key].elements} elements of {key.fqn}, which has shape {found[key].shape}"
         findings.append(_finding(message=message, step=key.step, module=key.fqn))
     return findings
+
+
+def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:
+    """Ranks that trained on other tokens than those of their data-parallel rank, which no global number shows."""
+    expected = solo.traces[0].batch_digests
+    parts = {trace.rank: trace.rank // case.layout.tp for trace in run.traces}
+    wrong = [trace for trace in run.traces if trace.batch_digests != expected[parts[trace.rank] :][:1]]
+    if not wrong:
+        return []
+    ranks, first = format_ranks(trace.rank for trace in wrong), wrong[0]
+    others = [part for part, digest in enumerate(expected) if (digest,) == first.batch_digests]
+    found = f"those of data-parallel rank {others[0]}" if others else "tokens of no data-parallel rank"
+    return [
+        _finding(
+            message=f"wrong tokens on {ranks}",
+            rank=first.rank,
+            expected=f"those of data-parallel rank {parts[first.rank]}",
+            found=found,
+        )
+    ]
 
 
 def _replicas(run: Run) -> list[Finding]:

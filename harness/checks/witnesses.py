@@ -17,6 +17,7 @@ class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
     """What one case is judged by. None: not available, which is a finding of the check that needs it."""
 
     expect: Expectations
+    records: tuple[str, ...] = ()  # the fields of `RankTrace` that the ranks were asked to fill
     golden: Golden | None = None
     tolerance: Tolerance | None = None
     parity_tolerance: Tolerance | None = None

@@ -17,7 +17,7 @@ from harness.report.document import json_report
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
 from harness.report.text import case_block, rich_table, text_report
-from harness.report.wording import left_out_text, totals_line, unverified_text
+from harness.report.wording import left_out_text, not_judged_text, totals_line, unverified_text
 from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
 from harness.running.progress import open_progress
@@ -59,7 +59,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
 @click.option("--keep-logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep output and dumps of ranks.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing while cases run; only the totals and what failed.")
-@click.option("-v", "--verbose", is_flag=True, help="Say also when a case starts.")
+@click.option("-v", "--verbose", is_flag=True, help="Say when a case starts, and what was not judged and why.")
 def run_command(  # noqa: PLR0913  one parameter an option
     *,
     sources: tuple[str, ...],
@@ -106,6 +106,8 @@ def run_command(  # noqa: PLR0913  one parameter an option
     plan = msgspec.structs.replace(plan, root_option=root, logs=logs)
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
         report = run(project, query, plan, progress)
+    if verbose:
+        click.echo(not_judged_text(report.result), nl=False)
     _print(report.result, quiet=quiet)
     return _write(report, outputs)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from harness.expect import casts, fusion, matmuls, relations, saved_memory, traffic
+from harness.expect import casts, fusion, matmuls, records, relations, saved_memory, traffic
 from harness.expect.casts import CastForm, CastSite
 from harness.expect.fusion import FusionCandidate
 from harness.expect.relations import Relation
@@ -39,6 +39,16 @@ class Expectations:
         self._saved_bytes = functools.cache(lambda step, rank: saved_memory.expected_saved(case, step=step, rank=rank))
 
     @functools.cached_property
+    def not_recorded(self) -> Mapping[str, str]:
+        """The records that no rank can have, each with the reason."""
+        return records.not_recorded(self.case)
+
+    @functools.cached_property
+    def not_judged(self) -> Mapping[str, str]:
+        """The checks that can say nothing of the case, each with the reason."""
+        return records.not_judged(self.case)
+
+    @functools.cached_property
     def refusal(self) -> Refusal | None:
         """The error that the case must end in; None when it must train."""
         return expected_refusal(self.case)
@@ -47,6 +57,12 @@ class Expectations:
     def converted_fqns(self) -> tuple[str, ...]:
         """Linears that must be Float8Linear after conversion, sorted."""
         return converted_fqns(self.case)
+
+    @functools.cached_property
+    def compiled_linears(self) -> int:
+        """Converted linears inside of compiled blocks; 0 for an eager case."""
+        inside = [fqn for fqn in self.converted_fqns if fqn.startswith("layers.")]
+        return 0 if self.case.compile == "none" else len(inside)
 
     @functools.cached_property
     def scaled_mm_calls(self) -> int:

@@ -38,7 +38,7 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. `totals` has the number of cases of every verdict, including zeros.
+    """A run. `totals` has the number of cases of every verdict, including zeros; `check_totals`, of checks in them.
 
     `witnesses` are those that had to be run; `left_out` are ids that did not fit into `--budget-s`.
     """
@@ -49,6 +49,7 @@ class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     cpu_s: float
     totals: dict[str, int]
+    check_totals: dict[str, int]
     provenance: dict[str, str]
     cases: tuple[CaseDocument, ...]
     witnesses: tuple[WitnessMade, ...]
@@ -69,6 +70,7 @@ def run_document(run: RunResult) -> RunDocument:
         seconds=run.wall_s,
         cpu_s=sum(result.cpu_s for result in run.results),
         totals=verdict_totals(run),
+        check_totals=check_totals(run),
         provenance=dict(sorted(run.provenance.items())),
         cases=tuple(_case_document(result) for result in run.results),
         witnesses=run.witnesses,
@@ -80,6 +82,14 @@ def verdict_totals(run: RunResult) -> dict[str, int]:
     """The number of cases of every verdict, in the order of `Verdict`."""
     verdicts = [result.verdict for result in run.results]
     return {verdict.value: verdicts.count(verdict) for verdict in Verdict}
+
+
+def check_totals(run: RunResult) -> dict[str, int]:
+    """How many checks were judged over all cases, and how many were not."""
+    return {
+        "judged": sum(len(result.checks) for result in run.results),
+        "not_judged": sum(len(result.not_judged) for result in run.results),
+    }
 
 
 def _case_document(result: CaseResult) -> CaseDocument:

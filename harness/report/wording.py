@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from harness.report.document import verdict_totals
+from harness.report.document import check_totals, verdict_totals
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, Verdict
@@ -97,9 +97,18 @@ def unverified_text(run: RunResult) -> str:
     return printable(f"not judged with these versions:\n{lines}\n") if lines else ""
 
 
+def not_judged_text(run: RunResult) -> str:
+    """Every check that was not judged somewhere, with its reason and the number of cases; empty when all were."""
+    found = Counter((each.check, each.reason) for result in run.results for each in result.not_judged)
+    lines = "".join(f"  {check} in {counted(count, 'case')}: {why}\n" for (check, why), count in sorted(found.items()))
+    return printable(f"not judged:\n{lines}\n") if lines else ""
+
+
 def totals_line(run: RunResult) -> str:
-    """The run on one line: the number of cases by verdict, and the seconds it took."""
+    """The run on one line: cases by verdict, checks that were judged and that were not, and the seconds it took."""
     counts = ", ".join(f"{count} {name}" for name, count in verdict_totals(run).items() if count) or "nothing"
     cpu_s = sum(result.cpu_s for result in run.results)
     stopped = " - interrupted" if run.interrupted else ""
-    return f"{counted(len(run.results), 'case')}: {counts}; {run.wall_s:.1f} s wall, {cpu_s:.1f} s CPU{stopped}"
+    checks = check_totals(run)
+    judged = f"{counted(checks['judged'], 'check')} judged, {checks['not_judged']} not; " if run.results else ""
+    return f"{counted(len(run.results), 'case')}: {counts}; {judged}{run.wall_s:.1f} s wall, {cpu_s:.1f} s CPU{stopped}"

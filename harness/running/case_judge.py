@@ -149,15 +149,17 @@ class _EvidenceReader:
         return self._tolerances[key]
 
 
-def prepare_judge(project: Project, cases: Iterable[Case], *, hardware: str) -> CaseJudge:
-    """The judge of these cases on one hardware class (`golden.hardware_class`).
+def prepare_judge(
+    project: Project, cases: Iterable[Case], *, hardware: str, records: tuple[str, ...] = ()
+) -> CaseJudge:
+    """The judge of these cases on one hardware class (`golden.hardware_class`), whose ranks must leave these records.
 
     Raises `HarnessError` for a damaged golden, an unfounded tolerance or an unreadable record of known faults.
     """
     evidence = _EvidenceReader(project.root, hardware)
     known = known_here(project)
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
-    return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes) for case in cases})
+    return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes, records) for case in cases})
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
@@ -167,12 +169,17 @@ def known_here(project: Project) -> tuple[KnownFault, ...]:
 
 
 def _judged_by(
-    case: Case, evidence: _EvidenceReader, known: tuple[KnownFault, ...], fixes: Mapping[str, Injection]
+    case: Case,
+    evidence: _EvidenceReader,
+    known: tuple[KnownFault, ...],
+    fixes: Mapping[str, Injection],
+    records: tuple[str, ...],
 ) -> JudgedBy:
     expect = Expectations(case)
     trains = expect.refusal is None
     witnesses = Witnesses(
         expect=expect,
+        records=records,
         golden=evidence.golden(case) if trains else None,
         tolerance=evidence.tolerance(case) if trains else None,
         parity_tolerance=evidence.parity_tolerance(case) if trains else None,

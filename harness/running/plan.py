@@ -51,6 +51,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 
+    @property
+    def records(self) -> tuple[str, ...]:
+        """The records that ranks must leave. Of a rank program of the user's own, it is not known what it records."""
+        return self.probes if self.program == DEFAULT_PROGRAM else ()
+
     def serving(self, cases: Iterable[Case]) -> Plan:
         """The plan of a run of these cases: what only some cases need is prepared where one needs it."""
         return msgspec.structs.replace(self, compiles=any(case.compile != "none" for case in cases))

@@ -117,7 +117,7 @@ class _TrialWork:
         self._plan = plan
         self._executor = executor
         self._progress = progress
-        self._judge = prepare_judge(project, cases, hardware=hardware(plan.device))
+        self._judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
         self._cache = WitnessCache(executor, project.witness_folder(), plan)
 

@@ -86,10 +86,23 @@ class GraphCast(CastStatistics, frozen=True, kw_only=True):
     shape: tuple[int, ...]
 
 
+class UnknownCast(Record, frozen=True, kw_only=True):
+    """A conversion to float8 that a graph executed and that is not torchao's cast: widen, scale, clamp, convert."""
+
+    step: int  # 1-based
+    order: int  # as in `GraphCast`
+    phase: Phase
+    fqn: str
+    target_dtype: str
+    shape: tuple[int, ...]
+    missing: str  # the operator that should stand there, and the one that does
+
+
 class GraphTrace(Record, frozen=True, kw_only=True):
     """Everything recorded about compilation on one rank."""
 
     graphs: tuple[GraphRecord, ...]
     calls: tuple[FusedCall, ...]
     casts: tuple[GraphCast, ...] | None  # None for generated code, whose casts cannot be recorded
+    unknown_casts: tuple[UnknownCast, ...] = ()
     workarounds: tuple[str, ...]  # limits of torch on a CPU that the virtual device worked around

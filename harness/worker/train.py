@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.matrix.case import Case
 from harness.trace import RankTrace, StepTrace
+from harness.worker import data
 from harness.worker.probes.graphs import GraphProbe
 from harness.worker.probes.matmuls import ScaledMMCounter
 from harness.worker.probes.module_tensors import ModuleTensorProbe
@@ -78,6 +79,7 @@ def train(
         unmatched_filters=target.conversion.unmatched_filters,
         peak_memory_bytes=_peak_memory_bytes(device) - base_memory,
         data_digest=target.data_digest,
+        batch_digests=tuple(data.digest({"tokens": batch.cpu().numpy()}) for batch in target.tokens.unbind(1)),
         software=software(),
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         virtual=virtual,

@@ -12,7 +12,8 @@ from harness.checks.graph_scales import check_graph_scales
 from harness.checks.scale_rules import tensorwise_scale
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.trace.graphs import GraphCast, GraphTrace
+from harness.trace import RankTrace
+from harness.trace.graphs import GraphCast, GraphTrace, UnknownCast
 from harness.trace.operands import ScaleSummary
 from harness.verdict import Finding
 from tests.builders import make_cast, make_scale, make_trace, make_witnesses, run_of
@@ -39,11 +40,26 @@ def own_rows(rank: int, step: int) -> GraphCast:
     return cast(rank, step, make_scale(2.0 ** math.floor(math.log2(448 / AMAX[rank])), (16, 1)))
 
 
-def check(case: Case, casts: list[list[GraphCast]] | None) -> list[Finding]:
-    recorded = [None, None] if casts is None else map(tuple, casts)
-    graphs = [GraphTrace(graphs=(), calls=(), casts=mine, workarounds=()) for mine in recorded]
-    run = run_of(*(make_trace(case, rank, graphs=mine) for rank, mine in enumerate(graphs)))
-    return check_graph_scales(case, run, make_witnesses(case))
+def of_gradient(weight: GraphCast) -> GraphCast:
+    """The cast of the gradient that belongs to the cast of a weight: tensorwise, in e5m2."""
+    scale = make_scale(tensorwise_scale("float8_e5m2", 2.0))
+    changes = {"phase": "backward", "is_weight": False, "target_dtype": "float8_e5m2", "scale": scale, "amax": 2.0}
+    return replace(weight, order=9, **changes)
+
+
+def trace(case: Case, rank: int, casts: list[GraphCast], *unknown: UnknownCast) -> RankTrace:
+    """What a rank records: these casts of weights, and those of the gradients that belong to them."""
+    steps = {each.step for each in casts} if case == TENSORWISE else ()
+    gradients = [of_gradient(shared(rank, step)) for step in steps]
+    recorded = (*casts, *gradients)
+    return make_trace(
+        case, rank, graphs=GraphTrace(graphs=(), calls=(), casts=recorded, unknown_casts=unknown, workarounds=())
+    )
+
+
+def check(case: Case, casts: list[list[GraphCast]], *unknown: UnknownCast) -> list[Finding]:
+    run = run_of(*(trace(case, rank, mine, *unknown) for rank, mine in enumerate(casts)))
+    return check_graph_scales(case, run, make_witnesses(case, compiled_linears=1))
 
 
 def with_one(make: Any, **changes: Any) -> list[list[GraphCast]]:
@@ -61,13 +77,55 @@ def test_correct_casts_have_no_finding() -> None:
 def test_a_step_without_casts_is_found() -> None:
     casts = with_one(shared)
     casts[1].pop()
-    (finding,) = check(TENSORWISE, casts)
+    finding, *_ = check(TENSORWISE, casts)
     assert "no cast to float8 was executed in some step on rank 1" in finding.message
 
 
-def test_generated_code_and_bf16_have_nothing_to_say() -> None:
-    assert check(parse_case_id("tp2-tensorwise-inductor-v2048-s2-b16"), None) == []
-    assert check(parse_case_id("tp2-bf16-graph-v2048-s2-b16"), [[], []]) == []
+UNKNOWN = UnknownCast(
+    step=2,
+    order=7,
+    phase="forward",
+    fqn="feed_forward.w1",
+    target_dtype="float8_e4m3fn",
+    shape=(4, 4),
+    missing="a clamp",
+)
+
+
+def test_without_fp8_nothing_is_cast() -> None:
+    plain = parse_case_id("tp2-bf16-graph-v2048-s2-b16")
+    assert check(plain, [[], []]) == []
+    assert "cast to float8 although no linear is converted, on rank 1" in check(plain, [[], [shared(1, 1)]])[0].message
+    assert "on ranks 0-1" in check(plain, [[], []], UNKNOWN)[0].message
+
+
+def test_a_conversion_that_is_not_torchaos_cast_is_found() -> None:
+    (finding,) = check(TENSORWISE, with_one(shared), UNKNOWN)
+    assert finding.message.startswith(
+        "a conversion to float8 is not torchao's cast: first in feed_forward.w1 at step 2"
+    )
+    assert (finding.expected, finding.found) == ("a clamp", "conversion 7 in forward, [4, 4] to float8_e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"is_weight": False}, "weights in forward"),
+        ({"target_dtype": "float8_e5m2"}, "tensors to float8_e5m2 in forward"),
+        ({"target_dtype": "float8_e5m2", "phase": "backward"}, "tensors to float8_e5m2 in backward"),
+    ],
+)
+def test_a_cast_to_another_dtype_or_of_another_tensor_is_counted(changes: dict[str, Any], words: str) -> None:
+    findings = check(TENSORWISE, with_one(shared, **changes))
+    (finding,) = [each for each in findings if f"wrong number of casts of {words}" in each.message]
+    assert (finding.step, finding.rank) == (2, 1)
+
+
+def test_a_cast_on_the_last_rank_alone_is_found() -> None:
+    casts = with_one(shared)
+    casts[1].append(replace(casts[1][1], order=3, is_weight=False))
+    (finding,) = check(TENSORWISE, casts)
+    assert (finding.rank, "TP ranks execute different casts" in finding.message) == (1, True)
 
 
 @pytest.mark.parametrize(

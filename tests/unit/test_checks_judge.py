@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
+from harness.expect import relations
+from harness.expect.records import not_judged, not_recorded
+from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import Refusal
 from harness.trace import RankTrace, Run
 from harness.trace.operands import OperandTrace
@@ -81,11 +84,37 @@ def test_what_was_not_judged_is_named_with_its_reason() -> None:
     found = judge(CASE, GOOD, "ok", witnesses())
     assert [each.check for each in found.not_judged] == [name for name in ALL if name not in UNPROBED]
     reasons = left_out(found)
-    assert reasons["memory"] == "no rank recorded saved memory"
-    assert reasons["metamorphic"] == "no rank recorded sketches"
+    assert reasons["memory"] == "the ranks were not asked to record saved memory"
+    assert reasons["metamorphic"] == "the ranks were not asked to record sketches"
     sketched = left_out(judge(CASE, make_run(CASE, sketches=()), "ok", witnesses()))
     assert "parity" not in sketched
     assert "no option of this case must be neutral" in sketched["metamorphic"]
+
+
+RECORDS = tuple(sorted({check.record for check in CHECKS if check.record is not None}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "single-bf16-v2048-f32",
+        "tp2-tensorwise-v2048-b16",
+        "fsdp2-rowwise-v2048-b16",
+        "tp2-tensorwise-graph-v2048-b16",
+        "atp2-tensorwise-inductor-v2048-b16",
+    ],
+)
+def test_a_record_that_was_asked_for_and_is_nowhere_is_a_finding_of_every_check_that_reads_it(text: str) -> None:
+    case = parse_case_id(text)
+    asked = make_witnesses(case, golden=make_golden(case), tolerance=make_tolerance(9.0), records=RECORDS)
+    found = judge(case, make_run(case), "ok", asked)
+    silent = {each.check for each in found.findings if "which they were asked for" in each.message}
+    expected = {check.name for check in CHECKS if check.record is not None and check.record not in not_recorded(case)}
+    without_partner = set() if relations.partner(case) is not None else {"metamorphic"}
+    assert silent == expected - without_partner - set(not_judged(case))
+    assert found.verdict is Verdict.INVARIANT
+    for name, reason in left_out(found).items():
+        assert reason.strip() and "asked" not in reason, name
 
 
 # Each of these records is wrong by the formula of its check.

@@ -186,3 +186,29 @@ def test_the_reported_gradient_norm_is_compared() -> None:
     found = with_step(with_step(run(), 0, 1, grad_norm=1.5), 0, 2, grad_norm=1.5)
     (finding,) = check(found, solo())
     assert "grad_norm" in finding.message and (finding.step, finding.rank) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("digests", "words"),
+    [
+        (("one", "zero"), "those of data-parallel rank 1"),
+        (("other", "one"), "tokens of no data-parallel rank"),
+        ((None, "one"), "tokens of no data-parallel rank"),
+    ],
+)
+def test_tokens_of_another_data_parallel_rank_are_found(digests: tuple[str | None, ...], words: str) -> None:
+    case = make_case(dp_shard=2, steps=2, dtype="float64")
+    witness = run_of(replace(solo().traces[0], batch_digests=("zero", "one")))
+
+    def trained(*each: str | None) -> list[Finding]:
+        traces = [
+            replace(trace, batch_digests=() if mine is None else (mine,))
+            for trace, mine in zip(run().traces, each, strict=True)
+        ]
+        tolerance = make_tolerance(*ALLOWED, name="parity")
+        return check_parity(case, run_of(*traces), make_witnesses(case, solo=witness, parity_tolerance=tolerance))
+
+    assert trained("zero", "one") == []
+    (finding,) = trained(*digests)
+    assert finding.message.startswith("wrong tokens on rank") and finding.rank == 0
+    assert (finding.expected, finding.found) == ("those of data-parallel rank 0", words)

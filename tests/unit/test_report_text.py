@@ -8,7 +8,7 @@ from rich.console import Console
 
 from harness.report.markdown import markdown_report
 from harness.report.text import case_block, rich_table, text_report, text_table
-from harness.report.wording import finding_text, headline, printable, totals_line
+from harness.report.wording import finding_text, headline, not_judged_text, printable, totals_line
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
@@ -73,7 +73,7 @@ def test_the_report_has_a_block_for_what_is_not_good_only() -> None:
     assert "bad computed wrong numbers" in text
     assert "reproduce: fp8-harness run --case bad" in text
     assert "known failed as" not in text and "run --case single" not in text
-    assert text.endswith("3 cases: 1 passed, 1 numeric, 1 known; 12.3 s wall, 7.5 s CPU\n")
+    assert text.endswith("3 cases: 1 passed, 1 numeric, 1 known; 0 checks judged, 0 not; 12.3 s wall, 7.5 s CPU\n")
 
 
 def test_a_run_without_cases_says_so() -> None:
@@ -147,3 +147,11 @@ def test_checks_without_a_verified_formula_are_named_once() -> None:
     assert f"not judged with these versions:\n{line}\n" in text_report(found)
     assert line in markdown_report(found)
     assert "not judged" not in text_report(run(make_result("a", not_judged=(inapplicable,))))
+
+
+def test_every_check_that_was_not_judged_is_named_with_its_reason_and_counted() -> None:
+    skipped = NotJudged(check="memory", reason="it is the partitioner's choice")
+    found = run(*(make_result(name, checks=("finite",), not_judged=(skipped,)) for name in ("a", "b")))
+    assert not_judged_text(found) == "not judged:\n  memory in 2 cases: it is the partitioner's choice\n\n"
+    assert not_judged_text(run(make_result("a"))) == ""
+    assert "2 cases: 2 passed; 2 checks judged, 2 not; " in totals_line(found)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.trace.graphs import GraphCast, Phase
+from harness.trace.graphs import GraphCast, Phase, UnknownCast
 from harness.worker.probes.cast_numbers import Cast, measure_cast
 from harness.worker.probes.scales import dtype_name, summarize_scale
 
@@ -28,10 +28,11 @@ class _Chain(NamedTuple):
 
 
 class GraphCastWatcher:
-    """Called with every executed node; `casts` grows by one for every cast to float8."""
+    """Called with every executed node; `casts` or `unknown` grows by one for every conversion to float8."""
 
     def __init__(self) -> None:
         self.casts: list[GraphCast] = []
+        self.unknown: list[UnknownCast] = []
         self._step, self._order = 0, 0
         self._sources: dict[torch.fx.Node, torch.Tensor] = {}
         self._scales: dict[torch.fx.Node, torch.Tensor] = {}
@@ -56,15 +57,26 @@ class GraphCastWatcher:
             self._scales[node] = args[1]
 
     def _record(self, node: torch.fx.Node, bits: torch.Tensor) -> None:
-        chain = _chain(node)
         self._order += 1
-        if chain is None:
-            return  # counted in `order`, so that the ranks stay in step; the check knows how many there must be
+        phase: Phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        chain = _chain(node)
+        if isinstance(chain, str):
+            self.unknown.append(
+                UnknownCast(
+                    step=self._step,
+                    order=self._order,
+                    phase=phase,
+                    fqn=_fqn(node),
+                    target_dtype=dtype_name(bits.dtype),
+                    shape=tuple(bits.shape),
+                    missing=chain,
+                )
+            )
+            return
         source, scale = self._sources[chain.widened], self._scales[chain.multiplied]
         summary = summarize_scale(scale)
         # Equal casts of one graph are merged already. Sources die at once here, so none is recognized by its storage.
         measured = measure_cast(Cast(source, bits, scale, _scaled_dim(scale, source)))
-        phase: Phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
         self.casts.append(
             GraphCast(
                 step=self._step,
@@ -90,25 +102,29 @@ class GraphCastWatcher:
 def _needed(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
     """The nodes of a graph whose arguments a cast is measured by."""
     chains = [_chain(node) for node in graph.nodes if _is_cast(node)]
-    return frozenset(node for chain in chains if chain is not None for node in chain)
+    return frozenset(node for chain in chains if isinstance(chain, _Chain) for node in chain)
 
 
 def _is_cast(node: torch.fx.Node) -> bool:
     return node.target is _aten._to_copy.default and node.kwargs.get("dtype") in _FLOAT8
 
 
-def _chain(node: torch.fx.Node) -> _Chain | None:
-    """The cast that ends in `node`; None for a conversion that is no torchao cast."""
+def _chain(node: torch.fx.Node) -> _Chain | str:
+    """The cast that ends in `node`; what is missing of it where the conversion is not torchao's."""
     clamp = node.args[0]
     if not isinstance(clamp, torch.fx.Node) or clamp.target is not _aten.clamp.default:
-        return None
+        return f"a clamp before it, not {_operator(clamp)}"
     multiplied = clamp.args[0]
     if not isinstance(multiplied, torch.fx.Node) or multiplied.target is not _aten.mul.Tensor:
-        return None
+        return f"a product with the scale before its clamp, not {_operator(multiplied)}"
     widened = multiplied.args[0]
     is_widened = isinstance(widened, torch.fx.Node) and widened.target is _aten._to_copy.default
     # a float32 source is not widened: it goes into the product as it is, and counts as its own
     return _Chain(widened if is_widened else multiplied, multiplied)  # type: ignore[arg-type]
+
+
+def _operator(node: Any) -> str:
+    return str(node.target) if isinstance(node, torch.fx.Node) else repr(node)
 
 
 def _scaled_dim(scale: torch.Tensor, source: torch.Tensor) -> int | None:

@@ -78,6 +78,7 @@ class GraphProbe:
             graphs=tuple(self._graphs),
             calls=tuple(self._calls.values()),
             casts=tuple(self._casts.casts) if self._case.compile == "graph" else None,
+            unknown_casts=tuple(self._casts.unknown),
             workarounds=tuple(sorted(rng.workarounds)),
         )
 

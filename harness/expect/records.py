@@ -1,0 +1,36 @@
+"""Records: which probes have nothing to record in a run of a case, which checks nothing to say, and why.
+
+Every other record that a run asks for must be there: a check must not vanish because a probe recorded nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from harness.matrix.case import Case
+
+
+def not_recorded(case: Case) -> Mapping[str, str]:
+    """The fields of `RankTrace` that stay empty in every run of this case, each with the reason."""
+    empty: dict[str, str] = {}
+    if case.compile == "none":
+        empty["graphs"] = "nothing is compiled"
+    else:
+        empty["operands"] = "compiled blocks do not call what the probe patches; graph_scales judges their casts"
+        empty["saved_memory"] = "what compiled blocks save for backward is the partitioner's choice"
+    if not case.is_replayed:
+        empty["module_tensors"] = _not_replayed(case)
+    return empty
+
+
+def not_judged(case: Case) -> Mapping[str, str]:
+    """The checks that can say nothing of this case although its records are there, each with the reason."""
+    if case.compile == "inductor":
+        return {"graph_scales": "generated code casts inside of its kernels, where no probe sees it"}
+    return {}
+
+
+def _not_replayed(case: Case) -> str:
+    if case.compile != "none" and case.train.dtype != "float64":
+        return "hooks would change what is compiled; metamorphic compares with the eager run"
+    return "parity is exact in this layout and dtype"
