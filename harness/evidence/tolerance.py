@@ -43,6 +43,9 @@ MIN_LAYOUTS = 2
 # With a margin of 1.0 every seed that is slightly noisier would fail; a margin above the maximum hides more than noise.
 MIN_MARGIN, MAX_MARGIN = 1.1, 5.0
 
+# Layouts of one key whose noise differs by more than this are not of one kind.
+MAX_SPREAD = 10.0
+
 # A number below this need not be close to the noise, because no fault is that small: the smallest planted one that
 # changes a number at all changes a gradient by 1e-4.
 EXACT = 1e-8
@@ -112,13 +115,17 @@ def parity_key(case: Case) -> str:
     """Cases with the same key are equally close to their single-rank reference.
 
     `exact`: every layout in float64. `ordered`: layouts that sum in the order of one rank. All others differ in the
-    last bit, which changes the rounding of some float8 value within a step or two: one key per recipe and dtype.
+    last bit, by recipe and dtype: `replicas` in gradients alone, whose sum over replicas has another order; under TP
+    activations too, which changes the rounding of some float8 value in the first step.
     """
     if case.train.dtype == "float64":
         return "exact"
     in_order = case.layout.tp == 1 and case.layout.dp_replicate == 1
     ordered = in_order and case.compile != "inductor"  # generated code rounds elsewhere
-    return "ordered" if ordered else f"{case.float8.recipe}-{case.train.dtype}"
+    if ordered:
+        return "ordered"
+    form = "-replicas" if case.layout.tp == 1 and case.compile != "inductor" else ""
+    return f"{case.float8.recipe}{form}-{case.train.dtype}"
 
 
 def tolerance_for(case: Case, root: Path) -> Tolerance:
@@ -257,7 +264,18 @@ def _problems(key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
         return [f"{key}: names {len(entry.allowed)} steps, the evidence covers {len(floor)}"]
     if isinstance(entry.allowed, float):
         floor = (floor[-1],)
-    return [problem for step, low in enumerate(floor, 1) for problem in _step_problems(key, entry, step, low)]
+    return _spread_problem(key, samples) + [problem for step, low in enumerate(floor, 1) for problem in _step_problems(key, entry, step, low)]
+
+
+def _spread_problem(key: str, samples: Sequence[Sample]) -> list[str]:
+    """Kinds of runs that share a key although one is far noisier than another: the key hides faults of the quieter."""
+    worst: dict[str, float] = {}
+    for sample in samples:
+        worst[sample.layout] = max(*sample.per_step, worst.get(sample.layout, EXACT))
+    low, high = min(worst, key=lambda layout: worst[layout]), max(worst, key=lambda layout: worst[layout])
+    if worst[high] <= MAX_SPREAD * worst[low]:
+        return []
+    return [f"{key}: {high} is up to {worst[high]:.2g} off, {low} at most {worst[low]:.2g}: they need keys of their own"]
 
 
 def _step_problems(key: str, entry: Entry, step: int, low: float) -> list[str]:

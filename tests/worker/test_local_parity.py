@@ -85,6 +85,10 @@ def update_off():
             group["lr"] /= 1.001
     torch.optim.AdamW.step = step
 
+def gradient_off():
+    from harness.worker.faults.hooks import after_backward
+    after_backward(lambda model, step: list(model.parameters())[3].grad.mul_(1.3))
+
 def reported_norm_off():
     from harness.worker import train
     right = train.reduce_over_ranks
@@ -104,6 +108,7 @@ def reported_norm_off():
         (TP, "update_off", "the value after the optimizer step of layers.0"),
         (TP, "reported_norm_off", "grad_norm is not that of the recorded gradients"),
         (HSDP, "activation_off", "the input of layers.0.feed_forward.w2 on data-parallel rank 0"),
+        (HSDP, "gradient_off", "the gradient of layers.0.attention.wk.weight is not what one rank computes"),
         (HSDP, "fault:gradient_cast_to_e4m3", "the gradient of"),
         (HSDP, "fault:one_gradient_lost", "the gradient of"),
         (HSDP, "fault:batches_rotated", "the output of tok_embeddings on data-parallel rank 0"),
