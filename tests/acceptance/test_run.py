@@ -160,8 +160,29 @@ def test_kept_logs(project: Command) -> None:
 
 
 def test_torchrun_engine_is_chosen(project: Command) -> None:
-    done = project.run("run", "smoke", *CPU, "--select", "dp_shard=2", "--engine", "zygote", "-v")
-    assert "started fsdp2-rowwise" in done.stderr
+    out = project.folder / "result.json"
+    arguments = ("--select", "dp_shard=2", "--engine", "torchrun", "--keep-logs", "logs", "--json", str(out))
+    done = project.run("run", "smoke", *CPU, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(out.read_text())
+    assert document["provenance"]["engine"] == "torchrun"
+    assert [case["verdict"] for case in document["cases"]] == ["passed"]
+    assert len(list((project.folder / "logs").glob("*-fsdp2-rowwise-*/torchrun.log"))) == 1
+
+
+def test_interrupt_ends_torchrun_and_its_ranks(project: Command) -> None:
+    project.planted("hanging", 2)
+    process = project.start("run", "hanging", *CPU, "--engine", "torchrun")
+    ours = psutil.Process(process.pid)
+    give_up_s = time.monotonic() + 60
+    while len(family := ours.children(recursive=True)) < 3:  # torchrun and two ranks
+        assert time.monotonic() < give_up_s, "the ranks did not start"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
 
 
 def test_interrupt_leaves_a_valid_partial_result(project: Command) -> None:
