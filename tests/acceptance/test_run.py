@@ -48,11 +48,13 @@ def test_results_are_in_the_order_of_selection(shared: Command, tmp_path: Path) 
 
 def test_every_result_has_a_command_that_reproduces_it(shared: Command, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    shared.run("run", "smoke", *CPU, "--json", str(out))
+    shared.run("run", "smoke", *CPU, "--timeout-s", "90", "--json", str(out))
     for case in json.loads(out.read_text())["cases"]:
-        assert case["command"].startswith("fp8-harness run --case ")
-        done = shared.run(*case["command"].split()[1:])
+        program = "FP8_HARNESS_PROGRAM=tests.acceptance.fake_program"
+        assert case["command"] == f"{program} fp8-harness run --case {case['id']} --timeout-s 90"
+        done = shared.shell(case["command"])
         assert done.returncode == 0, done.stderr
+        assert "1 case: 1 passed" in done.stdout
 
 
 def failing(project: Command, seed: int, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -69,7 +71,7 @@ def test_rank_raises(project: Command) -> None:
     code, case, text = failing(project, 1)
     assert (code, case["verdict"]) == (1, "crash")
     assert "ValueError: planted failure" in text
-    assert "reproduce: fp8-harness run --case" in text
+    assert "reproduce: FP8_HARNESS_PROGRAM=tests.acceptance.fake_program fp8-harness run --case" in text
 
 
 def test_rank_hangs(project: Command) -> None:

@@ -106,6 +106,18 @@ def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pyte
     assert plan.command("x") == "fp8-harness run --case x --engine torchrun --inject 'my patch.py:apply'"
 
 
+@pytest.mark.parametrize(("timeout_s", "words"), [(None, ""), (20.0, " --timeout-s 20"), (0.1, " --timeout-s 0.1")])
+def test_command_has_the_time_limit_that_was_given(timeout_s: float | None, words: str) -> None:
+    assert Plan(slots=8, timeout_s=timeout_s).command("x") == f"fp8-harness run --case x{words}"
+
+
+def test_command_has_the_rank_program_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8_HARNESS_PROGRAM", "my.ranks")
+    assert make_plan(device="cpu").command("x") == "FP8_HARNESS_PROGRAM=my.ranks fp8-harness run --case x"
+    odd = Plan(slots=8, program="my ranks").command("x")
+    assert odd == "FP8_HARNESS_PROGRAM='my ranks' fp8-harness run --case x"
+
+
 def test_cuda_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(HarnessError, match="no CUDA device"):
@@ -118,6 +130,23 @@ def test_a_case_is_selected_once(tmp_path: Path) -> None:
     (project.cases / "a.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
     name = case_id(Case(float8=Float8(recipe="rowwise")))
     assert len(select_cases(project, Query(sources=("a", "a"), case_ids=(name,)))) == 1
+
+
+@pytest.mark.parametrize("others", [(), ("a",)])
+def test_a_case_id_in_place_of_a_tier_is_told_its_option(tmp_path: Path, others: tuple[str, ...]) -> None:
+    project = make_project(tmp_path)
+    (project.cases / "a.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
+    name = case_id(Case(float8=Float8(recipe="rowwise")))
+    with pytest.raises(HarnessError) as raised:
+        select_cases(project, Query(sources=(*others, name)))
+    assert raised.value.text == f"{name}: a case id is not a tier. Fix: write --case {name}"
+
+
+def test_another_word_in_place_of_a_tier_is_told_the_tiers(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    (project.cases / "smoke.toml").write_text("")
+    with pytest.raises(HarnessError, match=r"has no tier of this name\. Fix: did you mean smoke"):
+        select_cases(project, Query(sources=("smok",)))
 
 
 def test_an_excluded_id_names_its_rule(tmp_path: Path) -> None:
