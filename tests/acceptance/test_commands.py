@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -96,6 +97,32 @@ def test_golden_update_shows_old_and_new(project: Command) -> None:
     shown = project.run("golden", "show", family)
     assert "reason    again" in shown.stdout
     assert "7.5" in shown.stdout
+
+
+def git(project: Command, *words: str) -> None:
+    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", str(project.folder), *identity, *words], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_golden_update_from_a_changed_tree_warns_and_stores(project: Command) -> None:
+    update = ("golden", "update", "smoke", "--device", "cpu", "--reason", "again")
+    git(project, "init")
+    git(project, "add", "cases")
+    git(project, "commit", "-m", "first")
+    assert "warning" not in project.run(*update).stderr
+    tier = project.folder / "cases" / "smoke.toml"
+    tier.write_text(tier.read_text() + "# a remark\n")
+    done = project.run(*update)
+    assert done.returncode == 0, done.stderr
+    (warning,) = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert warning.startswith(f"fp8-harness: warning: {project.folder}: 1 tracked file differs from the commit: ")
+    assert "cases/smoke.toml" in warning and "-dirty" in warning
+    shelve = warning.partition("`")[2].partition("`")[0]
+    assert "-dirty" in project.run("golden", "show", project.run("golden", "list").stdout.split()[1]).stdout
+    assert "warning" not in project.run(*update, "--dry-run").stderr
+    assert project.shell(shelve).returncode == 0
+    assert "warning" not in project.run(*update).stderr
 
 
 def test_golden_dry_run_stores_nothing(project: Command) -> None:
