@@ -160,5 +160,35 @@ def test_measuring_some_cases_again_keeps_the_samples_of_the_others(project: Com
     assert stored[1] == sorted([*stored[0], ("fsdp2", 2)])
 
 
+KNOWN = """
+[[fault]]
+name = "lost-rows"
+where = "dp_shard=2"
+verdict = "numeric"
+requires = [{check = "loss_vs_golden", message = "golden"}]
+link = "https://example.org/1"
+torch = ">=2"
+review_by = 2999-01-01
+reason = "The second rank loses its rows."
+"""
+
+
+def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project: Command) -> None:
+    cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}, steps = 3}}\n' for size in (1, 2))
+    project.tier("noise", cases)
+    project.tier("known", KNOWN)
+    measure = ("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "2")
+    done = project.run(*measure)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "lost-rows" in line]
+    assert line.startswith("left out: fsdp2-rowwise-")
+    assert line.endswith("known fault lost-rows: The second rank loses its rows.")
+    evidence = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())
+    assert {sample["layout"] for sample in evidence["samples"]} == {"single"}
+    nothing = project.run(*measure, "--select", "dp_shard=2")
+    assert nothing.returncode == 3
+    assert "no case is left to measure" in nothing.stderr.splitlines()[-1]
+
+
 def test_version(shared: Command) -> None:
     assert "fp8-harness" in shared.run("version").stdout

@@ -21,7 +21,8 @@ from harness.project import Project, find_project, is_case_file
 from harness.running.injection import parse_injection
 from harness.running.plan import Plan, make_plan
 from harness.running.selection import Query, select_cases
-from harness.studies.noise import environment, measured_cases, over_seeds
+from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases
+from tests.builders import make_known
 
 GRID = """
 [[matrix]]
@@ -186,6 +187,23 @@ def test_measured_cases_spread_over_layouts_and_leave_out_refusals() -> None:
     chosen = measured_cases([*cases, refused], layouts=3)
     assert [case.world_size for case in chosen] == [1, 4, 8]
     assert [case.train.seed for case in over_seeds(chosen, 2)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_measured_cases_leave_out_those_with_a_recorded_fault_and_name_it() -> None:
+    rowwise = Float8(recipe="rowwise")
+    cases = [Case(layout=Layout(dp_shard=size), float8=rowwise) for size in (1, 2, 4, 8)]
+    fault = make_known(name="lost-rows", where="dp_shard=4,8")
+    chosen = measured_cases(cases, layouts=4, known=[fault])
+    assert [case.world_size for case in chosen] == [1, 2]
+    left_out = recorded_cases(cases, [fault])
+    assert left_out == {case_id(case): (fault,) for case in cases[2:]}
+
+
+def test_a_case_that_is_not_measured_anyway_is_not_left_out_for_a_fault() -> None:
+    refused = Case(
+        model=Model(vocab_size=2256), layout=Layout(tp=2), float8=Float8(recipe="rowwise", output_layer=True)
+    )
+    assert recorded_cases([refused], [make_known(where="tp=2")]) == {}
 
 
 def test_environment_names_limits(monkeypatch: pytest.MonkeyPatch) -> None:
