@@ -125,6 +125,21 @@ def test_rerun_failed(project: Command) -> None:
     assert "nothing failed in the last run" in again.stderr
 
 
+def test_rerun_failed_after_the_run_was_killed(project: Command) -> None:
+    axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
+    project.tier("slow", "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in (1, 2, 3)))
+    assert project.run("golden", "update", "slow", *CPU, "--reason", "slow").returncode == 0
+    process = project.start("run", "slow", *CPU, "-j", "1")
+    assert process.stderr is not None
+    assert "[1/3]" in process.stderr.readline()
+    process.kill()
+    process.communicate(timeout=30)
+    again = project.run("run", "--rerun-failed", *CPU)
+    assert again.returncode == 0, again.stderr
+    assert "2 of 3 cases of the last run have no result" in again.stderr
+    assert "2 cases: 2 passed" in again.stdout
+
+
 def test_injection_that_raises_is_a_crash_that_names_it(project: Command) -> None:
     patch = project.folder / "patch.py"
     patch.write_text("def apply():\n    raise RuntimeError('no such kernel')\n")
