@@ -1,34 +1,63 @@
-"""Results on disk: `results.jsonl` in the folder of a run, one line of JSON per case.
+"""Results on disk: `results.jsonl` in the folder of a run, one line of JSON per case, and `cases.json`, what it runs.
 
 Every line is on disk before the next case is reported, so an interrupted run keeps the results of all finished cases.
+The list of cases is there before the first rank starts: a case in it without a result was never reached by a run that
+was killed, or its line is damaged.
 """
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from harness.durable import append_line
+from harness.durable import append_line, write_whole
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
+from harness.matrix.caseid import case_id, parse_case_id
 from harness.result import CaseResult
 
 SCHEMA = 1
 FILE_NAME = "results.jsonl"
+PLAN_NAME = "cases.json"
+_CASE_ID = re.compile(rb'"case_id":"([\w.+-]+)"')
+
+
+class Damage(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that could not be read. `case_id` is the case that it names; None where it names none."""
+
+    text: str  # file, line, what is wrong
+    case_id: str | None = None
 
 
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The results in a folder. `damaged` lists the lines that could not be read: these cases did not pass."""
+    """The results in a folder. `damaged` says what could not be read: these cases did not pass."""
 
     results: tuple[CaseResult, ...]  # the last one of every case, in the order of storing
-    damaged: tuple[str, ...] = ()
+    damaged: tuple[Damage, ...] = ()
+    planned: tuple[str, ...] = ()  # ids of all cases of the run, in order; empty where they were not recorded
 
     @property
     def failed_ids(self) -> tuple[str, ...]:
-        """Ids of the cases that are not good, in the order of storing."""
+        """Ids of the cases with a result that is not good, in the order of storing."""
         return tuple(result.case_id for result in self.results if not result.verdict.good)
+
+    @property
+    def unfinished_ids(self) -> tuple[str, ...]:
+        """Ids of the planned cases without a result, in the order of the plan."""
+        return self._without_result(self.planned)
+
+    @property
+    def damaged_ids(self) -> tuple[str, ...]:
+        """Ids that damaged lines name, of cases without a result."""
+        return self._without_result([damage.case_id for damage in self.damaged if damage.case_id is not None])
+
+    def _without_result(self, case_ids: Sequence[str]) -> tuple[str, ...]:
+        ended = {result.case_id for result in self.results}
+        return tuple(case_id for case_id in dict.fromkeys(case_ids) if case_id not in ended)
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +65,17 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
     result: CaseResult
 
 
+class _Plan(msgspec.Struct, frozen=True, kw_only=True):
+    schema: int
+    cases: tuple[str, ...]
+
+
 class RunStore:
     """The results of one run, in one folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
+        self._plan = folder / PLAN_NAME
         self._lock = threading.Lock()
 
     @property
@@ -48,33 +83,62 @@ class RunStore:
         """The file of the results; it may not exist yet."""
         return self._path
 
+    def plan(self, case_ids: Sequence[str]) -> None:
+        """Store which cases the run is going to run, before it starts. Raises `WriteFailed`."""
+        write_whole(self._plan, to_json(_Plan(schema=SCHEMA, cases=tuple(case_ids))))
+
     def append(self, result: CaseResult) -> None:
         """Append one result and fsync. Raises `WriteFailed`."""
         with self._lock:
             append_line(self._path, to_json(_Line(schema=SCHEMA, result=result)))
 
     def read(self) -> StoredRun:
-        """All results stored so far; empty if none are. Raises `HarnessError` if the file cannot be read."""
-        try:
-            lines = self._path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return StoredRun(results=())
-        except OSError as error:
-            what = f"cannot be read: {error.strerror}."
-            raise HarnessError(what, where=str(self._path), fix="check its permissions.") from error
+        """All results stored so far; empty if none are. Raises `HarnessError` if a file cannot be read."""
+        planned, damaged = self._read_plan()
         results: dict[str, CaseResult] = {}
-        damaged = []
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(_content(self._path).split(b"\n"), 1):
             if not line:
                 continue
             try:
                 result = _read_line(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                damaged.append(f"{self._path}:{number}: not a result: {error}")
+                text = f"{self._path}:{number}: not a result: {error}"
+                damaged.append(Damage(text=text, case_id=_named_case(line)))
             else:
                 results.pop(result.case_id, None)
                 results[result.case_id] = result
-        return StoredRun(results=tuple(results.values()), damaged=tuple(damaged))
+        return StoredRun(results=tuple(results.values()), damaged=tuple(damaged), planned=planned)
+
+    def _read_plan(self) -> tuple[tuple[str, ...], list[Damage]]:
+        content = _content(self._plan)
+        if not content:
+            return (), []
+        try:
+            return from_json(content, _Plan).cases, []
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return (), [Damage(text=f"{self._plan}: not a list of cases: {error}")]
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file; empty if there is none."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}."
+        raise HarnessError(what, where=str(path), fix="check its permissions.") from error
+
+
+def _named_case(line: bytes) -> str | None:
+    """The id that a damaged line names; None where it names none."""
+    found = _CASE_ID.search(line)
+    if found is None:
+        return None
+    try:
+        return case_id(parse_case_id(found[1].decode()))
+    except (HarnessError, UnicodeDecodeError):
+        return None
 
 
 def _read_line(line: bytes) -> CaseResult:

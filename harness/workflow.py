@@ -29,7 +29,7 @@ from harness.running.machine import hardware, installed_version
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
-from harness.running.selection import NothingSelected, Query, select_cases, select_sources
+from harness.running.selection import Query, select_cases, select_sources
 from harness.running.witnesses import WitnessCache
 from harness.store import RunStore
 from harness.verdict import Verdict
@@ -52,11 +52,12 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
     _announce(judge, progress)
     store = RunStore(project.new_run_folder())
-    keep = _Storing(store, progress).keep
-    result = run_cases(project, cases, plan, judge, progress, keep=keep)
+    storing = _Storing(store, progress)
+    storing.plan(cases)
+    result = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
     for each in result.results:
         if each.verdict is Verdict.NOT_RUN:
-            keep(each)
+            storing.keep(each)
     return Report(result=msgspec.structs.replace(result, left_out=left_out), stored=store.path)
 
 
@@ -68,17 +69,6 @@ def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tupl
     found = cases_within(project, cases, select_sources(project, query), query.budget_s)
     progress.note(f"budget of {query.budget_s:g} s: {len(found.cases)} of {len(cases)} cases.")
     return found.cases, tuple(case_id(case) for case in found.left_out)
-
-
-def rerun_query(project: Project) -> Query:
-    """The query for the cases of the last stored run that were not good, those not run included."""
-    stored = (RunStore(folder).read() for folder in reversed(project.stored_runs()))
-    last = next((run for run in stored if run.results or run.damaged), None)
-    if last is None:
-        raise NothingSelected("there is no earlier run.", where="--rerun-failed", fix="run a tier first.")
-    if not last.failed_ids:
-        raise NothingSelected("nothing failed in the last run.", where="--rerun-failed")
-    return Query(case_ids=last.failed_ids)
 
 
 def run_cases(
@@ -141,11 +131,18 @@ class _CaseObserver:
 
 
 class _Storing:
-    """Stores results. A disk that refuses one must not end a run whose results can still be reported."""
+    """Stores the plan and the results. A disk that refuses one must not end a run that can still be reported."""
 
     def __init__(self, store: RunStore, progress: Progress) -> None:
         self._store = store
         self._progress = progress
+
+    def plan(self, cases: Sequence[Case]) -> None:
+        """Store which cases there are, or say why not."""
+        try:
+            self._store.plan([case_id(case) for case in cases])
+        except WriteFailed as error:
+            self._progress.note(f"list of cases not stored: {error.text}")
 
     def keep(self, result: CaseResult) -> None:
         """Store the result, or say why not."""

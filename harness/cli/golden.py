@@ -11,7 +11,7 @@ import click
 
 from harness.cli.options import plan_parameter, query_parameter, root_option
 from harness.errors import HarnessError
-from harness.evidence.golden import Golden, compare_goldens, list_goldens, load_golden, write_golden
+from harness.evidence.golden import Golden, changed_files, compare_goldens, list_goldens, load_golden, write_golden
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.project import Project, find_project
@@ -24,6 +24,8 @@ from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.studies.references import GoldenChange, make_goldens, needed_references
 from harness.verdict import ExitCode
+
+_NAMED_FILES = 5  # of those that differ from the commit
 
 _UPDATE_EPILOG = """\b
 Examples:
@@ -119,6 +121,8 @@ def update_command(  # noqa: PLR0913  one parameter per option
     plan = plan_for()
     references = needed_references(_cases(project, query))
     references = _chosen(project, references, families, hardware(plan.device), missing=missing)
+    if not dry_run:
+        _warn_of_changes(project)
     with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
         made = make_goldens(
             project, references, plan, progress, reason=reason, command=shlex.join(["fp8-harness", *sys.argv[1:]])
@@ -135,6 +139,26 @@ def update_command(  # noqa: PLR0913  one parameter per option
     if made.interrupted:
         return ExitCode.INTERRUPTED
     return ExitCode.FAILED if made.failed else ExitCode.GOOD
+
+
+def _warn_of_changes(project: Project) -> None:
+    """Say before the run that nobody will be able to check out what the goldens were made from."""
+    changed = changed_files(project.root)
+    if not changed:
+        return
+    more = f" and {len(changed) - _NAMED_FILES} more" if len(changed) > _NAMED_FILES else ""
+    names = ", ".join(changed[:_NAMED_FILES]) + more
+    differ = "differs" if len(changed) == 1 else "differ"
+    click.echo(
+        f"fp8-harness: warning: {project.root}: {counted(len(changed), 'tracked file')} {differ} from the commit: "
+        f'{names}. The provenance of these goldens will end in "-dirty", and nobody can check out what made them. '
+        f"Fix: press Ctrl-C, commit the changes or put them aside by `{_stash(project)}`, and run this again.",
+        err=True,
+    )
+
+
+def _stash(project: Project) -> str:
+    return shlex.join(["git", "-C", str(project.root), "stash"])
 
 
 def _cases(project: Project, query: Query) -> tuple[Case, ...]:

@@ -12,7 +12,7 @@ import msgspec
 from harness.cli.options import plan_options, query_options, root_option
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
-from harness.project import find_project
+from harness.project import Project, find_project
 from harness.report.document import json_report
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
@@ -21,9 +21,10 @@ from harness.report.wording import left_out_text, not_judged_text, totals_line, 
 from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
 from harness.running.progress import open_progress
+from harness.running.rerun import rerun_query
 from harness.running.selection import Query
 from harness.verdict import ExitCode
-from harness.workflow import Report, rerun_query, run
+from harness.workflow import Report, run
 
 _EPILOG = """\b
 Examples:
@@ -53,7 +54,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     type=click.FloatRange(min=0, min_open=True),
     help="Run the cases that cover most in so many seconds; the others are named.",
 )
-@click.option("--rerun-failed", is_flag=True, help="Run what was not good in the last run of this project.")
+@click.option("--rerun-failed", is_flag=True, help="Run what was not good, or never ended, in the last run.")
 @click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the results as JSON.")
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
@@ -93,7 +94,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, budget_s=budget_s)
     project = find_project(root)
     if rerun_failed:
-        query = _failed_query(rerun_query(project), query)
+        query = _failed_query(project, query)
     plan = make_plan(
         device=device,
         engine=engine,
@@ -112,15 +113,18 @@ def run_command(  # noqa: PLR0913  one parameter an option
     return _write(report, outputs)
 
 
-def _failed_query(failed: Query, asked: Query) -> Query:
-    """What failed, narrowed by --select; other ways to choose cases contradict --rerun-failed."""
+def _failed_query(project: Project, asked: Query) -> Query:
+    """What was not good, narrowed by --select; other ways to choose cases contradict --rerun-failed."""
+    rerun = rerun_query(project)
     if asked.sources or asked.case_ids:
         raise HarnessError(
             "the cases are those of the last run; none can be named besides.",
             where="--rerun-failed",
             fix="drop tiers, files and --case, or narrow by --select.",
         )
-    return Query(case_ids=failed.case_ids, expressions=asked.expressions, budget_s=asked.budget_s)
+    for note in rerun.notes:
+        click.echo(f"fp8-harness: note: {note}", err=True)
+    return Query(case_ids=rerun.query.case_ids, expressions=asked.expressions, budget_s=asked.budget_s)
 
 
 def _print(result: RunResult, *, quiet: bool) -> None:

@@ -13,10 +13,11 @@ from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, nois
 from harness.project import find_project
 from harness.report.text import case_block
 from harness.report.wording import counted
+from harness.running.case_judge import known_here
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
-from harness.studies.noise import environment, measure, measured_cases, over_seeds
+from harness.studies.noise import environment, measure, measured_cases, over_seeds, recorded_cases
 from harness.verdict import ExitCode
 
 _MEASURE_EPILOG = """\b
@@ -54,11 +55,24 @@ def tolerance() -> None:
 def measure_command(
     *, query: Query, seeds: int, layouts: int, against: str, plan_for: Callable[..., Plan], root: str | None
 ) -> int:
-    """Run cases over seeds and layouts, and store their distances to BF16 as evidence for tolerances."""
+    """Run cases over seeds and layouts, and store their distances to BF16 as evidence for tolerances.
+
+    Cases with a recorded fault are named and left out.
+    """
     project = find_project(root)
     plan = plan_for()
     fresh = against == "fresh"
-    cases = measured_cases(select_cases(project, query), layouts=layouts)
+    selected, known = select_cases(project, query), known_here(project)
+    for name, faults in recorded_cases(selected, known).items():
+        reasons = "; ".join(f"known fault {fault.name}: {fault.reason}" for fault in faults)
+        click.echo(f"left out: {name}: {reasons}", err=True)
+    cases = measured_cases(selected, layouts=layouts, known=known)
+    if not cases:
+        raise NothingSelected(
+            "no case is left to measure: each has a recorded fault, a refusal or a tolerance of its own.",
+            where="tolerance measure",
+            fix="select other cases; `fp8-harness explain CASE-ID` shows the faults and the refusal of one.",
+        )
     with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
         done = measure(
             project,

@@ -115,18 +115,42 @@ def kill_marked(variable: str, value: str, timeout_s: float) -> None:
     Descendants inherit the variable, so this reaches every process that an engine started.
     """
     give_up_s = time.monotonic() + timeout_s
-    while _kill_marked_once(f"{variable}={value}".encode()) and time.monotonic() < give_up_s:
+    while _kill_marked_once(variable, value) and time.monotonic() < give_up_s:
         time.sleep(0.005)
 
 
-def _kill_marked_once(mark: bytes) -> bool:
-    killed = False
-    for pid in _pids():
-        with suppress(OSError):
-            if pid != os.getpid() and mark in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
-                killed = True
-    return killed
+def _kill_marked_once(variable: str, value: str) -> bool:
+    others = [pid for pid in _pids() if pid != os.getpid() and _is_marked(pid, variable, value)]
+    killed = [signal_marked(pid, signal.SIGKILL, variable, value) for pid in others]
+    return any(killed)
+
+
+def signal_marked(pid: int, number: signal.Signals, variable: str, value: str) -> bool:
+    """Signal a process that was started with `variable=value` in its environment; any other one is left alone.
+
+    Returns True when it was signalled. `pid` may have been given to another process in the meantime.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except (OSError, OverflowError):  # gone, or not a pid
+        return False
+    try:
+        # Read after the pidfd was opened: the mark is that of its process, or of one that came after its end.
+        if not _is_marked(pid, variable, value):
+            return False
+        signal.pidfd_send_signal(process, number)
+    except OSError:
+        return False
+    finally:
+        os.close(process)
+    return True
+
+
+def _is_marked(pid: int, variable: str, value: str) -> bool:
+    try:
+        return f"{variable}={value}".encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def oom_kills() -> int:

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,7 +27,9 @@ from harness.engine.messages import Job, JobOutcome, RankOutcome, RankStatus
 from harness.engine.outcome import JobRecord, conclude, describe_exit, first_failure, infra_outcome
 from harness.engine.supervisor import DUMP_S
 
-_SWEEP_S = 5.0
+_SWEEP_S = 5.0  # from SIGKILL to giving up on processes that survive it
+_CLOSE_S = 2 * _SWEEP_S  # until every running launch has ended, its sweep included
+_LOOK_S = 0.05  # how often a launch looks whether the engine was closed
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +48,9 @@ class TorchrunEngine:
         self._program = program
         self._options = dict(options or {})
         self._python = python
+        self._closing = threading.Event()
+        self._ended = threading.Condition()
+        self._running = 0  # jobs in `run`; guarded by `_ended`
 
     def __enter__(self) -> Self:
         return self
@@ -53,22 +59,36 @@ class TorchrunEngine:
         self.close()
 
     def close(self) -> None:
-        """Does nothing: no process outlives its job."""
+        """End all running jobs and wait until their processes are gone. They and later jobs end as `infra`."""
+        self._closing.set()
+        with self._ended:
+            self._ended.wait_for(lambda: self._running == 0, _CLOSE_S)
 
     def run(self, job: Job) -> JobOutcome:
         """Run one job and return its outcome; by then all its processes have ended. Callable from any thread."""
-        started_s = time.monotonic()
-        folder = JobFolder(Path(job.folder))
+        with self._ended:
+            if self._closing.is_set():
+                return infra_outcome(job, "the engine is closed")
+            self._running += 1
         try:
-            folder.prepare()
-            for rank in range(job.world_size):
-                for kind in ("outcome", "pid", "phase"):
-                    rank_file(folder, rank, kind).unlink(missing_ok=True)
-            spec = LaunchSpec(program=self._program, options=self._options, job=job, started_s=started_s)
-            job_file(folder).write_bytes(msgspec.msgpack.encode(spec))
-            return _Launch(job, folder, started_s).run(self._command(job, folder))
+            return self._run(job)
         except OSError as error:
             return infra_outcome(job, f"could not start torchrun: {error}")
+        finally:
+            with self._ended:
+                self._running -= 1
+                self._ended.notify_all()
+
+    def _run(self, job: Job) -> JobOutcome:
+        started_s = time.monotonic()
+        folder = JobFolder(Path(job.folder))
+        folder.prepare()
+        for rank in range(job.world_size):
+            for kind in ("outcome", "pid", "phase"):
+                rank_file(folder, rank, kind).unlink(missing_ok=True)
+        spec = LaunchSpec(program=self._program, options=self._options, job=job, started_s=started_s)
+        job_file(folder).write_bytes(msgspec.msgpack.encode(spec))
+        return _Launch(job, folder, started_s, self._closing).run(self._command(job, folder))
 
     def _command(self, job: Job, folder: JobFolder) -> list[str]:
         rank = module_command(self._python, "harness.engine.torchrun_rank", [str(folder.path)])
@@ -89,12 +109,14 @@ def rank_file(folder: JobFolder, rank: int, kind: Literal["outcome", "pid", "pha
 class _Launch:
     """One running torchrun."""
 
-    def __init__(self, job: Job, folder: JobFolder, started_s: float) -> None:
+    def __init__(self, job: Job, folder: JobFolder, started_s: float, closing: threading.Event) -> None:
         self._job = job
         self._folder = folder
         self._started_s = started_s
+        self._closing = closing  # set when the engine was closed
         self._mark = uuid.uuid4().hex
         self._hung = False
+        self._stopped = False
 
     def run(self, command: list[str]) -> JobOutcome:
         environ = child_environ({MARK: self._mark, "TMPDIR": str(self._folder.tmp)})
@@ -114,27 +136,40 @@ class _Launch:
             self._end_all(process.pid)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
+        if self._stopped:
+            return infra_outcome(self._job, "the engine was closed")
         return self._conclude(process.returncode, usage.ru_utime + usage.ru_stime, tail(log_path))
 
     def _wait(self, pid: int) -> None:
-        pidfd = os.pidfd_open(pid)
-        try:
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            left_s = self._started_s + self._job.deadline_s - time.monotonic()
-            self._hung = not poll.poll(max(0.0, left_s) * 1000)
-        finally:
-            os.close(pidfd)
+        """Wait until torchrun has ended, its deadline has passed or the engine was closed."""
+        if self._ended_in_time(pid):
+            return
+        self._stopped = self._closing.is_set()
+        self._hung = not self._stopped
         if self._hung:
             self._request_stacks()
             time.sleep(DUMP_S)
 
+    def _ended_in_time(self, pid: int) -> bool:
+        until_s = self._started_s + self._job.deadline_s
+        pidfd = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            while not self._closing.is_set() and (left_s := until_s - time.monotonic()) > 0:
+                if poll.poll(min(left_s, _LOOK_S) * 1000):
+                    return True
+            return bool(poll.poll(0))
+        finally:
+            os.close(pidfd)
+
     def _request_stacks(self) -> None:
+        """Ask the ranks for their stacks. A rank may be gone and its pid be that of another process: hence the mark."""
         for rank in range(self._job.world_size):
-            pid = rank_file(self._folder, rank, "pid")
-            if pid.exists() and not rank_file(self._folder, rank, "outcome").exists():
-                with suppress(ProcessLookupError, ValueError):  # just exited, or the file is still empty
-                    os.kill(int(pid.read_text()), signal.SIGUSR1)
+            if not rank_file(self._folder, rank, "outcome").exists():
+                with suppress(OSError, ValueError):  # the rank has not started, or the file is still empty
+                    pid = int(rank_file(self._folder, rank, "pid").read_text())
+                    linux.signal_marked(pid, signal.SIGUSR1, MARK, self._mark)
 
     def _end_all(self, pid: int) -> None:
         """Kill torchrun, and find its ranks by their mark: each is in a session of its own, outside of its group."""

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from harness.engine import linux
 from harness.engine.messages import (
     PROTOCOL_VERSION,
-    Cancel,
     Finished,
     FrameReader,
     Hello,
     Message,
+    ProtocolError,
     Submit,
     ToZygote,
     encode_frame,
@@ -44,25 +44,31 @@ class Zygote:
         self._program = program
         self._reader: FrameReader[ToZygote] = FrameReader(ToZygote)
         self._jobs: dict[int, Supervisor] = {}
-        self._serving = True
+        self._connected = True
+        self._end_reason = ""  # why it ends; empty while it serves
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, self._receive)
         # A child of the controller may hold a copy of its socket and hide its death, so watch the process too.
         self._controller = os.pidfd_open(controller_pid)
         self._selector.register(self._controller, selectors.EVENT_READ, self._disconnect)
 
-    def serve(self) -> None:
-        """Run jobs until the controller closes its end or dies; then kill all ranks."""
+    def serve(self) -> str:
+        """Run jobs until the controller closes its end, dies or sends what is no message; then kill all ranks.
+
+        Returns what the controller did wrong; empty when it has just left.
+        """
         self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid()))
-        while self._serving:
+        while not self._end_reason:
             self._poll()
+        reason, left = self._end_reason, not self._connected
         for supervisor in self._jobs.values():
-            supervisor.abort("the controller is gone")
+            supervisor.abort(reason)
         give_up_s = time.monotonic() + SHUTDOWN_S
         while self._jobs and time.monotonic() < give_up_s:
             self._poll()
         while linux.kill_orphans(frozenset())[0] and time.monotonic() < give_up_s:
             time.sleep(0.005)
+        return "" if left else reason
 
     def _poll(self) -> None:
         wakeups = [supervisor.wakeup_s for supervisor in self._jobs.values()]
@@ -84,11 +90,17 @@ class Zygote:
         if not data:
             self._disconnect()
             return
-        for message in self._reader.feed(data):
-            if isinstance(message, Submit):
-                self._start(message)
-            elif isinstance(message, Cancel) and message.ticket in self._jobs:
-                self._jobs[message.ticket].abort("cancelled")
+        try:
+            for message in self._reader.feed(data):
+                self._obey(message)
+        except ProtocolError as error:
+            self._end(f"the controller sent unreadable data: {error}")
+
+    def _obey(self, message: ToZygote) -> None:
+        if isinstance(message, Submit):
+            self._start(message)
+        elif message.ticket in self._jobs:
+            self._jobs[message.ticket].abort("cancelled")
 
     def _start(self, message: Submit) -> None:
         supervisor = Supervisor(message.job, self._program, self._selector, self._live_pids)
@@ -99,13 +111,18 @@ class Zygote:
         return frozenset(pid for supervisor in self._jobs.values() for pid in supervisor.pids)
 
     def _disconnect(self) -> None:
-        if self._serving:
-            self._serving = False
+        self._connected = False
+        self._end("the controller is gone")
+
+    def _end(self, reason: str) -> None:
+        """Read nothing any more; the first reason counts."""
+        if not self._end_reason:
+            self._end_reason = reason
             self._selector.unregister(self._control)
             self._selector.unregister(self._controller)
 
     def _send(self, message: Message) -> None:
-        if self._serving:
+        if self._connected:
             try:
                 self._control.sendall(encode_frame(message))
             except OSError:
@@ -125,7 +142,10 @@ def _die_on_hangup(control: socket.socket, *, armed: bool) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Preload the program, send Hello, serve. An exception in `preload` ends the process with a traceback on stderr."""
+    """Preload the program, send Hello, serve. An exception in `preload` ends the process with a traceback on stderr.
+
+    Unreadable data from the controller ends it with one line on stderr and exit code 1.
+    """
     _, fd, name, *options = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the controller
     controller_pid = os.getppid()
@@ -138,7 +158,9 @@ def main(arguments: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # ranks share these pages, and a collection in a rank would copy them all
     _die_on_hangup(control, armed=False)
-    Zygote(control, controller_pid, program).serve()
+    error = Zygote(control, controller_pid, program).serve()
+    if error:
+        sys.exit(f"fp8-harness zygote: {error}. Fix: run the same version of fp8-harness on both sides.")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Owns their file format (sealed JSON under `golden/<hardware class>/<family>.json
 the comparison of an old one with a new one. `checks/loss_vs_golden.py` compares runs with goldens.
 
 Public names: `Golden`, `Provenance`, `hardware_class`, `make_golden`, `load_golden`, `write_golden`, `list_goldens`,
-`compare_goldens`, `update_command`, `GoldenMissing`, `GoldenDamaged`.
+`compare_goldens`, `update_command`, `tree_commit`, `changed_files`, `GoldenMissing`, `GoldenDamaged`.
 """
 
 from __future__ import annotations
@@ -121,12 +121,21 @@ def make_golden(run: Run, *, family: str, case_id: str, command: str, reason: st
 
 def tree_commit(root: Path) -> str:
     """The git commit of the tree at `root`, with "-dirty" when tracked files differ; "unknown" without git."""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or "unknown"
+
+
+def changed_files(root: Path) -> tuple[str, ...]:
+    """The tracked files that make `tree_commit` say "-dirty", relative to the git repository; empty without git."""
+    return tuple(filter(None, _git(root, "diff", "--name-only", "-z", "HEAD").split("\0")))
+
+
+def _git(root: Path, *words: str) -> str:
+    """What git prints; empty when it fails or is not installed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown" if done.returncode == 0 else "unknown"
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def golden_path(root: Path, hardware: str, family: str) -> Path:

@@ -21,6 +21,10 @@ Device = Literal["cpu", "cuda"]
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _ASK_TIMEOUT_S = 20.0
 
+CPUINFO = Path("/proc/cpuinfo")
+# x86 has a model name and flags; ARM has numbers of its maker and part, and features.
+_KIND = r"^(?:vendor_id|cpu family|model|model name|flags|CPU implementer|CPU part|CPU variant|Features)\s*:.*$"
+
 
 def resolve_device(asked: str) -> Device:
     """The device that `auto`, `cpu` or `cuda` means here; HarnessError for `cuda` on a machine without one."""
@@ -48,9 +52,15 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
+    """Model and instruction sets of the first CPU, as the kernel lists them; empty where it lists none."""
+    first = _read(cpuinfo).partition("\n\n")[0]
+    return "; ".join(re.findall(_KIND, first, flags=re.MULTILINE))
+
+
 def cpu_name() -> str:
     """Model name of the CPU and how many of its threads this process may use."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), flags=re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", _read(CPUINFO), flags=re.MULTILINE)
     return f"{found[1] if found else 'unknown CPU'}, {len(os.sched_getaffinity(0))} threads"
 
 

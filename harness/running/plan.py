@@ -68,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return _BASE_TIMEOUT_S + _COMPILE_TIMEOUT_S[case.compile] * case.world_size + steps_s
 
     def command(self, case_id: str) -> str:
-        """The one-line command that runs this case alone, the same way."""
+        """The one-line command that runs this case alone, the same way, for a POSIX shell."""
         words = ["fp8-harness", "run"]
         if self.root_option is not None:
             words += ["--root", self.root_option]
@@ -77,9 +77,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             words += ["--device", self.device]
         if self.engine != "zygote":
             words += ["--engine", self.engine]
+        if self.timeout_s is not None:
+            words += ["--timeout-s", str(self.timeout_s).removesuffix(".0")]
         for injection in self.injections:
             words += ["--inject", injection.text]
-        return shlex.join(words)
+        program = "" if self.program == DEFAULT_PROGRAM else f"{PROGRAM_VARIABLE}={shlex.quote(self.program)} "
+        return program + shlex.join(words)
 
 
 def make_plan(

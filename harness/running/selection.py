@@ -64,6 +64,9 @@ def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
 def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
     """The cases a query asks for, each once, in the order of its sources; HarnessError when there are none."""
     named = [_runnable_case(text) for text in query.case_ids]
+    for source in query.sources:
+        if source not in project.tiers:
+            _refuse_case_id(source)
     selections = select_sources(project, query)
     cases = _unique([*named, *(case for selection in selections for case in selection.cases)])
     chosen = tuple(filter(_wanted(query.expressions), cases))
@@ -86,6 +89,15 @@ def _runnable_case(text: str) -> Case:
             fix=f"see `fp8-harness explain {text}`.",
         )
     return case
+
+
+def _refuse_case_id(source: str) -> None:
+    """HarnessError for a case id in place of a tier or a file."""
+    try:
+        parse_case_id(source)
+    except HarnessError:
+        return
+    raise HarnessError("a case id is not a tier.", where=source, fix=f"write --case {source}")
 
 
 def _wanted(expressions: Sequence[str]) -> Callable[[Case], bool]:

@@ -1,8 +1,7 @@
 """Witness runs: solo, twin and partner runs that cases are compared with, each run once and kept by content.
 
-A witness depends on nothing but its own case, the versions that compute it, limits on the CPU's arithmetic and the
-source of the rank program. So it is kept on disk under a digest of these, and shared by all cases, runs and processes.
-Damaged or unreadable files count as absent.
+A witness depends on nothing but its own case and what computes it (`witness_key.py`). So it is kept on disk under a
+digest of these, and shared by all cases, runs and processes. Damaged or unreadable files count as absent.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import hashlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -26,11 +24,9 @@ from harness.matrix.caseid import case_id, solo_case, twin_case
 from harness.result import WitnessMade
 from harness.running.executor import Executor
 from harness.running.injection import Injection
-from harness.running.machine import arithmetic_limits
 from harness.running.plan import Plan
+from harness.running.witness_key import witness_key
 from harness.trace import Run
-
-_PACKAGES = ("torch", "torchao", "numpy")
 
 
 class WitnessCache:
@@ -39,8 +35,7 @@ class WitnessCache:
     def __init__(self, executor: Executor, folder: Path, plan: Plan) -> None:
         self._executor = executor
         self._folder = folder
-        made_by = (plan.program, plan.device, sorted(plan.probes), arithmetic_limits(), _versions(), _source_digest())
-        self._content = " ".join(map(str, made_by))
+        self._content = witness_key(plan)
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._kept: dict[str, Run] = {}
         self._made_here: list[WitnessMade] = []
@@ -130,24 +125,3 @@ def _seal(content: bytes) -> bytes:
 def _split(stored: bytes) -> tuple[bytes, bytes]:
     size = hashlib.sha256().digest_size
     return stored[:size], stored[size:]
-
-
-def _versions() -> str:
-    found = []
-    for package in _PACKAGES:
-        try:
-            found.append(f"{package}=={version(package)}")
-        except PackageNotFoundError:
-            found.append(f"{package} missing")
-    return " ".join(found)
-
-
-def _source_digest() -> str:
-    """Over the source of what computes a witness: an edit of the rank program makes every kept one stale."""
-    state = hashlib.sha256()
-    here = Path(__file__).parents[1]
-    for folder in ("worker", "trace", "matrix", "expect"):
-        for path in sorted((here / folder).rglob("*.py")):
-            state.update(str(path.relative_to(here)).encode())
-            state.update(path.read_bytes())
-    return state.hexdigest()

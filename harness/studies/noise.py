@@ -27,6 +27,7 @@ from harness.evidence.tolerance import (
 )
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, family_id, reference_case
+from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
@@ -71,13 +72,26 @@ class DistanceJudge(SanityJudge):
         return judgement
 
 
-def measured_cases(cases: Iterable[Case], *, layouts: int) -> tuple[Case, ...]:
-    """Of these cases, up to `layouts` with different layouts for every tolerance key, spread over world sizes."""
+def recorded_cases(cases: Iterable[Case], known: Sequence[KnownFault]) -> dict[str, tuple[KnownFault, ...]]:
+    """By case id, the recorded faults of the cases that must not be measured: their distance is no noise."""
+    found = {case_id(case): matching(known, case) for case in cases if _is_measurable(case)}
+    return {name: faults for name, faults in found.items() if faults}
+
+
+def measured_cases(cases: Iterable[Case], *, layouts: int, known: Sequence[KnownFault] = ()) -> tuple[Case, ...]:
+    """Of these cases, up to `layouts` with different layouts for every tolerance key, spread over world sizes.
+
+    Without those that must be refused, that have a tolerance of their own, or that a fault of `known` affects.
+    """
     by_key: dict[str, dict[Layout, Case]] = {}
     for case in cases:
-        if expected_refusal(case) is None and case.checks.loss_tolerance is None:
+        if _is_measurable(case) and not matching(known, case):
             by_key.setdefault(tolerance_key(case), {}).setdefault(case.layout, case)
     return tuple(case for found in by_key.values() for case in _spread(list(found.values()), layouts))
+
+
+def _is_measurable(case: Case) -> bool:
+    return expected_refusal(case) is None and case.checks.loss_tolerance is None
 
 
 def over_seeds(cases: Iterable[Case], seeds: int) -> tuple[Case, ...]:

@@ -65,6 +65,24 @@ class Command:
             check=False,
         )
 
+    def shell(self, line: str) -> subprocess.CompletedProcess[str]:
+        """Run a printed command line as it is; only PATH leads to this `fp8-harness`, and no rank program is set."""
+        program = self.folder / "bin" / "fp8-harness"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m harness "$@"\n')
+        program.chmod(0o755)
+        environment = {**self._environment(), "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+        environment.pop("FP8_HARNESS_PROGRAM")
+        return subprocess.run(
+            ["sh", "-c", line],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
     def tier(self, name: str, text: str) -> None:
         (self.folder / "cases" / f"{name}.toml").write_text(text)
 

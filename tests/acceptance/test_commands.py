@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -98,6 +99,32 @@ def test_golden_update_shows_old_and_new(project: Command) -> None:
     assert "7.5" in shown.stdout
 
 
+def git(project: Command, *words: str) -> None:
+    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", str(project.folder), *identity, *words], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_golden_update_from_a_changed_tree_warns_and_stores(project: Command) -> None:
+    update = ("golden", "update", "smoke", "--device", "cpu", "--reason", "again")
+    git(project, "init")
+    git(project, "add", "cases")
+    git(project, "commit", "-m", "first")
+    assert "warning" not in project.run(*update).stderr
+    tier = project.folder / "cases" / "smoke.toml"
+    tier.write_text(tier.read_text() + "# a remark\n")
+    done = project.run(*update)
+    assert done.returncode == 0, done.stderr
+    (warning,) = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert warning.startswith(f"fp8-harness: warning: {project.folder}: 1 tracked file differs from the commit: ")
+    assert "cases/smoke.toml" in warning and "-dirty" in warning
+    shelve = warning.partition("`")[2].partition("`")[0]
+    assert "-dirty" in project.run("golden", "show", project.run("golden", "list").stdout.split()[1]).stdout
+    assert "warning" not in project.run(*update, "--dry-run").stderr
+    assert project.shell(shelve).returncode == 0
+    assert "warning" not in project.run(*update).stderr
+
+
 def test_golden_dry_run_stores_nothing(project: Command) -> None:
     project.tier("new", '[[case]]\naxes = {recipe = "rowwise", steps = 4}\n')
     done = project.run("golden", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
@@ -131,6 +158,36 @@ def test_measuring_some_cases_again_keeps_the_samples_of_the_others(project: Com
         stored.append(sorted((each["layout"], each["seed"]) for each in json.loads(path.read_text())["samples"]))
     assert stored[0] == [("fsdp2", 0), ("fsdp2", 1), ("single", 0), ("single", 1)]
     assert stored[1] == sorted([*stored[0], ("fsdp2", 2)])
+
+
+KNOWN = """
+[[fault]]
+name = "lost-rows"
+where = "dp_shard=2"
+verdict = "numeric"
+requires = [{check = "loss_vs_golden", message = "golden"}]
+link = "https://example.org/1"
+torch = ">=2"
+review_by = 2999-01-01
+reason = "The second rank loses its rows."
+"""
+
+
+def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project: Command) -> None:
+    cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}, steps = 3}}\n' for size in (1, 2))
+    project.tier("noise", cases)
+    project.tier("known", KNOWN)
+    measure = ("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "2")
+    done = project.run(*measure)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "lost-rows" in line]
+    assert line.startswith("left out: fsdp2-rowwise-")
+    assert line.endswith("known fault lost-rows: The second rank loses its rows.")
+    evidence = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())
+    assert {sample["layout"] for sample in evidence["samples"]} == {"single"}
+    nothing = project.run(*measure, "--select", "dp_shard=2")
+    assert nothing.returncode == 3
+    assert "no case is left to measure" in nothing.stderr.splitlines()[-1]
 
 
 def test_version(shared: Command) -> None:

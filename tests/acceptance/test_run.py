@@ -48,11 +48,13 @@ def test_results_are_in_the_order_of_selection(shared: Command, tmp_path: Path) 
 
 def test_every_result_has_a_command_that_reproduces_it(shared: Command, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    shared.run("run", "smoke", *CPU, "--json", str(out))
+    shared.run("run", "smoke", *CPU, "--timeout-s", "90", "--json", str(out))
     for case in json.loads(out.read_text())["cases"]:
-        assert case["command"].startswith("fp8-harness run --case ")
-        done = shared.run(*case["command"].split()[1:])
+        program = "FP8_HARNESS_PROGRAM=tests.acceptance.fake_program"
+        assert case["command"] == f"{program} fp8-harness run --case {case['id']} --timeout-s 90"
+        done = shared.shell(case["command"])
         assert done.returncode == 0, done.stderr
+        assert "1 case: 1 passed" in done.stdout
 
 
 def failing(project: Command, seed: int, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -69,7 +71,7 @@ def test_rank_raises(project: Command) -> None:
     code, case, text = failing(project, 1)
     assert (code, case["verdict"]) == (1, "crash")
     assert "ValueError: planted failure" in text
-    assert "reproduce: fp8-harness run --case" in text
+    assert "reproduce: FP8_HARNESS_PROGRAM=tests.acceptance.fake_program fp8-harness run --case" in text
 
 
 def test_rank_hangs(project: Command) -> None:
@@ -123,6 +125,21 @@ def test_rerun_failed(project: Command) -> None:
     assert "nothing failed in the last run" in again.stderr
 
 
+def test_rerun_failed_after_the_run_was_killed(project: Command) -> None:
+    axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
+    project.tier("slow", "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in (1, 2, 3)))
+    assert project.run("golden", "update", "slow", *CPU, "--reason", "slow").returncode == 0
+    process = project.start("run", "slow", *CPU, "-j", "1")
+    assert process.stderr is not None
+    assert "[1/3]" in process.stderr.readline()
+    process.kill()
+    process.communicate(timeout=30)
+    again = project.run("run", "--rerun-failed", *CPU)
+    assert again.returncode == 0, again.stderr
+    assert "2 of 3 cases of the last run have no result" in again.stderr
+    assert "2 cases: 2 passed" in again.stdout
+
+
 def test_injection_that_raises_is_a_crash_that_names_it(project: Command) -> None:
     patch = project.folder / "patch.py"
     patch.write_text("def apply():\n    raise RuntimeError('no such kernel')\n")
@@ -160,8 +177,29 @@ def test_kept_logs(project: Command) -> None:
 
 
 def test_torchrun_engine_is_chosen(project: Command) -> None:
-    done = project.run("run", "smoke", *CPU, "--select", "dp_shard=2", "--engine", "zygote", "-v")
-    assert "started fsdp2-rowwise" in done.stderr
+    out = project.folder / "result.json"
+    arguments = ("--select", "dp_shard=2", "--engine", "torchrun", "--keep-logs", "logs", "--json", str(out))
+    done = project.run("run", "smoke", *CPU, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(out.read_text())
+    assert document["provenance"]["engine"] == "torchrun"
+    assert [case["verdict"] for case in document["cases"]] == ["passed"]
+    assert len(list((project.folder / "logs").glob("*-fsdp2-rowwise-*/torchrun.log"))) == 1
+
+
+def test_interrupt_ends_torchrun_and_its_ranks(project: Command) -> None:
+    project.planted("hanging", 2)
+    process = project.start("run", "hanging", *CPU, "--engine", "torchrun")
+    ours = psutil.Process(process.pid)
+    give_up_s = time.monotonic() + 60
+    while len(family := ours.children(recursive=True)) < 3:  # torchrun and two ranks
+        assert time.monotonic() < give_up_s, "the ranks did not start"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
 
 
 def test_interrupt_leaves_a_valid_partial_result(project: Command) -> None:

@@ -21,7 +21,8 @@ from harness.project import Project, find_project, is_case_file
 from harness.running.injection import parse_injection
 from harness.running.plan import Plan, make_plan
 from harness.running.selection import Query, select_cases
-from harness.studies.noise import environment, measured_cases, over_seeds
+from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases
+from tests.builders import make_known
 
 GRID = """
 [[matrix]]
@@ -106,6 +107,18 @@ def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pyte
     assert plan.command("x") == "fp8-harness run --case x --engine torchrun --inject 'my patch.py:apply'"
 
 
+@pytest.mark.parametrize(("timeout_s", "words"), [(None, ""), (20.0, " --timeout-s 20"), (0.1, " --timeout-s 0.1")])
+def test_command_has_the_time_limit_that_was_given(timeout_s: float | None, words: str) -> None:
+    assert Plan(slots=8, timeout_s=timeout_s).command("x") == f"fp8-harness run --case x{words}"
+
+
+def test_command_has_the_rank_program_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8_HARNESS_PROGRAM", "my.ranks")
+    assert make_plan(device="cpu").command("x") == "FP8_HARNESS_PROGRAM=my.ranks fp8-harness run --case x"
+    odd = Plan(slots=8, program="my ranks").command("x")
+    assert odd == "FP8_HARNESS_PROGRAM='my ranks' fp8-harness run --case x"
+
+
 def test_cuda_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(HarnessError, match="no CUDA device"):
@@ -118,6 +131,23 @@ def test_a_case_is_selected_once(tmp_path: Path) -> None:
     (project.cases / "a.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
     name = case_id(Case(float8=Float8(recipe="rowwise")))
     assert len(select_cases(project, Query(sources=("a", "a"), case_ids=(name,)))) == 1
+
+
+@pytest.mark.parametrize("others", [(), ("a",)])
+def test_a_case_id_in_place_of_a_tier_is_told_its_option(tmp_path: Path, others: tuple[str, ...]) -> None:
+    project = make_project(tmp_path)
+    (project.cases / "a.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
+    name = case_id(Case(float8=Float8(recipe="rowwise")))
+    with pytest.raises(HarnessError) as raised:
+        select_cases(project, Query(sources=(*others, name)))
+    assert raised.value.text == f"{name}: a case id is not a tier. Fix: write --case {name}"
+
+
+def test_another_word_in_place_of_a_tier_is_told_the_tiers(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    (project.cases / "smoke.toml").write_text("")
+    with pytest.raises(HarnessError, match=r"has no tier of this name\. Fix: did you mean smoke"):
+        select_cases(project, Query(sources=("smok",)))
 
 
 def test_an_excluded_id_names_its_rule(tmp_path: Path) -> None:
@@ -157,6 +187,23 @@ def test_measured_cases_spread_over_layouts_and_leave_out_refusals() -> None:
     chosen = measured_cases([*cases, refused], layouts=3)
     assert [case.world_size for case in chosen] == [1, 4, 8]
     assert [case.train.seed for case in over_seeds(chosen, 2)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_measured_cases_leave_out_those_with_a_recorded_fault_and_name_it() -> None:
+    rowwise = Float8(recipe="rowwise")
+    cases = [Case(layout=Layout(dp_shard=size), float8=rowwise) for size in (1, 2, 4, 8)]
+    fault = make_known(name="lost-rows", where="dp_shard=4,8")
+    chosen = measured_cases(cases, layouts=4, known=[fault])
+    assert [case.world_size for case in chosen] == [1, 2]
+    left_out = recorded_cases(cases, [fault])
+    assert left_out == {case_id(case): (fault,) for case in cases[2:]}
+
+
+def test_a_case_that_is_not_measured_anyway_is_not_left_out_for_a_fault() -> None:
+    refused = Case(
+        model=Model(vocab_size=2256), layout=Layout(tp=2), float8=Float8(recipe="rowwise", output_layer=True)
+    )
+    assert recorded_cases([refused], [make_known(where="tp=2")]) == {}
 
 
 def test_environment_names_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from harness.evidence.golden import (
     Golden,
     GoldenDamaged,
     GoldenMissing,
+    changed_files,
     compare_goldens,
     golden_path,
     hardware_class,
@@ -250,21 +252,45 @@ def test_without_git_the_commit_is_unknown(tmp_path: Path) -> None:
     assert tree_commit(tmp_path / "nowhere") == "unknown"
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_the_commit_says_when_files_differ_from_it(tmp_path: Path) -> None:
+def committed(folder: Path, *names: str) -> Callable[..., None]:
+    """Make `folder` a git repository with one commit of these files; returns a function that runs git there."""
+
     def git(*words: str) -> None:
         identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+        subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
 
     git("init")
+    for name in names:
+        (folder / name).write_text(name)
+    if names:
+        git("add", *names)
+        git("commit", "-m", "first")
+    return git
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_says_when_files_differ_from_it(tmp_path: Path) -> None:
+    committed(tmp_path)
     assert tree_commit(tmp_path) == "unknown"
-    (tmp_path / "file").write_text("one")
-    git("add", "file")
-    git("commit", "-m", "first")
+    committed(tmp_path, "file")
     clean = tree_commit(tmp_path)
     assert re.fullmatch("[0-9a-f]{40}", clean)
     (tmp_path / "file").write_text("two")
     assert tree_commit(tmp_path) == f"{clean}-dirty"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_files_that_differ_from_the_commit_are_named(tmp_path: Path) -> None:
+    assert changed_files(tmp_path / "nowhere") == ()
+    git = committed(tmp_path, "one", "two words", "three")
+    assert changed_files(tmp_path) == ()
+    (tmp_path / "untracked").write_text("")
+    assert changed_files(tmp_path) == (), "the commit is as clean without them"
+    (tmp_path / "one").write_text("other")
+    (tmp_path / "two words").unlink()
+    (tmp_path / "three").write_text("staged")
+    git("add", "three")
+    assert changed_files(tmp_path) == ("one", "three", "two words")
 
 
 def test_a_seal_is_renewed_by_the_tool_only(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_line_cut_short_anywhere_is_reported_and_costs_nothing_else(tmp_path: 
         store.path.write_bytes(both[:length])
         found = store.read()
         assert [each.case_id for each in found.results] == ["a"]
-        assert len(found.damaged) == 1 and f"{FILE_NAME}:2: not a result" in found.damaged[0]
+        assert len(found.damaged) == 1 and f"{FILE_NAME}:2: not a result" in found.damaged[0].text
 
 
 def test_storing_goes_on_after_a_line_cut_short(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_another_schema_is_reported_as_such(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.append(result())
     store.path.write_bytes(store.path.read_bytes().replace(b'"schema":1', b'"schema":2'))
-    assert "has schema 2, this version reads schema 1" in store.read().damaged[0]
+    assert "has schema 2, this version reads schema 1" in store.read().damaged[0].text
 
 
 def test_the_last_result_of_a_case_counts(tmp_path: Path) -> None:

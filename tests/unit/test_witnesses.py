@@ -114,6 +114,19 @@ def test_a_witness_of_something_else_is_not_used(tmp_path: Path, other: dict[str
     assert len(executor.asked) == 1
 
 
+def test_a_witness_of_another_source_of_the_rank_program_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = []
+    for source in ("first", "first", "second"):
+        (tmp_path / "some_ranks.py").write_text(source)
+        executor = FakeExecutor(ok())
+        cache(executor, tmp_path / "kept", program="some_ranks").solo(CASE)
+        asked.append(len(executor.asked))
+    assert asked == [1, 0, 1]
+
+
 @pytest.mark.parametrize("damage", [b"", b"\xc1", b"\x80", b"\xa3\xff\xff\xff", None])
 def test_a_damaged_file_is_absent_and_replaced(tmp_path: Path, damage: bytes | None) -> None:
     whole = cache(FakeExecutor(ok()), tmp_path).solo(CASE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -341,6 +343,78 @@ def test_torchrun_is_ended_at_the_deadline(tmp_path: Path) -> None:
     outcome = run_under_torchrun(tmp_path, {"*": "children_then_sleep"}, 15)  # 4 s of start on an idle machine
     assert outcome.status == "hang"
     assert all("in _sleep" in rank.traceback for rank in outcome.ranks)
+
+
+def marked_processes(name: str) -> list[int]:
+    """Pids of the processes whose environment says that an engine started them for a job in the folder `name`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            environ = process.environ()
+            if "FP8_HARNESS_ENGINE" in environ and environ.get("TMPDIR", "").startswith(name):
+                found.append(process.pid)
+    return found
+
+
+def close_while_it_runs(engine: TorchrunEngine, folder: Path, ready: Callable[[], bool]) -> JobOutcome:
+    """The outcome of a job of two ranks that sleep, on an engine that is closed once the job is `ready`."""
+    payload = json.dumps({"*": "children_then_sleep"}).encode()
+    job = Job(job_id="toy", world_size=2, payload=payload, deadline_s=60, folder=str(folder))
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(engine.run, job)
+        try:
+            wait_until(ready, 30)
+            assert marked_processes(str(folder)) != []
+        finally:
+            engine.close()
+        assert marked_processes(str(folder)) == [], "`close` returns when no process is left"
+        outcome = running.result(timeout=2)
+    assert engine.run(job).message == "the engine is closed"
+    return outcome
+
+
+def test_close_ends_torchrun_and_all_its_ranks(tmp_path: Path) -> None:
+    phases = [tmp_path / f"rank{rank}.phase" for rank in range(2)]
+
+    def asleep() -> bool:
+        return all(path.exists() and "doing" in path.read_text() for path in phases)
+
+    outcome = close_while_it_runs(TorchrunEngine(TOY), tmp_path, asleep)
+    assert (outcome.status, outcome.message) == ("infra", "the engine was closed")
+
+
+def fake_python(folder: Path, script: str) -> str:
+    """A program that is started instead of torchrun; `$folder` is the folder of the job."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\nfor folder; do :; done\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_close_reaches_what_has_left_the_group_of_torchrun(tmp_path: Path) -> None:
+    script = 'setsid sleep 60 & touch "$folder/up"; trap "" TERM; sleep 60'
+    engine = TorchrunEngine(TOY, python=fake_python(tmp_path, script))
+    assert close_while_it_runs(engine, tmp_path / "job", (tmp_path / "job" / "up").exists).status == "infra"
+
+
+def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path: Path) -> None:
+    bystander = subprocess.Popen(["sleep", "60"])  # it dies of SIGUSR1
+    try:
+        script = f'echo {bystander.pid} > "$folder/rank0.pid"; sleep 60'
+        engine = TorchrunEngine(TOY, python=fake_python(tmp_path, script))
+        job = Job(job_id="toy", world_size=1, payload=b"", deadline_s=DEADLINE_S, folder=str(tmp_path / "job"))
+        assert engine.run(job).status == "hang"
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.parametrize("content", ["", "no number", "99999999999999999999"])
+def test_a_pid_file_without_a_pid_is_no_error(tmp_path: Path, content: str) -> None:
+    engine = TorchrunEngine(TOY, python=fake_python(tmp_path, f'echo "{content}" > "$folder/rank0.pid"; sleep 60'))
+    job = Job(job_id="toy", world_size=1, payload=b"", deadline_s=DEADLINE_S, folder=str(tmp_path / "job"))
+    assert engine.run(job).status == "hang"
 
 
 CONTROLLER = f"""

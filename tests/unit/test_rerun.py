@@ -1,0 +1,111 @@
+"""What `--rerun-failed` runs: all that is not known to be good in the last run, and a note on what cannot be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.project import Project
+from harness.running.rerun import rerun_query
+from harness.running.selection import NothingSelected
+from harness.store import RunStore
+from harness.verdict import Verdict
+from tests.builders import make_result
+
+GOOD, BAD, THIRD = "single-rowwise-v2048-f32", "fsdp2-rowwise-v2048-f32", "tp2-rowwise-v2048-f32"
+
+
+def new_run(project: Project, *planned: str) -> RunStore:
+    store = RunStore(project.new_run_folder())
+    if planned:
+        store.plan(planned)
+    return store
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    (tmp_path / "cases").mkdir()
+    return Project(root=tmp_path, state=tmp_path / "state")
+
+
+def damage(store: RunStore, *, keep: int) -> None:
+    """Cut the last line after `keep` bytes."""
+    lines = store.path.read_bytes().splitlines(keepends=True)
+    store.path.write_bytes(b"".join(lines[:-1]) + lines[-1][:keep])
+
+
+def test_a_whole_run_has_only_its_failures_and_no_notes(project: Project) -> None:
+    store = new_run(project, GOOD, BAD)
+    store.append(make_result(GOOD))
+    store.append(make_result(BAD, Verdict.CRASH))
+    rerun = rerun_query(project)
+    assert (rerun.query.case_ids, rerun.notes) == ((BAD,), ())
+
+
+def test_cases_that_a_killed_run_never_reached_run_again(project: Project) -> None:
+    new_run(project, GOOD, BAD, THIRD).append(make_result(GOOD))
+    rerun = rerun_query(project)
+    assert rerun.query.case_ids == (BAD, THIRD)
+    (note,) = rerun.notes
+    assert note == (
+        "2 of 3 cases of the last run have no result: it was killed or still runs, or the result is damaged. "
+        "They run now."
+    )
+
+
+def test_a_run_that_was_killed_before_its_first_result_is_the_last_run(project: Project) -> None:
+    new_run(project, GOOD).append(make_result(GOOD))
+    new_run(project, BAD, THIRD)
+    assert rerun_query(project).query.case_ids == (BAD, THIRD)
+
+
+def test_the_case_of_a_damaged_line_runs_again(project: Project) -> None:
+    store = new_run(project, GOOD, BAD)
+    store.append(make_result(BAD))
+    store.append(make_result(GOOD))
+    damage(store, keep=20)
+    assert rerun_query(project).query.case_ids == (GOOD,)
+
+
+def test_without_a_list_of_cases_a_damaged_line_that_names_its_case_does(project: Project) -> None:
+    store = new_run(project)
+    store.append(make_result(GOOD))
+    store.append(make_result(BAD))
+    damage(store, keep=80)
+    rerun = rerun_query(project)
+    assert (rerun.query.case_ids, rerun.notes) == ((BAD,), ())
+
+
+@pytest.mark.parametrize("text", [b'{"schema":1,"resu', b'{"schema":1,"result":{"case_id":"no-such-case","ver'])
+def test_a_damaged_line_that_names_no_case_is_noted(project: Project, text: bytes) -> None:
+    store = new_run(project)
+    store.append(make_result(BAD, Verdict.CRASH))
+    store.path.write_bytes(store.path.read_bytes() + text)
+    rerun = rerun_query(project)
+    assert rerun.query.case_ids == (BAD,)
+    (note,) = rerun.notes
+    assert note.startswith(f"{store.path}:2: not a result: ")
+    assert note.endswith("It does not say which case it was. Fix: run the tier of that run again.")
+
+
+def test_nothing_but_a_line_that_names_no_case_is_not_a_good_run(project: Project) -> None:
+    store = new_run(project)
+    store.append(make_result(GOOD))
+    store.path.write_bytes(store.path.read_bytes() + b"{")
+    with pytest.raises(NothingSelected, match=r"results\.jsonl:2: .* Fix: run the tier of that run again\."):
+        rerun_query(project)
+
+
+def test_a_damaged_list_of_cases_is_noted(project: Project) -> None:
+    store = new_run(project, GOOD, BAD)
+    store.append(make_result(BAD, Verdict.CRASH))
+    (store.path.parent / "cases.json").write_bytes(b"[")
+    (note,) = rerun_query(project).notes
+    assert "cases.json: not a list of cases" in note
+
+
+def test_a_run_in_which_all_is_good_has_nothing_to_run(project: Project) -> None:
+    new_run(project, GOOD).append(make_result(GOOD))
+    with pytest.raises(NothingSelected, match="nothing failed in the last run"):
+        rerun_query(project)

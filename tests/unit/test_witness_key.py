@@ -1,0 +1,139 @@
+"""The key of kept witnesses: it changes with all that computes a witness, and with nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.running.plan import Plan
+from harness.running.witness_key import witness_key
+
+PLAN = Plan(slots=8, probes=("sketches", "operands"))
+CPUINFO = """\
+processor	: 0
+model name	: AMD EPYC 9R14
+cpu MHz		: 2600.000
+flags		: fpu avx2 avx512f
+
+processor	: 1
+model name	: AMD EPYC 9R14
+cpu MHz		: 3100.000
+flags		: fpu avx2 avx512f
+"""
+
+
+def write_package(folder: Path, name: str) -> Path:
+    """A package with one module in a subfolder; returns the file of the module."""
+    module = folder / name / "deep" / "module.py"
+    module.parent.mkdir(parents=True)
+    (folder / name / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (folder / name / "deep" / "__init__.py").write_text("raise AssertionError('imported')\n")
+    module.write_text("scale = 1.0\n")
+    return module
+
+
+@pytest.mark.parametrize("name", ["torch", "torchao"])
+def test_an_installed_package_that_is_edited_in_place_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module = write_package(tmp_path, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    first = witness_key(PLAN)
+    assert witness_key(PLAN) == first
+    (module.parent / "notes.txt").write_text("no code")
+    (module.parent / "__pycache__").mkdir()
+    (module.parent / "__pycache__" / "module.py").write_text("")
+    assert witness_key(PLAN) == first
+    module.write_text("scale = 2.0\n")  # as long as before
+    edited = witness_key(PLAN)
+    assert edited != first
+    for library in ("kernels.so", "libtorch.so.2"):
+        (module.parent / library).write_bytes(b"\x7fELF")
+        assert witness_key(PLAN) != edited
+        edited = witness_key(PLAN)
+    assert name not in sys.modules
+
+
+def test_another_installation_of_the_same_files_elsewhere_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = set()
+    for number, folder in enumerate(("a", "b")):
+        module = write_package(tmp_path / folder, "torch")
+        for path in module.parents[1].rglob("*.py"):
+            os.utime(path, ns=(number, number))
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(tmp_path / folder)
+            keys.add(witness_key(PLAN))
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("name", ["my_ranks", "my_package.deep.module"])
+def test_the_source_of_a_rank_program_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module = tmp_path / "my_ranks.py" if name == "my_ranks" else write_package(tmp_path, "my_package")
+    module.write_text("scale = 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = Plan(slots=8, program=name)
+    first = witness_key(plan)
+    os.utime(module, ns=(1, 1))
+    assert witness_key(plan) == first, "by content: a new checkout makes nothing stale"
+    module.write_text("scale = 2.0\n")
+    assert witness_key(plan) != first
+    assert name.partition(".")[0] not in sys.modules
+
+
+def test_a_module_that_the_rank_program_has_beside_it_in_its_package_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = write_package(tmp_path, "my_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = Plan(slots=8, program="my_package.deep.module")
+    first = witness_key(plan)
+    (module.parent / "helper.py").write_text("")
+    assert witness_key(plan) != first
+
+
+def test_a_file_that_cannot_be_read_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = write_package(tmp_path, "my_package")
+    (module.parent / ".#module.py").symlink_to("nowhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert witness_key(Plan(slots=8, program="my_package.deep.module"))
+
+
+def test_a_rank_program_that_is_not_there_has_a_key() -> None:
+    assert witness_key(Plan(slots=8, program="no_such_program")) != witness_key(PLAN)
+
+
+def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None:
+    keys = []
+    for text in (
+        CPUINFO,
+        CPUINFO.replace("2600", "1500"),
+        CPUINFO.replace("9R14", "7R13"),
+        CPUINFO.replace(" avx512f", ""),
+        "Features	: fp asimd sve\nCPU part	: 0xd40\n",
+        "Features	: fp asimd sve\nCPU part	: 0xd4f\n",
+        "",
+    ):
+        (tmp_path / "cpuinfo").write_text(text)
+        keys.append(witness_key(PLAN, cpuinfo=tmp_path / "cpuinfo"))
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == len(keys) - 1
+    assert witness_key(PLAN, cpuinfo=tmp_path / "nowhere") == keys[-1]
+
+
+def test_it_is_cheap_and_does_not_import_torch() -> None:
+    code = (
+        "import sys; from harness.running.plan import Plan; from harness.running.witness_key import witness_key;"
+        "witness_key(Plan(slots=8)); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+    started_s = time.process_time()
+    witness_key(PLAN)
+    assert time.process_time() - started_s < 0.3  # the files are in the cache of the kernel now

@@ -1,0 +1,85 @@
+"""The zygote when its controller sends what is no message: one line on stderr, and every job that it runs is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.engine.messages import Finished, FrameReader, FromZygote, Hello, Job, Message, Submit, encode_frame
+
+ROOT = Path(__file__).parents[2]
+GARBAGE = b"\x00\x00\x00\x04oops"
+
+
+def sleeping_job(folder: Path) -> Job:
+    payload = json.dumps({"*": "sleep"}).encode()
+    return Job(job_id="toy", world_size=2, payload=payload, deadline_s=60, folder=str(folder))
+
+
+class Zygote:
+    """A zygote with toy ranks, and the other end of its socket."""
+
+    def __init__(self) -> None:
+        self.socket, far = socket.socketpair()
+        self.socket.settimeout(30)
+        self._reader: FrameReader[FromZygote] = FrameReader(FromZygote)
+        command = [sys.executable, "-m", "harness.engine.zygote", "--fd", str(far.fileno()), "tests.worker.toyprogram"]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with far:
+            self.process = subprocess.Popen(
+                command, pass_fds=(far.fileno(),), env=environ, stderr=subprocess.PIPE, text=True
+            )
+
+    def send(self, message: Message) -> None:
+        self.socket.sendall(encode_frame(message))
+
+    def messages(self) -> Iterator[FromZygote]:
+        """What it sends until it closes its end."""
+        while data := self.socket.recv(1 << 16):
+            yield from self._reader.feed(data)
+
+
+@pytest.fixture
+def zygote() -> Iterator[Zygote]:
+    started = Zygote()
+    yield started
+    started.socket.close()
+    started.process.kill()
+    started.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("garbage", "why"),
+    [(GARBAGE, "cannot decode a frame: "), (b"\xff\xff\xff\xff", "got a frame of 4294967295 bytes; the limit is ")],
+    ids=["no message", "too long"],
+)
+def test_unreadable_data_ends_the_zygote_with_one_line_and_its_jobs_as_infra(
+    zygote: Zygote, tmp_path: Path, garbage: bytes, why: str
+) -> None:
+    messages = zygote.messages()
+    assert isinstance(next(messages), Hello)
+    zygote.send(Submit(ticket=7, job=sleeping_job(tmp_path)))
+    zygote.socket.sendall(garbage)
+    (finished,) = messages
+    assert isinstance(finished, Finished) and finished.ticket == 7
+    assert finished.outcome.status == "infra"
+    assert finished.outcome.message.startswith(f"the controller sent unreadable data: {why}")
+    _, err = zygote.process.communicate(timeout=20)
+    assert zygote.process.returncode == 1
+    (line,) = err.splitlines()
+    assert line.startswith(f"fp8-harness zygote: the controller sent unreadable data: {why}")
+    assert line.endswith("Fix: run the same version of fp8-harness on both sides.")
+
+
+def test_the_end_of_the_controller_is_no_error(zygote: Zygote) -> None:
+    assert isinstance(next(zygote.messages()), Hello)
+    zygote.socket.close()
+    _, err = zygote.process.communicate(timeout=20)
+    assert (zygote.process.returncode, err) == (0, "")
