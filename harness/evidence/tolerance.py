@@ -154,7 +154,7 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> Tolerance:
     if entry is None:
         raise ToleranceMissing(f"there is no {check} tolerance for {key}.", where=TABLE_FILE, fix=fix)
     samples = [sample for sample in read_evidence(root, check).samples if sample.key == key]
-    problems = _problems(key, entry, samples)
+    problems = _problems(check, key, entry, samples)
     if problems:
         raise ToleranceUnfounded("; ".join(problems) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")
     per_step = _per_step(entry, measured_steps(samples))
@@ -180,7 +180,7 @@ def _table_problems(check: str, entries: dict[str, Entry], root: Path) -> list[s
     return [
         problem
         for key, entry in entries.items()
-        for problem in _problems(key, entry, [sample for sample in samples if sample.key == key])
+        for problem in _problems(check, key, entry, [sample for sample in samples if sample.key == key])
     ]
 
 
@@ -251,8 +251,13 @@ def _read_table(root: Path) -> dict[str, dict[str, Entry]]:
     return table
 
 
-def _problems(key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
+def _problems(check: str, key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
     """Why the evidence does not support an entry; empty when it does."""
+    spread = _spread_problem(key, samples) if check == PARITY and samples else []
+    return [*spread, *_number_problems(key, entry, samples)]
+
+
+def _number_problems(key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
     if not MIN_MARGIN <= entry.margin <= MAX_MARGIN:  # also refuses NaN
         return [f"{key}: margin {entry.margin} is not between {MIN_MARGIN} and {MAX_MARGIN}"]
     floor = noise(samples)
@@ -264,18 +269,23 @@ def _problems(key: str, entry: Entry, samples: Sequence[Sample]) -> list[str]:
         return [f"{key}: names {len(entry.allowed)} steps, the evidence covers {len(floor)}"]
     if isinstance(entry.allowed, float):
         floor = (floor[-1],)
-    return _spread_problem(key, samples) + [problem for step, low in enumerate(floor, 1) for problem in _step_problems(key, entry, step, low)]
+    return [problem for step, low in enumerate(floor, 1) for problem in _step_problems(key, entry, step, low)]
 
 
 def _spread_problem(key: str, samples: Sequence[Sample]) -> list[str]:
-    """Kinds of runs that share a key although one is far noisier than another: the key hides faults of the quieter."""
-    worst: dict[str, float] = {}
+    """Kinds of runs that share a key although one is far noisier: the key would hide faults of the quieter one.
+
+    They are compared in the first step: later ones amplify a single rounding, or do not, by chance. Of parity alone:
+    the noise of a loss is that of its golden, which may come from another machine.
+    """
+    first: dict[str, float] = {}
     for sample in samples:
-        worst[sample.layout] = max(*sample.per_step, worst.get(sample.layout, EXACT))
-    low, high = min(worst, key=lambda layout: worst[layout]), max(worst, key=lambda layout: worst[layout])
-    if worst[high] <= MAX_SPREAD * worst[low]:
+        first[sample.layout] = max(sample.per_step[0], first.get(sample.layout, EXACT))
+    low, high = (most(first, key=lambda layout: first[layout]) for most in (min, max))
+    if first[high] <= MAX_SPREAD * first[low]:
         return []
-    return [f"{key}: {high} is up to {worst[high]:.2g} off, {low} at most {worst[low]:.2g}: they need keys of their own"]
+    far, near = f"{high} is up to {first[high]:.2g} off in step 1", f"{low} at most {first[low]:.2g}"
+    return [f"{key}: {far}, {near}: they need keys of their own"]
 
 
 def _step_problems(key: str, entry: Entry, step: int, low: float) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from harness.evidence.tolerance import (
     MIN_LAYOUTS,
     MIN_MARGIN,
     MIN_SEEDS,
+    PARITY,
     TABLE_FILE,
     Evidence,
     Sample,
@@ -25,6 +27,7 @@ from harness.evidence.tolerance import (
     fit,
     measured_steps,
     noise,
+    parity_key,
     read_evidence,
     tolerance_for,
     tolerance_key,
@@ -32,6 +35,7 @@ from harness.evidence.tolerance import (
     write_evidence,
 )
 from harness.matrix.case import Case, Checks, Float8, Model, Train
+from harness.matrix.caseid import parse_case_id
 
 KEY = "tiny-tensorwise-float32"
 NOISE = (0.01, 0.02, 0.04)
@@ -265,3 +269,32 @@ PROJECT = Path(__file__).parents[2]
 @pytest.mark.skipif(not (PROJECT / TABLE_FILE).exists(), reason="no tolerance is written yet")
 def test_the_numbers_of_this_project_are_carried_by_their_evidence() -> None:
     validate_tolerances(PROJECT)
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("tp2-rowwise-v2048-f64", "exact"),
+        ("fsdp2-rowwise-v2048-b16", "ordered"),
+        ("hsdp2x2-rowwise-v2048-b16", "rowwise-replicas-bfloat16"),
+        ("hsdp2x2-tp2-rowwise-v2048-b16", "rowwise-bfloat16"),
+        ("tp4-rowwise-graph-v2048-f32", "rowwise-float32"),
+        ("hsdp2x2-rowwise-inductor-v2048-f32", "rowwise-float32"),
+    ],
+)
+def test_hsdp_is_another_kind_than_tp(case: str, key: str) -> None:
+    assert parity_key(parse_case_id(case)) == key
+
+
+@pytest.mark.parametrize(("quiet", "founded"), [(0.02, True), (0.005, False), (1e-9, False)])
+def test_layouts_of_one_key_must_be_of_one_kind(tmp_path: Path, quiet: float, founded: bool) -> None:
+    """In the first step; what training makes of it is chance."""
+    first = {LAYOUTS[0]: 0.1, LAYOUTS[1]: quiet}
+    found = [sample(seed, name, (off, 0.1, 0.1)) for seed in range(MIN_SEEDS) for name, off in first.items()]
+    root = store(tmp_path, f"[{PARITY}.{KEY}]\nallowed = 0.2\nmargin = 3.0\n")
+    write_evidence(root, msgspec.structs.replace(read_evidence(root), samples=tuple(found)), PARITY)
+    if founded:
+        validate_tolerances(root)
+        return
+    with pytest.raises(ToleranceUnfounded, match="single is up to 0.1 off in step 1, tp2 at most .*: they need keys"):
+        validate_tolerances(root)
