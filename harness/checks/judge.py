@@ -25,6 +25,7 @@ from harness.checks import (
     fp8_on,
     graph_scales,
     graphs,
+    live_memory,
     local_parity,
     loss_vs_golden,
     matmuls,
@@ -72,6 +73,13 @@ CHECKS: tuple[Check, ...] = (
     Check(name=recompute.NAME, function=recompute.check_recompute, record="operands", formula="matmuls"),
     Check(name=traffic.NAME, function=traffic.check_traffic, record="traffic", formula="traffic"),
     Check(name=memory.NAME, function=memory.check_memory, record="saved_memory", formula="saved memory"),
+    Check(
+        name=live_memory.NAME,
+        function=live_memory.check_live_memory,
+        record="saved_memory",
+        formula="live memory",
+    ),
+    Check(name=live_memory.LEAKS, function=live_memory.check_leaks, record="saved_memory"),
     Check(name=graphs.NAME, function=graphs.check_graphs, record="graphs", formula="fusion"),
     Check(
         name=metamorphic.NAME,

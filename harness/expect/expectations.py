@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Literal
 
-from harness.expect import casts, fusion, matmuls, records, relations, saved_memory, traffic
+from harness.expect import casts, fusion, live_memory, matmuls, records, relations, saved_memory, traffic
 from harness.expect.casts import CastForm, CastSite
 from harness.expect.fusion import FusionCandidate
+from harness.expect.live_memory import LiveStorage
 from harness.expect.relations import Relation
 from harness.expect.traffic import Transfer
 from harness.expect.versions import Verified
@@ -25,6 +27,7 @@ FORMULAS: dict[str, Verified] = {
     "casts": casts.VERIFIED,
     "traffic": traffic.VERIFIED,
     "saved memory": saved_memory.VERIFIED,
+    "live memory": live_memory.VERIFIED,
     "fusion": fusion.VERIFIED,
     "relations": relations.VERIFIED,
 }
@@ -37,6 +40,7 @@ class Expectations:
         self.case = case
         self._transfers = functools.cache(lambda step, rank: traffic.expected_transfers(case, step=step, rank=rank))
         self._saved_bytes = functools.cache(lambda step, rank: saved_memory.expected_saved(case, step=step, rank=rank))
+        self._live_storages = functools.cache(lambda rank: live_memory.expected_live(case, rank=rank))
 
     @functools.cached_property
     def not_recorded(self) -> Mapping[str, str]:
@@ -94,6 +98,14 @@ class Expectations:
     def saved_bytes(self, *, step: int, rank: int) -> dict[str, int]:
         """Bytes by dtype that `rank` saves for the backward pass of `step`. Eager cases only."""
         return self._saved_bytes(min(step, 2), rank)
+
+    def live_storages(self, *, rank: int) -> tuple[LiveStorage, ...]:
+        """What else is alive on `rank` between forward and backward. Eager cases only."""
+        return self._live_storages(rank)
+
+    def live_scalars(self, moment: Literal["forward", "step"]) -> int:
+        """How many scalars are alive besides. Eager cases only."""
+        return live_memory.expected_scalars(self.case, moment=moment)
 
     @functools.cached_property
     def fusion_candidates(self) -> tuple[FusionCandidate, ...]:

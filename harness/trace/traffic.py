@@ -6,6 +6,8 @@ Both are bytes that a formula predicts. Recorded by `worker/probes/traffic.py` o
 
 from __future__ import annotations
 
+from typing import Literal
+
 from harness.trace.record import Record
 
 
@@ -27,6 +29,26 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
     scalars: int  # how many of them carried a single element, as the amax reductions of tensorwise scaling do
 
 
+class LiveTensor(Record, frozen=True, kw_only=True):
+    """A storage of more than one element that is alive and not explained, as one of the tensors that hold it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int  # of the storage
+    holder: str  # the module attribute that holds it, such as "layers.0.kept"; empty where no module does
+
+
+class LiveMemory(Record, frozen=True, kw_only=True):
+    """What is alive on this rank that neither the model, the optimizer, the data nor autograd explains.
+
+    `moment`: "forward" is between forward and backward, where gathered weights count too; "step" is the end of a step.
+    """
+
+    moment: Literal["forward", "step"]
+    scalars: int  # storages of one element
+    tensors: tuple[LiveTensor, ...]
+
+
 class SavedMemory(Record, frozen=True, kw_only=True):
     """What autograd saved for the backward pass of one step on this rank, without parameters, buffers and tokens."""
 
@@ -34,3 +56,4 @@ class SavedMemory(Record, frozen=True, kw_only=True):
     saved_bytes: int  # of distinct storages
     float8_bytes: int  # of them in float8
     by_dtype: dict[str, int]
+    live: tuple[LiveMemory, ...] = ()  # what is alive besides: at the end of forward and of the step

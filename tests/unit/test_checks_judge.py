@@ -16,6 +16,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import Refusal
 from harness.trace import RankTrace, Run
 from harness.trace.operands import OperandTrace
+from harness.trace.traffic import LiveMemory, SavedMemory
 from harness.verdict import Verdict
 from tests.builders import (
     SOFTWARE,
@@ -117,9 +118,17 @@ def test_a_record_that_was_asked_for_and_is_nowhere_is_a_finding_of_every_check_
         assert reason.strip() and "asked" not in reason, name
 
 
-# Each of these records is wrong by the formula of its check.
-RECORDED = {"calls": 1, "operands": OperandTrace(casts=(), matmuls=()), "traffic": (), "saved_memory": ()}
-BY_FORMULA = {"matmuls": "matmuls", "scales": "casts", "traffic": "traffic", "memory": "saved memory"}
+# Each of these records is wrong by the formula of its check; nothing changes from step to step, as leaks do.
+EMPTY = (LiveMemory(moment="forward", scalars=0, tensors=()), LiveMemory(moment="step", scalars=0, tensors=()))
+UNSAVED = tuple(SavedMemory(step=step, saved_bytes=0, float8_bytes=0, by_dtype={}, live=EMPTY) for step in (1, 2))
+RECORDED = {"calls": 1, "operands": OperandTrace(casts=(), matmuls=()), "traffic": (), "saved_memory": UNSAVED}
+BY_FORMULA = {
+    "matmuls": "matmuls",
+    "scales": "casts",
+    "traffic": "traffic",
+    "memory": "saved memory",
+    "live_memory": "live memory",
+}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +137,7 @@ BY_FORMULA = {"matmuls": "matmuls", "scales": "casts", "traffic": "traffic", "me
 def test_a_formula_judges_nothing_under_versions_that_it_was_not_verified_for(package: str, installed: str) -> None:
     found = judge(CASE, make_run(CASE, **RECORDED, software=SOFTWARE | {package: installed}), "ok", witnesses())
     assert (found.verdict, found.findings) == (Verdict.PASSED, ())
-    assert found.checks == ("finite", "loss_vs_golden", "fp8_on", "alignment")
+    assert found.checks == ("finite", "loss_vs_golden", "fp8_on", "leaks", "alignment")
     for name, formula in (BY_FORMULA | {"recompute": "matmuls"}).items():
         words = f"the formula for {formula} was not verified: {package} {installed} is installed, verified with "
         assert left_out(found)[name].startswith(words + package)

@@ -296,5 +296,5 @@ def test_layouts_of_one_key_must_be_of_one_kind(tmp_path: Path, quiet: float, fo
     if founded:
         validate_tolerances(root)
         return
-    with pytest.raises(ToleranceUnfounded, match="single is up to 0.1 off in step 1, tp2 at most .*: they need keys"):
+    with pytest.raises(ToleranceUnfounded, match=r"single is up to .* off in step 1"):
         validate_tolerances(root)

@@ -19,19 +19,23 @@ FSDPParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
 
 def gathered_weights(model: nn.Module) -> dict[nn.Module, FSDPParam]:
     """For every module whose weight FSDP2 gathers in float8, what FSDP2 knows of that weight."""
-    params = [
+    return {
+        param._module_info.module: param
+        for param in fsdp_params(model)
+        if param._module_info.param_name == "weight"
+        and isinstance(param._sharded_local_tensor, WeightWithDynamicFloat8CastTensor)
+    }
+
+
+def fsdp_params(model: nn.Module) -> list[FSDPParam]:
+    """What FSDP2 knows of every parameter that it manages."""
+    return [
         param
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups
         for param in group.fsdp_params
     ]
-    return {
-        param._module_info.module: param
-        for param in params
-        if param._module_info.param_name == "weight"
-        and isinstance(param._sharded_local_tensor, WeightWithDynamicFloat8CastTensor)
-    }
 
 
 def own_rows(module: nn.Module, param: FSDPParam) -> Cast | None:

@@ -17,6 +17,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.probes.digests import bytes_of, ordered_digest
+from harness.worker.probes.own import own
 from harness.worker.probes.places import Places, held
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
@@ -28,7 +29,7 @@ MODULES = (nn.Linear, nn.RMSNorm, nn.Embedding)  # everything between them is re
 class _Seen(NamedTuple):
     fqn: str
     kind: ModuleTensorKind
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None  # None: the module got it in float8
 
 
 class ModuleTensorProbe:
@@ -84,8 +85,8 @@ class ModuleTensorProbe:
             for name, param in model.named_parameters():
                 self._add(clean_fqn(name), "param", param, self._parameters)
 
-    def _add(self, fqn: str, kind: ModuleTensorKind, tensor: torch.Tensor, places: Places) -> None:
-        if not is_wide(tensor):
+    def _add(self, fqn: str, kind: ModuleTensorKind, tensor: torch.Tensor | None, places: Places) -> None:
+        if tensor is None or not is_wide(tensor):
             self._shards.append(_cast_before(self._step, fqn, kind))
             return
         place, local = places(tensor), held(tensor).contiguous()
@@ -147,9 +148,9 @@ class _Hooks:
         if not (self._uses_input_once and is_wide(given)):
             self._keep("input", given)
             return None
-        own: torch.Tensor = _Own.apply(given)
-        self._keep("input", own, "grad_input")
-        return (own, *args[1:])
+        placed: torch.Tensor = _Own.apply(given)
+        self._keep("input", placed, "grad_input")
+        return (placed, *args[1:])
 
     def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> None:
         """The output as the module computed it, before it is redistributed."""
@@ -158,7 +159,7 @@ class _Hooks:
     def _keep(self, kind: ModuleTensorKind, tensor: torch.Tensor, gradient: ModuleTensorKind | None = None) -> None:
         if in_backward():
             return
-        self._seen.append(_Seen(self._fqn, kind, tensor.detach() if is_wide(tensor) else tensor))
+        self._seen.append(_Seen(self._fqn, kind, own(tensor.detach()) if is_wide(tensor) else None))
         if gradient is not None and tensor.requires_grad:
             tensor.register_hook(lambda grad: self._seen.append(_Seen(self._fqn, gradient, grad)))
 

@@ -6,25 +6,28 @@ chosen operators, it keeps in a table of its own, whose entries are watched as t
 
 Weighed is what is alive when backward asks for the first saved tensor: a storage counts once, with all its bytes, and
 one that FSDP2 has emptied counts nothing. Tokens and labels are not counted: they are data, not activations.
+
+What is kept in other ways is in the census (`live_memory.py`), taken at that moment and at the end of the step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.utils.checkpoint
+from msgspec.structs import replace
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.matrix.case import Case
 from harness.trace.traffic import SavedMemory
+from harness.worker.probes.live_memory import Census, plain_tensors
 from harness.worker.targets.reference.parallel import Meshes
 
 
@@ -38,21 +41,25 @@ class SavedMemoryProbe:
         self._step = 0
         self._hooks = ExitStack()
         self._weighed: list[SavedMemory] = []
+        self._census = Census()
 
     def __enter__(self) -> Self:
         self._cached = torch.utils.checkpoint._VersionWrapper
         torch.utils.checkpoint._VersionWrapper = _watching(self._cached, self._note)  # type: ignore[misc]
+        self._census.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         torch.utils.checkpoint._VersionWrapper = self._cached  # type: ignore[misc]
+        self._census.__exit__(kind, error, trace)
         self._hooks.close()
 
     def attach(self, model: nn.Module, meshes: Meshes) -> None:
         """Remember whose parameters are not counted."""
         self._model = model
+        self._census.attach(model)
 
     def begin_step(self, step: int) -> None:
         """Watch from here on what is saved."""
@@ -71,10 +78,9 @@ class SavedMemoryProbe:
     def _note(self, tensor: torch.Tensor) -> None:
         if self._recording:
             for plain in plain_tensors(tensor):
-                if plain.is_floating_point():
-                    storage = plain.untyped_storage()
-                    known = self._seen.get(storage._cdata)  # no other storage, for a weak reference keeps the address
-                    self._seen[storage._cdata] = (known[0] if known else StorageWeakRef(storage), plain.dtype)
+                storage = plain.untyped_storage()
+                known = self._seen.get(storage._cdata)  # no other storage, for a weak reference keeps the address
+                self._seen[storage._cdata] = (known[0] if known else StorageWeakRef(storage), plain.dtype)
 
     def _weigh(self) -> None:
         self._recording = False
@@ -82,8 +88,9 @@ class SavedMemoryProbe:
         kept = {plain.untyped_storage()._cdata for tensor in _state(self._model) for plain in plain_tensors(tensor)}
         by_dtype: Counter[str] = Counter()
         for pointer, (weak, dtype) in self._seen.items():
-            if pointer not in kept and not weak.expired():
+            if dtype.is_floating_point and pointer not in kept and not weak.expired():
                 by_dtype[str(dtype).removeprefix("torch.")] += _nbytes(weak)
+        live = self._census.take("forward", saved=(weak for weak, _ in self._seen.values()))
         self._seen.clear()
         self._weighed.append(
             SavedMemory(
@@ -91,6 +98,7 @@ class SavedMemoryProbe:
                 saved_bytes=by_dtype.total(),
                 float8_bytes=sum(count for dtype, count in by_dtype.items() if dtype.startswith("float8")),
                 by_dtype=dict(sorted((dtype, count) for dtype, count in by_dtype.items() if count)),
+                live=(live,),
             )
         )
 
@@ -100,7 +108,10 @@ class SavedMemoryProbe:
         self._recording = False
 
     def after_update(self, model: nn.Module) -> None:
-        """The optimizer saves nothing."""
+        """Take the census of what outlives the step."""
+        if self._weighed and self._weighed[-1].step == self._step:
+            weighed = self._weighed[-1]
+            self._weighed[-1] = replace(weighed, live=(*weighed.live, self._census.take("step")))
 
     def result(self) -> tuple[SavedMemory, ...]:
         """One record for every step that ran a backward pass."""
@@ -117,18 +128,6 @@ def _watching(cached: type[Any], note: Callable[[torch.Tensor], None]) -> type[A
                 note(value)
 
     return Watched
-
-
-def plain_tensors(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensors with storage inside `tensor`: of a DTensor its local one, of a float8 tensor its data and scale."""
-    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
-        return (tensor,)
-    names, _ = tensor.__tensor_flatten__()
-    inner = (getattr(tensor, name) for name in names)  # a DTensor also names its mesh
-    return [plain for part in inner if isinstance(part, torch.Tensor) for plain in plain_tensors(part)]
-
-
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
 def _state(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -13,6 +13,7 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.worker.probes.digests import bytes_of, ordered_digest
+from harness.worker.probes.own import own
 from harness.worker.probes.places import Place, Places, held, place_of
 from harness.worker.reduction import reduced_gradient
 from harness.worker.targets.reference.parallel import Meshes
@@ -113,4 +114,4 @@ def _signs(seed: int, begin: int, count: int) -> torch.Tensor:
     generator = np.random.Philox(key=seed)
     words = generator.random_raw(begin + count)[begin:]
     bits = (words[None, :] >> np.arange(SKETCH_SIZE, dtype=np.uint64)[:, None]) & np.uint64(1)
-    return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64))
+    return own(torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64)))

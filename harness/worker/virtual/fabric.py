@@ -166,6 +166,11 @@ class Fabric:
         self._groups.clear()
         self._open = None
 
+    def buffers(self) -> list[torch.Tensor]:
+        """The shared memory of all open groups."""
+        groups = [group for group in self._groups.values() if isinstance(group, Group)]
+        return [memory for group in groups for memory in (group._headers, group._slots)]
+
     def group(self, name: str, ranks: Callable[[], Sequence[int]], rank: Callable[[], int]) -> Group | Loopback:
         """The group called `name`, opened on first use: a collective call that all its ranks must make."""
         if name not in self._groups:

@@ -1,0 +1,173 @@
+"""The census: which tensors are alive that nothing explains. See `LiveMemory` in `harness/trace/traffic.py`.
+
+Saved-tensor hooks see what autograd keeps. A tensor that a module, a closure or a cache keeps is seen only here: Python
+lists every tensor object of this rank (`gc.get_objects`), and every storage that is not explained is recorded. It is
+explained by a parameter, a buffer, the optimizer, the data, the harness, or, before backward, by autograd. Of a
+parameter that FSDP2 manages only the shard explains: the gathered weight is recorded while it has memory.
+
+The census keeps no tensor alive. It never collects garbage: a tensor in a reference cycle takes memory too.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from harness.trace.traffic import LiveMemory, LiveTensor
+from harness.worker.probes.gathered import fsdp_params, local_part
+from harness.worker.probes.own import is_own
+from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.sketches import clean_fqn
+from harness.worker.virtual.collectives import FABRIC
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+
+class _Live(NamedTuple):
+    """One storage, as the tensor with the most dims that holds it."""
+
+    tensor: torch.Tensor
+    nbytes: int
+
+
+class Census:
+    """Takes a `LiveMemory` of a model that trains."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._optimizers: list[Optimizer] = []
+        self._data: list[StorageWeakRef] = []
+        self._installed = ExitStack()
+
+    def __enter__(self) -> Self:
+        gc.freeze()  # what was imported before is not searched; every tensor of the run is made later
+        self._installed.callback(register_optimizer_step_post_hook(self._remember).remove)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._installed.close()
+
+    def _remember(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def attach(self, model: nn.Module) -> None:
+        """The model is built. Tensors of integers that exist now are data: tokens, and the ranks of meshes."""
+        self._model = model
+        found = _alive(explained=())
+        self._data = [StorageWeakRef(live.tensor.untyped_storage()) for live in found if _is_integer(live.tensor)]
+
+    def take(self, moment: Literal["forward", "step"], saved: Iterable[StorageWeakRef] = ()) -> LiveMemory:
+        """What is alive now and not explained; `saved`: storages that autograd keeps at this moment."""
+        assert self._model is not None, "attach comes before the first step"
+        managed = fsdp_params(self._model)
+        gathered = [param._unsharded_param for param in managed if hasattr(param, "_unsharded_param")]
+        explained = {weak.cdata for weak in (*saved, *self._data) if not weak.expired()}
+        explained -= _storages(gathered)  # backward reads some of them
+        explained |= _storages(self._owned(self._model, managed, gathered))
+        found = _alive(explained)
+        large = [live for live in found if live.nbytes > live.tensor.element_size()]
+        holders = _holders(self._model) if large else {}
+        return LiveMemory(
+            moment=moment,
+            scalars=len(found) - len(large),
+            tensors=tuple(sorted((_record(live, holders) for live in large), key=_order)),
+        )
+
+    def _owned(self, model: nn.Module, managed: list[Any], gathered: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Everything that may be alive at any moment."""
+        for param in managed:
+            yield from (param.sharded_param, param._sharded_param_data)
+        for whole in map(local_part, gathered):
+            if isinstance(whole, Float8TrainingTensor):
+                yield whole._scale  # FSDP2 keeps the emptied weight, with its scale
+        in_use = {id(whole) for whole in gathered}
+        yield from (param for param in model.parameters() if id(param) not in in_use)
+        yield from model.buffers()
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from FABRIC.buffers()
+
+
+def plain_tensors(tensor: torch.Tensor) -> Collection[torch.Tensor]:
+    """The tensors with storage inside `tensor`: of a DTensor its local one, of a float8 tensor its data and scale."""
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
+        return (tensor,)
+    names, _ = tensor.__tensor_flatten__()
+    inner = (getattr(tensor, name) for name in names)  # a DTensor also names its mesh
+    return [plain for part in inner if isinstance(part, torch.Tensor) for plain in plain_tensors(part)]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {plain.untyped_storage()._cdata for tensor in tensors for plain in plain_tensors(tensor)}
+
+
+def _alive(explained: Collection[int]) -> list[_Live]:
+    """Storages with memory that are not explained. What a wrapper such as a DTensor holds is an object of its own."""
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    hidden = {id(plain) for each in tensors if is_own(each) for plain in plain_tensors(each)}
+    found: dict[int, _Live] = {}
+    for tensor in tensors:
+        if (type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor)) and id(tensor) not in hidden:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in explained and storage.nbytes():
+                known = found.get(storage._cdata)
+                if known is None or _form(known.tensor) < _form(tensor):
+                    found[storage._cdata] = _Live(tensor, storage.nbytes())
+    return list(found.values())
+
+
+def _form(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.dim(), tuple(tensor.shape)
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _holders(model: nn.Module) -> dict[int, str]:
+    """By storage, the module attribute that holds a tensor in it, or holds a container of such tensors."""
+    holders: dict[int, str] = {}
+    for fqn, module in model.named_modules():
+        grads = {f"{name}.grad": param.grad for name, param in module._parameters.items() if param is not None}
+        for name, value in (*module._parameters.items(), *grads.items(), *vars(module).items()):
+            place = clean_fqn(f"{fqn}.{name}" if fqn else name)
+            for storage in _storages(_tensors_in(value)):
+                holders.setdefault(storage, place)
+    return holders
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (list, tuple, set):
+        yield from (each for each in value if isinstance(each, torch.Tensor))
+    elif type(value) is dict:
+        yield from (each for each in value.values() if isinstance(each, torch.Tensor))
+
+
+def _record(live: _Live, holders: dict[int, str]) -> LiveTensor:
+    tensor = live.tensor
+    return LiveTensor(
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        nbytes=live.nbytes,
+        holder=holders.get(tensor.untyped_storage()._cdata, ""),
+    )
+
+
+def _order(tensor: LiveTensor) -> tuple[str, int, str, tuple[int, ...]]:
+    return tensor.dtype, tensor.nbytes, tensor.holder, tensor.shape

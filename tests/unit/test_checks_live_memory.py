@@ -1,0 +1,128 @@
+"""The checks of live memory find every storage that is alive too much or too little, at its step and rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.checks.live_memory import LEAKS, NAME, check_leaks, check_live_memory
+from harness.expect.live_memory import expected_live, expected_scalars
+from harness.matrix.case import Case
+from harness.trace.traffic import LiveMemory, LiveTensor, SavedMemory
+from harness.verdict import Finding
+from tests.builders import make_case, make_trace, make_witnesses, run_of
+from tests.strategies import EAGER_CASES
+
+STEPS = 4
+CASE = make_case(tp=2, recipe="tensorwise", checkpointing="full", steps=STEPS)
+FSDP = make_case(dp_shard=2, recipe="tensorwise", fp8_all_gather=True, output_layer=True, dtype="bfloat16", steps=STEPS)
+KEPT = LiveTensor(dtype="float32", shape=(4, 32, 128), nbytes=65536, holder="layers.1.kept")
+Records = tuple[SavedMemory, ...]
+PLACES = st.tuples(st.integers(0, 1), st.integers(1, STEPS), st.integers(0, 1))  # rank, step, moment
+
+
+def records(case: Case, rank: int = 0) -> Records:
+    """What a correct run records."""
+    alive = tuple(
+        LiveTensor(dtype=each.dtype, shape=(each.nbytes,), nbytes=each.nbytes, holder="")
+        for each in expected_live(case, rank=rank)
+    )
+    live = (
+        LiveMemory(moment="forward", scalars=expected_scalars(case, moment="forward"), tensors=alive),
+        LiveMemory(moment="step", scalars=1, tensors=()),
+    )
+    steps = range(1, case.train.steps + 1)
+    return tuple(SavedMemory(step=step, saved_bytes=0, float8_bytes=0, by_dtype={}, live=live) for step in steps)
+
+
+def changed(saved: Records, step: int, moment: int, live: LiveMemory) -> Records:
+    """The records with another census at one moment of one step."""
+    both = [*saved[step - 1].live]
+    both[moment] = live
+    return tuple(replace(each, live=tuple(both)) if each.step == step else each for each in saved)
+
+
+def check(case: Case, *saved: Records | None) -> tuple[list[Finding], list[Finding]]:
+    """The findings of both checks."""
+    run = run_of(*(make_trace(case, rank, saved_memory=each) for rank, each in enumerate(saved)))
+    return check_live_memory(case, run, make_witnesses(case)), check_leaks(case, run, make_witnesses(case))
+
+
+def places(findings: list[Finding]) -> list[tuple[int | None, int | None]]:
+    return [(finding.rank, finding.step) for finding in findings]
+
+
+@pytest.mark.parametrize("case", [CASE, FSDP], ids=["tp", "fsdp"])
+def test_what_the_formula_says_is_good(case: Case) -> None:
+    assert check(case, records(case, 0), records(case, 1)) == ([], [])
+
+
+@settings(max_examples=50)
+@given(PLACES, st.sampled_from(["float32", "float8_e4m3fn", "int64"]), st.integers(2, 100))
+def test_one_storage_more_is_found_at_its_step_and_rank(place: tuple[int, int, int], dtype: str, nbytes: int) -> None:
+    rank, step, moment = place
+    right = records(CASE)
+    live = right[step - 1].live[moment]
+    more = LiveTensor(dtype=dtype, shape=(nbytes,), nbytes=nbytes, holder="")
+    wrong = changed(right, step, moment, replace(live, tensors=(*live.tensors, more)))
+    formula, leaks = check(CASE, *((wrong, right) if rank == 0 else (right, wrong)))
+    assert places(formula) == [(rank, step)]
+    assert dtype in formula[0].message and formula[0].expected and formula[0].found
+    # Step 1 is not compared with others, and where step 2 is wrong, step 3 is the first that differs from it.
+    assert places(leaks) == ([(rank, max(step, 3))] if step > 1 else [])
+
+
+@settings(max_examples=50)
+@given(st.integers(1, STEPS), st.data())
+def test_one_storage_less_is_found(step: int, data: st.DataObject) -> None:
+    right = records(FSDP)
+    live = right[step - 1].live[0]
+    lost = data.draw(st.integers(0, len(live.tensors) - 1))
+    fewer = (*live.tensors[:lost], *live.tensors[lost + 1 :])
+    formula, _ = check(FSDP, changed(right, step, 0, replace(live, tensors=fewer)), right)
+    assert places(formula) == [(0, step)]
+    assert expected_live(FSDP, rank=0)[lost].purpose in formula[0].message
+
+
+@settings(max_examples=20)
+@given(PLACES, st.sampled_from([-1, 1]))
+def test_a_scalar_more_or_less_is_found(place: tuple[int, int, int], off: int) -> None:
+    rank, step, moment = place
+    right = records(CASE)
+    live = right[step - 1].live[moment]
+    wrong = changed(right, step, moment, replace(live, scalars=live.scalars + off))
+    formula, leaks = check(CASE, *((wrong, right) if rank == 0 else (right, wrong)))
+    assert places(formula) == [(rank, step)]
+    assert places(leaks) == ([(rank, max(step, 3))] if step > 1 else [])
+    if step > 2:
+        assert ("grows by scalars" if off > 0 else "shrinks") in leaks[0].message
+
+
+def test_the_message_names_the_holder() -> None:
+    wrong = records(CASE)
+    for step in range(1, STEPS + 1):
+        kept = LiveMemory(moment="step", scalars=1, tensors=(KEPT,) * step)
+        wrong = changed(wrong, step, 1, kept)
+    (found,), (leak,) = check(CASE, wrong, wrong)
+    assert (found.check, found.step) == (NAME, 1)
+    assert found.message.startswith("float32[4, 32, 128] of layers.1.kept is alive at the end of the step")
+    assert (leak.check, leak.step, leak.found) == (LEAKS, 3, "196608 bytes, and 1 scalars")
+    assert leak.message.startswith("live memory grows: float32[4, 32, 128] of layers.1.kept is alive")
+
+
+def test_what_was_not_recorded_is_a_finding() -> None:
+    for found in check(CASE, records(CASE), None):
+        assert [finding.message for finding in found] == ["no record of saved memory on rank 1"]
+    for found in check(CASE, records(CASE)[:2], records(CASE)):
+        assert places(found) == [(0, 3), (0, 3)]
+    assert all(check(CASE))
+
+
+@given(EAGER_CASES, st.integers(0, 7))
+def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
+    live = expected_live(case, rank=rank)
+    assert all(each.nbytes > 0 and each.purpose for each in live)
+    wrapped = sum(case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers))
+    assert len(live) == 1 + wrapped + 2 * case.uses_fsdp

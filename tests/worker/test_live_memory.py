@@ -1,0 +1,169 @@
+"""Real ranks have nothing alive that the formula does not name, and what a module, a closure or a cache keeps is found.
+
+Recording changes no bit, and what other probes hold is not counted.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.checks.live_memory import LEAKS, NAME, check_leaks, check_live_memory
+from harness.matrix.caseid import parse_case_id
+from harness.running.plan import CPU_PROBES
+from harness.trace import Run
+from harness.verdict import Finding
+from tests.builders import make_witnesses
+from tests.worker.runs import numbers
+
+MEMORY = ("saved_memory",)
+SINGLE = "single-tensorwise-v2048-gb4-s4-f32"
+TP = "tp2-tensorwise-v2048-gb4-s4-f32"
+FSDP = "fsdp2-tensorwise-v2048-gb4-s4-f32"
+
+CASES = [
+    SINGLE,
+    "tp2-rowwise-ac.op-v2048-gb4-s3-b16",
+    "tp2-tensorwise-tpstyle.fp8-v2250-vpad128-gb4-s3-f32",
+    "tp2-nosp-nolp-rowwise-v2250-vpad128-gb4-s3-f32",
+    "fsdp4-tensorwise-ag.fp8-v2050-gb4-s3-f64",
+    "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-ac.full-v2048-gb4-s3-b16",
+    "fsdp2-tp2-tensorwise-ag.fp8pre-head.fp8-ac.layer2-v2048-gb4-s3-b16",
+]
+
+
+def findings(text: str, run: Run) -> list[Finding]:
+    case = parse_case_id(text)
+    witnesses = make_witnesses(case)
+    return [*check_live_memory(case, run, witnesses), *check_leaks(case, run, witnesses)]
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_clean_runs_have_alive_what_the_formula_says(trained, text: str):
+    assert findings(text, trained(parse_case_id(text), probes=CPU_PROBES)) == []
+
+
+@pytest.mark.parametrize("text", [SINGLE, TP, FSDP])
+def test_the_census_changes_no_bit(trained, text: str):
+    case = parse_case_id(text)
+    run = trained(case, probes=MEMORY)
+    assert findings(text, run) == []
+    assert numbers(run.traces) == numbers(trained(case, probes=()).traces)
+
+
+FAULTS = """
+import torch
+import torch.distributed as dist
+from harness.worker.targets.reference import model, parallel
+
+def after(kind, act):
+    right = kind.forward
+    def forward(self, x, *args):
+        out = right(self, x, *args)
+        act(self, x, out)
+        return out
+    kind.forward = forward
+
+def output_on_a_module():
+    after(model.TransformerBlock, lambda self, x, out: setattr(self, "kept", out))
+
+def copy_freed_in_backward():
+    def keep(self, x, out):
+        self.kept = out.detach().clone()
+        if out.requires_grad:
+            out.register_hook(lambda grad: delattr(self, "kept"))
+    after(model.FeedForward, keep)
+
+def growing_cache():
+    cache = []
+    after(model.FeedForward, lambda self, x, out: cache.append(x.detach()))
+
+def growing_scalars():
+    amaxes = []
+    after(model.FeedForward, lambda self, x, out: amaxes.append(out.detach().abs().max()))
+
+def input_on_the_last_rank():
+    first = []
+    def keep(self, x, out):
+        first.append(self)
+        if self is first[0] and dist.get_rank() == dist.get_world_size() - 1:
+            self.cached = [x]
+    after(model.Attention, keep)
+
+def whole_weight_kept():
+    cache = {}
+    after(model.FeedForward, lambda self, x, out: cache.update({id(self): self.w1.weight.detach().clone()}))
+
+def weights_never_resharded():
+    right = parallel.fully_shard
+    parallel.fully_shard = lambda *args, **options: right(*args, **{**options, "reshard_after_forward": False})
+
+def weight_of_the_build_kept():
+    right, kept = parallel.fully_shard, []
+    def fully_shard(module, **options):
+        if isinstance(module, model.TransformerBlock):
+            kept.append(module.feed_forward.w2.weight.detach())
+        return right(module, **options)
+    parallel.fully_shard = fully_shard
+
+def gradients_not_freed():
+    torch.optim.Optimizer.zero_grad = lambda self, set_to_none=True: [
+        param.grad.zero_() for group in self.param_groups for param in group["params"] if param.grad is not None
+    ]
+
+def cycle_in_backward():
+    class Node: pass
+    def keep(self, x, out):
+        node = Node()
+        node.me, node.kept = node, out.detach().clone()
+    after(model.FeedForward, keep)
+
+def saved_anyway():
+    def keep(self, x, out):
+        self.kept = x
+        if out.requires_grad:
+            out.register_hook(lambda grad: delattr(self, "kept"))
+    after(model.FeedForward, keep)
+"""
+FORWARD, STEP = (
+    "between forward and backward, and nothing explains it",
+    "at the end of the step, and nothing explains it",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "words"),
+    [
+        (SINGLE, "output_on_a_module", f"float32[4, 32, 128] of layers.0.kept and 1 more is alive {STEP} on rank 0"),
+        (TP, "output_on_a_module", f"of layers.0.kept and 1 more is alive {STEP} on ranks 0-1"),
+        (TP, "copy_freed_in_backward", f"of layers.0.feed_forward.kept and 1 more is alive {FORWARD} on ranks 0-1"),
+        (TP, "input_on_the_last_rank", f"of layers.0.attention.cached is alive {STEP} on rank 1"),
+        (FSDP, "whole_weight_kept", f"float32[256, 128] of no module and 1 more is alive {FORWARD} on ranks 0-1"),
+        (FSDP, "weights_never_resharded", f"is alive {FORWARD} on ranks 0-1"),
+        (
+            FSDP,
+            "weight_of_the_build_kept",
+            f"[128, 256] of no module and 1 more is alive {FORWARD} on ranks 0-1",
+        ),
+        (FSDP, "gradients_not_freed", f"of norm.weight.grad and 3 more is alive {STEP} on ranks 0-1"),
+        (SINGLE, "cycle_in_backward", f"float32[4, 32, 128] of no module and 1 more is alive {FORWARD} on rank 0"),
+    ],
+)
+def test_what_is_kept_is_found_and_named(trained, plant, text: str, fault: str, words: str):
+    run = trained(parse_case_id(text), probes=MEMORY, injections=plant(FAULTS, fault))
+    found = [finding for finding in findings(text, run) if finding.check == NAME]
+    assert any(words in finding.message for finding in found), found
+    assert min(finding.step or 0 for finding in found) == 1
+
+
+@pytest.mark.parametrize("fault", ["growing_cache", "growing_scalars"])
+@pytest.mark.parametrize("text", [SINGLE, TP, FSDP])
+def test_a_cache_that_grows_is_a_leak(trained, plant, text: str, fault: str):
+    run = trained(parse_case_id(text), probes=MEMORY, injections=plant(FAULTS, fault))
+    leaks = [finding for finding in findings(text, run) if finding.check == LEAKS]
+    assert {finding.step for finding in leaks} == {3}
+    assert all(finding.message.startswith("live memory grows") for finding in leaks)
+
+
+def test_a_reference_to_what_autograd_saves_takes_no_memory(trained, plant):
+    run = trained(parse_case_id(SINGLE), probes=MEMORY, injections=plant(FAULTS, "saved_anyway"))
+    assert findings(SINGLE, run) == []
