@@ -21,7 +21,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.selector import parse_selector
 
-FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H"]
+FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I"]
 FAULT_CLASSES: dict[FaultClass, str] = {
     "A": "scale or amax over the wrong data or group",
     "B": "stale scale or stale FP8 data",
@@ -31,6 +31,7 @@ FAULT_CLASSES: dict[FaultClass, str] = {
     "F": "shapes, padding, hardware rules",
     "G": "gradients, data, optimizer, metrics",
     "H": "compiled blocks and async TP",
+    "I": "memory that is kept for too long",
 }
 
 # The first thing that a fault changes where it applies; tests verify it for every fault.
@@ -38,7 +39,10 @@ FAULT_CLASSES: dict[FaultClass, str] = {
 #   operands only casts                    traffic  only collectives                              memory  saved bytes
 #   graphs   what is compiled or fused
 #   crash    a rank raises                 trains   a refused case trains                         nothing  equivalent
-Shows = Literal["numbers", "matmuls", "data", "operands", "traffic", "memory", "graphs", "crash", "trains", "nothing"]
+#   unseen   an effect that no probe records yet
+Shows = Literal[
+    "numbers", "matmuls", "data", "operands", "traffic", "memory", "graphs", "crash", "trains", "nothing", "unseen"
+]
 
 PREFIX = "fault:"  # `fault:NAME` is the injection that plants a fault
 
