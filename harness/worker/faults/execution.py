@@ -223,11 +223,10 @@ def _last_head_times(heads: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def last_head_scaled_on_last_rank() -> None:
-    """The last head of the last block is 0.5 % too large on the last rank."""
+    """The last head of the last block is 0.5 % too large on the last rank, because its values are."""
 
-    def change(stock: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        heads = stock(*args, **kwargs)
-        return _LastHeadScaled.apply(heads, 1.005) if on_last_rank() else heads
+    def change(stock: Any, q: Any, k: Any, v: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        return stock(q, k, _LastHeadScaled.apply(v, 1.005) if on_last_rank() else v, *rest, **kwargs)
 
     _attention_of_last_block(change)
 
