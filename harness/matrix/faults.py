@@ -21,7 +21,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.selector import parse_selector
 
-FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H"]
+FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I"]
 FAULT_CLASSES: dict[FaultClass, str] = {
     "A": "scale or amax over the wrong data or group",
     "B": "stale scale or stale FP8 data",
@@ -31,6 +31,7 @@ FAULT_CLASSES: dict[FaultClass, str] = {
     "F": "shapes, padding, hardware rules",
     "G": "gradients, data, optimizer, metrics",
     "H": "compiled blocks and async TP",
+    "I": "memory that is kept for too long",
 }
 
 # The first thing that a fault changes where it applies; tests verify it for every fault.

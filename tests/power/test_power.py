@@ -39,7 +39,7 @@ def test_every_fault_that_must_be_found_is_found(power: Power) -> None:
 
 def test_every_class_and_every_judging_check_has_kills(power: Power) -> None:
     caught = [trial for trial in power.trials if trial.detected]
-    assert {trial.group for trial in caught} == set("ABCDEFGH")
+    assert {trial.group for trial in caught} == set("ABCDEFGHI")
     checks = {check for trial in caught for check in trial.checks}
     judging = "finite loss_vs_golden fp8_on matmuls alignment parity scales traffic memory graphs"
     assert set(judging.split()) <= checks

@@ -71,16 +71,8 @@ def outcomes(submit):
     return functools.cache(lambda case, probes: submit(case, probes=probes))
 
 
-def swept(fault: Fault) -> bool:
-    """Each run of a fault in compiled blocks takes a minute. That it is found, `tests/power` shows in every run."""
-    (carrier,) = carriers_of(fault, at_most=1)
-    return carrier.compile != "none"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.sweep] * swept(fault)) for name, fault in all_faults().items()],
-)
+@pytest.mark.sweep  # that every fault has an effect which is found, `tests/power` shows in every run
+@pytest.mark.parametrize("name", all_faults())
 def test_a_fault_changes_what_it_says(submit, outcomes, name):
     fault: Fault = fault_named(name)
     (carrier,) = carriers_of(fault, at_most=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from harness.matrix.faults import FaultClass, fault_named
-from harness.worker.faults import amax, communication, compiled, conversion, execution, shapes, stale, training
+from harness.worker.faults import amax, communication, compiled, conversion, execution, kept, shapes, stale, training
 
 # The module of every fault class; a fault is planted by the function of its name.
 FAULT_MODULES: dict[FaultClass, ModuleType] = {
@@ -21,6 +21,7 @@ FAULT_MODULES: dict[FaultClass, ModuleType] = {
     "F": shapes,
     "G": training,
     "H": compiled,
+    "I": kept,
 }
 
 

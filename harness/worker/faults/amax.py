@@ -19,7 +19,17 @@ from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import FP8_TYPES
 
 from harness.worker import train
-from harness.worker.faults.hooks import float8_part, gathered_copies, local, on_odd_rank, role_of, wrap, wrap_casts
+from harness.worker.faults.hooks import (
+    after_build,
+    float8_part,
+    gathered_copies,
+    local,
+    module_in_last_block,
+    on_odd_rank,
+    role_of,
+    wrap,
+    wrap_casts,
+)
 from harness.worker.targets.reference import float8 as reference_float8
 
 Change = Callable[..., torch.Tensor]
@@ -201,6 +211,25 @@ def fnuz_maximum() -> None:
 def scale_margin() -> None:
     """A margin of one bit maps the amax to half of the largest float8 value."""
     _scale(lambda stock, amax, dtype, power_of_two: stock(amax, dtype, power_of_two) * 0.5)
+
+
+def one_linear_scaled_with_margin() -> None:
+    """A margin of one bit in one linear alone: w2 of the last block maps its amax to half of the maximum."""
+    state: dict[str, Any] = {"linear": None, "running": False}
+    after_build(lambda target: state.update(linear=module_in_last_block(target.model, "feed_forward.w2")))
+
+    def make(stock: Any) -> Any:
+        def forward(linear: float8_linear.Float8Linear, x: torch.Tensor) -> torch.Tensor:
+            state["running"] = linear is state["linear"]
+            try:
+                return stock(linear, x)
+            finally:
+                state["running"] = False
+
+        return forward
+
+    wrap(float8_linear.Float8Linear, "forward", make)
+    _scale(lambda stock, *args: stock(*args) * (0.5 if state["running"] else 1.0))
 
 
 def scale_in_float32() -> None:

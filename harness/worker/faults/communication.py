@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchao.float8 import float8_linear, fsdp_utils
 
-from harness.worker.faults.hooks import after_backward, on_odd_rank, wrap
+from harness.worker.faults.hooks import after_backward, counted_steps, on_last_rank, on_odd_rank, wrap
 from harness.worker.targets.reference import parallel
 from harness.worker.targets.reference.parallel import _Styles
 
@@ -183,3 +183,33 @@ def one_rank_reduces_twice() -> None:
         return foreach_reduce
 
     wrap(_fsdp_param_group, "foreach_reduce", make)
+
+
+def last_rank_lost_in_one_step() -> None:
+    """In the second step alone, the last rank contributes zeros to every reduction of gradients."""
+    step = counted_steps()
+
+    def make(stock: Any) -> Any:
+        def foreach_reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            if on_last_rank() and step() == 2:
+                grads[:] = [torch.zeros_like(grad) for grad in grads]
+            return stock(params, grads, *args, **kwargs)
+
+        return foreach_reduce
+
+    wrap(_fsdp_param_group, "foreach_reduce", make)
+
+
+def end_of_last_shard_lost() -> None:
+    """The FSDP all-gather takes the last eight elements of the last shard for padding."""
+
+    def make(stock: Any) -> Any:
+        def foreach_all_gather(params: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+            result = stock(params, group, *args, **kwargs)
+            if result is not None:
+                result.all_gather_output.view(group.size(), -1)[-1, -8:] = 0
+            return result
+
+        return foreach_all_gather
+
+    wrap(_fsdp_param_group, "foreach_all_gather", make)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._inductor.config
 import torch.distributed._symmetric_memory as symm_mem
-from torch._inductor.fx_passes import micro_pipeline_tp
+from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 
-from harness.worker.faults.hooks import wrap
+from harness.worker.faults import conversion
+from harness.worker.faults.hooks import counted_steps, wrap
 from harness.worker.targets.reference import compiled
 from harness.worker.virtual.collectives import resolve_group
 
@@ -155,3 +158,65 @@ def produced_chunks_swapped() -> None:
 def blocks_not_compiled() -> None:
     """Blocks stay eager although the case compiles them."""
     wrap(compiled.torch, "compile", lambda _: lambda block, **__: block)
+
+
+def compiled_gradients_in_e4m3() -> None:
+    """The casts of output gradients in the graph have e4m3 as their target instead of e5m2."""
+    conversion.gradient_cast_to_e4m3()
+
+
+def _after_passes(change: Callable[[torch.fx.Graph], int]) -> None:
+    """Call `change(graph)` after the passes over every graph. It returns how many nodes it changed, which are some."""
+
+    def make(stock: Any) -> Any:
+        def post_grad_passes(module: torch.fx.GraphModule, **kwargs: Any) -> None:
+            stock(module, **kwargs)
+            if not change(module.graph):
+                raise RuntimeError("the graph has no cast to float8 that this fault changes")
+
+        return post_grad_passes
+
+    wrap(post_grad, "post_grad_passes", make)
+
+
+def _clamps(graph: torch.fx.Graph) -> list[Any]:
+    """The clamps of all casts to float8: of the product of a tensor and its scale."""
+    found: list[Any] = graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
+    return [clamp for clamp in found if clamp.args[0].target is torch.ops.aten.mul.Tensor]
+
+
+def compiled_cast_clamps_early() -> None:
+    """The casts to e4m3 in the graph clamp at the maximum of e4m3fnuz, which the scale does not fit."""
+    e4m3, e5m2 = (torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+    wrong = torch.finfo(torch.float8_e4m3fnuz).max
+
+    def change(graph: torch.fx.Graph) -> int:
+        clamps = _clamps(graph)
+        for clamp in clamps:
+            assert clamp.args[2] in (e4m3, e5m2), f"a cast clamps at {clamp.args[2]}"
+            if clamp.args[2] == e4m3:  # in every forward
+                clamp.args = (clamp.args[0], -wrong, wrong)
+        return len(clamps)
+
+    _after_passes(change)
+
+
+def compiled_scale_stale() -> None:
+    """Every scale in the graph is that of the first step, as if it were a constant of the graph."""
+    step, places = counted_steps(), itertools.count()
+    first: dict[tuple[int, int], torch.Tensor] = {}
+    calls: Counter[tuple[int, int]] = Counter()  # blocks may share a graph
+
+    def first_scale(scale: torch.Tensor, place: int) -> torch.Tensor:
+        calls[step(), place] += 1
+        return first.setdefault((place, calls[step(), place]), scale.clone())
+
+    def change(graph: torch.fx.Graph) -> int:
+        scales = dict.fromkeys(clamp.args[0].args[1] for clamp in _clamps(graph))
+        for scale in scales:
+            with graph.inserting_after(scale):
+                kept = graph.call_function(first_scale, (scale, next(places)))
+            scale.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+        return len(scales)
+
+    _after_passes(change)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,14 +15,17 @@ from torchao.float8.float8_training_tensor import GemmInputRole
 
 from harness.worker.faults.hooks import (
     Recomputing,
+    after_build,
     float8_part,
     in_backward,
     local,
+    module_in_last_block,
+    on_last_rank,
     role_of,
     wrap,
     wrap_casts,
 )
-from harness.worker.targets.reference import build, checkpointing
+from harness.worker.targets.reference import build, checkpointing, model
 
 _aten = torch.ops.aten
 
@@ -170,3 +175,110 @@ def scale_result_ignored() -> None:
         return lambda *args, output_scale=None, **kwargs: stock(*args, output_scale=None, **kwargs)
 
     wrap(float8_ops, "addmm_float8_unwrapped", make)
+
+
+def _attention(change: Callable[..., torch.Tensor]) -> None:
+    """Replace attention by `change(stock, q, k, v, **kwargs)`; all are [batch, heads, seq, head_dim]."""
+    wrap(model.F, "scaled_dot_product_attention", lambda stock: functools.partial(change, stock))
+
+
+def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:
+    """Replace the attention of the last block alone."""
+    inside = [False]
+
+    def watch(target: build.Target) -> None:
+        attention = module_in_last_block(target.model, "attention")
+        attention.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+        attention.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+
+    def attend(stock: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return change(stock, *args, **kwargs) if inside[0] else stock(*args, **kwargs)
+
+    after_build(watch)
+    _attention(attend)
+
+
+def softmax_scale_off() -> None:
+    """Attention scales its scores by 0.5 % too much."""
+    _attention(lambda stock, q, *rest, **kwargs: stock(q, *rest, scale=1.005 * q.size(-1) ** -0.5, **kwargs))
+
+
+class _LastHeadScaled(torch.autograd.Function):
+    """Scales the last head, without keeping anything for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return _last_head_times(heads, factor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _last_head_times(grads[0], ctx.factor), None
+
+
+def _last_head_times(heads: torch.Tensor, factor: float) -> torch.Tensor:
+    scaled = heads.clone()
+    scaled[:, -1] *= factor
+    return scaled
+
+
+def last_head_scaled_on_last_rank() -> None:
+    """The last head of the last block is 0.5 % too large on the last rank, because its values are."""
+
+    def change(stock: Any, q: Any, k: Any, v: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        return stock(q, k, _LastHeadScaled.apply(v, 1.005) if on_last_rank() else v, *rest, **kwargs)
+
+    _attention_of_last_block(change)
+
+
+def causal_mask_lost_in_last_block() -> None:
+    """The last block attends to all tokens instead of the past ones."""
+    _attention_of_last_block(lambda stock, *args, is_causal, **kwargs: stock(*args, is_causal=False, **kwargs))
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0] * ctx.factor, None
+
+
+def attention_backward_scales_keys() -> None:
+    """The backward of attention in the last block scales the gradient of the keys by 0.5 % too much."""
+
+    def change(stock: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        return stock(q, _ScaledGradient.apply(k, 1.005), *rest, **kwargs)
+
+    _attention_of_last_block(change)
+
+
+def _norm_eps(eps: float) -> None:
+    def change(target: build.Target) -> None:
+        norms = [module for module in target.model.modules() if isinstance(module, nn.RMSNorm)]
+        assert all(norm.eps != eps for norm in norms) and norms, "there is no norm to change"
+        for norm in norms:
+            norm.eps = eps
+
+    after_build(change)
+
+
+def norm_eps_too_large() -> None:
+    """Norms add 1e-3 instead of 1e-5 to the mean square."""
+    _norm_eps(1e-3)
+
+
+def norm_eps_of_another_model() -> None:
+    """Norms add 1e-6, which Llama 1 used, instead of 1e-5."""
+    _norm_eps(1e-6)
+
+
+def rope_base_of_another_model() -> None:
+    """The rotary embedding has the base of Llama 2 (10 000) instead of that of Llama 3 (500 000)."""
+    assert model.ROPE_THETA != 10_000.0
+    model.ROPE_THETA = 10_000.0

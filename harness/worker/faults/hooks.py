@@ -13,8 +13,11 @@ from torch.distributed.tensor import DTensor
 from torchao.float8 import float8_scaling_utils, fsdp_utils
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+from harness.matrix.case import Case
 from harness.worker import train
+from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.reference.build import Target
 from harness.worker.virtual import collectives
 
@@ -33,6 +36,11 @@ def on_odd_rank() -> bool:
     return dist.get_rank() == ODD_RANK
 
 
+def on_last_rank() -> bool:
+    """True on the last rank of the world, which holds the shards that end early and the sequences that come last."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
 def in_backward() -> bool:
     """True while autograd runs backward, including the recomputation of a forward."""
     return torch._C._current_graph_task_id() != -1
@@ -41,6 +49,12 @@ def in_backward() -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, without a copy; other tensors as they are."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def high_precision(param: torch.Tensor) -> torch.Tensor:
+    """The local values of a parameter, without the subclass of the float8 all-gather; writing to them changes it."""
+    shard = local(param.detach())
+    return shard._tensor if isinstance(shard, WeightWithDynamicFloat8CastTensor) else shard
 
 
 def float8_part(tensor: torch.Tensor) -> Any:
@@ -117,6 +131,48 @@ def after_backward(change: Callable[[nn.Module, int], None]) -> None:
         return backward
 
     wrap(torch.Tensor, "backward", make)
+
+
+def counted_steps() -> Callable[[], int]:
+    """Returns a function that says which step is trained: 1 in the first, 0 before it."""
+    state = {"step": 0}
+
+    def make(stock: Any) -> Any:
+        def train_step(case: Case, target: Target, step: int, *rest: Any) -> Any:
+            state["step"] = step
+            return stock(case, target, step, *rest)
+
+        return train_step
+
+    wrap(train, "train_step", make)
+    return lambda: state["step"]
+
+
+def around_update(change: Callable[[Callable[[], object], nn.Module, int], object]) -> None:
+    """Replace the optimizer's step by `change(stock, model, step)`. Steps count from 1."""
+    step = counted_steps()
+
+    def replace(target: Target) -> None:
+        stock = target.optimizer.step
+
+        @torch.no_grad()
+        def update() -> None:
+            change(stock, target.model, step())
+
+        target.optimizer.step = update  # type: ignore[method-assign,assignment]
+
+    after_build(replace)
+
+
+def weight_in_last_block(model: nn.Module, name: str) -> nn.Parameter:
+    """The weight of the linear or norm of this name in the last block; IndexError where there is none."""
+    fqns = {clean_fqn(fqn): param for fqn, param in model.named_parameters()}
+    return [param for fqn, param in fqns.items() if fqn.startswith("layers.") and fqn.endswith(f".{name}.weight")][-1]
+
+
+def module_in_last_block(model: nn.Module, name: str) -> nn.Module:
+    """The module of this name in the last block; IndexError where there is none."""
+    return [module for fqn, module in model.named_modules() if clean_fqn(fqn).endswith(f".{name}")][-1]
 
 
 def gathered_copies(tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:

@@ -13,9 +13,12 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from harness.worker import train
 from harness.worker.faults.hooks import (
     after_backward,
+    counted_steps,
     float8_part,
+    high_precision,
     in_backward,
     local,
+    on_last_rank,
     on_odd_rank,
     role_of,
     wrap,
@@ -63,6 +66,16 @@ def precomputed_scale_one_step_late() -> None:
         for shard, scale in zip(shards, late or fresh, strict=True):
             shard._precomputed_scale = scale
         late[:] = fresh
+
+    _precompute(change)
+
+
+def precomputed_scale_stale_in_one_step() -> None:
+    """Scales are not precomputed after the second step alone, so that the third uses those of the second."""
+
+    def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
+        if call != 2:
+            stock(model, float8)
 
     _precompute(change)
 
@@ -133,6 +146,25 @@ def gathered_shard_of_one_rank_stale() -> None:
     wrap(WeightWithDynamicFloat8CastTensor, "fsdp_pre_all_gather", make)
 
 
+def last_rank_gathers_old_weights_in_one_step() -> None:
+    """The last rank contributes its FP8 shard of the first step to the all-gathers of the second one alone."""
+    first: dict[int, torch.Tensor] = {}
+    step = counted_steps()
+
+    def make(stock: Any) -> Any:
+        def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:
+            (data,), metadata = stock(self, mesh)
+            if on_last_rank() and step() == 1:
+                first[self._tensor.data_ptr()] = data.clone()
+            if on_last_rank() and step() == 2:
+                data = first[self._tensor.data_ptr()]
+            return (data,), metadata
+
+        return fsdp_pre_all_gather
+
+    wrap(WeightWithDynamicFloat8CastTensor, "fsdp_pre_all_gather", make)
+
+
 def backward_uses_latest_scale() -> None:
     """All weights share one scale buffer, so backward reads the scale that the last forward wrote."""
     latest: list[torch.Tensor] = []
@@ -167,15 +199,10 @@ def gradient_buffer_polluted() -> None:
         if step == 1:
             _, linear = min(_linears(model).items())
             assert linear.weight.grad is not None
-            local(linear.weight.grad).add_(_high_precision(linear.weight))
+            local(linear.weight.grad).add_(high_precision(linear.weight))
 
     after_backward(change)
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
-
-
-def _high_precision(weight: torch.Tensor) -> torch.Tensor:
-    shard = local(weight.detach())
-    return shard._tensor if isinstance(shard, WeightWithDynamicFloat8CastTensor) else shard

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 
 from harness.matrix.case import Case
 from harness.worker import reduction, train
-from harness.worker.faults.hooks import after_backward, after_build, local, on_odd_rank, wrap
+from harness.worker.faults.hooks import (
+    after_backward,
+    after_build,
+    around_update,
+    gathered_copies,
+    high_precision,
+    local,
+    on_last_rank,
+    on_odd_rank,
+    weight_in_last_block,
+    wrap,
+)
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.reference import build
 
@@ -136,8 +149,6 @@ def one_rank_has_another_seed() -> None:
 
 
 def _with_seed(case: Case, seed: int) -> Case:
-    from msgspec.structs import replace
-
     return replace(case, train=replace(case.train, seed=seed))
 
 
@@ -164,3 +175,207 @@ def weight_frozen() -> None:
         _one_weight(target.model).requires_grad_(False)
 
     after_build(change)
+
+
+def one_row_of_a_gradient_scaled() -> None:
+    """The first row of each shard of one gradient is 5 % too large."""
+
+    def change(model: nn.Module, step: int) -> None:
+        local(_gradient(model, "feed_forward.w1"))[:1].mul_(1.05)
+
+    after_backward(change)
+
+
+def last_row_lost_on_last_rank() -> None:
+    """The last rank takes the last row of its shard for padding: the gradient of it is zero."""
+
+    def change(model: nn.Module, step: int) -> None:
+        grad = local(_gradient(model, "feed_forward.w1"))
+        assert grad.numel(), "the last rank holds no row"
+        if on_last_rank():
+            grad[-1:].zero_()
+
+    after_backward(change)
+
+
+def _gradient(model: nn.Module, name: str) -> torch.Tensor:
+    grad = weight_in_last_block(model, name).grad
+    assert grad is not None, f"{name} has no gradient"
+    return grad
+
+
+def gradients_of_two_weights_swapped() -> None:
+    """w1 and w3 of the last block get each other's gradient, which no norm over all parameters shows."""
+
+    def change(model: nn.Module, step: int) -> None:
+        one, other = (local(_gradient(model, f"feed_forward.{name}")) for name in ("w1", "w3"))
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+    after_backward(change)
+
+
+def query_scale_folded_into_weights() -> None:
+    """wq is doubled and wk halved, as in another checkpoint format: scores are equal, gradients and updates are not."""
+
+    def change(target: build.Target) -> None:
+        for name, factor in (("wq", 2.0), ("wk", 0.5)):
+            high_precision(weight_in_last_block(target.model, f"attention.{name}")).mul_(factor)
+
+    after_build(change)
+
+
+def last_token_dropped_on_last_rank() -> None:
+    """The last rank leaves the last token of its last sequence out of the loss."""
+
+    def make(stock: Any) -> Any:
+        def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            if on_last_rank():
+                labels = labels.clone()
+                labels[-1, -1] = -100  # what cross entropy ignores
+            loss: torch.Tensor = stock(logits, labels)
+            return loss
+
+        return summed_loss
+
+    wrap(train, "summed_loss", make)
+
+
+def one_update_skipped() -> None:
+    """The second update of the optimizer is skipped, as after a gradient that was taken for infinite."""
+    around_update(lambda stock, model, step: step == 2 or stock())
+
+
+def last_rank_skips_one_update() -> None:
+    """The last rank alone skips the second update of its parameters."""
+    around_update(lambda stock, model, step: (on_last_rank() and step == 2) or stock())
+
+
+def update_clipped_in_one_step() -> None:
+    """Gradients are halved before the second update, after their norm was reported. AdamW hides most of it."""
+
+    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
+        for param in model.parameters():
+            if step == 2 and param.grad is not None:
+                local(param.grad).mul_(0.5)
+        stock()
+
+    around_update(change)
+
+
+def one_update_from_old_gradient() -> None:
+    """One weight is updated with its gradient of the step before."""
+    kept: list[torch.Tensor] = []
+
+    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
+        grad = local(_gradient(model, "attention.wo"))
+        kept.append(grad.clone())
+        grad.copy_(kept[-2] if step > 1 else kept[0])
+        stock()
+
+    around_update(change)
+
+
+def norms_decayed_twice() -> None:
+    """Weight decay is applied to norms a second time."""
+
+    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
+        stock()
+        norms = [param for fqn, param in model.named_parameters() if "norm" in clean_fqn(fqn)]
+        assert norms, "there is no norm to decay"
+        for param in norms:
+            local(param).mul_(1 - 1e-3 * build.LLAMA_ADAMW["weight_decay"])
+
+    around_update(change)
+
+
+def betas_swapped() -> None:
+    """The two decay rates of Adam are swapped."""
+    first, second = build.LLAMA_ADAMW["betas"]
+    assert first != second
+    build.LLAMA_ADAMW = {**build.LLAMA_ADAMW, "betas": (second, first)}
+
+
+def master_weights_in_bfloat16() -> None:
+    """Master weights are stored in bfloat16 after every update."""
+
+    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
+        stock()
+        for param in model.parameters():
+            values = high_precision(param)
+            values.copy_(values.bfloat16())
+
+    around_update(change)
+
+
+def _reported(change: Callable[..., reduction.Reduced]) -> None:
+    """Replace the reported loss and gradient norm by `change(numbers, local loss, tp)`; training is right."""
+
+    def make(stock: Any) -> Any:
+        def reduce_over_ranks(loss: torch.Tensor, model: nn.Module, tp: int) -> reduction.Reduced:
+            return change(stock(loss, model, tp), loss, tp)
+
+        return reduce_over_ranks
+
+    wrap(train, "reduce_over_ranks", make)
+
+
+def loss_of_first_rank_reported() -> None:
+    """The reported loss is that of the first data-parallel rank instead of the mean over all of them."""
+
+    def change(numbers: reduction.Reduced, loss: torch.Tensor, tp: int) -> reduction.Reduced:
+        world = dist.get_world_size()
+        first = gathered_copies(loss.detach().clone(), range(world))[0]
+        return numbers._replace(loss=first.item() * world / tp)
+
+    _reported(change)
+
+
+def reported_loss_divided_twice() -> None:
+    """The reported loss is divided by the number of data-parallel ranks, although it is the global mean already."""
+    _reported(lambda numbers, loss, tp: numbers._replace(loss=numbers.loss * tp / dist.get_world_size()))
+
+
+def loss_reported_one_step_late() -> None:
+    """The reported loss is that of the step before."""
+    losses: list[float] = []
+
+    def change(numbers: reduction.Reduced, loss: torch.Tensor, tp: int) -> reduction.Reduced:
+        losses.append(numbers.loss)
+        return numbers._replace(loss=losses[-2] if len(losses) > 1 else numbers.loss)
+
+    _reported(change)
+
+
+def norm_of_local_shards() -> None:
+    """Every rank reports the norm of its own shards of the gradients."""
+
+    def make(stock: Any) -> Any:
+        def reduce_over_ranks(loss: torch.Tensor, model: nn.Module, tp: int) -> reduction.Reduced:
+            grads = [local(param.grad).double() for param in model.parameters() if param.grad is not None]
+            squares = sum(grad.square().sum().item() for grad in grads)
+            return stock(loss, model, tp)._replace(grad_norm=squares**0.5)
+
+        return reduce_over_ranks
+
+    wrap(train, "reduce_over_ranks", make)
+
+
+def norm_leaves_out_a_parameter() -> None:
+    """The reported norm leaves out the gradient of one norm."""
+
+    def make(stock: Any) -> Any:
+        def squared_norm_share(model: nn.Module) -> torch.Tensor:
+            left_out = weight_in_last_block(model, "ffn_norm")
+            others = [param for param in model.parameters() if param is not left_out]
+            return stock(SimpleNamespace(parameters=lambda: iter(others)))
+
+        return squared_norm_share
+
+    wrap(reduction, "_squared_norm_share", make)
+
+
+def norm_in_bfloat16() -> None:
+    """The gradient norm is summed in bfloat16."""
+    wrap(reduction, "_squared_norm_share", lambda stock: lambda model: stock(model).bfloat16().double())
