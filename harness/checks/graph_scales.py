@@ -68,7 +68,10 @@ def _unknown(rank: int, cast: UnknownCast) -> Mismatch:
 
 
 def _counts(case: Case, casts: Casts, linears: int) -> Iterator[Mismatch]:
-    """Casts of a step that no compiler may merge, because each is of another tensor: weights, gradients of outputs."""
+    """Casts of a step that no compiler may merge, because each is of another tensor: weights, gradients of outputs.
+
+    Where dgrad has scales of its own for a weight, the partitioner may cast that weight for it in forward already.
+    """
     wanted = {
         "weights in forward": 0 if case.gathers_float8 else linears,
         f"tensors to {E5M2} in forward": 0,
@@ -79,7 +82,8 @@ def _counts(case: Case, casts: Casts, linears: int) -> Iterator[Mismatch]:
             mine = [cast for cast in by_place.values() if cast.step == step]
             for what, expected in wanted.items():
                 found = sum(_is_counted(cast, what) for cast in mine)
-                if found != expected:
+                early = what.startswith("weights") and not case.float8.traits.one_scale_per_tensor
+                if found < expected or (found > expected and not early):
                     rule = f"wrong number of casts of {what}"
                     yield Mismatch(step, 0, rank, "the blocks", rule, str(expected), str(found))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from harness.matrix.case import Case
-from harness.matrix.linears import converted_fqns
+from harness.matrix.linears import OUTPUT_FQN, ROWWISE, is_converted, linear_fqns
 from harness.trace.modules import ModuleDistance
 
 # The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in
@@ -34,14 +34,14 @@ def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool) -> float
         return _rounding("float32")  # the optimizer's arithmetic is the same, whatever ranks hold
     if found.kind == "grad":
         return _gradient(case, found)
-    if exact and (case.layout.tp == 1 or _is_one_scaled_matmul(case, found)):
+    if exact and (case.layout.tp == 1 or _is_repeated_exactly(case, found)):
         return EXACT
     dtype = found.dtype
     if _is_converted(case, found.fqn) and found.parts > 1 and case.float8.traits.writes_bfloat16:
         dtype = "bfloat16"  # its matmuls round to bfloat16 what is summed afterwards
     if found.parts > 1:
         return _rounding(dtype, spread=found.spread, parts=found.parts)
-    return _rounding(dtype, spread=1.0, parts=case.layout.tp)  # at most what modules before it summed over TP ranks
+    return _rounding(dtype, spread=1.0, parts=case.layout.tp)  # what modules before it summed over TP ranks
 
 
 def _gradient(case: Case, found: ModuleDistance) -> float:
@@ -53,13 +53,24 @@ def _gradient(case: Case, found: ModuleDistance) -> float:
     return _rounding(case.train.dtype, spread=max(1.0, found.spread), parts=case.layout.tp)
 
 
-def _is_one_scaled_matmul(case: Case, found: ModuleDistance) -> bool:
-    """True for what one scaled matmul gives, not summed over ranks: the same whatever part of it a rank computes."""
-    return _is_converted(case, found.fqn) and found.kind in ("output", "grad_input") and found.parts == 1
+def _is_repeated_exactly(case: Case, found: ModuleDistance) -> bool:
+    """True for what depends on nothing that was summed over ranks, and on no matmul that sums as its shape decides.
+
+    That is one scaled matmul; a norm or an embedding; what lies between two modules without the residual stream
+    (attention, which computes every head by itself, and the activation), in forward and in backward.
+    """
+    if found.parts > 1:
+        return False
+    is_linear = found.fqn in linear_fqns(case)
+    if found.kind in ("output", "grad_input"):
+        return not is_linear or _is_converted(case, found.fqn)
+    if found.kind == "input":
+        return is_linear
+    return is_linear and found.fqn != OUTPUT_FQN and found.fqn.split(".", 2)[-1] not in ROWWISE
 
 
 def _is_converted(case: Case, fqn: str) -> bool:
-    return fqn in converted_fqns(case)
+    return fqn in linear_fqns(case) and is_converted(case, fqn)
 
 
 def _rounding(dtype: str, *, spread: float = 1.0, parts: int = 1) -> float:

@@ -59,7 +59,13 @@ def test_cases_are_replayed_whose_trajectory_is_not_exact(text: str, replayed: b
         ({"kind": "output", "parts": 1}, EXACT),
         ({"kind": "grad_input", "parts": 1}, EXACT),
         ({"kind": "output", "parts": 1, "fqn": "output"}, 0.007),  # not converted: how it sums, its shape decides
-        ({"kind": "input", "parts": 1}, 0.007),
+        ({"kind": "input", "parts": 1}, EXACT),  # attention and activation, from exact operands
+        ({"kind": "grad_output", "parts": 1}, EXACT),
+        ({"kind": "output", "parts": 1, "fqn": "norm"}, EXACT),
+        ({"kind": "input", "parts": 1, "fqn": "norm"}, 0.007),  # the residual stream, behind sums over ranks
+        ({"kind": "grad_output", "parts": 1, "fqn": "norm"}, 0.007),
+        ({"kind": "grad_output", "parts": 1, "fqn": "layers.1.feed_forward.w2"}, 0.007),
+        ({"kind": "grad_output", "parts": 1, "fqn": "output"}, 0.007),  # the sums of the loss
         ({"parts": 2}, 0.007),
         ({"parts": 8}, 0.012),
         ({"parts": 2, "spread": 4.0}, 0.017),
