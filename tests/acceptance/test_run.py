@@ -33,7 +33,7 @@ def test_good_run(shared: Command, tmp_path: Path) -> None:
         asked, left_out = set(case["checks"]), {each["check"]: each["reason"] for each in case["not_judged"]}
         if case["expectation"] is None:
             assert asked | left_out.keys() == {check.name for check in CHECKS} and "matmuls" in asked
-            assert left_out["parity"] == "no rank recorded sketches"
+            assert left_out["parity"] == "the ranks were not asked to record sketches"
         else:
             assert (asked, left_out) == ({"alignment"}, {})
     assert len(ElementTree.parse(tmp_path / "junit.xml").findall(".//testcase")) == 4

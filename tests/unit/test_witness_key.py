@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +34,13 @@ def write_package(folder: Path, name: str) -> Path:
     (folder / name / "deep" / "__init__.py").write_text("raise AssertionError('imported')\n")
     module.write_text("scale = 1.0\n")
     return module
+
+
+@pytest.fixture(autouse=True)
+def never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the controller, whatever other tests of this process imported: an imported package stays where it is."""
+    for name in ("torch", "torchao"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.mark.parametrize("name", ["torch", "torchao"])
@@ -127,13 +133,10 @@ def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None
     assert witness_key(PLAN, cpuinfo=tmp_path / "nowhere") == keys[-1]
 
 
-def test_it_is_cheap_and_does_not_import_torch() -> None:
+def test_it_does_not_import_torch() -> None:
     code = (
         "import sys; from harness.running.plan import Plan; from harness.running.witness_key import witness_key;"
         "witness_key(Plan(slots=8)); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
-    started_s = time.process_time()
-    witness_key(PLAN)
-    assert time.process_time() - started_s < 0.3  # the files are in the cache of the kernel now
