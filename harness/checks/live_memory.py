@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from harness.checks.ranks import merge_ranks, missing_records
 from harness.checks.witnesses import Witnesses
@@ -16,12 +16,11 @@ from harness.expect.expectations import Expectations
 from harness.expect.live_memory import LiveStorage
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
-from harness.trace.traffic import LiveMemory, LiveTensor
+from harness.trace.traffic import LiveMemory, LiveTensor, Moment
 from harness.verdict import Finding
 
 NAME = "live_memory"
 LEAKS = "leaks"
-Moment = Literal["forward", "step"]
 MOMENTS: dict[Moment, str] = {"forward": "between forward and backward", "step": "at the end of the step"}
 SETTLED = 2  # the first step that all later ones must repeat: the optimizer and precomputed scales have their state
 

@@ -6,12 +6,11 @@ is judged by itself (`worker/replay.py`), so that the limits are those of roundi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from harness.checks.mismatch import size_of_error
-from harness.checks.parity import FLOAT32_LOSS
+from harness.checks.assembly import nan_is_worst
+from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
 from harness.checks.witnesses import Witnesses
 from harness.expect.local_parity import allowed_distance
 from harness.matrix.case import Case
@@ -82,32 +81,19 @@ def _too_far(case: Case, found: Sequence[ModuleDistance], exact: bool) -> Iterat
             module=first.fqn,
             expected=f"distance <= {limit:.2g}",
             found=f"{first.distance:.2g}",
-            size=max((math.inf if math.isnan(each.distance) else each.distance) for each, _ in wrong),
+            size=max(nan_is_worst(each.distance) for each, _ in wrong),
         )
 
 
-def _numbers(run: Run, replay: Run, step: int) -> Iterator[Finding]:
+def _numbers(run: Run, replay: Run, step: int) -> list[Finding]:
     """What ranks report, against the loss of the recorded logits and the norm of the recorded gradients."""
     expected = replay.traces[0].steps[step - 1]
-    allowed = {"loss": FLOAT32_LOSS, "grad_norm": GRAD_NORM * expected.grad_norm}
-    for name, limit in allowed.items():
-        wanted = getattr(expected, name)
-        reported = {
-            trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step
-        }
-        wrong = {rank: value for rank, value in reported.items() if not abs(value - wanted) <= limit}  # NaN is wrong
-        if wrong:
-            rank = min(wrong)
-            yield _finding(
-                verdict=Verdict.NUMERIC,
-                message=f"{name} is not that of the recorded {'logits' if name == 'loss' else 'gradients'}: off by "
-                f"{abs(wrong[rank] - wanted):.2g}, {limit:.2g} allowed",
-                step=step,
-                rank=rank,
-                expected=repr(wanted),
-                found=repr(wrong[rank]),
-                size=size_of_error(name, wrong[rank], wanted),
-            )
+    norm = expected.grad_norm
+    loss_differs, norm_differs = (f"is not that of the recorded {each}: off by" for each in ("logits", "gradients"))
+    return [
+        *wrong_numbers(NAME, run, step, "loss", expected=expected.loss, allowed=FLOAT32_LOSS, differs=loss_differs),
+        *wrong_numbers(NAME, run, step, "grad_norm", expected=norm, allowed=GRAD_NORM * norm, differs=norm_differs),
+    ]
 
 
 def _name(found: ModuleDistance) -> str:

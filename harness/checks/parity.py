@@ -109,22 +109,32 @@ def _reported_numbers(run: Run, solo: Run, step: int, allowed: float, loss_floor
     """Loss and gradient norm as ranks report them. The norm cannot be further off than the worst gradient."""
     expected = solo.traces[0].steps[step - 1]
     return [
-        *_number(run, step, "loss", expected.loss, max(allowed * LOSS_SHARE, loss_floor)),
-        *_number(run, step, "grad_norm", expected.grad_norm, allowed * expected.grad_norm),
+        *wrong_numbers(NAME, run, step, "loss", expected=expected.loss, allowed=max(allowed * LOSS_SHARE, loss_floor)),
+        *wrong_numbers(NAME, run, step, "grad_norm", expected=expected.grad_norm, allowed=allowed * expected.grad_norm),
     ]
 
 
-def _number(run: Run, step: int, name: str, expected: float, allowed: float) -> list[Finding]:
+def wrong_numbers(  # noqa: PLR0913  the number, its place, and what it is compared with
+    check: str,
+    run: Run,
+    step: int,
+    name: str,
+    *,
+    expected: float,
+    allowed: float,
+    differs: str = "differs from the single-rank reference by",
+) -> list[Finding]:
+    """A finding of `check` about the first rank that reports this number of a step further off than allowed."""
     found = {trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step}
     wrong = {rank: value for rank, value in found.items() if not abs(value - expected) <= allowed}  # NaN is wrong
     if not wrong:
         return []
     rank = min(wrong)
     return [
-        _finding(
+        Finding(
+            check=check,
             verdict=Verdict.NUMERIC,
-            message=f"{name} differs from the single-rank reference by {abs(wrong[rank] - expected):.2g}, "
-            f"{allowed:.2g} allowed",
+            message=f"{name} {differs} {abs(wrong[rank] - expected):.2g}, {allowed:.2g} allowed",
             step=step,
             rank=rank,
             expected=repr(expected),

@@ -120,9 +120,7 @@ def parity_key(case: Case) -> str:
     """
     if case.train.dtype == "float64":
         return "exact"
-    in_order = case.layout.tp == 1 and case.layout.dp_replicate == 1
-    ordered = in_order and case.compile != "inductor"  # generated code rounds elsewhere
-    if ordered:
+    if case.sums_in_order and case.compile != "inductor":  # generated code rounds elsewhere
         return "ordered"
     form = "-replicas" if case.layout.tp == 1 and case.compile != "inductor" else ""
     return f"{case.float8.recipe}{form}-{case.train.dtype}"

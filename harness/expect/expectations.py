@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Literal
 
 from harness.expect import casts, fusion, live_memory, matmuls, records, relations, saved_memory, traffic
 from harness.expect.casts import CastForm, CastSite
@@ -20,6 +19,7 @@ from harness.expect.versions import Verified
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns
 from harness.matrix.rules import Refusal, expected_refusal
+from harness.trace.traffic import Moment
 
 # By the name that `Check.formula` and reports use.
 FORMULAS: dict[str, Verified] = {
@@ -103,7 +103,7 @@ class Expectations:
         """What else is alive on `rank` between forward and backward. Eager cases only."""
         return self._live_storages(rank)
 
-    def live_scalars(self, moment: Literal["forward", "step"]) -> int:
+    def live_scalars(self, moment: Moment) -> int:
         """How many scalars are alive besides. Eager cases only."""
         return live_memory.expected_scalars(self.case, moment=moment)
 

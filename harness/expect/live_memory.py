@@ -8,7 +8,6 @@ the loss. The terms hold for eager runs on the CPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import msgspec
 
@@ -16,6 +15,7 @@ from harness.expect.traffic import ITEM_BYTES, fsdp_units
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import shard_sizes
+from harness.trace.traffic import Moment
 
 VERIFIED = CURRENT
 
@@ -30,7 +30,7 @@ class LiveStorage(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str
 
 
-def expected_scalars(case: Case, *, moment: Literal["forward", "step"]) -> int:
+def expected_scalars(case: Case, *, moment: Moment) -> int:
     """Storages of one element: the loss; before backward also its sum over tokens, which loss parallel reduces."""
     if moment == "step":
         return 1

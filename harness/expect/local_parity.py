@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from harness.matrix.case import Case
-from harness.matrix.linears import OUTPUT_FQN, ROWWISE, is_converted, linear_fqns
+from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns
 from harness.trace.modules import ModuleDistance
 
 # The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in
@@ -70,7 +70,7 @@ def _is_repeated_exactly(case: Case, found: ModuleDistance) -> bool:
 
 
 def _is_converted(case: Case, fqn: str) -> bool:
-    return fqn in linear_fqns(case) and is_converted(case, fqn)
+    return fqn in converted_fqns(case)
 
 
 def _rounding(dtype: str, *, spread: float = 1.0, parts: int = 1) -> float:

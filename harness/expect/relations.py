@@ -100,8 +100,7 @@ def _trains(case: Case) -> bool:
 
 def _parity_is_sharp(case: Case) -> bool:
     """True when parity leaves no room for rounding: no wrong number could hide in its tolerance."""
-    in_order = case.layout.tp == 1 and case.layout.dp_replicate == 1
-    return (case.train.dtype == "float64" or in_order) and not _scale_is_inconsistent(case)
+    return (case.train.dtype == "float64" or case.sums_in_order) and not _scale_is_inconsistent(case)
 
 
 def _scale_is_inconsistent(case: Case) -> bool:

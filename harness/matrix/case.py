@@ -266,13 +266,17 @@ class Case(CaseStruct, frozen=True, kw_only=True):
         return self.layout.dp > 1 or self.train.dtype == "bfloat16"
 
     @property
+    def sums_in_order(self) -> bool:
+        """True where every sum over ranks has the order in which one rank adds the same numbers."""
+        return self.layout.tp == 1 and self.layout.dp_replicate == 1
+
+    @property
     def is_replayed(self) -> bool:
         """True where ranks sum in another order than one rank does, in a dtype that rounds: eager cases only.
 
         Their trajectories drift apart, so every module is compared by itself as well (local parity).
         """
-        sums_apart = self.layout.tp > 1 or self.layout.dp_replicate > 1
-        return sums_apart and self.train.dtype != "float64" and self.compile == "none"
+        return not self.sums_in_order and self.train.dtype != "float64" and self.compile == "none"
 
     @property
     def gathers_float8(self) -> bool:

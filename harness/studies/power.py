@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from harness.checks.assembly import assemble, relative_distance
+from harness.checks.assembly import assemble, nan_is_worst, relative_distance
 from harness.checks.judge import Judgement
 from harness.engine.messages import JobStatus
 from harness.evidence.costs import read_costs
@@ -195,7 +195,7 @@ def _worst_sqnr(run: Run, solo: Run) -> float | None:
     distances = [relative_distance(found[key], expected[key]) for key in keys]
     if not distances:
         return None
-    worst = max(math.inf if math.isnan(distance) else distance for distance in distances)
+    worst = max(map(nan_is_worst, distances))
     return math.inf if worst == 0 else -20 * math.log10(worst)
 
 

@@ -29,6 +29,9 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
     scalars: int  # how many of them carried a single element, as the amax reductions of tensorwise scaling do
 
 
+Moment = Literal["forward", "step"]  # between forward and backward, and at the end of a step
+
+
 class LiveTensor(Record, frozen=True, kw_only=True):
     """A storage of more than one element that is alive and not explained, as one of the tensors that hold it."""
 
@@ -44,7 +47,7 @@ class LiveMemory(Record, frozen=True, kw_only=True):
     `moment`: "forward" is between forward and backward, where gathered weights count too; "step" is the end of a step.
     """
 
-    moment: Literal["forward", "step"]
+    moment: Moment
     scalars: int  # storages of one element
     tensors: tuple[LiveTensor, ...]
 

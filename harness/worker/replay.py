@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Case
 from harness.trace import RankTrace, StepTrace
 from harness.trace.modules import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
 from harness.worker.probes.module_tensors import MODULES, is_wide
+from harness.worker.probes.places import held
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.reference.build import Target, build
@@ -197,8 +197,7 @@ def _replace(watching: Replay, fqn: str, kind: ModuleTensorKind, tensor: torch.T
     """Replace a parameter, or its gradient, in place by that of the run. Returns the sum of its squares."""
     if tensor is None:
         return math.nan
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    local = getattr(local, "_tensor", local).detach()
+    local = held(tensor)
     local.copy_(watching.replaced(fqn, kind, local))
     return local.double().square().sum().item()
 

@@ -17,7 +17,6 @@ from harness.worker.faults.hooks import (
     Recomputing,
     after_build,
     float8_part,
-    in_backward,
     local,
     module_in_last_block,
     on_last_rank,
@@ -25,6 +24,7 @@ from harness.worker.faults.hooks import (
     wrap,
     wrap_casts,
 )
+from harness.worker.probes.probe import in_backward
 from harness.worker.targets.reference import build, checkpointing, model
 
 _aten = torch.ops.aten

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torchao.float8 import float8_scaling_utils, fsdp_utils
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
-from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Case
 from harness.worker import train
+from harness.worker.probes.probe import in_backward
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.reference.build import Target
 from harness.worker.virtual import collectives
@@ -41,20 +41,9 @@ def on_last_rank() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def in_backward() -> bool:
-    """True while autograd runs backward, including the recomputation of a forward."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, without a copy; other tensors as they are."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def high_precision(param: torch.Tensor) -> torch.Tensor:
-    """The local values of a parameter, without the subclass of the float8 all-gather; writing to them changes it."""
-    shard = local(param.detach())
-    return shard._tensor if isinstance(shard, WeightWithDynamicFloat8CastTensor) else shard
 
 
 def float8_part(tensor: torch.Tensor) -> Any:

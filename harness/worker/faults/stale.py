@@ -15,8 +15,6 @@ from harness.worker.faults.hooks import (
     after_backward,
     counted_steps,
     float8_part,
-    high_precision,
-    in_backward,
     local,
     on_last_rank,
     on_odd_rank,
@@ -24,6 +22,8 @@ from harness.worker.faults.hooks import (
     wrap,
     wrap_casts,
 )
+from harness.worker.probes.places import held
+from harness.worker.probes.probe import in_backward
 from harness.worker.targets.reference.float8 import converted_linears
 
 
@@ -199,7 +199,7 @@ def gradient_buffer_polluted() -> None:
         if step == 1:
             _, linear = min(_linears(model).items())
             assert linear.weight.grad is not None
-            local(linear.weight.grad).add_(high_precision(linear.weight))
+            local(linear.weight.grad).add_(held(linear.weight))
 
     after_backward(change)
 

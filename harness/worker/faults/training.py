@@ -18,13 +18,13 @@ from harness.worker.faults.hooks import (
     after_build,
     around_update,
     gathered_copies,
-    high_precision,
     local,
     on_last_rank,
     on_odd_rank,
     weight_in_last_block,
     wrap,
 )
+from harness.worker.probes.places import held
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.reference import build
 
@@ -221,7 +221,7 @@ def query_scale_folded_into_weights() -> None:
 
     def change(target: build.Target) -> None:
         for name, factor in (("wq", 2.0), ("wk", 0.5)):
-            high_precision(weight_in_last_block(target.model, f"attention.{name}")).mul_(factor)
+            held(weight_in_last_block(target.model, f"attention.{name}")).mul_(factor)
 
     after_build(change)
 
@@ -303,7 +303,7 @@ def master_weights_in_bfloat16() -> None:
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
         stock()
         for param in model.parameters():
-            values = high_precision(param)
+            values = held(param)
             values.copy_(values.bfloat16())
 
     around_update(change)

@@ -13,6 +13,7 @@ import torch
 
 from harness.trace.graphs import GraphCast, Phase, UnknownCast
 from harness.worker.probes.cast_numbers import Cast, measure_cast
+from harness.worker.probes.probe import in_backward
 from harness.worker.probes.scales import dtype_name, summarize_scale
 
 _aten = torch.ops.aten
@@ -58,20 +59,18 @@ class GraphCastWatcher:
 
     def _record(self, node: torch.fx.Node, bits: torch.Tensor) -> None:
         self._order += 1
-        phase: Phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        phase: Phase = "backward" if in_backward() else "forward"
+        seen: dict[str, Any] = {
+            "step": self._step,
+            "order": self._order,
+            "phase": phase,
+            "fqn": _fqn(node),
+            "target_dtype": dtype_name(bits.dtype),
+            "shape": tuple(bits.shape),
+        }
         chain = _chain(node)
         if isinstance(chain, str):
-            self.unknown.append(
-                UnknownCast(
-                    step=self._step,
-                    order=self._order,
-                    phase=phase,
-                    fqn=_fqn(node),
-                    target_dtype=dtype_name(bits.dtype),
-                    shape=tuple(bits.shape),
-                    missing=chain,
-                )
-            )
+            self.unknown.append(UnknownCast(**seen, missing=chain))
             return
         source, scale = self._sources[chain.widened], self._scales[chain.multiplied]
         summary = summarize_scale(scale)
@@ -79,13 +78,8 @@ class GraphCastWatcher:
         measured = measure_cast(Cast(source, bits, scale, _scaled_dim(scale, source)))
         self.casts.append(
             GraphCast(
-                step=self._step,
-                order=self._order,
-                phase=phase,
-                fqn=_fqn(node),
+                **seen,
                 is_weight=_is_parameter(chain.widened),
-                shape=tuple(bits.shape),
-                target_dtype=dtype_name(bits.dtype),
                 scale=summary,
                 amax=measured.amax,
                 scaled_amax_minimum=measured.scaled_amax_minimum,

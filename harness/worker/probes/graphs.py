@@ -22,6 +22,7 @@ from harness.matrix.case import Case
 from harness.matrix.mesh import axis_of_group
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
 from harness.worker.probes.graph_casts import GraphCastWatcher
+from harness.worker.probes.probe import in_backward
 from harness.worker.probes.unfused import ALL_GATHER, MATMULS, REDUCE_SCATTER, group_name, reason
 from harness.worker.targets.reference.parallel import Meshes
 from harness.worker.virtual import collectives, graph_backend, rng, scaled_mm
@@ -129,7 +130,7 @@ class GraphProbe:
     def _record_call(self, operator: str, given: dict[str, Any], result: Any) -> None:
         with torch.no_grad():
             found = _found(result) if symm_mem._is_test_mode else _compared(operator, given, result)
-        phase: Phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        phase: Phase = "backward" if in_backward() else "forward"
         key = (self._step, phase, operator, given["A"].shape, len(given.get("Bs", [None])))
         before = self._calls.get(key)
         self._calls[key] = FusedCall(

@@ -14,7 +14,7 @@ import gc
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from harness.trace.traffic import LiveMemory, LiveTensor
+from harness.trace.traffic import LiveMemory, LiveTensor, Moment
 from harness.worker.probes.gathered import fsdp_params, local_part
 from harness.worker.probes.own import is_own
 from harness.worker.probes.scales import dtype_name
@@ -69,7 +69,7 @@ class Census:
         found = _alive(explained=())
         self._data = [StorageWeakRef(live.tensor.untyped_storage()) for live in found if _is_integer(live.tensor)]
 
-    def take(self, moment: Literal["forward", "step"], saved: Iterable[StorageWeakRef] = ()) -> LiveMemory:
+    def take(self, moment: Moment, saved: Iterable[StorageWeakRef] = ()) -> LiveMemory:
         """What is alive now and not explained; `saved`: storages that autograd keeps at this moment."""
         assert self._model is not None, "attach comes before the first step"
         managed = fsdp_params(self._model)

@@ -19,6 +19,7 @@ from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.own import own
 from harness.worker.probes.places import Places, held
+from harness.worker.probes.probe import in_backward
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.reference.parallel import Meshes
@@ -180,8 +181,3 @@ def is_wide(tensor: torch.Tensor) -> bool:
     """False for tokens, and for an operand that was cast to float8 already: its module casts nothing."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return tensor.is_floating_point() and not isinstance(local, Float8TrainingTensor)
-
-
-def in_backward() -> bool:
-    """True while autograd runs, which is when checkpointing calls modules again."""
-    return torch._C._current_graph_task_id() != -1

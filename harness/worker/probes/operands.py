@@ -27,6 +27,7 @@ from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.contents import Contents
 from harness.worker.probes.gathered import gathered_weights, local_part, own_rows
+from harness.worker.probes.probe import in_backward
 from harness.worker.probes.scales import read_scale
 from harness.worker.probes.seen import Distribution, SeenCast, SeenMatmul
 from harness.worker.probes.sketches import clean_fqn
@@ -271,7 +272,7 @@ class OperandProbe:
 
 def _forward_phase() -> Phase:
     """A forward that runs inside of a backward pass is a recomputation."""
-    return "forward" if torch._C._current_graph_task_id() == -1 else "recompute"
+    return "recompute" if in_backward() else "forward"
 
 
 _NOTHING = contextlib.nullcontext()

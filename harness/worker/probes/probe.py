@@ -87,3 +87,8 @@ class ProbeSet:
     def results(self) -> dict[str, Any]:
         """What every probe recorded, by its name."""
         return {name: probe.result() for name, probe in self._probes.items()}
+
+
+def in_backward() -> bool:
+    """True while autograd runs backward, including the recomputation of a forward."""
+    return torch._C._current_graph_task_id() != -1
