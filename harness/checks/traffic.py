@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 from harness.checks.ranks import merge_ranks, missing_records
@@ -37,18 +37,41 @@ class CollectiveKey(NamedTuple):
 
 
 class Volume(NamedTuple):
-    """How many collectives, the bytes that one rank puts in, and how many of them carried a single element."""
+    """The bytes that one rank puts in, and the number of collectives for every size of its input in elements."""
 
-    times: int = 0
     payload_bytes: int = 0
-    scalars: int = 0
+    sizes: Mapping[int, int] = MappingProxyType({})
+
+    @property
+    def times(self) -> int:
+        """How many collectives."""
+        return sum(self.sizes.values())
 
     def __str__(self) -> str:
-        scalars = f", {self.scalars} of one element" if self.scalars else ""
-        return f"{self.times} with {self.payload_bytes} bytes{scalars}" if self.times else "none"
+        if not self.times:
+            return "none"
+        return f"{self.times} with {self.payload_bytes} bytes ({_sizes(self.sizes)} elements)"
 
 
 Traffic = dict[CollectiveKey, Volume]
+
+
+class Limits(NamedTuple):
+    """The fewest and the most collectives for every size of input, where a compiled run may send more or fewer."""
+
+    fewest: Mapping[int, int]
+    most: Mapping[int, int]
+
+    def allow(self, volume: Volume) -> bool:
+        """True when there are enough collectives of every size, not too many, and none of another size."""
+        return all(
+            self.fewest.get(size, 0) <= volume.sizes.get(size, 0) <= self.most.get(size, 0)
+            for size in self.most.keys() | volume.sizes.keys()
+        )
+
+    def allow_number(self, volume: Volume) -> bool:
+        """True when there are enough collectives and not too many, whatever their sizes."""
+        return sum(self.fewest.values()) <= volume.times <= sum(self.most.values())
 
 
 class _Step(NamedTuple):
@@ -58,7 +81,14 @@ class _Step(NamedTuple):
     rank: int
     expected: Traffic
     found: Traffic
-    allowed: dict[CollectiveKey, tuple[int, int]]
+    allowed: dict[CollectiveKey, Limits]
+
+    def fits(self, key: CollectiveKey) -> bool:
+        """True when this kind of collective is as expected, or within its limits."""
+        found = self.found.get(key, Volume())
+        if found == self.expected.get(key, Volume()):
+            return True
+        return key in self.allowed and self.allowed[key].allow(found)
 
 
 def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -78,22 +108,22 @@ def expected_traffic(expect: Expectations, *, step: int, rank: int) -> Traffic:
     """The expected transfers, added up as the probe adds up what it records."""
     total: defaultdict[CollectiveKey, Volume] = defaultdict(Volume)
     for term in expect.transfers(step=step, rank=rank):
-        scalars = term.times if term.elements == 1 else 0
-        total[_key(term)] = _plus(total[_key(term)], Volume(term.times, term.payload_bytes, scalars))
+        total[_key(term)] = _plus(total[_key(term)], Volume(term.payload_bytes, {term.elements: term.times}))
     return dict(total)
 
 
-def count_limits(expect: Expectations, *, step: int, rank: int) -> dict[CollectiveKey, tuple[int, int]]:
+def count_limits(expect: Expectations, *, step: int, rank: int) -> dict[CollectiveKey, Limits]:
     """Fewest and most collectives of the kinds whose count varies in a compiled run."""
     if expect.case.compile == "none":
         return {}
-    found: dict[CollectiveKey, tuple[int, int]] = {}
+    fewest: defaultdict[CollectiveKey, Counter[int]] = defaultdict(Counter)
+    most: defaultdict[CollectiveKey, Counter[int]] = defaultdict(Counter)
     for term in expect.transfers(step=step, rank=rank):
-        fewest, most = found.get(_key(term), (0, 0))
         exact = term.least is None
         least = term.times if term.least is None else min(term.times, term.least)
-        found[_key(term)] = (fewest + least, most + term.times * (1 if exact else 2))
-    return {key: limit for key, limit in found.items() if limit[0] != limit[1]}
+        fewest[_key(term)][term.elements] += least
+        most[_key(term)][term.elements] += term.times * (1 if exact else 2)
+    return {key: Limits(fewest[key], most[key]) for key in most if fewest[key] != most[key]}
 
 
 def recorded_traffic(trace: RankTrace, step: int) -> Traffic:
@@ -102,7 +132,7 @@ def recorded_traffic(trace: RankTrace, step: int) -> Traffic:
     for record in trace.traffic or ():
         if record.step == step:
             key = CollectiveKey(record.axis, record.kind, record.op, record.dtype)
-            total[key] = _plus(total[key], Volume(record.count, record.payload_bytes, record.scalars))
+            total[key] = _plus(total[key], Volume(record.payload_bytes, record.sizes))
     return dict(total)
 
 
@@ -111,7 +141,13 @@ def _key(term: Transfer) -> CollectiveKey:
 
 
 def _plus(one: Volume, other: Volume) -> Volume:
-    return Volume(*(a + b for a, b in zip(one, other, strict=True)))
+    return Volume(one.payload_bytes + other.payload_bytes, Counter(one.sizes) + Counter(other.sizes))
+
+
+def _sizes(sizes: Mapping[int, int]) -> str:
+    """How many of which size, at most three examples."""
+    shown = [f"{times} of {size}" for size, times in sorted(sizes.items())[:3]]
+    return ", ".join([*shown, "..."] if len(sizes) > 3 else shown)
 
 
 def _steps(expect: Expectations, trace: RankTrace) -> Iterator[_Step]:
@@ -127,14 +163,12 @@ def _differences(expect: Expectations, trace: RankTrace) -> list[Finding]:
     first: dict[CollectiveKey, Finding] = {}
     for step in _steps(expect, trace):
         for key in sorted(step.expected.keys() | step.found.keys()):
-            expected, found = step.expected.get(key, Volume()), step.found.get(key, Volume())
-            fewest, most = step.allowed.get(key, (math.inf, -math.inf))
-            if expected != found and not fewest <= found.times <= most and key not in first:
+            if key not in first and not step.fits(key):
                 first[key] = _finding(
                     message=f"wrong number or size of {key}",
                     step=step.number,
-                    expected=f"{expected}{_purposes(expect, step, key)}",
-                    found=str(found),
+                    expected=f"{step.expected.get(key, Volume())}{_purposes(expect, step, key)}",
+                    found=str(step.found.get(key, Volume())),
                 )
     return list(first.values())
 
@@ -184,7 +218,7 @@ def _gathered_bytes(traffic: Traffic) -> int:
 
 def _amax_reductions(step: _Step) -> Iterator[Finding]:
     """Reductions by max compute scales, except for one per token with loss parallel."""
-    within = {key for key, (fewest, most) in step.allowed.items() if fewest <= _count(step.found, key) <= most}
+    within = {key for key, limits in step.allowed.items() if limits.allow_number(step.found.get(key, Volume()))}
     expected, found = _max_reductions(step.expected, within), _max_reductions(step.found, within)
     extra = {axis: count - expected[axis] for axis, count in found.items() if count > expected[axis]}
     for axis, count in expected.items():
@@ -208,7 +242,3 @@ def _max_reductions(traffic: Traffic, within: set[CollectiveKey]) -> defaultdict
         if key.op == "max" and key not in within:
             counts[key.axis] += volume.times
     return counts
-
-
-def _count(traffic: Traffic, key: CollectiveKey) -> int:
-    return traffic.get(key, Volume()).times

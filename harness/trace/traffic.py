@@ -12,10 +12,10 @@ from harness.trace.record import Record
 
 
 class TrafficRecord(Record, frozen=True, kw_only=True):
-    """`count` collectives of one kind over one mesh axis in one step.
+    """The collectives of one kind over one mesh axis in one step.
 
     `payload_bytes` is the sum of this rank's inputs: the shard for all_gather, the full input for reduce_scatter and
-    all_reduce.
+    all_reduce. `sizes` counts the collectives by the elements of that input: an amax of tensorwise scaling has 1.
     """
 
     step: int
@@ -24,9 +24,8 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", ...
     op: str = ""  # "sum", "max", ... of a reduction: every "max" is an amax or the largest logit
     dtype: str  # "float32", "bfloat16", "uint8" for float8 gathered as bytes by FSDP2, ...
-    count: int
     payload_bytes: int
-    scalars: int  # how many of them carried a single element, as the amax reductions of tensorwise scaling do
+    sizes: dict[int, int]
 
 
 Moment = Literal["forward", "step"]  # between forward and backward, and at the end of a step

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.traffic import CollectiveKey, check_traffic, count_limits, expected_traffic
+from harness.checks.traffic import CollectiveKey, Limits, check_traffic, count_limits, expected_traffic
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -36,9 +36,8 @@ def records(case: Case, rank: int = 0) -> Records:
             kind=key.kind,
             op=key.op,
             dtype=key.dtype,
-            count=amount.times,
             payload_bytes=amount.payload_bytes,
-            scalars=amount.scalars,
+            sizes=dict(amount.sizes),
         )
         for step in range(1, case.train.steps + 1)
         for key, amount in expected_traffic(expect, step=step, rank=rank).items()
@@ -69,13 +68,13 @@ def test_what_the_formula_says_is_good(case: Case) -> None:
     assert check(case, records(case, 0), records(case, 1)) == []
 
 
-@given(st.data(), st.sampled_from(["count", "payload_bytes", "scalars", "kind", "op", "dtype", "axis"]))
+@given(st.data(), st.sampled_from(["payload_bytes", "sizes", "kind", "op", "dtype", "axis"]))
 def test_every_change_of_every_record_is_found_at_its_step_and_rank(data: st.DataObject, field: str) -> None:
     case = data.draw(st.sampled_from([TP, GATHERED, PRECOMPUTED]))
     right = records(case)
     index, rank = data.draw(st.integers(0, len(right) - 1)), data.draw(st.integers(0, 1))
     old = getattr(right[index], field)
-    new = old + 1 if isinstance(old, int) else f"other {old}"
+    new = {int: lambda: old + 1, dict: lambda: old | {5: 1}, str: lambda: f"other {old}"}[type(old)]()
     wrong = (*right[:index], replace(right[index], **{field: new}), *right[index + 1 :])
     findings = check(case, *((wrong, right) if rank == 0 else (right, wrong)))
     assert findings
@@ -96,7 +95,7 @@ def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None
     plain = Expectations(parse_case_id("fsdp2-tensorwise-v2048-s3-f32"))
     high = expected_traffic(plain, step=1, rank=0)[CollectiveKey("dp_shard", "all_gather", "", "float32")]
     wrong = tuple(
-        replace(record, count=high.times, payload_bytes=high.payload_bytes)
+        replace(record, sizes=dict(high.sizes), payload_bytes=high.payload_bytes)
         if record.dtype == "float32" and record.kind == "all_gather"
         else record
         for record in without(GATHERED, CollectiveKey("dp_shard", "all_gather", "", "uint8"))
@@ -128,16 +127,34 @@ def test_amax_over_the_wrong_ranks_is_told_in_plain_words() -> None:
 def test_a_compiled_run_may_cast_once_for_several_uses_or_twice_for_one() -> None:
     """Compilers merge equal casts and repeat cheap ones: the number of their amax reductions has limits."""
     case = parse_case_id("tp2-tensorwise-graph-v2048-s3-f32")
-    found = count_limits(Expectations(case), step=1, rank=0)
-    (key,) = found
+    key, limits = the_limits(case)
     assert (key.op, key.axis) == ("max", "tp")
-    (right,) = {record.count for record in records(case) if record.dtype == key.dtype and record.op == "max"}
-    fewest, most = found[key]
+    assert list(limits.fewest) == list(limits.most) == [1]
+    fewest, most = limits.fewest[1], limits.most[1]
+    (right,) = {record.sizes[1] for record in records(case) if record.dtype == key.dtype and record.op == "max"}
     assert fewest < right < most
     for count, good in ((fewest, True), (most, True), (fewest - 1, False), (most + 1, False)):
-        wrong = changed(case, key, count=count)
+        wrong = changed(case, key, sizes={1: count}, payload_bytes=8 * count)
         assert (check(case, wrong, wrong) == []) is good
     assert count_limits(Expectations(TP), step=1, rank=0) == {}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_in_a_compiled_run_every_amax_has_the_size_of_one_that_is_expected(recipe: str) -> None:
+    case = parse_case_id(f"tp2-{recipe}-graph-v2048-s3-f32")
+    key, _ = the_limits(case)
+    right = next(record for record in records(case) if (record.axis, record.kind, record.op, record.dtype) == key)
+    first, *others = right.sizes
+    longer = {first + 3: right.sizes[first]} | {size: right.sizes[size] for size in others}
+    wrong = changed(case, key, sizes=longer)
+    (found,) = [each for each in check(case, wrong, wrong) if "wrong number or size" in each.message]
+    assert f"{right.sizes[first]} of {first + 3}" in (found.found or "") or "..." in (found.found or "")
+
+
+def the_limits(case: Case) -> tuple[CollectiveKey, Limits]:
+    """The only kind of collective whose number may vary."""
+    ((key, limits),) = count_limits(Expectations(case), step=1, rank=0).items()
+    return key, limits
 
 
 def test_a_stale_scale_shows_as_amax_of_step_one_repeated() -> None:

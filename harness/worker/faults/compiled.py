@@ -172,7 +172,7 @@ def _after_passes(change: Callable[[torch.fx.Graph], int]) -> None:
         def post_grad_passes(module: torch.fx.GraphModule, **kwargs: Any) -> None:
             stock(module, **kwargs)
             if not change(module.graph):
-                raise RuntimeError("the graph has no cast to float8 that this fault changes")
+                raise RuntimeError("the graph has nothing that this fault changes")
 
         return post_grad_passes
 
@@ -218,5 +218,30 @@ def compiled_scale_stale() -> None:
                 kept = graph.call_function(first_scale, (scale, next(places)))
             scale.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
         return len(scales)
+
+    _after_passes(change)
+
+
+def compiled_amax_sent_twice() -> None:
+    """Every reduction of an amax in the graph carries each element twice: no number changes, only the payload."""
+    all_reduce, wait = torch.ops._c10d_functional.all_reduce_.default, torch.ops._c10d_functional.wait_tensor.default
+
+    def twice(amax: torch.Tensor) -> torch.Tensor:
+        return amax.reshape(-1).repeat(2)
+
+    def once(reduced: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return reduced[: like.numel()].reshape(like.shape)
+
+    def change(graph: torch.fx.Graph) -> int:
+        reductions = [node for node in graph.find_nodes(op="call_function", target=all_reduce) if node.args[1] == "max"]
+        for reduction in reductions:
+            amax = reduction.args[0]
+            with graph.inserting_before(reduction):
+                reduction.update_arg(0, graph.call_function(twice, (amax,)))
+            waited = next(user for user in reduction.users if user.target is wait)
+            with graph.inserting_after(waited):
+                kept = graph.call_function(once, (waited, amax))
+            waited.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
+        return len(reductions)
 
     _after_passes(change)

@@ -5,7 +5,7 @@ What the harness itself sends to measure a run is left out: it runs inside `coll
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -80,9 +80,8 @@ class TrafficProbe:
             kind=key.kind,
             op=key.op,
             dtype=str(key.dtype).removeprefix("torch."),
-            count=len(elements),
             payload_bytes=sum(elements) * key.dtype.itemsize,
-            scalars=elements.count(1),
+            sizes=dict(sorted(Counter(elements).items())),
         )
 
 
