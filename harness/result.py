@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.trace import Run
-from harness.verdict import ExitCode, Finding, NotJudged, Verdict, exit_code
+from harness.verdict import ExitCode, Finding, GoldenSource, NotJudged, Verdict, exit_code
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +39,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     run: Run | None = None  # None if no rank reported anything
     checks: tuple[str, ...] = ()  # names of the checks that ran, in order
     not_judged: tuple[NotJudged, ...] = ()  # the other checks, with the reason
+    golden: GoldenSource = ""  # what the losses were compared with
     command: str = ""  # runs only this case again
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show
 

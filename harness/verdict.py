@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
+
+# What the losses of a case were compared with: a golden on disk, a BF16 reference run for want of one, or nothing.
+GoldenSource = Literal["stored", "run here", ""]
 
 
 class Verdict(enum.Enum):

@@ -153,12 +153,12 @@ class _Storing:
 
 
 def _announce(judge: CaseJudge, progress: Progress) -> None:
-    """Say before the run, not after it, what will make cases fail for want of a golden."""
+    """Say before the run, not after it, which cases have no stored golden."""
     families = judge.missing_goldens
     if families:
         progress.note(
-            f"goldens missing: {len(families)}. The cases that need them will fail. "
-            'Make them by `fp8-harness golden update --missing --reason "..."`.'
+            f"goldens not stored: {len(families)}. BF16 references are run on this machine in their place. "
+            'To store them: `fp8-harness golden update --missing --reason "..."`.'
         )
 
 

@@ -26,6 +26,7 @@ from harness.matrix.known import KnownFault, Symptom
 from harness.matrix.rules import Refusal
 from harness.result import Attempt, CaseResult
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
+from harness.trace.modules import ModuleDistance
 from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.verdict import Verdict
@@ -240,6 +241,21 @@ def with_sketches(run: Run, change: Callable[[TensorSketch], TensorSketch | None
 
 
 # What a run is judged by, and what comes of it
+
+
+def make_distance(**changes: Any) -> ModuleDistance:
+    """The distance of one tensor of a module from its replay: none."""
+    made = ModuleDistance(
+        step=1,
+        part=0,
+        fqn="layers.0.attention.wq",
+        kind="grad_input",
+        dtype="bfloat16",
+        distance=0.0,
+        spread=1.0,
+        parts=2,
+    )
+    return replace(made, **changes)
 
 
 def make_golden(

@@ -42,7 +42,7 @@ from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.expect.expectations import version_gap
 from harness.matrix.case import Case
 from harness.trace import RankFailure, RankTrace, Run
-from harness.verdict import Finding, NotJudged, Verdict
+from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
 
 ENGINE = "engine"  # the `check` of findings about ranks that did not finish
 JUDGE = "judge"  # the `check` of findings about the judgement itself
@@ -59,6 +59,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     record: str | None = None  # the field of `RankTrace` that it reads
     formula: str | None = None  # the formula of `expect/` that it relies on
     needs_relation: bool = False  # it compares with a partner, which not every case has
+    judges_partner: bool = False  # it judges the partner of a compiled case, whose modules cannot be recorded
 
 
 CHECKS: tuple[Check, ...] = (
@@ -67,7 +68,12 @@ CHECKS: tuple[Check, ...] = (
     Check(name=fp8_on.NAME, function=fp8_on.check_fp8_on),
     Check(name=matmuls.NAME, function=matmuls.check_matmuls, formula="matmuls"),
     Check(name=parity.NAME, function=parity.check_parity, record="sketches"),
-    Check(name=local_parity.NAME, function=local_parity.check_local_parity, record="module_tensors"),
+    Check(
+        name=local_parity.NAME,
+        function=local_parity.check_local_parity,
+        record="module_tensors",
+        judges_partner=True,
+    ),
     Check(name=scales.NAME, function=scales.check_scales, record="operands", formula="casts"),
     Check(name=graph_scales.NAME, function=graph_scales.check_graph_scales, record="graphs"),
     Check(name=recompute.NAME, function=recompute.check_recompute, record="operands", formula="matmuls"),
@@ -99,6 +105,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     checks: tuple[str, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()
+    golden: GoldenSource = ""
 
 
 def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: Sequence[Check] = CHECKS) -> Judgement:
@@ -109,7 +116,9 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
     findings = tuple(
         finding
         for check in checks
-        for finding in ((_no_record(check),) if _is_missing(check, run) else check.function(case, run, witnesses))
+        for finding in (
+            (_no_record(check),) if _is_missing(check, run, witnesses) else check.function(case, run, witnesses)
+        )
     )
     failed = status == "crash" or bool(run.failures)
     refused_as_expected = witnesses.expect.refusal is not None and bool(checks) and bool(run.failures) and not findings
@@ -159,7 +168,7 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
 
 
 def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
-    if check.record is not None and _is_missing(check, run):
+    if check.record is not None and _is_missing(check, run, witnesses):
         if check.record not in witnesses.records:
             return f"the ranks were not asked to record {_noun(check.record)}"
         if check.record in witnesses.expect.not_recorded:
@@ -168,14 +177,17 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
         return witnesses.expect.not_judged[check.name]
     if check.needs_relation and witnesses.expect.relation is None:
         return "no option of this case must be neutral, or parity already leaves no room for rounding"
-    if check.needs_relation and witnesses.partner_has_fix:
+    of_partner = check.needs_relation or (check.judges_partner and witnesses.expect.stands_for_modules)
+    if of_partner and witnesses.partner_has_fix:
         return "judged in the second run, with the candidate fix"
     return None
 
 
-def _is_missing(check: Check, run: Run) -> bool:
-    """True when no rank recorded what the check reads."""
-    return check.record is not None and all(getattr(trace, check.record) is None for trace in run.traces)
+def _is_missing(check: Check, run: Run, witnesses: Witnesses) -> bool:
+    """True when no rank recorded what the check reads, and no partner did in place of them."""
+    if check.record is None or (check.judges_partner and witnesses.expect.stands_for_modules):
+        return False
+    return all(getattr(trace, check.record) is None for trace in run.traces)
 
 
 def _no_record(check: Check) -> Finding:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from harness.checks.assembly import nan_is_worst
 from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
 from harness.checks.witnesses import Witnesses
 from harness.expect.local_parity import allowed_distance
 from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
 from harness.trace import Run
 from harness.trace.modules import ModuleDistance
 from harness.verdict import Finding, Verdict
@@ -36,16 +39,28 @@ _finding = partial(Finding, check=NAME)
 
 
 def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """Findings at the first step at which a tensor of a module is further from its replay than rounding explains."""
-    if witnesses.replay is None or not witnesses.replay.complete:
+    """Findings at the first step at which a tensor of a module is further from its replay than rounding explains.
+
+    In place of a compiled case its partner is judged, whose every bit `metamorphic` compares with those of the case.
+    """
+    relation = witnesses.expect.relation
+    if relation is not None and witnesses.expect.stands_for_modules:
+        found = _judged(relation.partner, run, witnesses.partner)
+        return [replace(each, message=f"in {case_id(relation.partner)}: {each.message}") for each in found]
+    return _judged(case, run, witnesses.replay, with_numbers=True)
+
+
+def _judged(case: Case, run: Run, replay: Run | None, *, with_numbers: bool = False) -> list[Finding]:
+    """`replay` has the distances of the modules of `case`, and for `with_numbers` the loss and the norm of `run`."""
+    if replay is None or not replay.complete:
         message = "cannot be judged: the replay of the modules could not be run"
         return [_finding(message=message, expected="a replay")]
-    (again,) = witnesses.replay.traces
-    distances = again.module_distances or ()
+    distances = replay.traces[0].module_distances or ()
     exact = all("scaled_mm" in trace.virtual for trace in run.traces)
     for step in range(1, case.train.steps + 1):
         found = [each for each in distances if each.step == step]
-        findings = [*_not_compared(found, step), *_too_far(case, found, exact), *_numbers(run, witnesses.replay, step)]
+        numbers = _numbers(run, replay, step) if with_numbers else []
+        findings = [*_not_compared(found, step), *_too_far(case, found, exact), *numbers]
         if findings:
             return findings
     return []

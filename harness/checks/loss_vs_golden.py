@@ -51,7 +51,8 @@ def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> list[Fin
     golden, tolerance = witnesses.golden, witnesses.tolerance
     if golden is None:
         family = family_id(case)
-        message = f"cannot be judged: no golden is stored for {family}; run `{update_command(family)}`"
+        why = f"no golden is stored for {family}, and its BF16 reference did not finish"
+        message = f"cannot be judged: {why}; to see why run `{update_command(family)}`"
         return [_finding(message=message, expected="a golden")]
     if tolerance is None:
         message = f"cannot be judged: no loss tolerance for cases like this; {MEASURE}, or set `loss_tolerance`"

@@ -17,7 +17,7 @@ from harness.report.document import json_report
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
 from harness.report.text import case_block, rich_table, text_report
-from harness.report.wording import left_out_text, not_judged_text, totals_line, unverified_text
+from harness.report.wording import not_judged_text, totals_text
 from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
 from harness.running.progress import open_progress
@@ -137,7 +137,7 @@ def _print(result: RunResult, *, quiet: bool) -> None:
         for each in result.results:
             if not each.verdict.good:
                 click.echo(f"\n{case_block(each)}")
-        click.echo(f"\n{unverified_text(result)}{left_out_text(result)}{totals_line(result)}")
+        click.echo(f"\n{totals_text(result)}")
     else:
         click.echo(text_report(result), nl=False)
 

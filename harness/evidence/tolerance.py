@@ -25,6 +25,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 from harness.matrix.case import Case, ModelShape
+from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import OUTPUT_FQN, is_converted
 
 SCHEMA = 1
@@ -129,6 +130,9 @@ def parity_key(case: Case) -> str:
 def tolerance_for(case: Case, root: Path) -> Tolerance:
     """How far the losses of a case may be from its golden, in nats; its own `loss_tolerance` overrides the table.
 
+    A loss is a mean over the tokens of a batch, and the errors of tokens are as good as independent: with fewer tokens
+    than were measured the tolerance grows by the root of their ratio. With more it stays what was measured.
+
     Raises `ToleranceMissing` when nothing was measured for its key or for this many steps (noise grows with every step,
     so nothing is extrapolated), and `ToleranceUnfounded` when the evidence does not support the number.
     """
@@ -138,7 +142,25 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
         return Tolerance(
             name=LOSS_VS_GOLDEN, key=key, per_step=(own,) * steps, margin=None, evidence="loss_tolerance of case"
         )
-    return _tolerance(LOSS_VS_GOLDEN, key, steps, root)
+    measured = _tolerance(LOSS_VS_GOLDEN, key, steps, root)
+    factor = max(1.0, math.sqrt(_measured_tokens(key, root) / _tokens(case)))
+    if factor == 1:
+        return measured
+    return msgspec.structs.replace(
+        measured,
+        per_step=tuple(allowed * factor for allowed in measured.per_step),
+        evidence=f"{measured.evidence}; times {factor:.3g} for {_tokens(case)} tokens",
+    )
+
+
+def _measured_tokens(key: str, root: Path) -> int:
+    """The fewest tokens a step of any sample of this key."""
+    samples = [sample for sample in read_evidence(root, LOSS_VS_GOLDEN).samples if sample.key == key]
+    return min(_tokens(parse_case_id(sample.case_id)) for sample in samples)
+
+
+def _tokens(case: Case) -> int:
+    return case.train.global_batch * case.train.seq_len
 
 
 def parity_tolerance_for(case: Case, root: Path) -> Tolerance:

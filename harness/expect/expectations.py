@@ -113,6 +113,11 @@ class Expectations:
         return fusion.fusion_candidates(self.case)
 
     @functools.cached_property
+    def stands_for_modules(self) -> bool:
+        """True when local parity judges the partner, which must equal this compiled case bit for bit."""
+        return relations.stands_for_modules(self.case)
+
+    @functools.cached_property
     def relation(self) -> Relation | None:
         """The partner that the case is compared with and how closely they must match; None without a partner."""
         return relations.partner(self.case)

@@ -66,6 +66,17 @@ def partner(case: Case) -> Relation | None:
     )
 
 
+def stands_for_modules(case: Case) -> bool:
+    """True when local parity judges the partner in place of a compiled case, whose modules cannot be recorded.
+
+    Every bit of the partner is promised to be that of the case.
+    """
+    relation = partner(case)
+    if case.compile == "none" or relation is None:
+        return False
+    return relation.promise == "bitwise" and relation.steps is None and relation.partner.is_replayed
+
+
 class _Option(NamedTuple):
     """An option that must not change results: the cases that have it, and the partner of such a case."""
 

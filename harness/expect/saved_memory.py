@@ -7,12 +7,12 @@ saves query, key, value, output and the logsumexp of every head, and RMSNorm its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from harness.expect.matmuls import is_recomputed
 from harness.expect.traffic import ITEM_BYTES, residual_tokens
 from harness.expect.versions import CURRENT
-from harness.matrix.case import Case, Checkpointing
+from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, ROWWISE, is_converted, local_features, shard_sizes
 
 VERIFIED = CURRENT
@@ -27,28 +27,6 @@ def expected_saved(case: Case, *, step: int, rank: int) -> dict[str, int]:
     for layer in range(case.model.shape.layers):
         elements += _block(case, layer, step)
     return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items())}
-
-
-def expected_order(saved_bytes: Mapping[Checkpointing, int]) -> tuple[tuple[Checkpointing, Checkpointing], ...]:
-    """Pairs of checkpointing modes of one case whose saved bytes are in the wrong order: the first must save less.
-
-    `full` < `selective_op` < `none`, `full` < `selective_layer` < `none`. With `every` = 1 `selective_layer` is the
-    same as `full`; which of the two selective modes saves less depends on the model.
-    """
-    wrong = []
-    for less, more in ((a, b) for a in saved_bytes for b in saved_bytes):
-        smaller, larger = _rank(less), _rank(more)
-        ordered = saved_bytes[less] < saved_bytes[more]
-        if smaller < larger and not ordered:
-            wrong.append((less, more))
-    return tuple(wrong)
-
-
-def _rank(checkpointing: Checkpointing) -> int:
-    if checkpointing.mode == "none":
-        return 2
-    everything = checkpointing.mode == "full" or (checkpointing.mode, checkpointing.every) == ("selective_layer", 1)
-    return 0 if everything else 1
 
 
 def _head(case: Case, rank: int) -> Elements:

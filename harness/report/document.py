@@ -11,7 +11,7 @@ import msgspec
 from harness.jsonform import to_json
 from harness.result import Attempt, CaseResult, RunResult, WithFix, WitnessMade
 from harness.trace import RankFailure
-from harness.verdict import Finding, NotJudged, Verdict
+from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
 
 SCHEMA = 1
 
@@ -33,6 +33,7 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...]
     not_judged: tuple[NotJudged, ...]
     failures: tuple[RankFailure, ...]
+    golden: GoldenSource
     command: str
     with_fix: WithFix | None
 
@@ -110,6 +111,7 @@ def _case_document(result: CaseResult) -> CaseDocument:
         checks=result.checks,
         not_judged=result.not_judged,
         failures=result.run.failures if result.run else (),
+        golden=result.golden,
         command=result.command,
         with_fix=result.with_fix,
     )

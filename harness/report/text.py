@@ -15,10 +15,8 @@ from harness.report.wording import (
     failure_text,
     finding_text,
     headline,
-    left_out_text,
     retried,
-    totals_line,
-    unverified_text,
+    totals_text,
 )
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
@@ -37,7 +35,12 @@ def text_report(run: RunResult) -> str:
     """Table, blocks and totals as plain text."""
     parts = [text_table(run.results), *(case_block(result) for result in run.results if not result.verdict.good)]
     return (
-        "\n\n".join([*(part for part in parts if part), unverified_text(run) + left_out_text(run) + totals_line(run)])
+        "\n\n".join(
+            [
+                *(part for part in parts if part),
+                totals_text(run),
+            ]
+        )
         + "\n"
     )
 

@@ -104,6 +104,21 @@ def not_judged_text(run: RunResult) -> str:
     return printable(f"not judged:\n{lines}\n") if lines else ""
 
 
+def references_text(run: RunResult) -> str:
+    """How many cases had no stored golden to be compared with; empty when all had one."""
+    count = sum(result.golden == "run here" for result in run.results)
+    return (
+        f"{counted(count, 'case')} compared with BF16 references that were run here: no golden is stored\n"
+        if count
+        else ""
+    )
+
+
+def totals_text(run: RunResult) -> str:
+    """What ends a report: what was not judged, not run or not stored, then the totals."""
+    return unverified_text(run) + left_out_text(run) + references_text(run) + totals_line(run)
+
+
 def totals_line(run: RunResult) -> str:
     """The run on one line: cases by verdict, checks that were judged and that were not, and the seconds it took."""
     counts = ", ".join(f"{count} {name}" for name, count in verdict_totals(run).items() if count) or "nothing"

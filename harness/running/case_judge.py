@@ -19,7 +19,7 @@ from harness.checks.recorded import with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobStatus
-from harness.evidence.golden import Golden, GoldenMissing, load_golden
+from harness.evidence.golden import Golden, GoldenMissing, load_golden, make_golden
 from harness.evidence.tolerance import (
     Tolerance,
     ToleranceMissing,
@@ -30,7 +30,7 @@ from harness.evidence.tolerance import (
 )
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, family_id
+from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.known import PACKAGES, KnownFault, matching
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
@@ -38,6 +38,7 @@ from harness.running.machine import installed_version
 from harness.running.selection import recorded_faults
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
+from harness.verdict import GoldenSource
 
 
 class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,19 +84,33 @@ class CaseJudge:
     ) -> Judgement:
         """The verdict on what came back from the ranks. Recorded faults whose fix is in `fixes` are gone."""
         basis = self._judged_by[case_id(case)]
+        golden, source = self._golden(case, run, cache)
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
         only_with_fix = bool(basis.fixes) and not fixes  # compared with a partner that has the fix, in the second run
-        witnesses = msgspec.structs.replace(basis.witnesses, partner_has_fix=only_with_fix)
+        witnesses = msgspec.structs.replace(basis.witnesses, golden=golden, partner_has_fix=only_with_fix)
         if sketched and witnesses.expect.refusal is None:
             solo = cache.solo(case)
             other = None if only_with_fix else cache.partner(case, basis.partner_fixes if fixes else ())
             recorded = any(trace.module_tensors is not None for trace in run.traces)
             again = cache.replay(case, run) if recorded else None
             witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other, replay=again)
-        found = _explained(case, run, judge(case, run, status, witnesses), witnesses.golden, cache)
+        judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
+        found = _explained(case, run, judged, golden, cache)
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in basis.known if fault.fix not in mended)
         return with_known_faults(found, left, datetime.date.today())
+
+    def _golden(self, case: Case, run: Run, cache: WitnessCache) -> tuple[Golden | None, GoldenSource]:
+        """The stored golden; where there is none, one from a BF16 reference that is run now and kept as a witness."""
+        basis = self._judged_by[case_id(case)]
+        if not basis.needs_golden or not run.complete:
+            return basis.witnesses.golden, "stored" if basis.witnesses.golden is not None else ""
+        reference = cache.reference(case)
+        if reference is None:
+            return None, ""
+        name, why = case_id(reference_case(case)), "run as a witness: no golden is stored"
+        golden = make_golden(reference, family=basis.family, case_id=name, command="", reason=why, commit="unknown")
+        return golden, "run here"
 
 
 def _explained(case: Case, run: Run, found: Judgement, golden: Golden | None, cache: WitnessCache) -> Judgement:

@@ -140,6 +140,7 @@ class CaseRunner:
             run=run.without_records if run is not None else None,
             checks=judgement.checks,
             not_judged=judgement.not_judged,
+            golden=judgement.golden,
             command=self._plan.command(name),
         )
 

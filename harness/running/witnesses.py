@@ -18,9 +18,9 @@ import msgspec
 from harness.checks.judge import run_from_outcome
 from harness.durable import WriteFailed, write_whole
 from harness.engine.messages import JobOutcome
-from harness.expect.relations import partner
+from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, solo_case, twin_case
+from harness.matrix.caseid import case_id, reference_case, solo_case, twin_case
 from harness.result import WitnessMade
 from harness.running.executor import Executor
 from harness.running.injection import Injection
@@ -62,17 +62,37 @@ class WitnessCache:
         witness = twin_case(case)
         return self._witness(f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
 
+    def reference(self, case: Case) -> Run | None:
+        """The BF16 reference of a case on one rank, for want of a stored golden; None when it did not finish."""
+        witness = reference_case(case)
+        return self._witness(f"reference {case_id(witness)}", lambda: self._executor.execute_plain(witness))
+
     def partner(self, case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
         """The run of the partner of a case (`relations.py`), sketched; None when it did not finish or there is none.
 
-        `fixes` are those that the case runs with: its partner may run into the same fault.
+        `fixes` are those that the case runs with: its partner may run into the same fault. A partner that stands for
+        the modules of a compiled case has their distances from a replay as well.
         """
         relation = partner(case)
         if relation is None:
             return None
-        other = relation.partner
-        name = " with ".join([f"partner {case_id(other)}", *(fix.content for fix in fixes)])
-        return self._witness(name, lambda: self._executor.execute_plain(other, probes=("sketches",), fixes=fixes))
+        other, replayed = relation.partner, stands_for_modules(case)
+        name = " with ".join([f"{'replayed ' * replayed}partner {case_id(other)}", *(fix.content for fix in fixes)])
+        probes = ("sketches", "module_tensors") if replayed else ("sketches",)
+        return self._witness(
+            name,
+            lambda: self._executor.execute_plain(other, probes=probes, fixes=fixes),
+            finish=lambda run: self._with_distances(other, run) if replayed else run,
+        )
+
+    def _with_distances(self, case: Case, run: Run) -> Run | None:
+        """The run with the distances of its modules from their replay in place of what they had."""
+        again = self.replay(case, run)
+        if again is None or not again.complete:
+            return None
+        first, *others = (msgspec.structs.replace(trace, module_tensors=None) for trace in run.traces)
+        first = msgspec.structs.replace(first, module_distances=again.traces[0].module_distances)
+        return msgspec.structs.replace(run, traces=(first, *others))
 
     def replay(self, case: Case, run: Run) -> Run | None:
         """The replay of this very run, module by module; never kept. None when it did not finish."""
@@ -83,10 +103,16 @@ class WitnessCache:
         self._made_here.append(WitnessMade(name=f"replay {case_id(case)}", cpu_s=outcome.cpu_s))
         return run_from_outcome(outcome) if outcome.status == "ok" else None
 
-    def _witness(self, name: str, execute: Callable[[], JobOutcome | None]) -> Run | None:
+    def _witness(
+        self,
+        name: str,
+        execute: Callable[[], JobOutcome | None],
+        finish: Callable[[Run], Run | None] = lambda run: run,
+    ) -> Run | None:
+        """The kept run of this name, or a new one after `finish`, which is kept."""
         with self._locks[name]:
             if name not in self._kept:
-                run = self._stored(name) or self._made(name, execute())
+                run = self._stored(name) or self._made(name, execute(), finish)
                 if run is None:
                     return None
                 self._kept[name] = run
@@ -102,14 +128,15 @@ class WitnessCache:
             return run if run is not None and run.complete else None
         return None
 
-    def _made(self, name: str, outcome: JobOutcome | None) -> Run | None:
+    def _made(self, name: str, outcome: JobOutcome | None, finish: Callable[[Run], Run | None]) -> Run | None:
         if outcome is None:
             return None
         self._made_here.append(WitnessMade(name=name, cpu_s=outcome.cpu_s))
         if outcome.status != "ok":
             return None
-        run = run_from_outcome(outcome)
-        if not run.complete:
+        made = run_from_outcome(outcome)
+        run = finish(made) if made.complete else None
+        if run is None:
             return None
         with contextlib.suppress(WriteFailed):  # a full disk costs time, not truth
             content = msgspec.msgpack.encode(run)

@@ -106,12 +106,14 @@ def test_rank_exits(project: Command) -> None:
     assert "7" in text
 
 
-def test_missing_golden_fails_and_says_how_to_make_it(project: Command) -> None:
+def test_without_a_golden_the_reference_is_run_and_named(project: Command) -> None:
     project.planted("new", 0, steps=4)
-    done = project.run("run", "new", *CPU)
-    assert done.returncode == 1
-    assert "fp8-harness golden update --family" in done.stdout
-    assert "goldens missing: 1." in done.stderr
+    done = project.run("run", "new", "--json", str(project.folder / "new.json"), *CPU)
+    assert done.returncode == 0
+    assert "goldens not stored: 1." in done.stderr and "golden update --missing" in done.stderr
+    assert "1 case compared with BF16 references that were run here" in done.stdout
+    (case,) = json.loads((project.folder / "new.json").read_text())["cases"]
+    assert case["golden"] == "run here"
 
 
 def test_rerun_failed(project: Command) -> None:

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, family_id, parse_case_id
+from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
 from harness.matrix.known import KnownFault, Symptom
 from harness.running.case_judge import CaseJudge, JudgedBy
 from harness.running.injection import Injection
@@ -125,8 +125,20 @@ def test_a_loss_that_is_off_is_explained_by_the_twin() -> None:
     (finding,) = findings(make_run(CASE, losses=(8.0, 9.0)), cache)
     assert cache.asked == ["twin"]
     assert finding.message.endswith("look at FP8.")
-    (finding,) = findings(make_run(CASE), FakeCache(), golden=None)
-    assert "no golden is stored" in finding.message
+
+
+def test_without_a_stored_golden_the_reference_is_run() -> None:
+    absent = FakeCache()
+    (finding,) = findings(make_run(CASE), absent, golden=None)
+    assert "no golden is stored" in finding.message and "did not finish" in finding.message
+    assert absent.asked == ["reference"]
+    reference = run_of(make_trace(reference_case(CASE)))
+    for losses, verdict in ((None, Verdict.PASSED), ((8.0, 9.0), Verdict.NUMERIC)):
+        run = make_run(CASE) if losses is None else make_run(CASE, losses=losses)
+        cache = cast("WitnessCache", FakeCache(reference=reference))
+        found = judge(golden=None).judge(CASE, run, "ok", cache)
+        assert (found.verdict, found.golden) == (verdict, "run here")
+    assert judge().judge(CASE, make_run(CASE), "ok", cast("WitnessCache", FakeCache())).golden == "stored"
 
 
 def test_a_recorded_fault_is_known_with_its_explanation() -> None:

@@ -11,21 +11,16 @@ from msgspec.structs import replace
 
 from harness.checks.local_parity import check_local_parity
 from harness.expect.local_parity import EXACT, allowed_distance
+from harness.expect.relations import stands_for_modules
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace.modules import ModuleDistance
 from harness.verdict import Finding, Verdict
+from tests.builders import make_distance as distance
 from tests.builders import make_run, make_trace, make_witnesses, run_of, with_rank, with_step
 
 CASE = parse_case_id("tp2-tensorwise-v2048-s2-b16")
 WQ = "layers.0.attention.wq"
-
-
-def distance(**changes: object) -> ModuleDistance:
-    made = ModuleDistance(
-        step=1, part=0, fqn=WQ, kind="grad_input", dtype="bfloat16", distance=0.0, spread=1.0, parts=2
-    )
-    return replace(made, **changes)
 
 
 def allowed(case: Case = CASE, *, exact: bool = True, **changes: object) -> float:
@@ -153,3 +148,32 @@ def test_a_rank_without_all_steps_is_left_to_other_checks() -> None:
     again = run_of(make_trace(CASE, module_distances=(distance(), distance(step=2))))
     short = with_rank(make_run(CASE), 1, lambda trace: replace(trace, steps=trace.steps[:1]))
     assert check_local_parity(CASE, short, make_witnesses(CASE, replay=again)) == []
+
+
+COMPILED = parse_case_id("tp2-tensorwise-graph-v2048-s2-b16")
+
+
+def test_the_partner_of_a_compiled_case_is_judged_in_its_place() -> None:
+    run = make_run(COMPILED)
+    for far, messages in ((0.0, []), (0.02, ["in tp2-tensorwise-v2048-s2-b16: the gradient of the input of"])):
+        distances = (distance(distance=far), distance(step=2))
+        other = run_of(make_trace(CASE, module_distances=distances))
+        found = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=other))
+        assert [each.message.split(" layers")[0] for each in found] == messages
+    (found,) = check_local_parity(COMPILED, run, make_witnesses(COMPILED))
+    assert "could not be run" in found.message
+    found, *_ = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=make_run(CASE)))
+    assert "no module was compared" in found.message
+
+
+@pytest.mark.parametrize(
+    ("text", "stands"),
+    [
+        ("tp2-tensorwise-graph-v2048-b16", True),
+        ("fsdp2-atp2-rowwise-ac.full-graph-v2048-b16", True),
+        ("tp2-tensorwise-ac.full-v2048-b16", False),  # eager: its own modules are replayed
+        ("tp2-tensorwise-graph-v2048-f64", False),  # parity is exact
+    ],
+)
+def test_partners_stand_for_the_modules_of_compiled_cases_alone(text: str, stands: bool) -> None:
+    assert stands_for_modules(parse_case_id(text)) is stands

@@ -47,7 +47,8 @@ def case(steps: int = 3, **checks: float) -> Case:
 
 
 def sample(seed: int, layout: str, per_step: tuple[float, ...] = NOISE, key: str = KEY) -> Sample:
-    return Sample(key=key, case_id=f"{layout}-seed{seed}", layout=layout, seed=seed, per_step=per_step)
+    case_id = f"{layout}-tensorwise-v2048{f'-seed{seed}' if seed else ''}-f32"
+    return Sample(key=key, case_id=case_id, layout=layout, seed=seed, per_step=per_step)
 
 
 def samples(per_step: tuple[float, ...] = NOISE, *, seeds: int = MIN_SEEDS, layouts: int = MIN_LAYOUTS) -> list[Sample]:
@@ -78,6 +79,15 @@ def test_the_numbers_reach_the_case(tmp_path: Path) -> None:
     assert (found.key, found.per_step, found.margin) == (KEY, (0.02, 0.04, 0.08), 3.0)
     assert found.evidence == f"{MIN_SEEDS * MIN_LAYOUTS} samples, {MIN_SEEDS} seeds"
     assert tolerance_for(case(steps=2), tmp_path).per_step == (0.02, 0.04)
+
+
+@pytest.mark.parametrize(("batch", "factor"), [(8, 1), (16, 1), (2, 2), (1, math.sqrt(8))])
+def test_a_loss_over_fewer_tokens_is_a_mean_of_fewer_errors(tmp_path: Path, batch: int, factor: float) -> None:
+    store(tmp_path, table())
+    smaller = msgspec.structs.replace(case(), train=Train(steps=3, global_batch=batch))
+    found = tolerance_for(smaller, tmp_path)
+    assert found.per_step == pytest.approx((0.02 * factor, 0.04 * factor, 0.08 * factor))
+    assert found.evidence.endswith("seeds" if factor == 1 else f"times {factor:.3g} for {32 * batch} tokens")
 
 
 def test_one_number_holds_for_every_measured_step(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from harness.checks.traffic import CollectiveKey, expected_traffic
 from harness.expect.expectations import Expectations
-from harness.expect.saved_memory import expected_order, expected_saved
+from harness.expect.saved_memory import expected_saved
 from harness.expect.traffic import converted_weight_shards, expected_transfers
 from harness.matrix.case import Case, Checkpointing
 from tests.builders import make_case
@@ -158,23 +158,7 @@ def test_float8_styles_keep_float8_inputs_instead_of_high_precision_ones() -> No
 
 @settings(max_examples=20)
 @given(EAGER_CASES, st.integers(1, 3))
-def test_saved_memory_of_any_case_falls_with_checkpointing(case: Case, step: int) -> None:
-    modes = [Checkpointing(mode=mode) for mode in ("none", "full", "selective_op", "selective_layer")]
-    totals = {
-        mode: sum(saved(replace(case, checkpointing=mode), step).values())
-        for mode in modes
-        if mode.every <= case.model.shape.layers or mode.mode != "selective_layer"
-    }
-    if case.model.shape.layers == 1:
-        totals = {mode: total for mode, total in totals.items() if mode.mode != "selective_layer"}
-    assert expected_order(totals) == ()
-
-
-def test_a_wrong_order_names_the_pair() -> None:
-    full, none = Checkpointing(mode="full"), Checkpointing(mode="none")
-    layer = Checkpointing(mode="selective_layer", every=2)
-    every = Checkpointing(mode="selective_layer", every=1)
-    assert expected_order({full: 1, layer: 2, none: 3}) == ()
-    assert expected_order({full: 3, none: 3}) == ((full, none),)
-    assert expected_order({full: 2, layer: 1, none: 3}) == ((full, layer),)
-    assert expected_order({full: 2, every: 2}) == ()
+def test_full_checkpointing_saves_less_than_any_other_mode(case: Case, step: int) -> None:
+    modes = [Checkpointing(mode=mode) for mode in ("full", "selective_op", "selective_layer", "none")]
+    full, *others = (sum(saved(replace(case, checkpointing=mode), step).values()) for mode in modes)
+    assert full < min(others) or case.model.shape.layers == 1

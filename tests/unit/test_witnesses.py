@@ -18,7 +18,8 @@ from harness.running.executor import Executor
 from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
-from tests.builders import make_trace, run_of
+from harness.trace import RankTrace
+from tests.builders import make_distance, make_trace, run_of
 
 CASE = parse_case_id("hsdp2x2-tensorwise-ag.fp8pre-ac.full-v2048-b16")
 
@@ -30,12 +31,18 @@ def ok(world: int = 1) -> JobOutcome:
     return JobOutcome(job_id="j", status="ok", ranks=tuple(ranks))
 
 
+def ok_with(trace: RankTrace) -> JobOutcome:
+    rank = RankOutcome(rank=0, status="returned", payload=msgspec.msgpack.encode(trace))
+    return JobOutcome(job_id="j", status="ok", ranks=(rank,))
+
+
 class FakeExecutor:
     """Answers every request with `outcome` and remembers what was asked."""
 
     def __init__(self, outcome: JobOutcome | None = None, before: Callable[[], object] = lambda: None) -> None:
         self.outcome = outcome
         self.before = before
+        self.replayed: JobOutcome | None = None
         self.asked: list[tuple[str, str, tuple[str, ...]]] = []
 
     def execute_solo(self, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
@@ -45,6 +52,10 @@ class FakeExecutor:
         self, case: Case, *, probes: tuple[str, ...] = (), fixes: Sequence[Injection] = ()
     ) -> JobOutcome | None:
         return self._answer(" with ".join(["plain", *(fix.text for fix in fixes)]), case, probes)
+
+    def execute_replay(self, case: Case, ranks: object) -> JobOutcome | None:
+        self.asked.append(("replay", case_id(case), ()))
+        return self.replayed
 
     def _answer(self, kind: str, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
         self.asked.append((kind, case_id(case), probes))
@@ -67,6 +78,30 @@ def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
         ("plain", "hsdp2x2-bf16-v2048-b16", ()),
         ("plain", "hsdp2x2-tensorwise-ag.fp8-v2048-b16", ("sketches",)),
     ]
+
+
+def test_the_reference_of_a_case_is_its_bf16_run_on_one_rank(tmp_path: Path) -> None:
+    executor = FakeExecutor(ok())
+    assert cache(executor, tmp_path).reference(CASE) == run_of(make_trace())
+    assert executor.asked == [("plain", "single-bf16-v2048-b16", ())]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_partner_that_stands_for_the_modules_of_a_compiled_case_is_replayed(tmp_path: Path, finished: bool) -> None:
+    compiled, eager = parse_case_id("tp2-tensorwise-graph-v2048-b16"), "tp2-tensorwise-v2048-b16"
+    recorded = make_trace(module_tensors=())
+    executor = FakeExecutor(ok_with(recorded))
+    distance = make_distance()
+    executor.replayed = ok_with(make_trace(module_distances=(distance,))) if finished else None
+    found = cache(executor, tmp_path).partner(compiled)
+    assert found == (run_of(make_trace(module_distances=(distance,))) if finished else None)
+    assert executor.asked == [
+        ("plain", eager, ("sketches", "module_tensors")),
+        ("replay", eager, ()),
+    ]
+    again = FakeExecutor(ok_with(recorded))
+    assert cache(again, tmp_path).partner(compiled) == found
+    assert (again.asked == []) is finished
 
 
 def test_the_partner_of_a_run_with_a_fix_runs_with_it_and_is_kept_by_the_content_of_the_fix(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from harness.checks.memory import check_memory
-from harness.expect.saved_memory import expected_order
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding
@@ -21,14 +20,15 @@ def findings(text: str, run: Run) -> list[Finding]:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "b16"])
-def test_checkpointing_keeps_what_the_formula_says_and_less_in_the_promised_order(trained, dtype: str):
+def test_checkpointing_keeps_what_the_formula_says_and_full_less_than_selective(trained, dtype: str):
     saved = {}
     for mode in ("", "-ac.full", "-ac.op", "-ac.layer2"):
         text = f"single-tensorwise{mode}-v2048-gb4-s2-{dtype}"
         run = trained(parse_case_id(text), probes=MEMORY)
         assert findings(text, run) == []
-        saved[parse_case_id(text).checkpointing] = run.traces[0].saved_memory[0].saved_bytes
-    assert expected_order(saved) == ()
+        saved[mode] = run.traces[0].saved_memory[0].saved_bytes
+    assert saved["-ac.full"] < min(saved["-ac.op"], saved["-ac.layer2"])
+    assert max(saved["-ac.op"], saved["-ac.layer2"]) < saved[""]
 
 
 @pytest.mark.parametrize(
