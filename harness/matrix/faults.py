@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.rules import expected_refusal
 from harness.matrix.selector import parse_selector
 
 FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I"]
@@ -96,17 +96,58 @@ CARRIER_IDS = (
     "atp2-bf16-graph-v2048-b16",
     "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-f64",
     "fsdp2-atp2-rowwise-graph-v2048-gb2-b16-tol.0.02",
+    "hsdp2x2-tensorwise-v2048-f64",
+    "hsdp2x2-rowwise-v2048-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 REFUSED_CARRIER_ID = CARRIER_IDS[-1]  # an expected refusal, for faults that make it train
 
 
+class CarrierKind(NamedTuple):
+    """What decides how sharply a carrier is judged: sums in another order, and how much they round."""
+
+    layout: Literal["TP", "HSDP", "FSDP2", "one rank"]
+    dtype: str
+
+
+def carrier_kind(case: Case) -> CarrierKind:
+    """The kind of carrier that this case is."""
+    layout = case.layout
+    if layout.tp > 1:
+        return CarrierKind("TP", case.train.dtype)
+    if layout.dp_replicate > 1:
+        return CarrierKind("HSDP", case.train.dtype)
+    return CarrierKind("FSDP2" if layout.dp_shard > 1 else "one rank", case.train.dtype)
+
+
 def carriers_of(fault: Fault, *, at_most: int) -> tuple[Case, ...]:
-    """The first `at_most` carriers that a fault applies to; every fault has at least one."""
+    """The first `at_most` carriers that a fault applies to, each of another kind; every fault has at least one.
+
+    The first is that of the catalogue, the second the same in bfloat16, and so on for every kind of layout.
+    """
     refused = fault.shows == "trains"
-    ids = (name for name in CARRIER_IDS if (name == REFUSED_CARRIER_ID) == refused)
-    found = (case for case in map(parse_case_id, ids) if fault.applies(case))
-    return tuple(itertools.islice(found, at_most))
+    cases = [case for case in _carriers() if fault.applies(case) and (expected_refusal(case) is not None) == refused]
+    kinds: dict[CarrierKind, Case] = {}
+    for case in cases:
+        kinds.setdefault(carrier_kind(case), case)
+    by_layout = sorted(kinds.values(), key=lambda case: _rank_of_layout(case, cases[0]))
+    return tuple(by_layout[:at_most])
+
+
+@functools.cache
+def _carriers() -> tuple[Case, ...]:
+    """The carriers of the catalogue, each followed by the same case in bfloat16."""
+    return tuple(each for case in map(parse_case_id, CARRIER_IDS) for each in (case, _in_bfloat16(case)))
+
+
+def _rank_of_layout(case: Case, first: Case) -> tuple[bool, str, bool]:
+    """Sorts the layout of the first carrier to the front, and within a layout bfloat16 to the end."""
+    kind = carrier_kind(case)
+    return kind.layout != carrier_kind(first).layout, kind.layout, case.train.dtype == "bfloat16"
+
+
+def _in_bfloat16(case: Case) -> Case:
+    return msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, dtype="bfloat16"))
 
 
 def fault_named(name: str) -> Fault:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from harness.jsonform import to_json
-from harness.matrix.faults import FAULT_CLASSES, FaultClass, all_faults
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.faults import FAULT_CLASSES, CarrierKind, FaultClass, all_faults, carrier_kind
 from harness.report.wording import aligned, counted
 from harness.studies.kill_matrix import LOSS_ONLY_NATS, SQNR_DB, Power, Trial
 
@@ -23,6 +24,7 @@ def power_text(power: Power) -> str:
     parts = [
         aligned([_COLUMNS, *map(_row, power.trials)]),
         _totals(power),
+        _by_kind(power.trials),
         _by_check(power.trials),
         _listed("undetected", power.undetected),
         _equivalents(power.trials),
@@ -66,6 +68,19 @@ def _totals(power: Power) -> str:
                 f"   sqnr {_share(own, lambda trial: trial.baseline.by_sqnr):>9}"
             )
     return "\n".join(lines)
+
+
+def _by_kind(trials: Iterable[Trial]) -> str:
+    """Detected faults for every dtype and kind of layout of their carriers."""
+    kinds: dict[CarrierKind, list[Trial]] = {}
+    for trial in trials:
+        if not trial.equivalent:
+            kinds.setdefault(carrier_kind(parse_case_id(trial.case_id)), []).append(trial)
+    rows = [
+        (f"  {kind.dtype}", kind.layout, _share(found, lambda trial: trial.detected))
+        for kind, found in sorted(kinds.items(), key=lambda item: (item[0].dtype != "float64", *item[0]))
+    ]
+    return f"detected faults by dtype and layout of their cases\n{aligned(rows, right=(2,))}" if rows else ""
 
 
 def _share(trials: Sequence[Trial], detected: Callable[[Trial], bool]) -> str:
