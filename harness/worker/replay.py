@@ -1,7 +1,7 @@
 """The replay: one rank repeats every module of a parallel run on the operands that the run recorded.
 
-It is the solo witness (`targets/reference/solo.py`) with a seat before and behind every module. A seat compares what
-the replay computed with what the run had, and hands on what the run had. So nothing accumulates from module to module:
+It is the solo witness (`targets/reference/solo.py`) that compares the tensors before and behind
+every module with those that the run recorded, and goes on with the recorded ones. So nothing accumulates from module to module:
 attention, residual sums and the loss are repeated from recorded results as well, and so are the sum of gradients over
 data-parallel ranks and the optimizer's step.
 """
@@ -103,12 +103,12 @@ class Replay:
         self.distances: list[ModuleDistance] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Put a seat before and behind every module."""
+        """Compare and replace the tensors before and behind every module."""
         for name, module in model.named_modules():
             if isinstance(module, MODULES):
-                seats = _Seats(clean_fqn(name), self, in_place=isinstance(module, nn.RMSNorm))
-                module.register_forward_pre_hook(seats.before)
-                module.register_forward_hook(seats.after)
+                boundary = _ModuleBoundary(clean_fqn(name), self, in_place=isinstance(module, nn.RMSNorm))
+                module.register_forward_pre_hook(boundary.before)
+                module.register_forward_hook(boundary.after)
 
     def at(self, step: int, part: int) -> None:
         """What follows belongs to this step and this data-parallel rank."""
@@ -202,8 +202,8 @@ def _replace(watching: Replay, fqn: str, kind: ModuleTensorKind, tensor: torch.T
     return local.double().square().sum().item()
 
 
-class _Seats:
-    """The seats of one module.
+class _ModuleBoundary:
+    """The hooks before and behind one module, which replace what was computed by what the run had.
 
     The input of a norm is the residual stream, which has other readers. It is overwritten in place, so that they read
     what the run had as well, and so that gradients are summed in the order in which the run summed them.
@@ -221,27 +221,27 @@ class _Seats:
         if self._in_place:
             given.data.copy_(self._watching.replaced(self._fqn, "input", given))
             return None
-        return (self._seat("input", given, "grad_input"), *args[1:])
+        return (self._replaced("input", given, "grad_input"), *args[1:])
 
     def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return self._seat("output", output, "grad_output")
+        return self._replaced("output", output, "grad_output")
 
-    def _seat(self, kind: ModuleTensorKind, computed: torch.Tensor, gradient: ModuleTensorKind) -> torch.Tensor:
-        seated: torch.Tensor = _Seat.apply(computed, self._fqn, kind, gradient, self._watching)
-        return seated
+    def _replaced(self, kind: ModuleTensorKind, computed: torch.Tensor, gradient: ModuleTensorKind) -> torch.Tensor:
+        recorded: torch.Tensor = _Replace.apply(computed, self._fqn, kind, gradient, self._watching)
+        return recorded
 
 
-class _Seat(torch.autograd.Function):
+class _Replace(torch.autograd.Function):
     """Hands on the tensor of the run in the forward pass, and its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, computed: torch.Tensor, fqn: str, kind: Any, gradient: Any, watching: Replay) -> torch.Tensor:
-        ctx.backward_seat = fqn, gradient, watching
+        ctx.gradient = fqn, gradient, watching
         return watching.replaced(fqn, kind, computed).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        fqn, gradient, watching = ctx.backward_seat
+        fqn, gradient, watching = ctx.gradient
         return watching.replaced(fqn, gradient, grads[0]).clone(), None, None, None, None
 
 
