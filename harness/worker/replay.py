@@ -1,7 +1,7 @@
 """The replay: one rank repeats every module of a parallel run on the operands that the run recorded.
 
-It is the solo witness (`targets/reference/solo.py`) that compares the tensors before and behind
-every module with those that the run recorded, and goes on with the recorded ones. So nothing accumulates from module to module:
+It trains as the solo witness does (`targets/reference/solo.py`), compares the tensors before and behind every module
+with those that the run recorded, and goes on with the recorded ones. So nothing accumulates from module to module:
 attention, residual sums and the loss are repeated from recorded results as well, and so are the sum of gradients over
 data-parallel ranks and the optimizer's step.
 """
