@@ -67,7 +67,7 @@ def test_the_live_fault_is_located_and_the_candidate_fix_mends_it(trained):
 @pytest.mark.parametrize(
     "text",
     [
-        "fsdp2-atp2-rowwise-ac.op-graph-v2048-gb2-s2-b16",
+        pytest.param("fsdp2-atp2-rowwise-ac.op-graph-v2048-gb2-s2-b16", marks=pytest.mark.sweep),
         "single-rowwise-graph-v2048-gb1-s1-b16",
         "atp2-fallback-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb2-s2-f64",
         "tp2-nosp-rowwise_with_gw_hp-ac.op-graph-v2048-gb2-s2-b16",
@@ -83,11 +83,12 @@ def test_fusions_traffic_and_matmuls_are_those_of_the_formulas(trained, text: st
 
 
 def test_probes_change_no_bit_of_a_compiled_run(train):
-    case = parse_case_id("atp2-tensorwise-graph-v2048-gb2-s2-b16")
+    case = parse_case_id("atp2-tensorwise-graph-v2048-gb2-s1-b16")
     watched, alone = train(case, probes=PROBES), train(case, probes=("sketches",))
     assert [trace.sketches for trace in watched] == [trace.sketches for trace in alone]
 
 
+@pytest.mark.sweep  # a known case of tier pr shows the same
 def test_the_gradient_of_an_async_input_is_lost_and_waiting_keeps_it(train):
     lost = parse_case_id("atp2-nowait-bf16-graph-v2048-gb2-s1-b16")
     kept = replace(lost, layout=replace(lost.layout, wait_for_embedding=True))
