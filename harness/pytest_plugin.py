@@ -122,12 +122,13 @@ class _Bench:
 
     def __init__(self, project: Project, plan: Plan) -> None:
         from harness.running.executor import open_executor
+        from harness.running.witness_key import witness_key
         from harness.running.witnesses import WitnessCache
 
         self._project = project
         self._plan = plan
         self._executor = open_executor(plan, project)
-        self._witnesses = WitnessCache(self._executor, project.witness_folder(), plan)
+        self._witnesses = WitnessCache(self._executor, project.witness_folder(), witness_key(plan))
 
     def run(self, case: Case) -> CaseResult:
         """The result of one case."""

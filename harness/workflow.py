@@ -30,6 +30,7 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, select_sources
+from harness.running.witness_key import witness_key
 from harness.running.witnesses import WitnessCache
 from harness.store import RunStore
 from harness.verdict import Verdict
@@ -87,7 +88,7 @@ def run_cases(
     started_s = time.monotonic()
     progress.begin(len(cases))
     with open_executor(plan.serving(cases), project) as executor:
-        cache = WitnessCache(executor, project.witness_folder(), plan)
+        cache = WitnessCache(executor, project.witness_folder(), witness_key(plan))
         runner = CaseRunner(plan, executor, judge, cache, progress.note)
         ended = run_schedule(cases, runner, _CaseObserver(progress, keep), jobs=plan.jobs)
     results = [found or runner.not_run(case) for case, found in zip(cases, ended.results, strict=True)]

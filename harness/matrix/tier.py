@@ -6,7 +6,7 @@ How a covering array is made is `cover.py`'s, what a cell is and which rules for
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -17,6 +17,9 @@ from harness.matrix.caseid import case_id
 from harness.matrix.cover import Combination, combinations_in, covering_rows, possible_combinations
 from harness.matrix.known import KnownFault, known_rules
 from harness.matrix.space import Kind, Row, Space, Table, is_hit, spaces_of
+
+# A cell under such a rule is not judged as sharply as others, or not at all: it covers nothing that another can cover.
+_NOT_JUDGED: tuple[Kind, ...] = ("excluded", "refused", "known")
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +85,7 @@ def tier_spaces(file: CaseFile, known: Sequence[KnownFault]) -> tuple[Space, ...
 def _check_covered(file: CaseFile, spaces: Sequence[Space], cases: Sequence[Case]) -> None:
     for space in spaces:
         rows = [row for case in cases if (row := space.row_of(case)) is not None]
-        missing = _uncovered(space, file.strength, rows)
+        missing = _uncovered(space, rows, _judged(space, file.strength), file.strength)
         if missing:
             first = " / ".join(space.block.groups[factor].label(value) for factor, value in missing[0])
             raise HarnessError(
@@ -92,13 +95,22 @@ def _check_covered(file: CaseFile, spaces: Sequence[Space], cases: Sequence[Case
             )
 
 
-def _uncovered(space: Space, strength: Strength, rows: Sequence[Row]) -> list[Combination]:
-    """Combinations that some judged cell contains and none of these."""
+def _judged(space: Space, strength: Strength) -> Collection[Combination]:
+    """The combinations that some judged cell contains. Takes most of the time of a selection."""
+    if strength == "full":
+        return ()
+    return possible_combinations(space, strength, tables_of(space, *_NOT_JUDGED)).keys()
+
+
+def _uncovered(
+    space: Space, rows: Sequence[Row], judged: Collection[Combination], strength: Strength
+) -> list[Combination]:
+    """Those of the judged combinations that no judged cell of these contains."""
     if strength == "full":
         return []
-    barred = tables_of(space, "excluded", "refused", "known")
+    barred = tables_of(space, *_NOT_JUDGED)
     seen = combinations_in((row for row in rows if not is_hit(row, barred)), strength)
-    return [found for found in possible_combinations(space, strength, barred) if found not in seen]
+    return [found for found in judged if found not in seen]
 
 
 def _covering_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> list[Row]:
@@ -106,26 +118,29 @@ def _covering_rows(space: Space, strength: Strength, seeds: Sequence[Row]) -> li
     if strength == "full":
         barred = tables_of(space, "excluded")
         return [row for row in itertools.product(*map(range, space.sizes)) if not is_hit(row, barred)]
-    barred = tables_of(space, "excluded", "refused", "known")
-    rows = covering_rows(space, strength, barred, _uncovered(space, strength, seeds))
-    assert not _uncovered(space, strength, [*seeds, *rows]), "the covering array has a hole"
-    return rows + second_best_rows(space, strength, [*seeds, *rows])
+    judged = _judged(space, strength)
+    missing = _uncovered(space, seeds, judged, strength)
+    rows = covering_rows(space, strength, tables_of(space, *_NOT_JUDGED), missing)
+    assert not _uncovered(space, [*seeds, *rows], judged, strength), "the covering array has a hole"
+    return rows + second_best_rows(space, strength, [*seeds, *rows], judged)
 
 
-def second_best_rows(space: Space, strength: int, seeds: Sequence[Row]) -> list[Row]:
+def second_best_rows(
+    space: Space, strength: int, seeds: Sequence[Row], judged: Collection[Combination] | None = None
+) -> list[Row]:
     """Cells for what no judged cell can contain: first those with a recorded fault, then those that are refused.
 
     What a refused case contains is never executed, and what runs into a fault is not judged as sharply, so they count
-    only where nothing better can.
+    only where nothing better can. `judged`: the combinations that some judged cell contains, where they are known.
     """
     rows: list[Row] = []
-    done = possible_combinations(space, strength, tables_of(space, "excluded", "refused", "known")).keys()
+    done = set(possible_combinations(space, strength, tables_of(space, *_NOT_JUDGED)) if judged is None else judged)
     for kinds in (("excluded", "refused"), ("excluded",)):
         barred = tables_of(space, *kinds)
         seen = combinations_in((row for row in (*seeds, *rows) if not is_hit(row, barred)), strength)
         possible = possible_combinations(space, strength, barred, witnessed=done | seen)
         rows += covering_rows(space, strength, barred, [c for c in possible if c not in done and c not in seen])
-        done = possible.keys()
+        done = set(possible)
     return rows
 
 

@@ -24,18 +24,19 @@ from harness.matrix.caseid import case_id, reference_case, solo_case, twin_case
 from harness.result import WitnessMade
 from harness.running.executor import Executor
 from harness.running.injection import Injection
-from harness.running.plan import Plan
-from harness.running.witness_key import witness_key
 from harness.trace import Run
 
 
 class WitnessCache:
-    """Hands out witnesses, running each at most once at a time. Thread-safe."""
+    """Hands out witnesses, running each at most once at a time. Thread-safe.
 
-    def __init__(self, executor: Executor, folder: Path, plan: Plan) -> None:
+    `content` stands for what computes them: kept witnesses of another content are not used.
+    """
+
+    def __init__(self, executor: Executor, folder: Path, content: str) -> None:
         self._executor = executor
         self._folder = folder
-        self._content = witness_key(plan)
+        self._content = content
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._kept: dict[str, Run] = {}
         self._made_here: list[WitnessMade] = []

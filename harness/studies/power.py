@@ -34,6 +34,7 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases
+from harness.running.witness_key import witness_key
 from harness.running.witnesses import WitnessCache
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
 from harness.trace import Run
@@ -119,7 +120,7 @@ class _TrialWork:
         self._progress = progress
         self._judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
-        self._cache = WitnessCache(executor, project.witness_folder(), plan)
+        self._cache = WitnessCache(executor, project.witness_folder(), witness_key(plan))
 
     def run(self, planting: _Planting) -> _Tried | None:
         """Run the case with the fault; None when stopped before there was a result."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -16,7 +16,6 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.running.executor import Executor
 from harness.running.injection import Injection
-from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
 from harness.trace import RankTrace
 from tests.builders import make_distance, make_trace, run_of
@@ -63,10 +62,8 @@ class FakeExecutor:
         return self.outcome
 
 
-def cache(
-    executor: FakeExecutor, folder: Path, *, program: str = "p", probes: tuple[str, ...] = ("sketches",)
-) -> WitnessCache:
-    return WitnessCache(cast("Executor", executor), folder, Plan(slots=8, program=program, probes=probes))
+def cache(executor: FakeExecutor, folder: Path, *, content: str = "these packages") -> WitnessCache:
+    return WitnessCache(cast("Executor", executor), folder, content)
 
 
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
@@ -141,25 +138,11 @@ def test_a_witness_is_kept_over_caches(tmp_path: Path) -> None:
     assert (len(first.asked), len(second.asked)) == (1, 0)
 
 
-@pytest.mark.parametrize("other", [{"program": "q"}, {"probes": ("sketches", "operands")}])
-def test_a_witness_of_something_else_is_not_used(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_a_witness_that_something_else_computed_is_not_used(tmp_path: Path) -> None:
     cache(FakeExecutor(ok()), tmp_path).solo(CASE)
     executor = FakeExecutor(ok())
-    cache(executor, tmp_path, **other).solo(CASE)
+    cache(executor, tmp_path, content="other packages").solo(CASE)
     assert len(executor.asked) == 1
-
-
-def test_a_witness_of_another_source_of_the_rank_program_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    asked = []
-    for source in ("first", "first", "second"):
-        (tmp_path / "some_ranks.py").write_text(source)
-        executor = FakeExecutor(ok())
-        cache(executor, tmp_path / "kept", program="some_ranks").solo(CASE)
-        asked.append(len(executor.asked))
-    assert asked == [1, 0, 1]
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xc1", b"\x80", b"\xa3\xff\xff\xff", None])
