@@ -57,8 +57,13 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     function: CheckFunction
     explains_failures: bool = False  # it also runs when ranks failed
     record: str | None = None  # the field of `RankTrace` that it reads
+    compiled_record: str | None = None  # the one that it reads of compiled runs, where it is another
     formula: str | None = None  # the formula of `expect/` that it relies on
     needs_relation: bool = False  # it compares with a partner, which not every case has
+
+    def record_of(self, case: Case) -> str | None:
+        """The field of `RankTrace` that it reads of a run of this case."""
+        return self.compiled_record or self.record if case.compile != "none" else self.record
 
 
 CHECKS: tuple[Check, ...] = (
@@ -70,7 +75,13 @@ CHECKS: tuple[Check, ...] = (
     Check(name=local_parity.NAME, function=local_parity.check_local_parity, record="module_tensors"),
     Check(name=scales.NAME, function=scales.check_scales, record="operands", formula="casts"),
     Check(name=graph_scales.NAME, function=graph_scales.check_graph_scales, record="graphs"),
-    Check(name=recompute.NAME, function=recompute.check_recompute, record="operands", formula="matmuls"),
+    Check(
+        name=recompute.NAME,
+        function=recompute.check_recompute,
+        record="operands",
+        compiled_record="graphs",
+        formula="matmuls",
+    ),
     Check(name=traffic.NAME, function=traffic.check_traffic, record="traffic", formula="traffic"),
     Check(name=memory.NAME, function=memory.check_memory, record="saved_memory", formula="saved memory"),
     Check(
@@ -109,7 +120,9 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
     findings = tuple(
         finding
         for check in checks
-        for finding in ((_no_record(check),) if _is_missing(check, run) else check.function(case, run, witnesses))
+        for finding in (
+            (_no_record(check, case),) if _is_missing(check, case, run) else check.function(case, run, witnesses)
+        )
     )
     failed = status == "crash" or bool(run.failures)
     refused_as_expected = witnesses.expect.refusal is not None and bool(checks) and bool(run.failures) and not findings
@@ -159,11 +172,12 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
 
 
 def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
-    if check.record is not None and _is_missing(check, run):
-        if check.record not in witnesses.records:
-            return f"the ranks were not asked to record {_noun(check.record)}"
-        if check.record in witnesses.expect.not_recorded:
-            return witnesses.expect.not_recorded[check.record]
+    record = check.record_of(witnesses.expect.case)
+    if record is not None and _is_missing(check, witnesses.expect.case, run):
+        if record not in witnesses.records:
+            return f"the ranks were not asked to record {_noun(record)}"
+        if record in witnesses.expect.not_recorded:
+            return witnesses.expect.not_recorded[record]
     if check.name in witnesses.expect.not_judged:
         return witnesses.expect.not_judged[check.name]
     if check.needs_relation and witnesses.expect.relation is None:
@@ -173,14 +187,16 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
     return None
 
 
-def _is_missing(check: Check, run: Run) -> bool:
+def _is_missing(check: Check, case: Case, run: Run) -> bool:
     """True when no rank recorded what the check reads."""
-    return check.record is not None and all(getattr(trace, check.record) is None for trace in run.traces)
+    record = check.record_of(case)
+    return record is not None and all(getattr(trace, record) is None for trace in run.traces)
 
 
-def _no_record(check: Check) -> Finding:
-    assert check.record is not None
-    message = f"no rank recorded {_noun(check.record)}, which they were asked for: {check.name} proves nothing"
+def _no_record(check: Check, case: Case) -> Finding:
+    record = check.record_of(case)
+    assert record is not None
+    message = f"no rank recorded {_noun(record)}, which they were asked for: {check.name} proves nothing"
     return Finding(check=check.name, message=message, expected="a record of every rank", found="none")
 
 

@@ -96,6 +96,7 @@ CARRIER_IDS = (
     "atp2-bf16-graph-v2048-b16",
     "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-f64",
     "fsdp2-atp2-rowwise-graph-v2048-gb2-b16-tol.0.02",
+    "single-tensorwise-ac.full-graph-v2048-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 REFUSED_CARRIER_ID = CARRIER_IDS[-1]  # an expected refusal, for faults that make it train
