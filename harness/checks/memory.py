@@ -51,13 +51,12 @@ def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
     """What the partitioner made of the marks of checkpointing."""
     partitions = trace.graphs.partitions if trace.graphs is not None else ()
-    layers = range(case.model.shape.layers)
-    wrapped = [case.checkpointing.wraps(layer) for layer in layers]
-    found = [partition.marked > 0 for partition in partitions]
-    if set(found) != set(wrapped):
+    expected = {case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)}
+    found = {partition.marked > 0 for partition in partitions}
+    if found != expected:
         yield _finding(
             message="the graphs of the blocks do not have the marks of checkpointing",
-            expected=_marks(wrapped),
+            expected=_marks(expected),
             found=_marks(found),
         )
     kept = [tensor for partition in partitions for tensor in partition.kept]
@@ -66,12 +65,13 @@ def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
         yield _finding(
             message=f"{len(kept)} results that checkpointing computes again are saved for backward",
             expected="none of them is saved",
-            found=f"{most.node} of {most.operator}, {most.dtype}{list(most.shape)}, and {len(kept) - 1} more",
+            found=f"{most.operator} {most.node}, {most.dtype}{list(most.shape)}, is the largest",
         )
 
 
-def _marks(marked: list[bool]) -> str:
-    return f"{sum(marked)} with and {len(marked) - sum(marked)} without operators to compute again"
+def _marks(found: set[bool]) -> str:
+    words = {True: "graphs with operators to compute again", False: "graphs without"}
+    return " and ".join(words[each] for each in sorted(found, reverse=True)) or "no graphs"
 
 
 def _beyond_limits(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:

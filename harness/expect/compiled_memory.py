@@ -110,11 +110,17 @@ def _early_scale(case: Case, name: str) -> int:
 
 
 def _unread_outputs(case: Case, layer: int) -> Elements:
-    """What eager `selective_op` saves of the last linear, although backward does not read it."""
+    """What eager `selective_op` saves of the last linear, although backward does not read it.
+
+    With TP but no sequence parallelism torch 2.13 saves it too: an all-reduce whose result nothing reads makes use of
+    it until the last dead code is removed, after what is saved was decided (`_extract_fwd_bwd_modules`).
+    """
+    if case.layout.tp > 1 and not case.layout.sequence_parallel:
+        return Counter()
     saved = 0
     if not is_recomputed(case, layer, len(BLOCK_LINEARS)):
         saved += case.tokens_per_rank * local_features(case, _LAST)[1]
-    if case.layout.tp > 1 and case.layout.sequence_parallel:
+    if case.layout.tp > 1:
         saved += residual_tokens(case) * case.model.shape.dim
     return Counter({case.train.dtype: saved})
 
@@ -146,10 +152,16 @@ def _unavoidable(case: Case) -> Elements:
     tokens, dim = case.tokens_per_rank, case.model.shape.dim
     query, key = local_features(case, "attention.wq")[1], local_features(case, "attention.wk")[1]
     hidden = local_features(case, "feed_forward.w1")[1]
-    saved: Elements = Counter({case.train.dtype: 2 * residual_tokens(case) * dim})
-    saved[case.train.dtype] += tokens * (2 * query + 2 * key + 2 * hidden)
+    saved: Elements = Counter({case.train.dtype: residual_tokens(case) * dim + tokens * (2 * query + 2 * key)})
+    saved[_written(case)] += residual_tokens(case) * dim + 2 * tokens * hidden
     saved[case.wide_dtype] += tokens * case.model.shape.heads // case.layout.tp  # logsumexp of attention
     return saved
+
+
+def _written(case: Case) -> str:
+    """What scaled matmuls write. The partitioner saves this, and converts it again in backward."""
+    converts = case.float8.traits.writes_bfloat16 and case.train.dtype == "float32"
+    return "bfloat16" if converts else case.train.dtype
 
 
 def _bytes(elements: Elements) -> int:

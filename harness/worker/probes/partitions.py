@@ -21,6 +21,8 @@ from harness.trace.graphs import KeptTensor, PartitionRecord, UnequalNode
 from harness.worker.probes.scales import dtype_name
 from harness.worker.virtual import graph_backend
 
+_PARTITION = "fp8_harness_partition"  # the key of node.meta that says which partition a graph is of
+
 Nodes = dict[str, torch.fx.Node]
 
 
@@ -36,8 +38,8 @@ class PartitionWatcher:
 
     def __init__(self) -> None:
         self.records: list[PartitionRecord] = []
-        self._divided: list[_Side] = []  # forward and backward graph of the last partition
-        self._passed: list[_Side] = []  # those of them that have been through the passes
+        self._divided: list[tuple[_Side, _Side]] = []  # forward and backward graph of every partition
+        self._passed: dict[int, _Side] = {}  # forward graphs that have been through the passes, by partition
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
@@ -62,8 +64,10 @@ class PartitionWatcher:
     def _record(
         self, forward: torch.fx.Graph, backward: torch.fx.Graph, marked: AbstractSet[str], outputs: int
     ) -> None:
-        before, after = self._divided = [_Side(_operators(graph), _names(graph)) for graph in (forward, backward)]
-        self._passed = []
+        before, after = (_Side(_operators(graph), _names(graph)) for graph in (forward, backward))
+        for graph in (forward, backward):
+            graph.find_nodes(op="placeholder")[0].meta[_PARTITION] = len(self._divided)
+        self._divided.append((before, after))
         given: Any = forward.output_node().args[0]
         saved: list[torch.fx.Node] = [node for node in given[outputs:] if _is_intermediate(node)]
         kept = [node for node in saved if node.name in marked]
@@ -80,19 +84,22 @@ class PartitionWatcher:
         )
 
     def after_passes(self, graph: torch.fx.Graph) -> None:
-        """A graph as it is executed or lowered: the forward graph of the last partition, then its backward graph."""
-        if len(self._passed) == len(self._divided):
-            return  # of a graph that was not divided: nothing in it has a gradient
-        names = self._divided[len(self._passed)].names
-        self._passed.append(_Side(_operators(graph), names))
-        if len(self._passed) == len(self._divided):
-            before, after = self._passed
-            record = self.records[-1]
-            self.records[-1] = replace(
-                record,
-                repeated_in_passes=len(_repeated(before, after)),
-                unequal=(*record.unequal, *_unequal(before, after, "passes")),
-            )
+        """A graph as it is executed or lowered. A backward graph may come late, when backward first needs it."""
+        inputs = graph.find_nodes(op="placeholder")
+        place = next((node.meta[_PARTITION] for node in inputs if _PARTITION in node.meta), None)
+        if place is None:
+            return  # it was not divided: nothing in it has a gradient
+        forward, backward = self._divided[place]
+        if not any("tangent" in node.name for node in inputs):
+            self._passed[place] = _Side(_operators(graph), forward.names)
+            return
+        before, after = self._passed.pop(place), _Side(_operators(graph), backward.names)
+        record = self.records[place]
+        self.records[place] = replace(
+            record,
+            repeated_in_passes=len(_repeated(before, after)),
+            unequal=(*record.unequal, *_unequal(before, after, "passes")),
+        )
 
 
 def _operators(graph: torch.fx.Graph) -> Nodes:
@@ -149,11 +156,11 @@ _MADE = _Made()
 
 
 def _form(node: torch.fx.Node, names: AbstractSet[str]) -> list[object]:
-    """Operator and arguments: literals as text, nodes by name."""
+    """Operator and arguments: literals as text, nodes by name. An operator in place is the one out of place."""
     arguments = [
         _MADE if isinstance(leaf, torch.fx.Node) and leaf.name not in names else str(leaf) for leaf in _leaves(node)
     ]
-    return [str(node.target), *arguments]
+    return [str(node.target).replace("_.", "."), *arguments]
 
 
 def _leaves(node: torch.fx.Node) -> Iterator[Any]:
