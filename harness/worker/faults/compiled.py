@@ -266,15 +266,18 @@ def _in_repeated(change: Callable[[torch.fx.Graph, set[str]], int]) -> None:
 
 
 def recomputed_cast_by_another_scale() -> None:
-    """The last cast that is computed again uses the scale of the one before it."""
+    """The last cast that is computed again uses the scale of one before it, of a tensor with another shape."""
 
     def change(graph: torch.fx.Graph, repeated: set[str]) -> int:
         products = [clamp.args[0] for clamp in _clamps(graph) if clamp.args[0].name in repeated]
-        if len(products) < 2:
+        if not products:
             return 0
-        first, last = products[-2:]
-        last.args = (last.args[0], first.args[1])
-        return 1
+        last = products[-1]
+        shape = last.meta["val"].shape
+        others = [each for each in products if each.meta["val"].shape != shape]  # weights of one shape start alike
+        for other in others[-1:]:
+            last.args = (last.args[0], other.args[1])
+        return len(others)
 
     _in_repeated(change)
 
