@@ -26,6 +26,7 @@ from harness.matrix.known import KnownFault, Symptom
 from harness.matrix.rules import Refusal
 from harness.result import Attempt, CaseResult
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
+from harness.trace.graphs import GraphTrace, PartitionRecord
 from harness.trace.modules import ModuleDistance
 from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
@@ -207,6 +208,29 @@ def with_casts(run: Run, change: Callable[[CastRecord], CastRecord], *, rank: in
         operands = OperandTrace(casts=casts, matmuls=trace.operands.matmuls)
         traces.append(replace(trace, operands=operands) if rank in (None, trace.rank) else trace)
     return run_of(*traces)
+
+
+# Graphs
+
+
+def make_partition(case: Case | None = None, **changes: Any) -> PartitionRecord:
+    """How the partitioner divides a block of 9 operators; of a checkpointed one it saves nothing but the input."""
+    wrapped = case is not None and case.checkpointing.mode != "none"
+    partition = PartitionRecord(
+        forward=9,
+        marked=9 if wrapped else 0,
+        saved_bytes=0 if wrapped else 64,
+        kept=(),
+        repeated=8 if wrapped else 2,
+        repeated_in_passes=8 if wrapped else 2,
+        unequal=(),
+    )
+    return replace(partition, **changes)
+
+
+def make_graphs(*partitions: PartitionRecord, **changes: Any) -> GraphTrace:
+    """What one rank records of graphs that were divided like this and executed nothing."""
+    return replace(GraphTrace(graphs=(), calls=(), casts=(), partitions=partitions, workarounds=()), **changes)
 
 
 # Sketches

@@ -39,7 +39,7 @@ from harness.checks import (
 from harness.checks.ranks import format_ranks
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
-from harness.expect.expectations import version_gap
+from harness.expect.expectations import Expectations, version_gap
 from harness.matrix.case import Case
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
@@ -57,9 +57,16 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     function: CheckFunction
     explains_failures: bool = False  # it also runs when ranks failed
     record: str | None = None  # the field of `RankTrace` that it reads
+    compiled_record: str | None = None  # the one that it reads of compiled runs, where it is another
     formula: str | None = None  # the formula of `expect/` that it relies on
     needs_relation: bool = False  # it compares with a partner, which not every case has
     judges_partner: bool = False  # it judges the partner of a compiled case, whose modules cannot be recorded
+
+    def record_of(self, expect: Expectations) -> str | None:
+        """The field of `RankTrace` that it reads of a run; None where it reads none, or the partner's."""
+        if self.judges_partner and expect.stands_for_modules:
+            return None
+        return self.compiled_record or self.record if expect.case.compile != "none" else self.record
 
 
 CHECKS: tuple[Check, ...] = (
@@ -76,7 +83,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(name=scales.NAME, function=scales.check_scales, record="operands", formula="casts"),
     Check(name=graph_scales.NAME, function=graph_scales.check_graph_scales, record="graphs"),
-    Check(name=recompute.NAME, function=recompute.check_recompute, record="operands", formula="matmuls"),
+    Check(
+        name=recompute.NAME,
+        function=recompute.check_recompute,
+        record="operands",
+        compiled_record="graphs",
+        formula="matmuls",
+    ),
     Check(name=traffic.NAME, function=traffic.check_traffic, record="traffic", formula="traffic"),
     Check(name=memory.NAME, function=memory.check_memory, record="saved_memory", formula="saved memory"),
     Check(
@@ -117,7 +130,9 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
         finding
         for check in checks
         for finding in (
-            (_no_record(check),) if _is_missing(check, run, witnesses) else check.function(case, run, witnesses)
+            (_no_record(check, witnesses),)
+            if _is_missing(check, run, witnesses)
+            else check.function(case, run, witnesses)
         )
     )
     failed = status == "crash" or bool(run.failures)
@@ -168,11 +183,12 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
 
 
 def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
-    if check.record is not None and _is_missing(check, run, witnesses):
-        if check.record not in witnesses.records:
-            return f"the ranks were not asked to record {_noun(check.record)}"
-        if check.record in witnesses.expect.not_recorded:
-            return witnesses.expect.not_recorded[check.record]
+    record = check.record_of(witnesses.expect)
+    if record is not None and _is_missing(check, run, witnesses):
+        if record not in witnesses.records:
+            return f"the ranks were not asked to record {_noun(record)}"
+        if record in witnesses.expect.not_recorded:
+            return witnesses.expect.not_recorded[record]
     if check.name in witnesses.expect.not_judged:
         return witnesses.expect.not_judged[check.name]
     if check.needs_relation and witnesses.expect.relation is None:
@@ -184,15 +200,15 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
 
 
 def _is_missing(check: Check, run: Run, witnesses: Witnesses) -> bool:
-    """True when no rank recorded what the check reads, and no partner did in place of them."""
-    if check.record is None or (check.judges_partner and witnesses.expect.stands_for_modules):
-        return False
-    return all(getattr(trace, check.record) is None for trace in run.traces)
+    """True when no rank recorded what the check reads."""
+    record = check.record_of(witnesses.expect)
+    return record is not None and all(getattr(trace, record) is None for trace in run.traces)
 
 
-def _no_record(check: Check) -> Finding:
-    assert check.record is not None
-    message = f"no rank recorded {_noun(check.record)}, which they were asked for: {check.name} proves nothing"
+def _no_record(check: Check, witnesses: Witnesses) -> Finding:
+    record = check.record_of(witnesses.expect)
+    assert record is not None
+    message = f"no rank recorded {_noun(record)}, which they were asked for: {check.name} proves nothing"
     return Finding(check=check.name, message=message, expected="a record of every rank", found="none")
 
 

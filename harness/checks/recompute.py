@@ -1,7 +1,7 @@
 """Does everything that runs twice give the same result twice? Recomputed casts and matmuls, and operands used again.
 
 When recomputation differs from forward, the gradients belong to a function that was never evaluated, while the loss is
-correct.
+correct. In compiled blocks backward graphs repeat nodes of forward graphs: they must be the same nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from harness.checks.mismatch import Mismatch
 from harness.checks.occurrences import CastKey, casts_by_key, matmuls_by_key
-from harness.checks.ranks import traces_by_rank
+from harness.checks.ranks import merge_ranks, missing_records, traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -35,7 +35,9 @@ class _Repetition(NamedTuple):
 
 
 def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """The first mismatch of every rank that has one, with the number of mismatches."""
+    """The first mismatch of every rank that has one, with the number of mismatches. Of graphs, once for all ranks."""
+    if case.compile != "none":
+        return missing_records(run, NAME, "graphs") or merge_ranks(run, lambda trace: _of_graphs(case, trace))
     findings = []
     for trace in traces_by_rank(run):
         if trace.operands is None:
@@ -45,6 +47,25 @@ def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
             first = mismatches[0]
             findings.append(first.finding(NAME, f"{first.what}: first in {first.place}; {len(mismatches)} in total"))
     return findings
+
+
+def _of_graphs(case: Case, trace: RankTrace) -> Iterator[Finding]:
+    """Nodes that backward graphs repeat and change, and checkpointed blocks whose graphs repeat nothing."""
+    assert trace.graphs is not None
+    unequal = [node for partition in trace.graphs.partitions for node in partition.unequal]
+    if unequal:
+        first = unequal[0]
+        yield Finding(
+            check=NAME,
+            message=f"{len(unequal)} nodes of backward graphs are not those of forward that they repeat: {first.node}",
+            expected=first.forward,
+            found=first.backward,
+        )
+    wrapped = [case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)]
+    repeated = [min(each.repeated, each.repeated_in_passes) for each in trace.graphs.partitions if each.marked]
+    if any(wrapped) and not (repeated and all(repeated)):
+        message = "backward graphs of checkpointed blocks repeat nothing of forward"
+        yield Finding(check=NAME, message=message, expected="repeated nodes in every such graph", found="none")
 
 
 def _unequal(case: Case, trace: RankTrace) -> Iterator[Mismatch]:

@@ -9,8 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from harness.expect import casts, fusion, live_memory, matmuls, records, relations, saved_memory, traffic
+from harness.expect import (
+    casts,
+    compiled_memory,
+    fusion,
+    live_memory,
+    matmuls,
+    records,
+    relations,
+    saved_memory,
+    traffic,
+)
 from harness.expect.casts import CastForm, CastSite
+from harness.expect.compiled_memory import SavedLimits
 from harness.expect.fusion import FusionCandidate
 from harness.expect.live_memory import LiveStorage
 from harness.expect.relations import Relation
@@ -39,7 +50,11 @@ class Expectations:
     def __init__(self, case: Case) -> None:
         self.case = case
         self._transfers = functools.cache(lambda step, rank: traffic.expected_transfers(case, step=step, rank=rank))
-        self._saved_bytes = functools.cache(lambda step, rank: saved_memory.expected_saved(case, step=step, rank=rank))
+        saved = saved_memory.expected_saved if case.compile == "none" else compiled_memory.expected_saved
+        self._saved_bytes = functools.cache(lambda step, rank: saved(case, step=step, rank=rank))
+        self._saved_limits = functools.cache(
+            lambda step, rank: compiled_memory.saved_limits(case, step=step, rank=rank)
+        )
         self._live_storages = functools.cache(lambda rank: live_memory.expected_live(case, rank=rank))
 
     @functools.cached_property
@@ -96,15 +111,24 @@ class Expectations:
         return traffic.converted_weight_shards(self.case, rank)
 
     def saved_bytes(self, *, step: int, rank: int) -> dict[str, int]:
-        """Bytes by dtype that `rank` saves for the backward pass of `step`. Eager cases only."""
+        """Bytes by dtype that `rank` saves for the backward pass of `step`, where `saves_exactly`."""
         return self._saved_bytes(min(step, 2), rank)
 
+    @functools.cached_property
+    def saves_exactly(self) -> bool:
+        """False where the partitioner chooses what a compiled block saves: there are limits only."""
+        return self.case.compile == "none" or compiled_memory.is_exact(self.case)
+
+    def saved_limits(self, *, step: int, rank: int) -> SavedLimits:
+        """The fewest and most bytes that `rank` saves for the backward pass of `step`. Compiled cases only."""
+        return self._saved_limits(min(step, 2), rank)
+
     def live_storages(self, *, rank: int) -> tuple[LiveStorage, ...]:
-        """What else is alive on `rank` between forward and backward. Eager cases only."""
+        """What else is alive on `rank` between forward and backward."""
         return self._live_storages(rank)
 
     def live_scalars(self, moment: Moment) -> int:
-        """How many scalars are alive besides. Eager cases only."""
+        """How many scalars are alive besides."""
         return live_memory.expected_scalars(self.case, moment=moment)
 
     @functools.cached_property

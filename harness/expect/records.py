@@ -17,7 +17,6 @@ def not_recorded(case: Case) -> Mapping[str, str]:
         empty["graphs"] = "nothing is compiled"
     else:
         empty["operands"] = "compiled blocks do not call what the probe patches; graph_scales judges their casts"
-        empty["saved_memory"] = "what compiled blocks save for backward is the partitioner's choice"
     if not case.is_replayed:
         empty["module_tensors"] = _not_replayed(case)
     return empty

@@ -22,14 +22,14 @@ Elements = Counter[str]  # by dtype
 
 def expected_saved(case: Case, *, step: int, rank: int) -> dict[str, int]:
     """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based)."""
-    assert case.compile == "none", "there is no formula for compiled runs"
-    elements = _head(case, rank)
+    assert case.compile == "none", "compiled blocks save what `compiled_memory.py` says"
+    elements = head_elements(case, rank)
     for layer in range(case.model.shape.layers):
-        elements += _block(case, layer, step)
+        elements += block_elements(case, layer, step)
     return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items())}
 
 
-def _head(case: Case, rank: int) -> Elements:
+def head_elements(case: Case, rank: int) -> Elements:
     """The final norm, the input of the output layer, log-probabilities and the normalizer of the loss.
 
     With loss parallel a rank saves its shard of the log-probabilities, otherwise all of them.
@@ -48,14 +48,15 @@ def _norm(case: Case) -> Elements:
     return Counter({case.wide_dtype: tokens * (2 * case.model.shape.dim + 1)})
 
 
-def _block(case: Case, layer: int, step: int) -> Elements:
+def block_elements(case: Case, layer: int, step: int) -> Elements:
+    """What one block saves, with the checkpointing of the case."""
     saved: Elements = Counter()
     if (
         case.train.dtype == "bfloat16"
     ):  # FSDP2 casts the inputs of a unit, so every block has its own copy of the RoPE cache
         saved["bfloat16"] += case.train.seq_len * case.model.shape.head_dim
     if not case.checkpointing.wraps(layer):
-        return saved + _whole_block(case) + _gathered_scales(case, layer, step)
+        return saved + _whole_block(case) + gathered_scales(case, layer, step)
     saved[case.train.dtype] += residual_tokens(case) * case.model.shape.dim  # the input of the block
     return saved + _selected_outputs(case, layer) if case.checkpointing.mode == "selective_op" else saved
 
@@ -82,14 +83,14 @@ def _whole_block(case: Case) -> Elements:
     return saved
 
 
-def _gathered_scales(case: Case, layer: int, step: int) -> Elements:
+def gathered_scales(case: Case, layer: int, step: int) -> Elements:
     """Float8 all-gather: FSDP2 frees the gathered weights after forward, but the saved tensors keep their scales.
 
     A precomputed scale belongs to the parameter and does not count as saved; step 1 has none.
     """
     if not case.float8.fp8_all_gather or (case.float8.precompute_scale and step > 1):
         return Counter()
-    return Counter({"float32": len(_converted(case, layer))})
+    return Counter({"float32": len(converted_linears(case, layer))})
 
 
 def _selected_outputs(case: Case, layer: int) -> Elements:
@@ -105,11 +106,11 @@ def _selected_outputs(case: Case, layer: int) -> Elements:
     if case.layout.tp > 1 and case.layout.sequence_parallel:
         saved += 2 * residual_tokens(case) * dim
     if case.float8.traits.one_scale_per_tensor:
-        saved += _forward_casts(case, _converted(case, layer))
+        saved += forward_casts(case, converted_linears(case, layer))
     return Counter({case.train.dtype: saved})
 
 
-def _forward_casts(case: Case, linears: Sequence[str]) -> int:
+def forward_casts(case: Case, linears: Sequence[str]) -> int:
     """Casts in one forward of a block. Float8 TP styles cast the inputs of attention and feed-forward only once."""
     weights = 0 if case.float8.fp8_all_gather else len(linears)
     if case.float8.tp_styles == "float8":
@@ -117,5 +118,6 @@ def _forward_casts(case: Case, linears: Sequence[str]) -> int:
     return weights + len(linears)
 
 
-def _converted(case: Case, layer: int) -> list[str]:
+def converted_linears(case: Case, layer: int) -> list[str]:
+    """The linears of a block that are converted, by their name in it."""
     return [name for name in BLOCK_LINEARS if is_converted(case, f"layers.{layer}.{name}")]

@@ -93,6 +93,7 @@ CARRIER_IDS = (
     "single-rowwise-head.fp8-v2256-vpad128-f64",
     "fsdp2-rowwise_with_gw_hp-v2048-b16",
     "fsdp8-tensorwise-pad-v2048-sl40-f64",
+    "single-tensorwise-ac.full-graph-v2048-f64",
     "atp2-bf16-graph-v2048-b16",
     "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-f64",
     "fsdp2-atp2-rowwise-graph-v2048-gb2-b16-tol.0.02",

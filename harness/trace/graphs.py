@@ -98,6 +98,37 @@ class UnknownCast(Record, frozen=True, kw_only=True):
     missing: str  # the operator that should stand there, and the one that does
 
 
+class KeptTensor(Record, frozen=True, kw_only=True):
+    """A result that checkpointing must compute again and that a forward graph saves for backward all the same."""
+
+    node: str  # its name in the graph
+    operator: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class UnequalNode(Record, frozen=True, kw_only=True):
+    """A node of a backward graph that repeats one of the forward graph, and is not the same."""
+
+    node: str
+    moment: Literal["partition", "passes"]  # after which it differs
+    forward: str  # operator and arguments
+    backward: str
+
+
+class PartitionRecord(Record, frozen=True, kw_only=True):
+    """How one joint graph was divided into a forward and a backward graph. Blocks with the same code share it."""
+
+    forward: int  # operators of the forward graph
+    marked: int  # of them those that checkpointing marks to be computed again
+    saved_bytes: int  # of intermediate results, as single tensors: views of one storage count each
+    kept: tuple[KeptTensor, ...]  # of them what is marked to be computed again
+    repeated: int  # operators of the forward graph that the backward graph repeats
+    repeated_in_passes: int  # those that both graphs still have after the passes
+    unequal: tuple[UnequalNode, ...]
+
+
 class GraphTrace(Record, frozen=True, kw_only=True):
     """Everything recorded about compilation on one rank."""
 
@@ -105,4 +136,5 @@ class GraphTrace(Record, frozen=True, kw_only=True):
     calls: tuple[FusedCall, ...]
     casts: tuple[GraphCast, ...] | None  # None for generated code, whose casts cannot be recorded
     unknown_casts: tuple[UnknownCast, ...] = ()
+    partitions: tuple[PartitionRecord, ...] = ()  # in the order of compilation
     workarounds: tuple[str, ...]  # limits of torch on a CPU that the virtual device worked around

@@ -11,6 +11,7 @@ from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.expect import relations
+from harness.expect.expectations import Expectations
 from harness.expect.records import not_judged, not_recorded
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import Refusal
@@ -110,7 +111,8 @@ def test_a_record_that_was_asked_for_and_is_nowhere_is_a_finding_of_every_check_
     asked = make_witnesses(case, golden=make_golden(case), tolerance=make_tolerance(9.0), records=RECORDS)
     found = judge(case, make_run(case), "ok", asked)
     silent = {each.check for each in found.findings if "which they were asked for" in each.message}
-    expected = {check.name for check in CHECKS if check.record is not None and check.record not in not_recorded(case)}
+    reads = {check.name: check.record_of(Expectations(case)) for check in CHECKS}
+    expected = {name for name, record in reads.items() if record is not None and record not in not_recorded(case)}
     without_partner = set() if relations.partner(case) is not None else {"metamorphic"}
     assert silent == expected - without_partner - set(not_judged(case))
     assert found.verdict is Verdict.INVARIANT

@@ -8,13 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._higher_order_ops.wrap
 import torch._inductor.config
 import torch.distributed._symmetric_memory as symm_mem
+from torch._functorch.partitioners import must_recompute
 from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
+from torch.utils.checkpoint import CheckpointPolicy
 
 from harness.worker.faults import conversion
 from harness.worker.faults.hooks import counted_steps, wrap
 from harness.worker.targets.reference import compiled
+from harness.worker.virtual import graph_backend
 from harness.worker.virtual.collectives import resolve_group
 
 
@@ -245,3 +249,72 @@ def compiled_amax_sent_twice() -> None:
         return len(reductions)
 
     _after_passes(change)
+
+
+def compiled_checkpointing_lost() -> None:
+    """Full checkpointing marks nothing in the graph to be computed again, so the partitioner saves what it likes."""
+    wrap(
+        torch._higher_order_ops.wrap,
+        "_always_prefer_recompute",
+        lambda _: lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE,
+    )
+
+
+def compiled_matmul_outputs_kept() -> None:
+    """The partitioner saves the outputs of matmuls, also of those that checkpointing marks to be computed again."""
+    matmuls = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
+
+    def make(stock: Any) -> Any:
+        def partition(module: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
+            for node in module.graph.nodes:
+                if node.target in matmuls and must_recompute(node):
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            return stock(module, inputs, **given)
+
+        return partition
+
+    wrap(graph_backend, "min_cut_rematerialization_partition", make)
+
+
+def _in_repeated(change: Callable[[torch.fx.Graph, set[str]], int]) -> None:
+    """Call `change(graph, repeated)` after the passes over a backward graph with the names that forward has too."""
+    forward: list[set[str]] = []
+
+    def in_turn(graph: torch.fx.Graph) -> int:
+        names = {node.name for node in graph.nodes if node.op == "call_function"}
+        if not forward:
+            forward.append(names)
+            return 1
+        return change(graph, names & forward.pop())
+
+    _after_passes(in_turn)
+
+
+def recomputed_cast_by_another_scale() -> None:
+    """The last cast that is computed again uses the scale of one before it, of a tensor with another shape."""
+
+    def change(graph: torch.fx.Graph, repeated: set[str]) -> int:
+        products = [clamp.args[0] for clamp in _clamps(graph) if clamp.args[0].name in repeated]
+        if not products:
+            return 0
+        last = products[-1]
+        shape = last.meta["val"].shape
+        others = [each for each in products if each.meta["val"].shape != shape]  # weights of one shape start alike
+        for other in others[-1:]:
+            last.args = (last.args[0], other.args[1])
+        return len(others)
+
+    _in_repeated(change)
+
+
+def recomputed_norm_without_epsilon() -> None:
+    """Norms that are computed again leave out the epsilon."""
+
+    def change(graph: torch.fx.Graph, repeated: set[str]) -> int:
+        sums = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Scalar)
+        again = [node for node in sums if node.name in repeated]
+        for node in again:
+            node.args = (node.args[0], 0.0)
+        return len(again)
+
+    _in_repeated(change)

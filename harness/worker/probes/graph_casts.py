@@ -41,16 +41,21 @@ class GraphCastWatcher:
     def begin_step(self, step: int) -> None:
         """From here on casts belong to this step."""
         self._step, self._order = step, 0
-        self._sources.clear()
-        self._scales.clear()
 
     def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], result: Any) -> None:
         """One node was executed."""
+        if node.op == "output":
+            self._forget()
         if node in _needed(node.graph):
             self._keep(node, args)
         if _is_cast(node):
             with torch.no_grad():
                 self._record(node, result)
+
+    def _forget(self) -> None:
+        """A graph is done: nothing of it may stay alive for this probe's sake."""
+        self._sources.clear()
+        self._scales.clear()
 
     def _keep(self, node: torch.fx.Node, args: tuple[Any, ...]) -> None:
         self._sources[node] = args[0]

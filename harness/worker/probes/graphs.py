@@ -22,6 +22,7 @@ from harness.matrix.case import Case
 from harness.matrix.mesh import axis_of_group
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
 from harness.worker.probes.graph_casts import GraphCastWatcher
+from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import in_backward
 from harness.worker.probes.unfused import ALL_GATHER, MATMULS, REDUCE_SCATTER, group_name, reason
 from harness.worker.targets.reference.parallel import Meshes
@@ -42,10 +43,13 @@ class GraphProbe:
         self._graphs: list[GraphRecord] = []
         self._calls: dict[tuple[Any, ...], FusedCall] = {}
         self._casts = GraphCastWatcher()
+        self._partitions = PartitionWatcher()
         self._step = 0
 
     def __enter__(self) -> Self:
         graph_backend.observers.append(self._casts)
+        graph_backend.graph_observers.append(self._partitions.after_passes)
+        self._partitions.__enter__()
         torch._inductor.config.post_grad_custom_post_pass = self._record_graph
         virtual_symm_mem.observers.append(self._record_call)
         return self
@@ -54,6 +58,8 @@ class GraphProbe:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         graph_backend.observers.remove(self._casts)
+        graph_backend.graph_observers.remove(self._partitions.after_passes)
+        self._partitions.__exit__(kind, error, trace)
         torch._inductor.config.post_grad_custom_post_pass = None
         virtual_symm_mem.observers.remove(self._record_call)
 
@@ -80,12 +86,15 @@ class GraphProbe:
             calls=tuple(self._calls.values()),
             casts=tuple(self._casts.casts) if self._case.compile == "graph" else None,
             unknown_casts=tuple(self._casts.unknown),
+            partitions=tuple(self._partitions.records),
             workarounds=tuple(sorted(rng.workarounds)),
         )
 
     # Graphs.
 
     def _record_graph(self, graph: torch.fx.Graph) -> None:
+        if self._case.compile == "inductor":
+            self._partitions.after_passes(graph)
         nodes = [node for node in graph.nodes if node.op == "call_function"]
         backward = any("tangent" in node.name for node in graph.find_nodes(op="placeholder"))
         self._graphs.append(

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -31,6 +33,8 @@ from harness.worker.probes.sketches import clean_fqn
 from harness.worker.virtual.collectives import FABRIC
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
+# Hold the ranks of a mesh as a tensor. Compilation makes more of them, and keeps them with its guards and graphs.
+_MESHES = frozenset({DeviceMesh, FakeScriptObject})
 
 
 class _Live(NamedTuple):
@@ -116,14 +120,19 @@ def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _alive(explained: Collection[int]) -> list[_Live]:
-    """Storages with memory that are not explained. What a wrapper such as a DTensor holds is an object of its own."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    """Storages with memory that are not explained. What a wrapper such as a DTensor holds is an object of its own.
+
+    The tensors in a compiler's description of a graph are fake: their storages are of the device `meta`.
+    """
+    objects = gc.get_objects()
+    tensors = [each for each in objects if issubclass(type(each), torch.Tensor)]
     hidden = {id(plain) for each in tensors if is_own(each) for plain in plain_tensors(each)}
+    hidden |= {id(held) for each in objects if type(each) in _MESHES for held in vars(each).values()}
     found: dict[int, _Live] = {}
     for tensor in tensors:
         if (type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor)) and id(tensor) not in hidden:
             storage = tensor.untyped_storage()
-            if storage._cdata not in explained and storage.nbytes():
+            if storage._cdata not in explained and storage.nbytes() and storage.device.type != "meta":
                 known = found.get(storage._cdata)
                 if known is None or _form(known.tensor) < _form(tensor):
                     found[storage._cdata] = _Live(tensor, storage.nbytes())

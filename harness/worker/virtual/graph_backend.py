@@ -22,12 +22,20 @@ from torch._inductor.virtualized import V
 # Probes append themselves; they must not write to tensors.
 observers: list[Callable[[torch.fx.Node, tuple[Any, ...], Any], None]] = []
 
+# Called with every graph as it will be executed, after all passes: a forward graph, then its backward graph.
+graph_observers: list[Callable[[torch.fx.Graph], None]] = []
+
 
 def graph_backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A backend for `torch.compile`. Returns a callable with the signature of `module`."""
-    compiler = aot_autograd(fw_compiler=_compile, partition_fn=min_cut_rematerialization_partition)
+    compiler = aot_autograd(fw_compiler=_compile, partition_fn=_partition)
     compiled: Callable[..., Any] = compiler(module, inputs)
     return compiled
+
+
+def _partition(module: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
+    """Inductor's partitioner, by the name in this module: what probes and faults put in its place is used too."""
+    return min_cut_rematerialization_partition(module, inputs, **given)
 
 
 def _compile(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -41,6 +49,8 @@ def _compile(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..
         post_grad.post_grad_passes(module, is_inference=False)
     module.graph.lint()
     module.recompile()
+    for observe in graph_observers:
+        observe(module.graph)
     boxed: Callable[..., Any] = _observed(module) if observers else make_boxed_func(module.forward)
     return boxed
 

@@ -1,0 +1,175 @@
+"""Watches how the partitioner divides joint graphs: what forward saves, and what backward computes again.
+
+The marks of checkpointing are those of the joint graph before the partitioner has it, because the partitioner changes
+some. What it computes again it copies into the backward graph under the same name, so equal names must be equal nodes:
+right after the partition, and after all passes except for what these put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from msgspec.structs import replace
+from torch._functorch.partitioners import must_recompute
+from torch._inductor import compile_fx
+
+from harness.trace.graphs import KeptTensor, PartitionRecord, UnequalNode
+from harness.worker.probes.scales import dtype_name
+from harness.worker.virtual import graph_backend
+
+_PARTITION = "fp8_harness_partition"  # the key of node.meta that says which partition a graph is of
+
+Nodes = dict[str, torch.fx.Node]
+
+
+class _Side(NamedTuple):
+    """One graph of a partition: its operators, and all names that it had before the passes."""
+
+    operators: Nodes
+    names: AbstractSet[str]
+
+
+class PartitionWatcher:
+    """Fills `records` while it is entered, for the backend `graph` and for inductor."""
+
+    def __init__(self) -> None:
+        self.records: list[PartitionRecord] = []
+        self._divided: list[tuple[_Side, _Side]] = []  # forward and backward graph of every partition
+        self._passed: dict[int, _Side] = {}  # forward graphs that have been through the passes, by partition
+        self._installed = ExitStack()
+
+    def __enter__(self) -> Self:
+        for owner in (graph_backend, compile_fx):
+            stock = owner.min_cut_rematerialization_partition
+            owner.min_cut_rematerialization_partition = self._watched(stock)  # type: ignore[attr-defined]
+            self._installed.callback(setattr, owner, "min_cut_rematerialization_partition", stock)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._installed.close()
+
+    def _watched(self, stock: Any) -> Any:
+        def partition(module: torch.fx.GraphModule, inputs: Any, *rest: Any, **given: Any) -> Any:
+            marked = frozenset(node.name for node in module.graph.nodes if must_recompute(node))
+            forward, backward = stock(module, inputs, *rest, **given)
+            self._record(forward.graph, backward.graph, marked, given["num_fwd_outputs"])
+            return forward, backward
+
+        return partition
+
+    def _record(
+        self, forward: torch.fx.Graph, backward: torch.fx.Graph, marked: AbstractSet[str], outputs: int
+    ) -> None:
+        before, after = (_Side(_operators(graph), _names(graph)) for graph in (forward, backward))
+        for graph in (forward, backward):
+            graph.find_nodes(op="placeholder")[0].meta[_PARTITION] = len(self._divided)
+        self._divided.append((before, after))
+        given: Any = forward.output_node().args[0]
+        saved: list[torch.fx.Node] = [node for node in given[outputs:] if _is_intermediate(node)]
+        kept = [node for node in saved if node.name in marked]
+        self.records.append(
+            PartitionRecord(
+                forward=len(before.operators),
+                marked=len(before.operators.keys() & marked),
+                saved_bytes=sum(map(_nbytes, saved)),
+                kept=tuple(_kept(node) for node in kept),
+                repeated=len(_repeated(before, after)),
+                repeated_in_passes=0,
+                unequal=tuple(_unequal(before, after, "partition")),
+            )
+        )
+
+    def after_passes(self, graph: torch.fx.Graph) -> None:
+        """A graph as it is executed or lowered. A backward graph may come late, when backward first needs it."""
+        inputs = graph.find_nodes(op="placeholder")
+        place = next((node.meta[_PARTITION] for node in inputs if _PARTITION in node.meta), None)
+        if place is None:
+            return  # it was not divided: nothing in it has a gradient
+        forward, backward = self._divided[place]
+        if not any("tangent" in node.name for node in inputs):
+            self._passed[place] = _Side(_operators(graph), forward.names)
+            return
+        before, after = self._passed.pop(place), _Side(_operators(graph), backward.names)
+        record = self.records[place]
+        self.records[place] = replace(
+            record,
+            repeated_in_passes=len(_repeated(before, after)),
+            unequal=(*record.unequal, *_unequal(before, after, "passes")),
+        )
+
+
+def _operators(graph: torch.fx.Graph) -> Nodes:
+    return {node.name: node for node in graph.nodes if node.op == "call_function"}
+
+
+def _names(graph: torch.fx.Graph) -> AbstractSet[str]:
+    return frozenset(node.name for node in graph.nodes)
+
+
+def _is_intermediate(node: Any) -> bool:
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _nbytes(node: torch.fx.Node) -> int:
+    value: torch.Tensor = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def _kept(node: torch.fx.Node) -> KeptTensor:
+    value: torch.Tensor = node.meta["val"]
+    return KeptTensor(
+        node=node.name,
+        operator=str(node.target),
+        dtype=dtype_name(value.dtype),
+        shape=tuple(value.shape),
+        nbytes=_nbytes(node),
+    )
+
+
+def _repeated(before: _Side, after: _Side) -> list[str]:
+    """The operators that both graphs have under the same name, which no pass has made."""
+    known = before.names & after.names
+    return [name for name in after.operators if name in before.operators and name in known]
+
+
+def _unequal(before: _Side, after: _Side, moment: Literal["partition", "passes"]) -> Iterator[UnequalNode]:
+    for name in _repeated(before, after):
+        one, other = before.operators[name], after.operators[name]
+        if not _equal(_form(one, before.names), _form(other, after.names)):
+            yield UnequalNode(node=name, moment=moment, forward=_written(one), backward=_written(other))
+
+
+def _written(node: torch.fx.Node) -> str:
+    keywords = [f"{name}={value}" for name, value in node.kwargs.items()]
+    return f"{node.target}({', '.join([*map(str, node.args), *keywords])})"
+
+
+class _Made:
+    """An argument that a pass has made: it may stand for any other node."""
+
+
+_MADE = _Made()
+
+
+def _form(node: torch.fx.Node, names: AbstractSet[str]) -> list[object]:
+    """Operator and arguments: literals as text, nodes by name. An operator in place is the one out of place."""
+    arguments = [
+        _MADE if isinstance(leaf, torch.fx.Node) and leaf.name not in names else str(leaf) for leaf in _leaves(node)
+    ]
+    return [str(node.target).replace("_.", "."), *arguments]
+
+
+def _leaves(node: torch.fx.Node) -> Iterator[Any]:
+    leaves, structure = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
+    yield from leaves
+    yield structure
+
+
+def _equal(one: list[object], other: list[object]) -> bool:
+    return len(one) == len(other) and all(
+        left is _MADE or right is _MADE or left == right for left, right in zip(one, other, strict=True)
+    )

@@ -1,0 +1,177 @@
+"""What compiled blocks may save for backward: the formula, and what `memory` and `recompute` find in graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from msgspec.structs import replace
+
+from harness.checks.memory import check_memory
+from harness.checks.recompute import check_recompute
+from harness.expect import compiled_memory, saved_memory
+from harness.expect.expectations import Expectations
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.trace.graphs import GraphTrace, KeptTensor, UnequalNode
+from harness.trace.traffic import SavedMemory
+from harness.verdict import Finding
+from tests.builders import make_graphs, make_partition, make_trace, make_witnesses, run_of
+from tests.strategies import TRAINED_CASES
+
+FULL = parse_case_id("tp2-rowwise-ac.full-graph-v2048-gb2-s2-b16")
+FREE = parse_case_id("single-tensorwise-graph-v2048-gb2-s2-b16")
+LAYER = parse_case_id("single-bf16-ac.layer2-graph-v2048-gb2-s2-b16")
+KEPT = KeptTensor(node="mm_3", operator="aten.mm.default", dtype="bfloat16", shape=(64, 128), nbytes=16384)
+UNEQUAL = UnequalNode(node="mul_3", moment="passes", forward="aten.mul.Tensor(a, b)", backward="aten.mul.Tensor(a, c)")
+
+
+def compiled(case: Case) -> Case:
+    return replace(case, compile="graph")
+
+
+@given(TRAINED_CASES)
+def test_a_partition_saves_no_more_than_eager_but_for_scales_and_copies_of_weights(case: Case) -> None:
+    layers = range(case.model.shape.layers)
+    eager_case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))
+    eager = sum(saved_memory.expected_saved(eager_case, step=1, rank=0).values())
+    limits = compiled_memory.saved_limits(compiled(case), step=1, rank=0)
+    assert 0 < limits.least <= limits.most
+    free = not case.float8.enabled or (case.layout.tp == 1 and not case.float8.fp8_all_gather)
+    if free and not any(case.checkpointing.wraps(layer) for layer in layers):
+        assert limits.most == eager
+    if compiled_memory.is_exact(compiled(case)):
+        assert limits.least == limits.most == sum(compiled_memory.expected_saved(case, step=1, rank=0).values())
+
+
+# Measured on real ranks: bytes of rank 0 in step 1.
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("single-tensorwise-ac.full-graph-v2048-gb2-s2-b16", 641284),
+        ("tp2-rowwise-ac.full-graph-v2048-gb4-s2-f64", 1447432),
+        ("tp2-tensorwise-ac.full-graph-v2048-gb4-s2-b16", 657684),
+        ("tp2-rowwise_with_gw_hp-ac.full-graph-v2048-gb4-s2-b16", 657724),
+        ("fsdp2-tensorwise-ag.fp8-ac.full-graph-v2048-gb4-s2-b16", 641340),
+        ("atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb4-s2-b16", 657668),
+    ],
+)
+def test_blocks_that_are_checkpointed_whole_have_an_exact_formula(text: str, found: int) -> None:
+    assert sum(Expectations(parse_case_id(text)).saved_bytes(step=1, rank=0).values()) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("single-bf16-ac.op-graph-v2048-gb2-s2-f64", 1901064),
+        ("single-rowwise-ac.op-graph-v2048-gb2-s2-b16", 773380),
+        ("tp2-nosp-rowwise-ac.op-graph-v2256-gb2-s2-f64", 1305096),
+        ("fsdp2-atp2-tensorwise-ag.fp8-ac.op-graph-v2048-gb4-s2-b16", 411884),
+    ],
+)
+def test_selective_op_is_known_up_to_its_scales(text: str, found: int) -> None:
+    limits = Expectations(parse_case_id(text)).saved_limits(step=1, rank=0)
+    assert limits.least <= found <= limits.most < 1.02 * limits.least
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("single-tensorwise-graph-v2048-gb2-s2-b16", 957792),
+        ("tp2-bf16-graph-v2048-gb4-s2-b16", 1154308),
+        ("fsdp2-tensorwise-ag.fp8-graph-v2048-gb2-s2-b16", 709316),
+        ("tp2-rowwise_with_gw_hp-graph-v2048-gb1-s2-b16", 421244),
+        ("atp2-tensorwise-tpstyle.fp8-ac.layer2-graph-v2048-gb4-s2-b16", 946992),
+    ],
+)
+def test_other_blocks_are_within_the_limits(text: str, found: int) -> None:
+    limits = Expectations(parse_case_id(text)).saved_limits(step=1, rank=0)
+    assert limits.least <= found <= limits.most
+
+
+def saved(case: Case, nbytes: int | None = None, **changes: Any) -> tuple[SavedMemory, ...]:
+    """What a correct run records, or so many bytes in every step."""
+    expect = Expectations(case)
+    by_dtype = {"float32": nbytes or 0}
+    if nbytes is None:
+        exact = expect.saves_exactly
+        by_dtype = expect.saved_bytes(step=1, rank=0) if exact else {"float32": limits_of(case).most}
+    record = SavedMemory(step=1, saved_bytes=sum(by_dtype.values()), float8_bytes=0, by_dtype=by_dtype)
+    return tuple(replace(record, step=step, **changes) for step in (1, 2))
+
+
+def limits_of(case: Case) -> compiled_memory.SavedLimits:
+    return Expectations(case).saved_limits(step=1, rank=0)
+
+
+def check(case: Case, graphs: GraphTrace | None, memory: tuple[SavedMemory, ...] | None) -> list[Finding]:
+    run = run_of(*(make_trace(case, rank, graphs=graphs, saved_memory=memory) for rank in range(case.world_size)))
+    witnesses = make_witnesses(case)
+    return [*check_memory(case, run, witnesses), *check_recompute(case, run, witnesses)]
+
+
+def divided(case: Case, **changes: Any) -> GraphTrace:
+    parts = [make_partition(case, **changes)]
+    if case.checkpointing.mode == "selective_layer":
+        parts.append(make_partition())
+    return make_graphs(*parts)
+
+
+@pytest.mark.parametrize("case", [FULL, FREE, LAYER], ids=["full", "none", "layer"])
+def test_what_the_partitioner_may_do_is_good(case: Case) -> None:
+    assert check(case, divided(case), saved(case)) == []
+
+
+@pytest.mark.parametrize(("off", "words"), [(1, "too many"), (-1, "too few")])
+def test_one_byte_beyond_the_limits_is_found(off: int, words: str) -> None:
+    limits = limits_of(FREE)
+    nbytes = limits.most + 1 if off > 0 else limits.least - 1
+    (found,) = check(FREE, divided(FREE), saved(FREE, nbytes))
+    assert found.message == f"compiled blocks save {words} bytes for backward on rank 0"
+    assert (found.check, found.step, found.found) == ("memory", 1, f"{nbytes} bytes")
+    (found,) = check(FREE, divided(FREE), ())
+    assert (found.step, found.found) == (1, "0 bytes")
+
+
+def test_one_byte_is_found_where_every_block_is_checkpointed_whole() -> None:
+    right = saved(FULL)
+    wrong = {**right[0].by_dtype, "bfloat16": right[0].by_dtype["bfloat16"] + 1}
+    (found,) = check(FULL, divided(FULL), tuple(replace(each, by_dtype=wrong) for each in right))
+    assert found.message == "wrong number of bfloat16 bytes saved for backward on ranks 0-1"
+
+
+def test_a_result_that_is_saved_against_its_mark_is_found() -> None:
+    (found,) = check(FULL, divided(FULL, kept=(KEPT, replace(KEPT, node="mm_4", nbytes=1))), saved(FULL))
+    assert found.message == "2 results that checkpointing computes again are saved for backward on ranks 0-1"
+    assert found.found == "aten.mm.default mm_3, bfloat16[64, 128], is the largest"
+
+
+def test_lost_marks_are_found() -> None:
+    lost, nothing = check(FULL, make_graphs(make_partition()), saved(FULL))
+    assert lost.message.startswith("the graphs of the blocks do not have the marks of checkpointing")
+    assert (lost.expected, lost.found) == ("graphs with operators to compute again", "graphs without")
+    assert nothing.message.startswith("backward graphs of checkpointed blocks repeat nothing of forward")
+    (lost,) = check(LAYER, make_graphs(make_partition(LAYER)), saved(LAYER))
+    assert lost.expected == "graphs with operators to compute again and graphs without"
+    assert check(FREE, make_graphs(), saved(FREE))[0].found == "no graphs"
+
+
+def test_a_node_that_backward_repeats_otherwise_is_found() -> None:
+    (found,) = check(FULL, divided(FULL, unequal=(UNEQUAL, UNEQUAL)), saved(FULL))
+    words = "2 nodes of backward graphs are not those of forward that they repeat: mul_3 on ranks 0-1"
+    assert (found.check, found.message) == ("recompute", words)
+    assert (found.expected, found.found) == (UNEQUAL.forward, UNEQUAL.backward)
+
+
+@pytest.mark.parametrize("lost", ["repeated", "repeated_in_passes"])
+def test_a_checkpointed_block_that_repeats_nothing_does_not_pass(lost: str) -> None:
+    (found,) = check(FULL, divided(FULL, **{lost: 0}), saved(FULL))
+    assert found.message.startswith("backward graphs of checkpointed blocks repeat nothing of forward")
+    assert check(FREE, divided(FREE, **{lost: 0}), saved(FREE)) == []
+
+
+def test_what_was_not_recorded_is_a_finding() -> None:
+    assert [each.check for each in check(FULL, None, saved(FULL))] == ["memory", "recompute"]
+    (found,) = check(FULL, divided(FULL), None)
+    assert found.message == "no record of saved memory on ranks 0-1"
