@@ -25,13 +25,14 @@ from harness.engine.messages import Job
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.known import match_known
+from harness.matrix.known import matching
 from harness.matrix.rules import expected_refusal
 from harness.project import find_project
 from harness.request import RunRequest
 from harness.running.case_judge import known_here
 from harness.running.plan import CPU_PROBES, DEFAULT_PROGRAM
 from harness.running.selection import Query, select_cases
+from harness.verdict import Verdict
 
 SAMPLE = (
     "single-bf16-v2048-b16",
@@ -108,11 +109,11 @@ def training_cases(names: list[str], case_ids: list[str]) -> tuple[Case, ...]:
         sources=tuple(name for name in names if name in project.tiers),
         case_ids=(*(name for name in names if name not in project.tiers), *case_ids),
     )
-    stops = [fault for fault in known_here(project) if fault.verdict in ("crash", "hang")]
+    stops = [fault for fault in known_here(project) if fault.verdict in (Verdict.CRASH, Verdict.HANG)]
     return tuple(
         case
         for case in select_cases(project, query)
-        if expected_refusal(case) is None and match_known(stops, case) is None
+        if expected_refusal(case) is None and not matching(stops, case)
     )
 
 

@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -58,12 +58,12 @@ _ENTRY = "torch/_dynamo/eval_frame.py"  # calls compiled code as well: its calle
 
 class _Sampler:
     def __init__(self) -> None:
-        self.cpu_s: Counter[str] = Counter()
+        self.cpu_s: defaultdict[str, float] = defaultdict(float)
         self._last_s = time.process_time()
         self._stages: dict[str, str | None] = {}
 
     def start(self) -> None:
-        signal.signal(signal.SIGPROF, torch._dynamo.disable(self._sample))
+        signal.signal(signal.SIGPROF, torch._dynamo.disable(self._sample))  # type: ignore[no-untyped-call]
         signal.setitimer(signal.ITIMER_PROF, _INTERVAL_S, _INTERVAL_S)
 
     def stop(self) -> None:

@@ -70,7 +70,7 @@ class Controller:
         def acquire(self: Leases, *args: Any, **options: Any) -> Any:
             return _Timed(controller._acquire(self, *args, **options), controller)
 
-        CaseJudge.judge = judge  # type: ignore[method-assign]
+        CaseJudge.judge = judge  # type: ignore[method-assign, assignment]
         Leases.acquire = acquire  # type: ignore[method-assign]
 
     def waited(self, seconds: float) -> None:
