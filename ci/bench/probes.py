@@ -111,9 +111,7 @@ def training_cases(names: list[str], case_ids: list[str]) -> tuple[Case, ...]:
     )
     stops = [fault for fault in known_here(project) if fault.verdict in (Verdict.CRASH, Verdict.HANG)]
     return tuple(
-        case
-        for case in select_cases(project, query)
-        if expected_refusal(case) is None and not matching(stops, case)
+        case for case in select_cases(project, query) if expected_refusal(case) is None and not matching(stops, case)
     )
 
 

@@ -42,14 +42,13 @@ def fit_costs(file: Path, *, command: str) -> Costs:
         document = msgspec.json.decode(file.read_bytes(), type=_Document, strict=False)
     except (OSError, msgspec.DecodeError) as reason:
         raise HarnessError(f"is no JSON report of a run: {reason}.", where=str(file)) from reason
-    trained = [
-        (parse_case_id(result.id), result.cpu_s) for result in document.cases if result.verdict in ("passed", "known")
-    ]
+    # a case that is known has run twice where its fault has a fix
+    trained = [(parse_case_id(result.id), result.cpu_s) for result in document.cases if result.verdict == "passed"]
     measured = [(case_features(case), cpu_s) for case, cpu_s in trained if expected_refusal(case) is None]
     solos = [
-        (solo_features(parse_case_id(witness.name.removeprefix(_SOLO))), witness.cpu_s)
+        (solo_features(parse_case_id(name)), witness.cpu_s)
         for witness in document.witnesses
-        if witness.name.startswith(_SOLO)
+        if witness.name.startswith(_SOLO) and " " not in (name := witness.name.removeprefix(_SOLO))
     ]
     if len(measured) < _FEWEST or len(solos) < _FEWEST:
         what = f"holds {len(measured)} runs and {len(solos)} solo witnesses; {_FEWEST} of each are needed."
