@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from harness.trace import RankTrace
 from harness.verdict import Finding
 
 _FIXES = Path(__file__).parents[2] / "cases" / "fixes"
 WHOLE_WEIGHT = f"{_FIXES / 'scale_of_whole_weight.py'}:apply"
+
+
+def sweep(*values: object) -> Any:
+    """A parameter set for the sweeps: another one shows the same in every run, at less cost."""
+    return pytest.param(*values, marks=pytest.mark.sweep)
 
 
 def numbers(traces: Sequence[RankTrace]) -> list[list[tuple[float, float]]]:

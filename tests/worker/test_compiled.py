@@ -18,6 +18,7 @@ from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.caseid import parse_case_id
 from harness.worker.virtual import rng
 from tests.builders import make_witnesses
+from tests.worker.runs import sweep
 
 FIX = f"{Path(__file__).parents[2] / 'cases' / 'fixes' / 'scattered_rows.py'}:apply"
 PROBES = ("sketches", "traffic", "graphs")
@@ -67,10 +68,10 @@ def test_the_live_fault_is_located_and_the_candidate_fix_mends_it(trained):
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param("fsdp2-atp2-rowwise-ac.op-graph-v2048-gb2-s2-b16", marks=pytest.mark.sweep),
+        sweep("fsdp2-atp2-rowwise-ac.op-graph-v2048-gb2-s2-b16"),
         "single-rowwise-graph-v2048-gb1-s1-b16",
         "atp2-fallback-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb2-s2-f64",
-        "tp2-nosp-rowwise_with_gw_hp-ac.op-graph-v2048-gb2-s2-b16",
+        sweep("tp2-nosp-rowwise_with_gw_hp-ac.op-graph-v2048-gb2-s2-b16"),
     ],
 )
 def test_fusions_traffic_and_matmuls_are_those_of_the_formulas(trained, text: str):

@@ -13,7 +13,7 @@ from harness.running.plan import CPU_PROBES
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
-from tests.worker.runs import numbers
+from tests.worker.runs import numbers, sweep
 
 MEMORY = ("saved_memory",)
 SINGLE = "single-tensorwise-v2048-gb4-s4-f32"
@@ -23,11 +23,11 @@ FSDP = "fsdp2-tensorwise-v2048-gb4-s4-f32"
 CASES = [
     SINGLE,
     "tp2-rowwise-ac.op-v2048-gb4-s3-b16",
-    "tp2-tensorwise-tpstyle.fp8-v2250-vpad128-gb4-s3-f32",
+    sweep("tp2-tensorwise-tpstyle.fp8-v2250-vpad128-gb4-s3-f32"),
     "tp2-nosp-nolp-rowwise-v2250-vpad128-gb4-s3-f32",
-    "fsdp4-tensorwise-ag.fp8-v2050-gb4-s3-f64",
+    sweep("fsdp4-tensorwise-ag.fp8-v2050-gb4-s3-f64"),
     "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-ac.full-v2048-gb4-s3-b16",
-    "fsdp2-tp2-tensorwise-ag.fp8pre-head.fp8-ac.layer2-v2048-gb4-s3-b16",
+    sweep("fsdp2-tp2-tensorwise-ag.fp8pre-head.fp8-ac.layer2-v2048-gb4-s3-b16"),
 ]
 
 

@@ -10,7 +10,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
-from tests.worker.runs import numbers
+from tests.worker.runs import numbers, sweep
 
 TP = "tp2-tensorwise-v2048-gb4-s2-b16"
 HSDP = "hsdp2x2-tensorwise-v2048-gb4-s2-b16"
@@ -18,11 +18,11 @@ HSDP = "hsdp2x2-tensorwise-v2048-gb4-s2-b16"
 CASES = [
     TP,
     HSDP,
-    "tp4-nosp-rowwise-ac.op-v2050-gb4-s2-b16",
-    "tp2-nosp-nolp-tensorwise-head.fp8-v2048-gb4-s2-f32",
-    "fsdp2-tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-b16",
-    "hsdp2x2-bf16-v2256-gb4-s2-f32",
-    "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16",
+    sweep("tp4-nosp-rowwise-ac.op-v2050-gb4-s2-b16"),
+    sweep("tp2-nosp-nolp-tensorwise-head.fp8-v2048-gb4-s2-f32"),
+    sweep("fsdp2-tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-b16"),
+    sweep("hsdp2x2-bf16-v2256-gb4-s2-f32"),
+    sweep("hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16"),
     "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-f32",
     "tp2-bf16-v2050-vpad128-gb4-s2-b16",
 ]

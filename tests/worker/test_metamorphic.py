@@ -13,6 +13,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
+from tests.worker.runs import sweep
 
 
 def findings(case: Case, relation: Relation, run: Run, other: Run) -> list[Finding]:
@@ -22,19 +23,19 @@ def findings(case: Case, relation: Relation, run: Run, other: Run) -> list[Findi
 @pytest.mark.parametrize(
     "text",
     [
-        "tp8-tensorwise-v2050-gb4-s1-f64",
-        pytest.param("atp2-fallback-rowwise-ac.op-graph-v2048-gb2-s2-b16", marks=pytest.mark.sweep),
-        pytest.param("fsdp2-atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb2-s2-b16", marks=pytest.mark.sweep),
+        sweep("tp8-tensorwise-v2050-gb4-s1-f64"),
+        sweep("atp2-fallback-rowwise-ac.op-graph-v2048-gb2-s2-b16"),
+        sweep("fsdp2-atp2-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb2-s2-b16"),
         "tp2-nosp-tensorwise-graph-v2048-gb2-s2-f32",
-        "tp4-rowwise-ac.op-v2050-gb4-s1-f64",
-        "tp2-nosp-nolp-tensorwise-tpstyle.fp8-head.fp8-pad-v2048-gb4-s2-f64",
+        sweep("tp4-rowwise-ac.op-v2050-gb4-s1-f64"),
+        sweep("tp2-nosp-nolp-tensorwise-tpstyle.fp8-head.fp8-pad-v2048-gb4-s2-f64"),
         "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-b16",
         "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s2-f32",
         "fsdp2-tensorwise-ag.fp8pre-ac.op-v2048-gb4-s2-b16",
         "fsdp3-bf16-ac.full-v2048-gb6-s2-f32",
-        "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f64",
-        "fsdp2-tp2-tensorwise-ag.fp8pre-tpstyle.fp8-ac.op-v2048-gb4-s2-b16",
-        "fsdp2-tp2-nosp-rowwise-v2048-gb4-s1-f64",
+        sweep("hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f64"),
+        sweep("fsdp2-tp2-tensorwise-ag.fp8pre-tpstyle.fp8-ac.op-v2048-gb4-s2-b16"),
+        sweep("fsdp2-tp2-nosp-rowwise-v2048-gb4-s1-f64"),
     ],
 )
 def test_every_relation_of_a_case_holds(trained, text: str):
@@ -115,6 +116,7 @@ def apply():
 """
 
 
+@pytest.mark.sweep  # `tests/power/test_known.py` trains the known case in every run
 def test_where_fsdp_meets_tp_a_dynamic_scale_belongs_to_a_tp_rank(trained, plant):
     """torchao 0.18. When this fails, the inconsistency is gone: promise `fp8_all_gather` there, too."""
     off = parse_case_id("fsdp2-tp2-tensorwise-v2048-gb4-s2-f64")
@@ -139,7 +141,7 @@ def apply():
 """
 
 
-@pytest.mark.parametrize("text", ["fsdp2-tensorwise-v2048-gb4-s2-f64", "tp2-rowwise-v2048-gb4-s2-f64"])
+@pytest.mark.parametrize("text", ["fsdp2-tensorwise-v2048-gb4-s2-f64", sweep("tp2-rowwise-v2048-gb4-s2-f64")])
 def test_the_order_of_sequences_within_a_rank_changes_nothing(trained, plant, text: str):
     case = parse_case_id(text)
     straight, swapped = trained(case), trained(case, injections=plant(SWAPPED))
@@ -178,7 +180,7 @@ def weight_casts(trace: RankTrace, name: str) -> list[tuple[str, int, float, str
     [
         "tp2-tensorwise-v2048-gb4-s1-f32",
         "fsdp2-tensorwise-ag.fp8-v2048-gb4-s1-b16",
-        "fsdp2-tp2-tensorwise-ac.full-v2048-gb4-s1-f64",
+        sweep("fsdp2-tp2-tensorwise-ac.full-v2048-gb4-s1-f64"),
     ],
 )
 def test_a_power_of_two_moved_from_wk_to_wq_changes_no_bit_of_the_loss(trained, plant, text: str):

@@ -27,7 +27,7 @@ from harness.worker.probes.operands import OperandProbe
 from harness.worker.probes.scales import summarize_scale
 from harness.worker.virtual import scaled_mm
 from tests.builders import make_witnesses
-from tests.worker.runs import WHOLE_WEIGHT, numbers
+from tests.worker.runs import WHOLE_WEIGHT, numbers, sweep
 
 SINGLE = "single-tensorwise-v2048-gb4-s2-f32"
 TP2 = "tp2-tensorwise-head.fp8-v2048-gb4-s2-f64"
@@ -39,12 +39,12 @@ ROWWISE = "tp2-rowwise-v2048-gb4-s2-f32"
 CLEAN = [
     *(SINGLE, TP2, STYLED, FSDP2, PRECOMPUTED, HSDP, ROWWISE),
     "single-tensorwise-v2048-gb4-s2-b16",
-    "tp2-tensorwise-v2048-gb4-s2-f32",
-    "tp4-tensorwise-v2050-gb4-s2-f64",
-    "tp2-tensorwise-ac.op-v2048-gb4-s2-f64",
+    sweep("tp2-tensorwise-v2048-gb4-s2-f32"),
+    sweep("tp4-tensorwise-v2050-gb4-s2-f64"),
+    sweep("tp2-tensorwise-ac.op-v2048-gb4-s2-f64"),
     "fsdp2-tensorwise-ag.fp8-ac.layer2-v2048-gb4-s2-b16",
-    "fsdp3-tensorwise-v2048-gb3-s2-f32",
-    "fsdp2-rowwise-ac.op-v2048-gb4-s2-b16",
+    sweep("fsdp3-tensorwise-v2048-gb3-s2-f32"),
+    sweep("fsdp2-rowwise-ac.op-v2048-gb4-s2-b16"),
     "tp2-rowwise_with_gw_hp-v2048-gb4-s2-b16",
 ]
 OPERANDS = ("operands",)

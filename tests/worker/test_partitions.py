@@ -11,6 +11,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
+from tests.worker.runs import sweep
 
 PROBES = ("sketches", "saved_memory", "graphs")
 
@@ -19,13 +20,13 @@ ASYNC = "atp2-tensorwise-ac.full-graph-v2048-gb4-s2-b16"
 
 CASES = [
     SINGLE,
-    "single-bf16-graph-v2048-gb2-s3-f32",
+    sweep("single-bf16-graph-v2048-gb2-s3-f32"),
     "tp2-rowwise-ac.op-graph-v2048-gb2-s2-b16",
-    "tp2-nosp-rowwise_with_gw_hp-ac.op-graph-v2256-gb1-s2-f64",
+    sweep("tp2-nosp-rowwise_with_gw_hp-ac.op-graph-v2256-gb1-s2-f64"),
     "atp2-tensorwise-tpstyle.fp8-graph-v2048-gb2-s2-b16",
-    "fsdp2-tensorwise-ag.fp8-graph-v2048-gb2-s3-b16",
-    "fsdp2-atp2-rowwise-ac.full-graph-v2048-gb4-s2-b16",
-    "hsdp2x2-tensorwise-ac.layer2-graph-v2048-gb4-s2-f32",
+    sweep("fsdp2-tensorwise-ag.fp8-graph-v2048-gb2-s3-b16"),
+    sweep("fsdp2-atp2-rowwise-ac.full-graph-v2048-gb4-s2-b16"),
+    sweep("hsdp2x2-tensorwise-ac.layer2-graph-v2048-gb4-s2-f32"),
 ]
 
 
@@ -56,7 +57,7 @@ def test_generated_code_saves_and_repeats_what_it_must(trained, text: str):
     assert all(part.repeated_in_passes for trace in run.traces for part in trace.graphs.partitions)
 
 
-@pytest.mark.parametrize("text", [SINGLE, ASYNC])
+@pytest.mark.parametrize("text", [SINGLE, sweep(ASYNC)])
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -11,6 +11,7 @@ from harness.matrix.caseid import parse_case_id, solo_case
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_tolerance, make_witnesses
+from tests.worker.runs import sweep
 
 EXACT = 1e-12  # measured: below 2e-15
 ORDERED = 1e-8  # measured: below 4e-9
@@ -31,16 +32,16 @@ def findings(case: Case, run: Run, solo: Run, allowed: float) -> list[Finding]:
     "text",
     [
         "single-tensorwise-ac.op-v2048-gb4-s3-f64",
-        "tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s3-f64",
+        sweep("tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s3-f64"),
         "tp2-nosp-nolp-rowwise-v2050-gb4-s3-f64",
-        "tp4-rowwise_with_gw_hp-v2050-gb4-s2-f64",
+        sweep("tp4-rowwise_with_gw_hp-v2050-gb4-s2-f64"),
         "tp2-tensorwise-head.fp8-v2256-vpad128-gb4-s2-f64",
-        "fsdp2-tensorwise-ag.fp8-v2048-gb4-s3-f64",
+        sweep("fsdp2-tensorwise-ag.fp8-v2048-gb4-s3-f64"),
         "fsdp2-tensorwise-ag.fp8pre-ac.full-v2048-gb4-s3-f64",
         "fsdp3-rowwise-v2050-gb6-s2-f64",
-        "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-f64",
-        "fsdp2-tp2-tensorwise-v2048-gb4-s3-f64",
-        "fsdp2-tp2-bf16-v2050-gb4-s2-f64",
+        sweep("hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-f64"),
+        sweep("fsdp2-tp2-tensorwise-v2048-gb4-s3-f64"),
+        sweep("fsdp2-tp2-bf16-v2050-gb4-s2-f64"),
         "hsdp2x2-tp2-nosp-rowwise-v2048-gb4-s2-f64",
     ],
 )

@@ -9,7 +9,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
-from tests.worker.runs import WHOLE_WEIGHT, assert_named, numbers
+from tests.worker.runs import WHOLE_WEIGHT, assert_named, numbers, sweep
 
 TRAFFIC = ("traffic",)
 
@@ -27,9 +27,9 @@ def findings(text: str, run: Run) -> list[Finding]:
         "tp2-bf16-v2048-gb4-s2-f32",
         "tp2-tensorwise-v2048-gb4-s2-b16",
         "tp2-rowwise-ac.full-v2048-gb4-s2-f32",
-        "tp2-rowwise_with_gw_hp-head.fp8-ac.op-v2048-gb4-s2-f32",
+        sweep("tp2-rowwise_with_gw_hp-head.fp8-ac.op-v2048-gb4-s2-f32"),
         "tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-f32",
-        "tp2-nosp-nolp-tensorwise-tpstyle.fp8-v2048-gb4-s2-f32",
+        sweep("tp2-nosp-nolp-tensorwise-tpstyle.fp8-v2048-gb4-s2-f32"),
         "tp2-nosp-tensorwise-ac.op-v2048-gb4-s2-f32",
         "tp4-nolp-bf16-v2050-gb4-s2-f32",
         "fsdp2-tensorwise-v2048-gb4-s2-f32",
@@ -49,7 +49,7 @@ def test_clean_runs_send_what_the_formula_says(trained, text: str):
     "text",
     [
         "fsdp2-tp2-tensorwise-ag.fp8pre-v2048-gb4-s2-f32",
-        "fsdp2-tp2-tensorwise-ag.fp8-head.fp8-filter.layers.0+wk-v2048-gb4-s2-b16",
+        sweep("fsdp2-tp2-tensorwise-ag.fp8-head.fp8-filter.layers.0+wk-v2048-gb4-s2-b16"),
     ],
 )
 def test_under_fsdp_and_tp_the_amax_of_a_gathered_weight_is_reduced_over_both_once_it_is_fixed(trained, text: str):

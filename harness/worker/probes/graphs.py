@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.mesh import axis_of_group
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
 from harness.worker.probes.graph_casts import GraphCastWatcher
 from harness.worker.probes.partitions import PartitionWatcher
-from harness.worker.probes.probe import in_backward
+from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.unfused import ALL_GATHER, MATMULS, REDUCE_SCATTER, group_name, reason
-from harness.worker.targets.reference.parallel import Meshes
 from harness.worker.virtual import collectives, graph_backend, rng, scaled_mm
 from harness.worker.virtual import symm_mem as virtual_symm_mem
 
@@ -34,48 +31,29 @@ _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}
 _COLLECTIVES: dict[Any, Collective] = {ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter"}
 
 
-class GraphProbe:
+class GraphProbe(Probe):
     """Records a `GraphTrace`; None of a run that compiles nothing. The virtual device only."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
         assert device.type == "cpu", "fused operators are seen on the virtual device only"
-        self._case = case
         self._graphs: list[GraphRecord] = []
         self._calls: dict[tuple[Any, ...], FusedCall] = {}
         self._casts = GraphCastWatcher()
         self._partitions = PartitionWatcher()
-        self._step = 0
 
-    def __enter__(self) -> Self:
-        graph_backend.observers.append(self._casts)
-        graph_backend.graph_observers.append(self._partitions.after_passes)
-        self._partitions.__enter__()
-        torch._inductor.config.post_grad_custom_post_pass = self._record_graph
-        virtual_symm_mem.observers.append(self._record_call)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        graph_backend.observers.remove(self._casts)
-        graph_backend.graph_observers.remove(self._partitions.after_passes)
-        self._partitions.__exit__(kind, error, trace)
-        torch._inductor.config.post_grad_custom_post_pass = None
-        virtual_symm_mem.observers.remove(self._record_call)
-
-    def attach(self, model: nn.Module, meshes: Meshes) -> None:
-        """Nothing to learn from the model: graphs are made when its blocks are first called."""
+    def install(self) -> None:
+        """Observe graphs, the nodes that they execute and the calls of fused operators."""
+        self._installed.enter_context(self._partitions)
+        self.observe(graph_backend.observers, self._casts)
+        self.observe(graph_backend.graph_observers, self._partitions.after_passes)
+        self.observe(virtual_symm_mem.observers, self._record_call)
+        self.replace(torch._inductor.config, "post_grad_custom_post_pass", self._record_graph)
 
     def begin_step(self, step: int) -> None:
         """From here on executions belong to this step."""
-        self._step = step
+        super().begin_step(step)
         self._casts.begin_step(step)
-
-    def after_backward(self, model: nn.Module) -> None:
-        """Nothing to record."""
-
-    def after_update(self, model: nn.Module) -> None:
-        """Nothing to record."""
 
     def result(self) -> GraphTrace | None:
         """Graphs in the order of compilation, calls in the order of their first execution."""

@@ -6,8 +6,7 @@ copied, gathered or waited for before its end, so that the run is the same with 
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.own import own
 from harness.worker.probes.places import Places, held
-from harness.worker.probes.probe import in_backward
+from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.reference.parallel import Meshes
@@ -33,24 +32,16 @@ class _Seen(NamedTuple):
     tensor: torch.Tensor | None  # None: the module got it in float8
 
 
-class ModuleTensorProbe:
+class ModuleTensorProbe(Probe):
     """Records a `ModuleShard` of every tensor of every module; nothing where the case is not replayed."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
         self._active = case.is_replayed
-        self._step = 0
         self._seen: list[_Seen] = []
         self._shards: list[ModuleShard] = []
         none = Meshes(tp=None, dp=None)
         self._activations, self._parameters = Places(none), Places(none)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Hooks end with the model."""
 
     def attach(self, model: nn.Module, meshes: Meshes) -> None:
         """Hook every module inside of what tensor parallelism does with its operands and results."""
@@ -63,10 +54,6 @@ class ModuleTensorProbe:
                 hooks = _Hooks(clean_fqn(name), self._seen, uses_input_once=isinstance(module, nn.Linear))
                 module.register_forward_pre_hook(hooks.before)
                 module.register_forward_hook(hooks.after, prepend=True)
-
-    def begin_step(self, step: int) -> None:
-        """Remember which step it is."""
-        self._step = step
 
     @torch.no_grad()
     def after_backward(self, model: nn.Module) -> None:

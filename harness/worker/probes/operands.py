@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,7 +25,7 @@ from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.contents import Contents
 from harness.worker.probes.gathered import gathered_weights, local_part, own_rows
-from harness.worker.probes.probe import in_backward
+from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.scales import read_scale
 from harness.worker.probes.seen import Distribution, SeenCast, SeenMatmul
 from harness.worker.probes.sketches import clean_fqn
@@ -58,10 +56,11 @@ class _Place:
         return "recompute" if self.phase == "recompute" else "forward"
 
 
-class OperandProbe:
+class OperandProbe(Probe):
     """Records an `OperandTrace`."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
         self._styles_cast = case.float8.tp_styles == "float8"
         self._casts: list[CastRecord] = []
         self._matmuls: list[MatmulRecord] = []
@@ -70,35 +69,22 @@ class OperandProbe:
         self._index = 0
         self._contents = Contents()
         self._meter = CastMeter(self._contents)
-        self._step = 0
         self._places = [_Place(UNKNOWN, "forward")]
         self._fqns: dict[nn.Module, str] = {}
         self._gathered: dict[str, tuple[nn.Module, Any]] = {}
-        self._installed = ExitStack()
 
-    def __enter__(self) -> Self:
+    def install(self) -> None:
+        """Watch the functions that cast, multiply and gather."""
         for module in _CASTING_MODULES:
-            self._replace(module, _CAST, self._watch_cast(getattr(module, _CAST)))
+            self.replace(module, _CAST, self._watch_cast(getattr(module, _CAST)))
         linear, matmul = float8_linear.Float8Linear, float8_linear.matmul_with_hp_or_float8_args
-        self._replace(linear, "forward", self._watch_linear(linear.forward))
+        self.replace(linear, "forward", self._watch_linear(linear.forward))
         for function in (matmul, float8_scaling_utils.NoopFwToFloat8BwDynamic):
-            self._replace(function, "forward", staticmethod(self._remember_place(function.forward)))
+            self.replace(function, "forward", staticmethod(self._remember_place(function.forward)))
             watched = self._watch_backward(function.backward, uses_weight=function is matmul)
-            self._replace(function, "backward", staticmethod(watched))
-        self._replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(FSDPParam.__dict__["all_gather_inputs"]))
-        scaled_mm.observers.append(self._on_matmul)
-        self._installed.callback(scaled_mm.observers.remove, self._on_matmul)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._installed.close()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        before = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
-        self._installed.callback(setattr, owner, name, before)
-        setattr(owner, name, value)
+            self.replace(function, "backward", staticmethod(watched))
+        self.replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(FSDPParam.__dict__["all_gather_inputs"]))
+        self.observe(scaled_mm.observers, self._on_matmul)
 
     def attach(self, model: nn.Module, meshes: Meshes) -> None:
         """Learn the names of modules, which weights are gathered in float8, and watch hooks that cast."""
@@ -112,13 +98,7 @@ class OperandProbe:
     def begin_step(self, step: int) -> None:
         """Remember which step it is. No cast of an earlier step repeats in it."""
         self._record_seen()
-        self._step = step
-
-    def after_backward(self, model: nn.Module) -> None:
-        """Nothing to record."""
-
-    def after_update(self, model: nn.Module) -> None:
-        """Nothing to record: the next step may gather weights already."""
+        super().begin_step(step)
 
     def result(self) -> OperandTrace:
         """Everything recorded, in execution order."""

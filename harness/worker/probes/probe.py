@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -15,22 +14,42 @@ from harness.worker.targets.reference.parallel import Meshes
 from harness.worker.virtual.collectives import unobserved
 
 
-class Probe(Protocol):
-    """Watches one run from before the model is built. Methods that a probe does not need have empty bodies."""
+class Probe:
+    """Watches one run from before the model is built. A probe overrides the methods that it needs."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self._case = case
+        self._device = device
+        self._step = 0  # 1-based; 0 before the first one
+        self._installed = ExitStack()
 
     def __enter__(self) -> Self:
-        """Install observers."""
+        self.install()
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove them."""
+    def __exit__(self, *error: object) -> None:
+        self._installed.close()
+
+    def install(self) -> None:
+        """Install observers; `_installed` removes them."""
+
+    def observe(self, observers: list[Any], observer: Any) -> None:
+        """Add an observer, which `_installed` removes."""
+        observers.append(observer)
+        self._installed.callback(observers.remove, observer)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Put a value in the place of an attribute of a module or class, which `_installed` restores."""
+        before = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+        self._installed.callback(setattr, owner, name, before)
+        setattr(owner, name, value)
 
     def attach(self, model: nn.Module, meshes: Meshes) -> None:
         """The model is built: converted, distributed, wrapped."""
 
     def begin_step(self, step: int) -> None:
-        """Step `step` (1-based) starts; nothing of it has run."""
+        """Step `step` starts; nothing of it has run."""
+        self._step = step
 
     def after_backward(self, model: nn.Module) -> None:
         """The gradients of this step are there, the optimizer has not run."""
@@ -40,6 +59,7 @@ class Probe(Protocol):
 
     def result(self) -> Any:
         """What was recorded: the value of the field of `RankTrace` that has this probe's name."""
+        raise NotImplementedError
 
 
 ProbeFactory = Callable[[Case, torch.device], Probe]

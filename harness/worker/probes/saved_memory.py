@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -28,33 +27,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from harness.matrix.case import Case
 from harness.trace.traffic import SavedMemory
 from harness.worker.probes.live_memory import Census, plain_tensors
+from harness.worker.probes.probe import Probe
 from harness.worker.targets.reference.parallel import Meshes
 
 
-class SavedMemoryProbe:
+class SavedMemoryProbe(Probe):
     """Records one `SavedMemory` a step, of its first forward pass."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
         self._model: nn.Module | None = None
         self._seen: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
         self._recording = False
-        self._step = 0
         self._hooks = ExitStack()
         self._weighed: list[SavedMemory] = []
         self._census = Census()
 
-    def __enter__(self) -> Self:
-        self._cached = torch.utils.checkpoint._VersionWrapper
-        torch.utils.checkpoint._VersionWrapper = _watching(self._cached, self._note)  # type: ignore[misc]
-        self._census.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        torch.utils.checkpoint._VersionWrapper = self._cached  # type: ignore[misc]
-        self._census.__exit__(kind, error, trace)
-        self._hooks.close()
+    def install(self) -> None:
+        """Watch what selective checkpointing keeps, and take part in the census."""
+        cached = torch.utils.checkpoint._VersionWrapper
+        self.replace(torch.utils.checkpoint, "_VersionWrapper", _watching(cached, self._note))
+        self._installed.enter_context(self._census)
+        self._installed.callback(self._hooks.close)
 
     def attach(self, model: nn.Module, meshes: Meshes) -> None:
         """Remember whose parameters are not counted."""
@@ -63,7 +57,8 @@ class SavedMemoryProbe:
 
     def begin_step(self, step: int) -> None:
         """Watch from here on what is saved."""
-        self._step, self._recording = step, True
+        super().begin_step(step)
+        self._recording = True
         self._hooks.enter_context(saved_tensors_hooks(self._pack, self._unpack))
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,36 +14,25 @@ from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.own import own
 from harness.worker.probes.places import Place, Places, held, place_of
+from harness.worker.probes.probe import Probe
 from harness.worker.reduction import reduced_gradient
 from harness.worker.targets.reference.parallel import Meshes
 
 _ROWS_SEED, _COLUMNS_SEED = 1, 2
 
 
-class SketchProbe:
+class SketchProbe(Probe):
     """Records a `TensorSketch` of every gradient of every step and of every final parameter."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
         self._last_step = case.train.steps
-        self._step = 0
         self._sketches: list[TensorSketch] = []
         self._places = Places(Meshes(tp=None, dp=None))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing was installed."""
 
     def attach(self, model: nn.Module, meshes: Meshes) -> None:
         """Remember where this rank stands: parameters that are not on the TP mesh are the same on all its ranks."""
         self._places = Places(meshes)
-
-    def begin_step(self, step: int) -> None:
-        """Remember which step it is."""
-        self._step = step
 
     @torch.no_grad()
     def after_backward(self, model: nn.Module) -> None:

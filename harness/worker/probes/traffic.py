@@ -6,8 +6,7 @@ What the harness itself sends to measure a run is left out: it runs inside `coll
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.matrix.mesh import axis_of_group
 from harness.trace.traffic import TrafficRecord
-from harness.worker.targets.reference.parallel import Meshes
+from harness.worker.probes.probe import Probe
 from harness.worker.virtual import collectives
 from harness.worker.virtual.collectives import Exchange
 
@@ -31,38 +30,22 @@ class _Key(NamedTuple):
     dtype: torch.dtype
 
 
-class TrafficProbe:
+class TrafficProbe(Probe):
     """Records the traffic of every step, from its begin to the end of its update. The virtual fabric only."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
         assert device.type == "cpu", "traffic is recorded on the virtual fabric only"
-        self._case = case
-        self._step = 0
         self._elements: defaultdict[_Key, list[int]] = defaultdict(list)
 
-    def __enter__(self) -> Self:
-        collectives.observers.append(self._observe)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        collectives.observers.remove(self._observe)
+    def install(self) -> None:
+        """Observe every collective."""
+        self.observe(collectives.observers, self._observe)
 
     def _observe(self, exchange: Exchange) -> None:
         if self._step:
             key = _Key(self._step, exchange.ranks, exchange.kind, exchange.op, exchange.dtype)
             self._elements[key].append(exchange.elements)
-
-    def attach(self, model: nn.Module, meshes: Meshes) -> None:
-        """Nothing to learn from the model; groups are named by the case, not by the mesh that is to be judged."""
-
-    def begin_step(self, step: int) -> None:
-        """From here on traffic belongs to this step."""
-        self._step = step
-
-    def after_backward(self, model: nn.Module) -> None:
-        """The step goes on: the optimizer reduces too."""
 
     def after_update(self, model: nn.Module) -> None:
         """The step is over."""
