@@ -131,7 +131,10 @@ def _learning(run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
         findings.append(_finding(message=message, rank=frozen[0], expected="a loss that changes", found=loss))
     progress = [abs(loss - golden.losses[0]) for loss in golden.losses]
     if all(moved <= allowed for moved, allowed in zip(progress, tolerance.per_step, strict=True)):
-        message = "the tolerance is wider than the progress of the golden: a model that never trains would pass"
+        message = (
+            "cannot be judged: the golden moves less than the tolerance allows, so a model that never trains would "
+            "pass; train more steps"
+        )
         expected, found = f"allowed below {max(progress):g}", f"{max(tolerance.per_step):g}"
         findings.append(_finding(message=message, expected=expected, found=found))
     return findings

@@ -13,12 +13,16 @@ import msgspec
 from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
 from harness.evidence.golden import Golden
 from harness.trace import Run
-from harness.verdict import Finding
+from harness.verdict import Finding, Verdict
 
 
 def needs_twin(findings: tuple[Finding, ...]) -> bool:
     """True when a finding is about the distance of a loss to its golden."""
-    return any(finding.check == LOSS_VS_GOLDEN for finding in findings)
+    return any(map(_is_about_distance, findings))
+
+
+def _is_about_distance(finding: Finding) -> bool:
+    return finding.check == LOSS_VS_GOLDEN and finding.verdict is Verdict.NUMERIC
 
 
 def with_twin_diagnosis(
@@ -28,7 +32,7 @@ def with_twin_diagnosis(
     diagnosis = _diagnosis(_distance(run, golden), None if twin is None else _distance(twin, golden))
     return tuple(
         msgspec.structs.replace(finding, message=f"{finding.message}\n{diagnosis}")
-        if finding.check == LOSS_VS_GOLDEN
+        if _is_about_distance(finding)
         else finding
         for finding in findings
     )

@@ -8,11 +8,15 @@ import pytest
 
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.trace import Run
-from harness.verdict import Finding
+from harness.verdict import Finding, Verdict
 from tests.builders import make_golden, make_trace, run_of
 
 GOLDEN = make_golden(losses=(8.0, 7.0))
-OFF = (Finding(check="loss_vs_golden", message="off"), Finding(check="parity", message="too"))
+OFF = (
+    Finding(check="loss_vs_golden", verdict=Verdict.NUMERIC, message="off"),
+    Finding(check="parity", verdict=Verdict.NUMERIC, message="too"),
+)
+UNJUDGED = Finding(check="loss_vs_golden", message="cannot be judged")
 
 
 def run(*losses: float) -> Run:
@@ -21,7 +25,7 @@ def run(*losses: float) -> Run:
 
 def test_only_losses_ask_for_the_twin() -> None:
     assert needs_twin(OFF)
-    assert not needs_twin(OFF[1:])
+    assert not needs_twin((*OFF[1:], UNJUDGED))
 
 
 @pytest.mark.parametrize(
