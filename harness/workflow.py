@@ -90,7 +90,8 @@ def run_cases(
     with open_executor(plan.serving(cases), project) as executor:
         cache = WitnessCache(executor, project.witness_folder(), witness_key(plan))
         runner = CaseRunner(plan, executor, judge, cache, progress.note)
-        ended = run_schedule(cases, runner, _CaseObserver(progress, keep), jobs=plan.jobs)
+        observer = _CaseObserver(progress, keep, plan.max_failures)
+        ended = run_schedule(cases, runner, observer, jobs=plan.jobs, enough=observer.enough)
     results = [found or runner.not_run(case) for case, found in zip(cases, ended.results, strict=True)]
     return RunResult(
         results=tuple(results),
@@ -115,9 +116,10 @@ def check_fits(cases: Sequence[Case], plan: Plan) -> None:
 class _CaseObserver:
     """Tells a `Progress` which cases run and how they end. It is the `Observer` of the schedule."""
 
-    def __init__(self, progress: Progress, keep: Callable[[CaseResult], None] | None) -> None:
+    def __init__(self, progress: Progress, keep: Callable[[CaseResult], None] | None, max_failures: int | None) -> None:
         self._progress = progress
         self._keep = keep
+        self._left = max_failures  # cases that may still fail
 
     def started(self, case: Case) -> None:
         """A thread took up this case."""
@@ -127,8 +129,16 @@ class _CaseObserver:
         """A case has its result."""
         if self._keep is not None:
             self._keep(result)
+        if self._left is not None and not result.verdict.good:
+            self._left -= 1
+            if self.enough():
+                self._progress.note("enough cases failed: stopping; what was not run is listed as such.")
         line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {result.case_id}"
         self._progress.finished(result.case_id, line, remarkable=not result.verdict.good)
+
+    def enough(self) -> bool:
+        """True once so many cases failed that no other is wanted."""
+        return self._left is not None and self._left <= 0
 
 
 class _Storing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import click
 import msgspec
@@ -30,6 +31,7 @@ _EPILOG = """\b
 Examples:
   fp8-harness run                               the smoke tier
   fp8-harness run pr -j 4 --json result.json    tier pr, results for a program
+  fp8-harness run pr -x --json - | jq .totals   up to the first failure
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run --case tp4-rowwise-v2256-f32  one case
   fp8-harness run pr --budget-s 60              what covers most in a minute
@@ -42,6 +44,7 @@ Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
 """
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
+_STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 
 @click.command("run", epilog=_EPILOG)
@@ -54,8 +57,12 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     type=click.FloatRange(min=0, min_open=True),
     help="Run the cases that cover most in so many seconds; the others are named.",
 )
+@click.option(
+    "--maxfail", type=click.IntRange(min=1), help="Stop after so many cases that are not good, as pytest does."
+)
+@click.option("-x", "first_failure", is_flag=True, help="Stop after the first: --maxfail 1.")
 @click.option("--rerun-failed", is_flag=True, help="Run what was not good, or never ended, in the last run.")
-@click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the results as JSON.")
+@click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the results as JSON; -: to stdout.")
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
 @click.option("--keep-logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep output and dumps of ranks.")
@@ -75,6 +82,8 @@ def run_command(  # noqa: PLR0913  one parameter an option
     root: str | None,
     inject: tuple[str, ...],
     budget_s: float | None,
+    maxfail: int | None,
+    first_failure: bool,
     rerun_failed: bool,
     json_file: Path | None,
     junit_file: Path | None,
@@ -104,12 +113,14 @@ def run_command(  # noqa: PLR0913  one parameter an option
         injections=inject,
     )
     logs = _log_folder(keep_logs) if keep_logs else None
-    plan = msgspec.structs.replace(plan, root_option=root, logs=logs)
+    most = 1 if first_failure else maxfail
+    plan = msgspec.structs.replace(plan, root_option=root, logs=logs, max_failures=most)
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
         report = run(project, query, plan, progress)
+    text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     if verbose:
-        click.echo(not_judged_text(report.result), nl=False)
-    _print(report.result, quiet=quiet)
+        click.echo(not_judged_text(report.result), nl=False, file=text_file)
+    _print(report.result, text_file, quiet=quiet)
     return _write(report, outputs)
 
 
@@ -127,25 +138,28 @@ def _failed_query(project: Project, asked: Query) -> Query:
     return Query(case_ids=rerun.query.case_ids, expressions=asked.expressions, budget_s=asked.budget_s)
 
 
-def _print(result: RunResult, *, quiet: bool) -> None:
+def _print(result: RunResult, file: TextIO, *, quiet: bool) -> None:
     """The table, the blocks of what is not good, and the totals."""
-    if quiet or sys.stdout.isatty():
+    if quiet or file.isatty():
         if not quiet:
             from rich.console import Console
 
-            Console(file=sys.stdout).print(rich_table(result.results))
+            Console(file=file).print(rich_table(result.results))
         for each in result.results:
             if not each.verdict.good:
-                click.echo(f"\n{case_block(each)}")
-        click.echo(f"\n{totals_text(result)}")
+                click.echo(f"\n{case_block(each)}", file=file)
+        click.echo(f"\n{totals_text(result)}", file=file)
     else:
-        click.echo(text_report(result), nl=False)
+        click.echo(text_report(result), nl=False, file=file)
 
 
 def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes]]]) -> int:
     """Write the files; a file that cannot be written is one line and exit code 2, after everything else was done."""
     code: int = report.result.exit_code
     for path, render in outputs:
+        if path == _STDOUT:
+            click.echo(render(report.result), nl=False)
+            continue
         try:
             write_whole(path, render(report.result))
         except WriteFailed as error:
@@ -157,7 +171,7 @@ def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes
 
 def _check_folder(path: Path) -> None:
     """Find a mistyped path before the run, not after it."""
-    if not path.parent.is_dir():
+    if path != _STDOUT and not path.parent.is_dir():
         raise HarnessError("there is no such folder.", where=str(path), fix=f"make {path.parent} or name another file.")
 
 

@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -83,16 +83,25 @@ class _Interrupted(msgspec.Struct, frozen=True):
     """Ctrl-C, or SIGTERM from a CI system that cancels."""
 
 
+class _Enough(msgspec.Struct, frozen=True):
+    """The caller wants no more results."""
+
+
 _Event = _Started | _Finished[Result] | _Failed | _Idle | _Interrupted
 _Events = queue.SimpleQueue[_Event[Result]]
 
 
 def run_schedule(
-    items: Sequence[Item], work: Work[Item, Result], observer: Observer[Item, Result], *, jobs: int
+    items: Sequence[Item],
+    work: Work[Item, Result],
+    observer: Observer[Item, Result],
+    *,
+    jobs: int,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Ended[Result]:
     """Run every item on `jobs` threads; Ctrl-C stops them all and keeps what has finished.
 
-    What `work.run` raises stops the run and is raised here.
+    So does `enough`, which is asked after every result. What `work.run` raises stops the run and is raised here.
     """
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     for position in sorted(range(len(items)), key=lambda at: -items[at].world_size):
@@ -107,7 +116,7 @@ def run_schedule(
     with _interrupts_to(events):
         for thread in threads:
             thread.start()
-        stopped = _collect(items, events, results, observer, threads=len(threads))
+        stopped = _collect(items, events, results, observer, threads=len(threads), enough=enough)
         if stopped is not None:
             _drain(pending)
             work.stop()
@@ -115,7 +124,7 @@ def run_schedule(
             _collect_ready(events, results, observer)
     if isinstance(stopped, _Failed):
         raise stopped.error
-    return Ended(results=tuple(results), interrupted=stopped is not None)
+    return Ended(results=tuple(results), interrupted=isinstance(stopped, _Interrupted))
 
 
 @contextlib.contextmanager
@@ -166,7 +175,8 @@ def _collect(
     observer: Observer[Item, Result],
     *,
     threads: int,
-) -> _Interrupted | _Failed | None:
+    enough: Callable[[], bool],
+) -> _Interrupted | _Failed | _Enough | None:
     """Take events until every thread is idle (None) or until one that must stop the run, which is returned."""
     while threads:
         event = events.get()
@@ -174,6 +184,8 @@ def _collect(
             observer.started(items[event.position])
         elif isinstance(event, _Finished):
             _keep(event, results, observer)
+            if enough():
+                return _Enough()
         elif isinstance(event, _Idle):
             threads -= 1
         else:

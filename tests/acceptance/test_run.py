@@ -242,3 +242,19 @@ def test_nothing_is_left_behind(project: Command) -> None:
     (project.folder / "tmp").mkdir()
     assert project.run("run", "smoke", *CPU).returncode == 0
     assert not list((project.folder / "tmp").iterdir())
+
+
+def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Command) -> None:
+    good = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
+    raises = 'recipe = "tensorwise", dp_shard = 4, steps = 3, loss_tolerance = 0.05, seed = 1'  # largest worlds first
+    cases = [raises, *(f"{good}, seed = {seed}" for seed in range(8, 14))]
+    project.tier("many", "".join(f"[[case]]\naxes = {{{axes}}}\n" for axes in cases))
+    done = project.run("run", "many", "-x", "-j", "1", "--json", "-", *CPU)
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    assert (document["totals"]["crash"], document["interrupted"]) == (1, False)
+    assert document["totals"]["not_run"] >= 4
+    assert "enough cases failed: stopping" in done.stderr
+    assert "1 crash" in done.stderr and "not_run" in done.stderr
+    again = project.run("run", "many", "--maxfail", "2", "-q", *CPU)
+    assert again.returncode == 1 and "6 passed, 1 crash" in again.stdout

@@ -19,13 +19,16 @@ from tests.builders import make_case, make_result
 
 
 class FakeWork:
-    """Records what it is asked to do; interrupts or raises at the given position."""
+    """Records what it is asked to do; interrupts, raises or waits for the stop at the given position."""
 
-    def __init__(self, *, interrupt_at: int | None = None, raise_at: int | None = None) -> None:
+    def __init__(
+        self, *, interrupt_at: int | None = None, raise_at: int | None = None, wait_at: int | None = None
+    ) -> None:
         self.order: list[Case] = []
         self.stopped = threading.Event()
         self._interrupt_at = interrupt_at
         self._raise_at = raise_at
+        self._wait_at = wait_at
 
     def run(self, case: Case) -> CaseResult | None:
         self.order.append(case)
@@ -33,6 +36,9 @@ class FakeWork:
             raise HarnessError("planted")
         if self._interrupt_at == len(self.order):
             os.kill(os.getpid(), signal.SIGINT)
+            assert self.stopped.wait(10)
+            return None
+        if self._wait_at == len(self.order):
             assert self.stopped.wait(10)
             return None
         return make_result(case_id(case))
@@ -87,3 +93,12 @@ def test_an_error_in_a_thread_stops_the_run_and_is_raised() -> None:
     with pytest.raises(HarnessError, match="planted"):
         run_schedule([make_case(seed=seed) for seed in range(6)], work, FakeObserver(), jobs=1)
     assert work.stopped.is_set()
+
+
+def test_enough_results_end_the_run_without_an_interruption() -> None:
+    work, observer = FakeWork(wait_at=3), FakeObserver()
+    cases = [make_case(seed=seed) for seed in range(6)]
+    ended = run_schedule(cases, work, observer, jobs=1, enough=lambda: len(observer.seen) >= 2)
+    assert not ended.interrupted
+    assert work.stopped.is_set()
+    assert [result is not None for result in ended.results] == [True, True, False, False, False, False]
