@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import click
 
-from harness.running.machine import installed_version
+from harness.running.machine import cpu_name, installed_version
+from harness.running.witness_key import installed_source
 
 _SHOWN = ("fp8-harness", "torch", "torchao", "numpy")
+_IMPORTED = {"fp8-harness": "harness"}  # where the name to import is another one
 
 
 @click.command("version")
-def version_command() -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Also print the folder and a digest of the Python files of each.")
+def version_command(*, verbose: bool) -> None:
     """Print the versions of the harness and its main dependencies."""
     for name in _SHOWN:
-        click.echo(f"{name} {installed_version(name) or 'not installed'}")
+        version = installed_version(name) or "not installed"
+        source = installed_source(_IMPORTED.get(name, name)) if verbose else None
+        click.echo(f"{name} {version}" if source is None else f"{name} {version} {source.digest[:12]} {source.folder}")
+    if verbose:
+        click.echo(f"cpu {cpu_name()}")

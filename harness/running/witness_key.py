@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.running.machine import CPUINFO, arithmetic_limits, cpu_kind, installed_version
 from harness.running.plan import DEFAULT_PROGRAM, Plan
@@ -42,6 +43,21 @@ def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
         _program_digest(plan.program),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+class InstalledSource(NamedTuple):
+    """Where a package is, and what its Python files are: equal digests are equal sources, on any machine."""
+
+    folder: Path
+    digest: str
+
+
+def installed_source(package: str) -> InstalledSource | None:
+    """The source of an installed package, without importing it; None when there is none. Reads every Python file."""
+    places = _places(package)
+    if not places:
+        return None
+    return InstalledSource(places[0], _source_digest(places[0], places[0].rglob("*.py")))
 
 
 def _files_digest(package: str) -> str:

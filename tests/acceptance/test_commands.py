@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
 COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "golden show", "golden check"]
-COMMANDS += ["golden update", "tolerance", "tolerance measure", "tolerance show", "version", ""]
+COMMANDS += ["golden update", "tolerance", "tolerance measure", "tolerance show", "cache", "version", ""]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -192,3 +192,18 @@ def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project
 
 def test_version(shared: Command) -> None:
     assert "fp8-harness" in shared.run("version").stdout
+    lines = {line.split()[0]: line.split() for line in shared.run("version", "-v").stdout.splitlines()}
+    assert lines["fp8-harness"][-1] == str(shared.repository / "harness")
+    assert len(lines["torch"][2]) == 12 and lines["torch"][-1].endswith("/torch")
+    assert "cpu" in lines
+
+
+def test_the_cache_is_listed_and_cleared(project: Command) -> None:
+    folder = project.folder / "state" / "witnesses"
+    kept = folder / "ab.msgpack"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(b"x" * 2_000_000)
+    assert any(line.startswith("witnesses") and "2.0 MB" in line for line in project.run("cache").stdout.splitlines())
+    assert "witnesses removed: 1," in project.run("cache", "clear").stdout
+    assert not kept.exists()
+    assert "0.0 MB" in project.run("cache", "list").stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.running.plan import Plan
-from harness.running.witness_key import witness_key
+from harness.running.witness_key import installed_source, witness_key
 
 PLAN = Plan(slots=8, probes=("sketches", "operands"))
 CPUINFO = """\
@@ -135,8 +135,23 @@ def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None
 
 def test_it_does_not_import_torch() -> None:
     code = (
-        "import sys; from harness.running.plan import Plan; from harness.running.witness_key import witness_key;"
+        "import sys; from harness.running.plan import Plan; from harness.running.witness_key import installed_source, witness_key;"
         "witness_key(Plan(slots=8)); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_source_of_a_package_is_its_python_files_wherever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = write_package(tmp_path / "here", "edited")
+    monkeypatch.syspath_prepend(tmp_path / "here")
+    before = installed_source("edited")
+    assert before is not None and before.folder == (tmp_path / "here" / "edited")
+    os.utime(module)  # an install of the same sources
+    assert installed_source("edited") == before
+    module.write_text("scale = 2.0\n")
+    after = installed_source("edited")
+    assert after is not None and after.digest != before.digest
+    assert installed_source("no_such_package") is None
