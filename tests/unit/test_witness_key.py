@@ -135,7 +135,7 @@ def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None
 
 def test_it_does_not_import_torch() -> None:
     code = (
-        "import sys; from harness.running.plan import Plan; from harness.running.witness_key import installed_source, witness_key;"
+        "import sys; from harness.running.plan import Plan; from harness.running.witness_key import witness_key;"
         "witness_key(Plan(slots=8)); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
