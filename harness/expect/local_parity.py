@@ -23,6 +23,10 @@ MARGIN = 2.0
 
 EXACT = 0.0
 
+# How far a result is off where the last bit of some gradient decides between two neighbouring float8 values, which in
+# e5m2 are a quarter apart: 0.009 is the most that clean runs showed (5 of 60).
+NEIGHBOUR = 0.05
+
 
 def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool) -> float:
     """The largest relative distance of this tensor to its replay, which rounding explains.
@@ -30,6 +34,8 @@ def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool) -> float
     `exact`: equal operations on equal operands give equal bits, and a scaled matmul gives the same bits whatever part
     of its result a rank computes, as on the virtual device.
     """
+    if _is_behind_unrecorded_cast(case, found):
+        return NEIGHBOUR
     if found.kind == "param":
         return _rounding("float32")  # the optimizer's arithmetic is the same, whatever ranks hold
     if found.kind == "grad":
@@ -51,6 +57,18 @@ def _gradient(case: Case, found: ModuleDistance) -> float:
     if case.train.dtype == "float32" or case.layout.tp == 1 or _is_converted(case, module):
         return summed
     return _rounding(case.train.dtype, spread=max(1.0, found.spread), parts=case.layout.tp)
+
+
+def _is_behind_unrecorded_cast(case: Case, found: ModuleDistance) -> bool:
+    """True in float32 with float8 TP styles, for what is computed from gradients that are cast between modules.
+
+    These gradients are sums that the replay repeats up to their last bit. In bfloat16 that bit is rounded away.
+    """
+    if case.float8.tp_styles != "float8" or case.train.dtype != "float32":
+        return False
+    if found.kind == "grad":
+        return _is_converted(case, found.fqn.removesuffix(".weight"))
+    return found.kind == "grad_output" and found.fqn.endswith("_norm")
 
 
 def _is_repeated_exactly(case: Case, found: ModuleDistance) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.local_parity import check_local_parity
-from harness.expect.local_parity import EXACT, allowed_distance
+from harness.expect.local_parity import EXACT, NEIGHBOUR, allowed_distance
 from harness.expect.relations import stands_for_modules
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -79,6 +79,17 @@ def test_in_float32_limits_are_those_of_float32_unless_matmuls_round_to_bfloat16
         case = parse_case_id(f"tp2-{recipe}-v2048-s2-f32")
         assert (allowed(case, dtype="float32") > 1e-3) is coarse
         assert allowed(case, dtype="float32", fqn="output") < 1e-5
+
+
+def test_with_float8_tp_styles_gradients_are_cast_between_modules() -> None:
+    styled = parse_case_id("tp2-tensorwise-tpstyle.fp8-v2048-s2-f32")
+    behind = ({"kind": "grad_output", "fqn": "layers.0.ffn_norm"}, {"kind": "grad", "fqn": f"{WQ}.weight"})
+    for changes in behind:
+        assert allowed(styled, dtype="float32", parts=1, **changes) == NEIGHBOUR
+        assert allowed(parse_case_id("tp2-tensorwise-v2048-s2-f32"), dtype="float32", parts=1, **changes) < 2e-6
+    assert allowed(parse_case_id("tp2-tensorwise-tpstyle.fp8-v2048-s2-b16"), kind="grad", fqn=f"{WQ}.weight") < 2e-6
+    for changes in ({"kind": "grad", "fqn": "layers.0.ffn_norm.weight"}, {"kind": "input", "fqn": "norm"}):
+        assert allowed(styled, dtype="float32", parts=1, **changes) < 2e-6
 
 
 def test_without_tensor_parallelism_everything_before_the_sum_of_gradients_is_exact() -> None:
