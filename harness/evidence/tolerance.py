@@ -142,8 +142,9 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
         return Tolerance(
             name=LOSS_VS_GOLDEN, key=key, per_step=(own,) * steps, margin=None, evidence="loss_tolerance of case"
         )
-    measured = _tolerance(LOSS_VS_GOLDEN, key, steps, root)
-    factor = max(1.0, math.sqrt(_measured_tokens(key, root) / _tokens(case)))
+    measured, samples = _tolerance(LOSS_VS_GOLDEN, key, steps, root)
+    measured_tokens = min(_tokens(parse_case_id(sample.case_id)) for sample in samples)
+    factor = max(1.0, math.sqrt(measured_tokens / _tokens(case)))
     if factor == 1:
         return measured
     return msgspec.structs.replace(
@@ -153,22 +154,17 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
     )
 
 
-def _measured_tokens(key: str, root: Path) -> int:
-    """The fewest tokens a step of any sample of this key."""
-    samples = [sample for sample in read_evidence(root, LOSS_VS_GOLDEN).samples if sample.key == key]
-    return min(_tokens(parse_case_id(sample.case_id)) for sample in samples)
-
-
 def _tokens(case: Case) -> int:
     return case.train.global_batch * case.train.seq_len
 
 
 def parity_tolerance_for(case: Case, root: Path) -> Tolerance:
     """How far any gradient may be from the single-rank reference, relative to its norm. Raises like `tolerance_for`."""
-    return _tolerance(PARITY, parity_key(case), case.train.steps, root)
+    return _tolerance(PARITY, parity_key(case), case.train.steps, root)[0]
 
 
-def _tolerance(check: str, key: str, steps: int, root: Path) -> Tolerance:
+def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance, list[Sample]]:
+    """The tolerance of a key, and the samples that support it."""
     entry = _read_table(root).get(check, {}).get(key)
     fix = f"{MEASURE} with such cases{', or set `loss_tolerance` in the case' if check == LOSS_VS_GOLDEN else ''}."
     if entry is None:
@@ -182,7 +178,8 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> Tolerance:
         what = f"the tolerance of {key} covers {len(per_step)} steps, the case trains {steps}."
         raise ToleranceMissing(what, where=TABLE_FILE, fix=fix)
     evidence = f"{len(samples)} samples, {len({sample.seed for sample in samples})} seeds"
-    return Tolerance(name=check, key=key, per_step=per_step[:steps], margin=entry.margin, evidence=evidence)
+    tolerance = Tolerance(name=check, key=key, per_step=per_step[:steps], margin=entry.margin, evidence=evidence)
+    return tolerance, samples
 
 
 def validate_tolerances(root: Path) -> None:

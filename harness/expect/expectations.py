@@ -139,7 +139,7 @@ class Expectations:
     @functools.cached_property
     def stands_for_modules(self) -> bool:
         """True when local parity judges the partner, which must equal this compiled case bit for bit."""
-        return relations.stands_for_modules(self.case)
+        return relations.stands_for_modules(self.case, self.relation)
 
     @functools.cached_property
     def relation(self) -> Relation | None:

@@ -66,12 +66,11 @@ def partner(case: Case) -> Relation | None:
     )
 
 
-def stands_for_modules(case: Case) -> bool:
+def stands_for_modules(case: Case, relation: Relation | None) -> bool:
     """True when local parity judges the partner in place of a compiled case, whose modules cannot be recorded.
 
-    Every bit of the partner is promised to be that of the case.
+    Every bit of the partner is promised to be that of the case. `relation`: the one to this partner.
     """
-    relation = partner(case)
     if case.compile == "none" or relation is None:
         return False
     return relation.promise == "bitwise" and relation.steps is None and relation.partner.is_replayed

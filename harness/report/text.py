@@ -34,15 +34,7 @@ _COLOURS = {Verdict.PASSED: "green", Verdict.KNOWN: "cyan", Verdict.NOT_RUN: "ye
 def text_report(run: RunResult) -> str:
     """Table, blocks and totals as plain text."""
     parts = [text_table(run.results), *(case_block(result) for result in run.results if not result.verdict.good)]
-    return (
-        "\n\n".join(
-            [
-                *(part for part in parts if part),
-                totals_text(run),
-            ]
-        )
-        + "\n"
-    )
+    return "\n\n".join([*filter(None, parts), totals_text(run)]) + "\n"
 
 
 def text_table(results: Sequence[CaseResult]) -> str:

@@ -77,7 +77,7 @@ class WitnessCache:
         relation = partner(case)
         if relation is None:
             return None
-        other, replayed = relation.partner, stands_for_modules(case)
+        other, replayed = relation.partner, stands_for_modules(case, relation)
         name = " with ".join([f"{'replayed ' * replayed}partner {case_id(other)}", *(fix.content for fix in fixes)])
         probes = ("sketches", "module_tensors") if replayed else ("sketches",)
         return self._witness(

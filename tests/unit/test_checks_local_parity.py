@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from harness.checks.local_parity import check_local_parity
 from harness.expect.local_parity import EXACT, NEIGHBOUR, allowed_distance
-from harness.expect.relations import stands_for_modules
+from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace.modules import ModuleDistance
@@ -187,4 +187,5 @@ def test_the_partner_of_a_compiled_case_is_judged_in_its_place() -> None:
     ],
 )
 def test_partners_stand_for_the_modules_of_compiled_cases_alone(text: str, stands: bool) -> None:
-    assert stands_for_modules(parse_case_id(text)) is stands
+    case = parse_case_id(text)
+    assert stands_for_modules(case, partner(case)) is stands

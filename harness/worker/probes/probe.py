@@ -19,7 +19,6 @@ class Probe:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self._case = case
-        self._device = device
         self._step = 0  # 1-based; 0 before the first one
         self._installed = ExitStack()
 
