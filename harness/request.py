@@ -5,7 +5,21 @@ from __future__ import annotations
 import msgspec
 
 from harness.matrix.case import Case
+from harness.matrix.linears import converted_fqns
 from harness.trace.modules import ModuleShard
+
+
+class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Random errors as large as those of float8, in a case without FP8 (`worker/targets/reference/noise.py`)."""
+
+    draw: int  # seed of the errors
+    float8_fqns: tuple[str, ...]  # linears with the errors of float8; all others have those of bfloat16
+    grad_output_dtype: str  # float8 dtype of their gradients
+
+
+def noise_of(case: Case, draw: int) -> Noise:
+    """The errors of a BF16 run where the case casts to float8."""
+    return Noise(draw=draw, float8_fqns=converted_fqns(case), grad_output_dtype=case.float8.traits.grad_output_dtype)
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,6 +33,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     injections: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()  # fields of RankTrace to record: "sketches", "operands", "traffic", ...
     solo: bool = False
+    noise: Noise | None = None
     # By rank, what the modules of a parallel run had (`RankTrace.module_tensors`): a single rank repeats them.
     replayed: tuple[tuple[ModuleShard, ...], ...] = ()
 

@@ -15,7 +15,7 @@ What recorded upstream faults explain of a failure is decided afterwards, in `re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -119,6 +119,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()
     golden: GoldenSource = ""
+    derived: tuple[str, ...] = ()  # checks whose tolerance was derived
 
 
 def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: Sequence[Check] = CHECKS) -> Judgement:
@@ -145,7 +146,22 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
         verdict = _worst(findings)
         findings = tuple(sorted(findings, key=_likely_cause))
     names = tuple(check.name for check in checks)
-    return Judgement(verdict=verdict, findings=findings, checks=names, not_judged=skipped)
+    partly = [
+        NotJudged(check=name, reason=reason) for name, reason in witnesses.expect.partly_judged.items() if name in names
+    ]
+    return Judgement(
+        verdict=verdict,
+        findings=findings,
+        checks=names,
+        not_judged=(*skipped, *partly),
+        derived=_derived(witnesses, names),
+    )
+
+
+def _derived(witnesses: Witnesses, checks: Collection[str]) -> tuple[str, ...]:
+    """The checks that were executed with a derived tolerance."""
+    tolerances = (witnesses.tolerance, witnesses.parity_tolerance)
+    return tuple(each.name for each in tolerances if each is not None and each.derived and each.name in checks)
 
 
 def run_from_outcome(outcome: JobOutcome) -> Run:

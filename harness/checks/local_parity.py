@@ -17,6 +17,7 @@ from harness.checks.witnesses import Witnesses
 from harness.expect.local_parity import allowed_distance
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.replayed import replayed_steps
 from harness.trace import Run
 from harness.trace.modules import ModuleDistance
 from harness.verdict import Finding, Verdict
@@ -57,7 +58,7 @@ def _judged(case: Case, run: Run, replay: Run | None, *, with_numbers: bool = Fa
         return [_finding(message=message, expected="a replay")]
     distances = replay.traces[0].module_distances or ()
     exact = all("scaled_mm" in trace.virtual for trace in run.traces)
-    for step in range(1, case.train.steps + 1):
+    for step in range(1, replayed_steps(case) + 1):
         found = [each for each in distances if each.step == step]
         numbers = _numbers(run, replay, step) if with_numbers else []
         findings = [*_not_compared(found, step), *_too_far(case, found, exact), *numbers]

@@ -15,7 +15,7 @@ from harness.checks.assembly import nan_is_worst
 from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.evidence.golden import Golden, hardware_class, update_command
-from harness.evidence.tolerance import MEASURE, Tolerance
+from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.trace import RankTrace, Run
@@ -55,7 +55,7 @@ def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> list[Fin
         message = f"cannot be judged: {why}; to see why run `{update_command(family)}`"
         return [_finding(message=message, expected="a golden")]
     if tolerance is None:
-        message = f"cannot be judged: no loss tolerance for cases like this; {MEASURE}, or set `loss_tolerance`"
+        message = f"cannot be judged: no loss tolerance {NONE_DERIVED}; set `loss_tolerance` in the case"
         return [_finding(message=message, expected="a tolerance")]
     incomparable = _incomparable(case, run, golden) or _other_steps(case, run, golden, tolerance)
     if incomparable:

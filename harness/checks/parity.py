@@ -20,6 +20,7 @@ from harness.checks.assembly import (
 from harness.checks.mismatch import size_of_error
 from harness.checks.ranks import format_ranks
 from harness.checks.witnesses import Witnesses
+from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Case
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
@@ -47,8 +48,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
         message = "cannot be judged: the single-rank reference (solo witness) could not be run"
         return [_finding(message=message, expected="a solo witness")]
     if tolerance is None:
-        message = "cannot be judged: no parity tolerance for cases like this; run `fp8-harness tolerance measure`"
-        return [_finding(message=message)]
+        return [_finding(message=f"cannot be judged: no parity tolerance {NONE_DERIVED}", expected="a tolerance")]
     found, expected = assemble(run.traces), assemble(solo.traces)
     every_step = [*_missing(found, expected), *_replicas(run), *_batches(case, run, solo)]
     loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS

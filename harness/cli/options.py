@@ -67,8 +67,8 @@ def plan_options(command: Command) -> Command:
             click.option(
                 "--timeout-s",
                 type=click.FloatRange(min=0, min_open=True),
-                help="Seconds one attempt at a case may take. Default: 120, and for every rank one a step "
-                "and 20 to compile a graph or 120 to generate code.",
+                help="Seconds one attempt at a case may take. Default: 120, for every rank one a step "
+                "and 20 to compile a graph or 120 to generate code, and more for large models.",
             ),
         )
     ):

@@ -24,7 +24,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
-from harness.matrix.case import Case, ModelShape
+from harness.matrix.case import Case, ModelShape, Train
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import OUTPUT_FQN, is_converted
 
@@ -34,6 +34,7 @@ PARITY = "parity"  # largest relative distance of a gradient to that of the sing
 CHECKS = (LOSS_VS_GOLDEN, PARITY)
 TABLE_FILE = "golden/tolerances.toml"
 MEASURE = "run `fp8-harness tolerance measure`"
+NONE_DERIVED = "was measured for cases like this, and the BF16 runs to derive one from did not finish"
 
 # A step counts as measured when this many seeds and layouts reached it. The largest of 8 independent samples is below
 # the median of the quantity with a probability of 1 in 256. Layouts of one key differ less than seeds: two of them
@@ -50,6 +51,9 @@ MAX_SPREAD = 10.0
 # A number below this need not be close to the noise, because no fault is that small: the smallest planted one that
 # changes a number at all changes a gradient by 1e-4.
 EXACT = 1e-8
+
+# Parity keys of runs that round nothing differently: their last number holds for every later step.
+EVERY_LAYOUT, SAME_ORDER = "exact", "ordered"
 
 
 class ToleranceMissing(HarnessError):
@@ -89,6 +93,7 @@ class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
     per_step: tuple[float, ...]
     margin: float | None  # None for the `loss_tolerance` of a case
     evidence: str
+    derived: bool = False  # from runs of the case's own model, because none was measured
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,32 +104,37 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def tolerance_key(case: Case) -> str:
-    """Cases with the same key share a tolerance: same model, recipe, dtype, and output layer in FP8 or not.
+    """Cases with the same key share a tolerance: same model, learning rate, recipe, dtype, and output layer in FP8.
 
-    A preset with overrides is another model. An output layer in FP8 rounds the logits themselves and more than doubles
-    the noise.
+    An output layer in FP8 rounds the logits themselves and more than doubles the noise.
     """
-    model = case.model
-    changed = [
-        f"_{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
-    ]
     head = "-head" if is_converted(case, OUTPUT_FQN) else ""
-    return f"{model.preset}{''.join(changed)}-{case.float8.recipe}{head}-{case.train.dtype}"
+    return f"{_training(case)}-{case.float8.recipe}{head}-{case.train.dtype}"
 
 
 def parity_key(case: Case) -> str:
     """Cases with the same key are equally close to their single-rank reference.
 
-    `exact`: every layout in float64. `ordered`: layouts that sum in the order of one rank. All others differ in the
-    last bit, by recipe and dtype: `replicas` in gradients alone, whose sum over replicas has another order; under TP
-    activations too, which changes the rounding of some float8 value in the first step.
+    `exact`: every layout in float64. `ordered`: layouts that sum in the order of one rank. These two hold for any model
+    and any number of steps, because no rounding differs. All others differ in the last bit, by model, learning rate,
+    recipe and dtype: `replicas` in gradients alone, whose sum over replicas has another order; under TP activations
+    too, which changes the rounding of some float8 value in the first step.
     """
     if case.train.dtype == "float64":
-        return "exact"
+        return EVERY_LAYOUT
     if case.sums_in_order and case.compile != "inductor":  # generated code rounds elsewhere
-        return "ordered"
+        return SAME_ORDER
     form = "-replicas" if case.layout.tp == 1 and case.compile != "inductor" else ""
-    return f"{case.float8.recipe}{form}-{case.train.dtype}"
+    return f"{_training(case)}-{case.float8.recipe}{form}-{case.train.dtype}"
+
+
+def _training(case: Case) -> str:
+    """The model, and the learning rate where it is not the default. A preset with overrides is another model."""
+    model, lr = case.model, case.train.lr
+    changed = [
+        f"_{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
+    ]
+    return f"{model.preset}{''.join(changed)}{'' if lr == Train().lr else f'_lr{lr:g}'}"
 
 
 def tolerance_for(case: Case, root: Path) -> Tolerance:
@@ -133,8 +143,9 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
     A loss is a mean over the tokens of a batch, and the errors of tokens are as good as independent: with fewer tokens
     than were measured the tolerance grows by the root of their ratio. With more it stays what was measured.
 
-    Raises `ToleranceMissing` when nothing was measured for its key or for this many steps (noise grows with every step,
-    so nothing is extrapolated), and `ToleranceUnfounded` when the evidence does not support the number.
+    Raises `ToleranceMissing` when nothing was measured for its key or for this many steps: noise grows with every step,
+    so nothing is extrapolated, but derived (`checks/derived_tolerance.py`). Raises `ToleranceUnfounded` when the
+    evidence does not support the number.
     """
     key, steps = tolerance_key(case), case.train.steps
     own = case.checks.loss_tolerance
@@ -143,19 +154,15 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
             name=LOSS_VS_GOLDEN, key=key, per_step=(own,) * steps, margin=None, evidence="loss_tolerance of case"
         )
     measured, samples = _tolerance(LOSS_VS_GOLDEN, key, steps, root)
-    measured_tokens = min(_tokens(parse_case_id(sample.case_id)) for sample in samples)
-    factor = max(1.0, math.sqrt(measured_tokens / _tokens(case)))
+    measured_tokens = min(parse_case_id(sample.case_id).train.tokens for sample in samples)
+    factor = max(1.0, math.sqrt(measured_tokens / case.train.tokens))
     if factor == 1:
         return measured
     return msgspec.structs.replace(
         measured,
         per_step=tuple(allowed * factor for allowed in measured.per_step),
-        evidence=f"{measured.evidence}; times {factor:.3g} for {_tokens(case)} tokens",
+        evidence=f"{measured.evidence}; times {factor:.3g} for {case.train.tokens} tokens",
     )
-
-
-def _tokens(case: Case) -> int:
-    return case.train.global_batch * case.train.seq_len
 
 
 def parity_tolerance_for(case: Case, root: Path) -> Tolerance:
@@ -174,6 +181,8 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
     if problems:
         raise ToleranceUnfounded("; ".join(problems) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")
     per_step = _per_step(entry, measured_steps(samples))
+    if key in (EVERY_LAYOUT, SAME_ORDER):
+        per_step += per_step[-1:] * (steps - len(per_step))
     if len(per_step) < steps:
         what = f"the tolerance of {key} covers {len(per_step)} steps, the case trains {steps}."
         raise ToleranceMissing(what, where=TABLE_FILE, fix=fix)

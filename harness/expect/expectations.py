@@ -68,6 +68,11 @@ class Expectations:
         return records.not_judged(self.case)
 
     @functools.cached_property
+    def partly_judged(self) -> Mapping[str, str]:
+        """The checks that judge a part of the case only, each with the part that they do not judge."""
+        return records.partly_judged(self.case)
+
+    @functools.cached_property
     def refusal(self) -> Refusal | None:
         """The error that the case must end in; None when it must train."""
         return expected_refusal(self.case)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.matrix.case import Case
+from harness.matrix.replayed import drifts, replayed_steps
 
 
 def not_recorded(case: Case) -> Mapping[str, str]:
@@ -17,7 +18,7 @@ def not_recorded(case: Case) -> Mapping[str, str]:
         empty["graphs"] = "nothing is compiled"
     else:
         empty["operands"] = "compiled blocks do not call what the probe patches; graph_scales judges their casts"
-    if not case.is_replayed:
+    if not replayed_steps(case):
         empty["module_tensors"] = _not_replayed(case)
     return empty
 
@@ -29,7 +30,17 @@ def not_judged(case: Case) -> Mapping[str, str]:
     return {}
 
 
+def partly_judged(case: Case) -> Mapping[str, str]:
+    """The checks that judge a part of this case, each with the part that it does not judge."""
+    steps, recorded = case.train.steps, replayed_steps(case)
+    if 0 < recorded < steps:
+        return {"local_parity": f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"}
+    return {}
+
+
 def _not_replayed(case: Case) -> str:
     if case.compile != "none" and case.train.dtype != "float64":
         return "hooks would change what is compiled, and the case has no eager partner that must equal it"
+    if drifts(case):
+        return "the modules of one step are more than a replay can be given"
     return "parity is exact in this layout and dtype"

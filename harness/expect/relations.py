@@ -16,6 +16,7 @@ import msgspec
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case, Checkpointing, Checks, Layout
 from harness.matrix.linears import converted_fqns, linear_features
+from harness.matrix.replayed import replayed_steps
 from harness.matrix.rules import exclusions, expected_refusal
 
 VERIFIED = CURRENT
@@ -73,7 +74,7 @@ def stands_for_modules(case: Case, relation: Relation | None) -> bool:
     """
     if case.compile == "none" or relation is None:
         return False
-    return relation.promise == "bitwise" and relation.steps is None and relation.partner.is_replayed
+    return relation.promise == "bitwise" and relation.steps is None and replayed_steps(relation.partner) > 0
 
 
 class _Option(NamedTuple):

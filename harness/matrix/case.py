@@ -214,6 +214,11 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     lr: Annotated[float, Meta(gt=0, le=10)] = 1e-3
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step over all ranks."""
+        return self.global_batch * self.seq_len
+
     def __post_init__(self) -> None:
         if not math.isfinite(self.lr):
             raise ValueError(f"lr {self.lr} is not a finite number")
@@ -269,14 +274,6 @@ class Case(CaseStruct, frozen=True, kw_only=True):
     def sums_in_order(self) -> bool:
         """True where every sum over ranks has the order in which one rank adds the same numbers."""
         return self.layout.tp == 1 and self.layout.dp_replicate == 1
-
-    @property
-    def is_replayed(self) -> bool:
-        """True where ranks sum in another order than one rank does, in a dtype that rounds: eager cases only.
-
-        Their trajectories drift apart, so every module is compared by itself as well (local parity).
-        """
-        return not self.sums_in_order and self.train.dtype != "float64" and self.compile == "none"
 
     @property
     def gathers_float8(self) -> bool:

@@ -103,6 +103,12 @@ def linear_features(case: Case, name: str) -> tuple[int, int]:
     }[name]
 
 
+def parameter_count(case: Case) -> int:
+    """Elements of the embedding and of every linear; norms are left out."""
+    features = [linear_features(case, fqn.split(".", 2)[-1]) for fqn in linear_fqns(case)]
+    return sum(inputs * outputs for inputs, outputs in features) + case.model.shape.dim * case.model.padded_vocab_size
+
+
 def local_features(case: Case, name: str) -> tuple[int, int]:
     """(in_features, out_features) of a linear as the first TP rank holds it."""
     inputs, outputs = linear_features(case, name)

@@ -34,6 +34,7 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     not_judged: tuple[NotJudged, ...]
     failures: tuple[RankFailure, ...]
     golden: GoldenSource
+    derived: tuple[str, ...]
     command: str
     with_fix: WithFix | None
 
@@ -112,6 +113,7 @@ def _case_document(result: CaseResult) -> CaseDocument:
         not_judged=result.not_judged,
         failures=result.run.failures if result.run else (),
         golden=result.golden,
+        derived=result.derived,
         command=result.command,
         with_fix=result.with_fix,
     )

@@ -114,9 +114,16 @@ def references_text(run: RunResult) -> str:
     )
 
 
+def derived_text(run: RunResult) -> str:
+    """How many cases were judged by derived tolerances; empty when all were measured."""
+    count = sum(bool(result.derived) for result in run.results)
+    what = "judged by tolerances that were derived from BF16 runs with rounding errors: none was measured"
+    return f"{counted(count, 'case')} {what}\n" if count else ""
+
+
 def totals_text(run: RunResult) -> str:
     """What ends a report: what was not judged, not run or not stored, then the totals."""
-    return unverified_text(run) + left_out_text(run) + references_text(run) + totals_line(run)
+    return unverified_text(run) + left_out_text(run) + references_text(run) + derived_text(run) + totals_line(run)
 
 
 def totals_line(run: RunResult) -> str:

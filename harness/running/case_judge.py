@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from harness.checks import parity
+from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.checks.divergence import first_divergence
 from harness.checks.judge import Judgement, judge
 from harness.checks.recorded import with_known_faults
@@ -88,6 +89,8 @@ class CaseJudge:
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
         only_with_fix = bool(basis.fixes) and not fixes  # compared with a partner that has the fix, in the second run
         witnesses = msgspec.structs.replace(basis.witnesses, golden=golden, partner_has_fix=only_with_fix)
+        if run.complete and witnesses.expect.refusal is None:
+            witnesses = _with_derived_tolerances(case, witnesses, cache, sketched=sketched)
         if sketched and witnesses.expect.refusal is None:
             solo = cache.solo(case)
             other = None if only_with_fix else cache.partner(case, basis.partner_fixes if fixes else ())
@@ -124,6 +127,26 @@ def _explained(case: Case, run: Run, found: Judgement, golden: Golden | None, ca
     if golden is not None and run.complete and needs_twin(findings):
         findings = with_twin_diagnosis(findings, run, golden, cache.twin(case))
     return msgspec.structs.replace(found, findings=findings)
+
+
+def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCache, *, sketched: bool) -> Witnesses:
+    """The witnesses with derived tolerances where none was measured for cases like this.
+
+    The one of parity only for a run that was `sketched`. Where a run for it did not finish, the checks say so.
+    """
+    loss, parity_of = witnesses.tolerance, witnesses.parity_tolerance
+    if loss is not None and (parity_of is not None or not sketched):
+        return witnesses
+    reference = cache.reference(case)
+    draws = [] if reference is None else [cache.noisy(case, draw) for draw in range(1, DRAWS + 1)]
+    complete = [draw for draw in draws if draw is not None]
+    if reference is None or len(complete) < DRAWS:
+        return witnesses
+    return msgspec.structs.replace(
+        witnesses,
+        tolerance=loss or derived_tolerance(case, reference, complete),
+        parity_tolerance=parity_of or (derived_parity_tolerance(case, reference, complete) if sketched else None),
+    )
 
 
 class _EvidenceReader:

@@ -141,6 +141,7 @@ class CaseRunner:
             checks=judgement.checks,
             not_judged=judgement.not_judged,
             golden=judgement.golden,
+            derived=judgement.derived,
             command=self._plan.command(name),
         )
 

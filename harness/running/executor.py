@@ -26,7 +26,7 @@ from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
-from harness.request import RunRequest
+from harness.request import Noise, RunRequest
 from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.trace.modules import ModuleShard
@@ -95,12 +95,15 @@ class Executor:
         targets = tuple(fix.target for fix in fixes)
         return self._serve(RunRequest(case=case, device=self._plan.device, injections=targets, probes=probes))
 
+    def execute_noisy(self, case: Case, noise: Noise, probes: tuple[str, ...]) -> JobOutcome | None:
+        """Run one case with these random errors, without the injections."""
+        return self._serve(RunRequest(case=case, device=self._plan.device, probes=probes, noise=noise))
+
     def _serve(self, request: RunRequest) -> JobOutcome | None:
         with self._leases.acquire(request.world_size) as slots:
             if self.stopped:
                 return None
-            kind = "solo-" if request.solo else "replay-" if request.replayed else ""
-            name = f"{kind}{case_id(request.case)}"
+            name = f"{_kind(request)}{case_id(request.case)}"
             try:
                 with self._job_folder(name) as folder:
                     return self._engine.run(self._job(request, name, folder, slots))
@@ -145,6 +148,13 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _kind(request: RunRequest) -> str:
+    """What the name of a job starts with: whether it is the case itself or a witness."""
+    if request.noise is not None:
+        return f"noise{request.noise.draw}-"
+    return "solo-" if request.solo else "replay-" if request.replayed else ""
 
 
 def open_executor(plan: Plan, project: Project) -> Executor:

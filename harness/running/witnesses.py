@@ -19,8 +19,9 @@ from harness.checks.judge import run_from_outcome
 from harness.durable import WriteFailed, write_whole
 from harness.engine.messages import JobOutcome
 from harness.expect.relations import partner, stands_for_modules
-from harness.matrix.case import Case
+from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id, reference_case, solo_case, twin_case
+from harness.request import noise_of
 from harness.result import WitnessMade
 from harness.running.executor import Executor
 from harness.running.injection import Injection
@@ -66,7 +67,19 @@ class WitnessCache:
     def reference(self, case: Case) -> Run | None:
         """The BF16 reference of a case on one rank, for want of a stored golden; None when it did not finish."""
         witness = reference_case(case)
-        return self._witness(f"reference {case_id(witness)}", lambda: self._executor.execute_plain(witness))
+        probes = ("sketches",)
+        return self._witness(
+            f"reference {case_id(witness)}", lambda: self._executor.execute_plain(witness, probes=probes)
+        )
+
+    def noisy(self, case: Case, draw: int) -> Run | None:
+        """The reference with random errors where the case casts to float8; None when it did not finish."""
+        witness, float8 = reference_case(case), case.float8
+        rounded = Float8(recipe=float8.recipe, output_layer=float8.output_layer, filter_fqns=float8.filter_fqns)
+        return self._witness(
+            f"noise {draw} {case_id(msgspec.structs.replace(witness, float8=rounded))}",
+            lambda: self._executor.execute_noisy(witness, noise_of(case, draw), ("sketches",)),
+        )
 
     def partner(self, case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
         """The run of the partner of a case (`relations.py`), sketched; None when it did not finish or there is none.

@@ -54,7 +54,15 @@ def rank_main(context: RankContext) -> bytes:
         inject(spec)
     if request.replayed:
         return msgspec.msgpack.encode(replay(request.case, device, request.replayed))
-    trace = train(request.case, device, context.report_phase, virtual, probes=request.probes, solo_witness=request.solo)
+    trace = train(
+        request.case,
+        device,
+        context.report_phase,
+        virtual,
+        probes=request.probes,
+        solo_witness=request.solo,
+        noise=request.noise,
+    )
     return msgspec.msgpack.encode(trace)
 
 

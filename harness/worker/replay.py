@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.matrix.case import Case
+from harness.matrix.replayed import replayed_steps
 from harness.trace import RankTrace, StepTrace
 from harness.trace.modules import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
 from harness.worker.probes.module_tensors import MODULES, is_wide
@@ -160,7 +161,7 @@ def replay(case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShar
     target = build(case, device, solo_witness=True)
     watching = Replay(assembled(case, ranks, device))
     watching.attach(target.model)
-    steps = tuple(_replay_step(case, target, watching, step) for step in range(1, case.train.steps + 1))
+    steps = tuple(_replay_step(case, target, watching, step) for step in range(1, replayed_steps(case) + 1))
     watching.finish()
     return RankTrace(
         rank=dist.get_rank(),

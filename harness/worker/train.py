@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.matrix.case import Case
+from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
 from harness.worker import data
 from harness.worker.probes.graphs import GraphProbe
@@ -31,6 +32,7 @@ from harness.worker.probes.traffic import TrafficProbe
 from harness.worker.reduction import reduce_over_ranks
 from harness.worker.targets.reference.build import Target, build
 from harness.worker.targets.reference.float8 import after_optimizer_step
+from harness.worker.targets.reference.noise import add_noise
 
 ReportPhase = Callable[[str], None]
 
@@ -49,7 +51,7 @@ PROBES: dict[str, ProbeFactory] = {
 EAGER_PROBES = ("operands",)
 
 
-def train(
+def train(  # noqa: PLR0913  what a request may ask for
     case: Case,
     device: torch.device,
     report_phase: ReportPhase,
@@ -57,6 +59,7 @@ def train(
     *,
     probes: Sequence[str] = (),
     solo_witness: bool = False,
+    noise: Noise | None = None,
 ) -> RankTrace:
     """Build and train one case on this rank. Returns its trace."""
     base_memory = _peak_memory_bytes(device)
@@ -66,6 +69,8 @@ def train(
         probes = [name for name in probes if name not in EAGER_PROBES]
     with ProbeSet(probes, PROBES, case, device) as watching, ScaledMMCounter(device) as scaled_mm:
         target = build(case, device, solo_witness=solo_witness)
+        if noise is not None:
+            add_noise(target.model, noise)
         watching.attach(target.model, target.meshes)
         for step, replays in enumerate(target.tokens, start=1):
             report_phase(f"step {step}")
@@ -121,7 +126,7 @@ def forward_backward(case: Case, target: Target, batch: torch.Tensor) -> torch.T
 
 def global_token_count(case: Case) -> int:
     """Tokens over which the loss of one step is averaged, on all data-parallel ranks."""
-    return case.train.global_batch * case.train.seq_len
+    return case.train.tokens
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,8 @@ class FakeCache:
 
 
 def judge(*cases: Case, known: tuple[KnownFault, ...] = (), **given: Any) -> CaseJudge:
-    sound = {"golden": make_golden(CASE), "tolerance": make_tolerance(0.125, 0.125)}
+    tolerance = make_tolerance(0.125, 0.125)
+    sound = {"golden": make_golden(CASE), "tolerance": tolerance, "parity_tolerance": tolerance}
     return CaseJudge(
         {
             case_id(case): JudgedBy(
@@ -139,6 +140,23 @@ def test_without_a_stored_golden_the_reference_is_run() -> None:
         found = judge(golden=None).judge(CASE, run, "ok", cache)
         assert (found.verdict, found.golden) == (verdict, "run here")
     assert judge().judge(CASE, make_run(CASE), "ok", cast("WitnessCache", FakeCache())).golden == "stored"
+
+
+def test_without_a_measured_tolerance_one_is_derived_from_noisy_references() -> None:
+    reference, noisy = (
+        run_of(make_trace(reference_case(CASE), losses=losses)) for losses in ((8.0, 7.0), (8.02, 7.02))
+    )
+    cache = FakeCache(reference=reference, noisy=noisy)
+    run = make_run(CASE, losses=(8.15, 7.8))
+    found = judge(tolerance=None).judge(CASE, run, "ok", cast("WitnessCache", cache))
+    assert found.verdict is Verdict.PASSED
+    assert cache.asked == ["reference", "noisy", "noisy", "noisy", "noisy"]
+    far = make_run(CASE, losses=(8.3, 7.8))
+    (finding,) = judge(tolerance=None).judge(CASE, far, "ok", cast("WitnessCache", cache)).findings
+    assert "0.24 allowed" in finding.message and "derived from 4 BF16 runs" in finding.message
+    for runs in ({}, {"reference": reference}):
+        (finding,) = findings(run, FakeCache(**runs), tolerance=None)
+        assert "no loss tolerance" in finding.message
 
 
 def test_a_recorded_fault_is_known_with_its_explanation() -> None:

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.local_parity import check_local_parity
+from harness.expect.expectations import Expectations
 from harness.expect.local_parity import EXACT, NEIGHBOUR, allowed_distance
 from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.replayed import replayed_steps
 from harness.trace.modules import ModuleDistance
 from harness.verdict import Finding, Verdict
 from tests.builders import make_distance as distance
@@ -34,18 +36,30 @@ def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("text", "replayed"),
+    ("text", "steps"),
     [
-        ("tp2-tensorwise-v2048-b16", True),
-        ("tp2-tensorwise-v2048-f32", True),
-        ("hsdp2x2-tensorwise-v2048-b16", True),
-        ("tp2-tensorwise-v2048-f64", False),  # parity is exact there
-        ("fsdp2-tensorwise-v2048-b16", False),
-        ("tp2-tensorwise-graph-v2048-b16", False),  # compared bit for bit with its eager partner
+        ("tp2-tensorwise-v2048-b16", 5),
+        ("tp2-tensorwise-v2048-s2-f32", 2),
+        ("hsdp2x2-tensorwise-v2048-b16", 5),
+        ("tp2-tensorwise-v2048-f64", 0),  # parity is exact there
+        ("fsdp2-tensorwise-v2048-b16", 0),
+        ("tp2-tensorwise-graph-v2048-b16", 0),  # compared bit for bit with its eager partner
+        ("tp2-tensorwise-v2048-s50-b16", 5),
+        ("tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-b16", 3),  # 150 MB a step
+        ("tp2-tensorwise-llama3.8b.layer-v2048-b16", 0),  # 2 GB a step
     ],
 )
-def test_cases_are_replayed_whose_trajectory_is_not_exact(text: str, replayed: bool) -> None:
-    assert parse_case_id(text).is_replayed is replayed
+def test_the_first_steps_of_cases_whose_trajectory_drifts_are_replayed(text: str, steps: int) -> None:
+    assert replayed_steps(parse_case_id(text)) == steps
+
+
+def test_steps_and_models_that_are_not_replayed_have_a_reason() -> None:
+    long, large = (parse_case_id(f"tp2-tensorwise-{each}-b16") for each in ("v2048-s50", "llama3.8b.layer-v2048"))
+    assert Expectations(long).partly_judged == {
+        "local_parity": "steps 6 to 50: modules are recorded in the first steps only"
+    }
+    assert not Expectations(parse_case_id("tp2-tensorwise-v2048-b16")).partly_judged
+    assert "more than a replay can be given" in Expectations(large).not_recorded["module_tensors"]
 
 
 @pytest.mark.parametrize(

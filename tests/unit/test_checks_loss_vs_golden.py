@@ -155,9 +155,9 @@ def test_a_missing_golden_names_its_command() -> None:
     assert f"fp8-harness golden update --family {family_id(CASE)} --reason" in found.message
 
 
-def test_a_missing_tolerance_names_its_command() -> None:
+def test_a_missing_tolerance_says_why_and_what_to_set() -> None:
     (found,) = check(*both(GOLDEN), within=None)
-    assert "fp8-harness tolerance measure" in found.message
+    assert "did not finish" in found.message and "`loss_tolerance`" in found.message
 
 
 def test_a_golden_of_other_hardware_is_not_used() -> None:

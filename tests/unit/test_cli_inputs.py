@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.errors import HarnessError
 from harness.matrix.case import Case, Float8, Layout, Model, Train
 from harness.matrix.casefile import parse_case_file
-from harness.matrix.caseid import case_id
+from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.census import count_cells
 from harness.matrix.space import spaces_of
 from harness.project import Project, find_project, is_case_file
@@ -95,6 +95,8 @@ def test_deadline_grows_with_the_case() -> None:
     small, large = Case(), Case(layout=Layout(tp=8), train=Train(steps=100))
     plan = Plan(slots=8)
     assert plan.deadline_s(small) < plan.deadline_s(large)
+    own = parse_case_id("tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-b16")
+    assert plan.deadline_s(own) > 900  # a busy machine needed 220
     assert Plan(slots=8, timeout_s=3.0).deadline_s(large) == 3.0
     compiled = [msgspec.structs.replace(large, compile=mode) for mode in ("none", "graph", "inductor")]
     assert plan.deadline_s(compiled[0]) < plan.deadline_s(compiled[1]) < plan.deadline_s(compiled[2])

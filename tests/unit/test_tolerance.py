@@ -286,10 +286,13 @@ def test_the_numbers_of_this_project_are_carried_by_their_evidence() -> None:
     [
         ("tp2-rowwise-v2048-f64", "exact"),
         ("fsdp2-rowwise-v2048-b16", "ordered"),
-        ("hsdp2x2-rowwise-v2048-b16", "rowwise-replicas-bfloat16"),
-        ("hsdp2x2-tp2-rowwise-v2048-b16", "rowwise-bfloat16"),
-        ("tp4-rowwise-graph-v2048-f32", "rowwise-float32"),
-        ("hsdp2x2-rowwise-inductor-v2048-f32", "rowwise-float32"),
+        ("hsdp2x2-rowwise-v2048-b16", "tiny-rowwise-replicas-bfloat16"),
+        ("hsdp2x2-tp2-rowwise-v2048-b16", "tiny-rowwise-bfloat16"),
+        ("tp4-rowwise-graph-v2048-f32", "tiny-rowwise-float32"),
+        ("hsdp2x2-rowwise-inductor-v2048-f32", "tiny-rowwise-float32"),
+        ("tp2-rowwise-debug-layers.3-v2048-b16", "debug_layers3-rowwise-bfloat16"),
+        ("tp2-rowwise-v2048-lr0.01-b16", "tiny_lr0.01-rowwise-bfloat16"),
+        ("fsdp2-rowwise-debug-v2048-lr0.01-b16", "ordered"),
     ],
 )
 def test_hsdp_is_another_kind_than_tp(case: str, key: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from harness.engine.messages import JobOutcome, RankOutcome
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.request import Noise
 from harness.running.executor import Executor
 from harness.running.injection import Injection
 from harness.running.witnesses import WitnessCache
@@ -56,6 +57,10 @@ class FakeExecutor:
         self.asked.append(("replay", case_id(case), ()))
         return self.replayed
 
+    def execute_noisy(self, case: Case, noise: Noise, probes: tuple[str, ...]) -> JobOutcome | None:
+        kind = f"noise {noise.draw} in {len(noise.float8_fqns)} with {noise.grad_output_dtype}"
+        return self._answer(kind, case, probes)
+
     def _answer(self, kind: str, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
         self.asked.append((kind, case_id(case), probes))
         self.before()
@@ -80,7 +85,24 @@ def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
 def test_the_reference_of_a_case_is_its_bf16_run_on_one_rank(tmp_path: Path) -> None:
     executor = FakeExecutor(ok())
     assert cache(executor, tmp_path).reference(CASE) == run_of(make_trace())
-    assert executor.asked == [("plain", "single-bf16-v2048-b16", ())]
+    assert executor.asked == [("plain", "single-bf16-v2048-b16", ("sketches",))]
+
+
+def test_noisy_references_are_of_the_recipe_and_of_one_draw_each(tmp_path: Path) -> None:
+    executor = FakeExecutor(ok())
+    found = cache(executor, tmp_path)
+    others = ("fsdp2-tensorwise-v2048-b16", "tp2-tensorwise-head.fp8-v2048-b16", "single-rowwise-v2048-b16")
+    for case in (CASE, *map(parse_case_id, others)):
+        assert found.noisy(case, 1) is not None
+    assert found.noisy(CASE, 2) is not None
+    noises = [kind for kind, _, _ in executor.asked]
+    assert noises == [  # the second case shares the errors of the first
+        "noise 1 in 14 with float8_e5m2",
+        "noise 1 in 15 with float8_e5m2",
+        "noise 1 in 14 with float8_e4m3fn",
+        "noise 2 in 14 with float8_e5m2",
+    ]
+    assert {(case, probes) for _, case, probes in executor.asked} == {("single-bf16-v2048-b16", ("sketches",))}
 
 
 @pytest.mark.parametrize("finished", [True, False])

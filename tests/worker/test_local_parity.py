@@ -7,6 +7,7 @@ import pytest
 from harness.checks.local_parity import check_local_parity
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.replayed import replayed_steps
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
@@ -44,7 +45,7 @@ def judged(train, trained):
 @pytest.mark.parametrize("text", CASES)
 def test_clean_runs_are_within_rounding_and_recording_changes_no_bit(judged, trained, text: str):
     case = parse_case_id(text)
-    assert case.is_replayed
+    assert replayed_steps(case)
     assert judged(case) == []
     plain, recorded = trained(case), trained(case, probes=("sketches", "module_tensors"))
     assert numbers(recorded.traces) == numbers(plain.traces)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
+from harness.matrix.replayed import replayed_steps
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.own import own
@@ -37,7 +38,7 @@ class ModuleTensorProbe(Probe):
 
     def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__(case, device)
-        self._active = case.is_replayed
+        self._steps = replayed_steps(case)
         self._seen: list[_Seen] = []
         self._shards: list[ModuleShard] = []
         none = Meshes(tp=None, dp=None)
@@ -45,7 +46,7 @@ class ModuleTensorProbe(Probe):
 
     def attach(self, model: nn.Module, meshes: Meshes) -> None:
         """Hook every module inside of what tensor parallelism does with its operands and results."""
-        if not self._active:
+        if not self._steps:
             return
         self._activations = Places(meshes._replace(dp=None))  # every data-parallel rank has its own
         self._parameters = Places(meshes)
@@ -55,21 +56,25 @@ class ModuleTensorProbe(Probe):
                 module.register_forward_pre_hook(hooks.before)
                 module.register_forward_hook(hooks.after, prepend=True)
 
+    @property
+    def _recording(self) -> bool:
+        return self._step <= self._steps
+
     @torch.no_grad()
     def after_backward(self, model: nn.Module) -> None:
         """Copy what was seen, and the gradients."""
-        if self._active:
+        if self._recording:
             for seen in self._seen:
                 self._add(seen.fqn, seen.kind, seen.tensor, self._activations)
-            self._seen.clear()
             for name, param in model.named_parameters():
                 if param.grad is not None:
                     self._add(clean_fqn(name), "grad", param.grad, self._parameters)
+        self._seen.clear()
 
     @torch.no_grad()
     def after_update(self, model: nn.Module) -> None:
         """Copy the parameters."""
-        if self._active:
+        if self._recording:
             for name, param in model.named_parameters():
                 self._add(clean_fqn(name), "param", param, self._parameters)
 
@@ -96,7 +101,7 @@ class ModuleTensorProbe(Probe):
 
     def result(self) -> tuple[ModuleShard, ...] | None:
         """All shards in the order they were recorded; None where the case is not replayed."""
-        return tuple(self._shards) if self._active else None
+        return tuple(self._shards) if self._steps else None
 
 
 def _cast_before(step: int, fqn: str, kind: ModuleTensorKind) -> ModuleShard:

@@ -1,0 +1,56 @@
+"""Derived tolerances: how far a run may be from BF16 and from one rank where no tolerance was measured.
+
+They come from BF16 runs of the model, data and steps of the case on one rank, with random errors as large as those of
+float8 (`worker/targets/reference/noise.py`). No FP8 code runs in them, so a fault of it cannot widen what it is judged
+by, and nothing is borrowed from another model. `tests/worker/test_noise.py` compares them with measured tolerances.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from harness.checks.assembly import nan_is_worst
+from harness.checks.parity import worst_distances
+from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, Tolerance, parity_key, tolerance_key
+from harness.matrix.case import Case
+from harness.trace import Run
+
+DRAWS = 4
+
+# Of the root mean square of the distances: four draws do not show the largest, and rounding to nearest repeats its
+# errors from step to step, which random errors do not. The largest measured distance is 8 of these, most are 3 to 5.
+LOSS_MARGIN = 12.0
+POOLED_STEPS = 3  # the first steps share one number, because few distances were drawn until then
+
+PARITY_MARGIN = 3.0  # of the largest distance; it is that of the tolerances that were measured
+
+
+def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Tolerance:
+    """How far the losses of the case may be from BF16, in nats: it grows with the steps, as errors do."""
+    expected = [step.loss for step in reference.traces[0].steps]
+    drawn = [[step.loss for step in draw.traces[0].steps] for draw in draws]
+    squares = [sum((losses[step] - loss) ** 2 for losses in drawn) / len(drawn) for step, loss in enumerate(expected)]
+    means = itertools.accumulate(squares)
+    pooled = [math.sqrt(total / count) for count, total in enumerate(means, start=1)]
+    first = pooled[:POOLED_STEPS][-1]
+    per_step = itertools.accumulate([first, *pooled[1:]], _larger)
+    return _tolerance(LOSS_VS_GOLDEN, tolerance_key(case), [LOSS_MARGIN * each for each in per_step], LOSS_MARGIN)
+
+
+def derived_parity_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Tolerance:
+    """How far any gradient may be from that of one rank, relative to its norm: two roundings are as far apart."""
+    steps = range(1, case.train.steps + 1)
+    drawn = zip(*(worst_distances(draw, reference, steps=steps) for draw in draws), strict=True)
+    per_step = itertools.accumulate((max(distances, key=nan_is_worst) for distances in drawn), _larger)
+    return _tolerance(PARITY, parity_key(case), [PARITY_MARGIN * each for each in per_step], PARITY_MARGIN)
+
+
+def _larger(one: float, other: float) -> float:
+    return max(one, other, key=nan_is_worst)  # NaN allows nothing
+
+
+def _tolerance(name: str, key: str, per_step: Sequence[float], margin: float) -> Tolerance:
+    evidence = f"derived from {DRAWS} BF16 runs with rounding errors of float8"
+    return Tolerance(name=name, key=key, per_step=tuple(per_step), margin=margin, evidence=evidence, derived=True)

@@ -1,0 +1,37 @@
+"""Replayed steps: where local parity judges every module by itself, and in how many steps.
+
+The modules of these steps are recorded in a run and repeated on one rank (`worker/replay.py`).
+"""
+
+from __future__ import annotations
+
+from harness.matrix.case import Case
+from harness.matrix.linears import linear_features, linear_fqns, parameter_count
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+# A run hands what it recorded to its replay in one message, which may have 1 GiB.
+RECORDED_BYTES = 640 << 20
+RECORDED_STEPS = 5  # what goes wrong in a module does so from one of the first steps on, or in every check
+
+
+def drifts(case: Case) -> bool:
+    """True where ranks sum in another order than one rank does, in a dtype that rounds: trajectories drift apart."""
+    return not case.sums_in_order and case.train.dtype != "float64"
+
+
+def replayed_steps(case: Case) -> int:
+    """The number of steps, from the first, whose modules are recorded and replayed; 0 for none.
+
+    In eager runs that drift: of large models so many as fit into a message.
+    """
+    if not drifts(case) or case.compile != "none":
+        return 0
+    return min(case.train.steps, RECORDED_STEPS, RECORDED_BYTES // _recorded_bytes(case))
+
+
+def _recorded_bytes(case: Case) -> int:
+    """Bytes of one step over all ranks: operands, results and their gradients; parameters and theirs in float32."""
+    features = [linear_features(case, fqn.split(".", 2)[-1]) for fqn in linear_fqns(case)]
+    activations = case.train.tokens * sum(inputs + outputs for inputs, outputs in features)
+    return 2 * (4 * parameter_count(case) + ITEM_BYTES[case.train.dtype] * activations)

@@ -1,0 +1,81 @@
+"""Rounding noise: a BF16 model with random errors as large as those of float8 where a case casts to float8.
+
+It says how far a sound FP8 run may be from BF16 without running any FP8 code: an error of random sign, uniform within
+half a unit in the last place, stands for the rounding of each cast. Whatever is not cast gets the errors of bfloat16,
+which a run in another dtype or another order of sums has against BF16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.matrix.recipes import E4M3, MANTISSA_BITS
+from harness.request import Noise
+from harness.worker.probes.sketches import clean_fqn
+
+BFLOAT16_BITS = 7
+
+
+class _Bits(NamedTuple):
+    """Bits of the mantissa to which a linear rounds its operands and the gradient of its output."""
+
+    operand: int
+    gradient: int
+
+
+def add_noise(model: nn.Module, noise: Noise) -> None:
+    """Every linear, norm and embedding of `model` computes with the errors of this draw from now on."""
+    generator = torch.Generator().manual_seed(noise.draw)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            converted = clean_fqn(name) in noise.float8_fqns
+            bits = _Bits(MANTISSA_BITS[E4M3], MANTISSA_BITS[noise.grad_output_dtype])
+            _make_noisy(module, bits if converted else _Bits(BFLOAT16_BITS, BFLOAT16_BITS), generator)
+        elif isinstance(module, (nn.RMSNorm, nn.Embedding)):
+            module.register_forward_hook(
+                lambda _, __, output: _with_errors(output, generator, forward=BFLOAT16_BITS, backward=BFLOAT16_BITS)
+            )
+
+
+def _make_noisy(linear: nn.Linear, bits: _Bits, generator: torch.Generator) -> None:
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        operands = (_with_errors(each, generator, forward=bits.operand) for each in (given, linear.weight))
+        return _with_errors(F.linear(*operands), generator, forward=BFLOAT16_BITS, backward=bits.gradient)
+
+    linear.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _with_errors(
+    given: torch.Tensor, generator: torch.Generator, *, forward: int, backward: int | None = None
+) -> torch.Tensor:
+    noisy: torch.Tensor = _Errors.apply(given, generator, forward, backward)
+    return noisy
+
+
+class _Errors(torch.autograd.Function):
+    """Adds errors to a tensor and to its gradient; None: not to the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: torch.Tensor, generator: torch.Generator, bits: int, backward: int | None
+    ) -> torch.Tensor:
+        ctx.backward_with = generator, backward
+        return _rounded_at_random(given, bits, generator)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        generator, bits = ctx.backward_with
+        return grads[0] if bits is None else _rounded_at_random(grads[0], bits, generator), None, None, None
+
+
+def _rounded_at_random(given: torch.Tensor, bits: int, generator: torch.Generator) -> torch.Tensor:
+    """The tensor with an error within half a unit in the last place of a mantissa of so many bits, in its dtype."""
+    wide = given.float()
+    errors = torch.rand(given.shape, generator=generator).sub_(0.5).to(given.device)
+    exponents = torch.frexp(wide).exponent - 1  # wide = m * 2^exponent with 1 <= |m| < 2
+    errors = torch.ldexp(errors, exponents - bits).where(wide != 0, 0.0)  # zero has no exponent, and is exact
+    return (wide + errors).to(given.dtype)

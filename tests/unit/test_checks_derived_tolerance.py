@@ -1,0 +1,70 @@
+"""Derived tolerances: how they follow from BF16 runs with and without errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.checks.derived_tolerance import (
+    DRAWS,
+    LOSS_MARGIN,
+    PARITY_MARGIN,
+    derived_parity_tolerance,
+    derived_tolerance,
+)
+from harness.matrix.caseid import parse_case_id
+from harness.trace import Run
+from tests.builders import make_sketch, make_trace, run_of
+
+CASE = parse_case_id("tp2-tensorwise-dim.512-v4096-s4-b16")
+LOSSES = (9.0, 8.0, 7.0, 6.0)
+
+distances = st.lists(st.floats(-0.1, 0.1), min_size=4, max_size=4)
+
+
+def of_losses(losses: Sequence[float]) -> Run:
+    return run_of(make_trace(losses=losses))
+
+
+def draws(*away: Sequence[float]) -> list[Run]:
+    return [of_losses([loss + distance for loss, distance in zip(LOSSES, each, strict=True)]) for each in away]
+
+
+def test_the_first_steps_share_the_mean_distance_of_all_draws() -> None:
+    away = [(0.01, -0.02, 0.03, 0.0), (-0.01, 0.02, -0.03, 0.0)]
+    found = derived_tolerance(CASE, of_losses(LOSSES), draws(*away))
+    mean = math.sqrt((0.01**2 + 0.02**2 + 0.03**2) / 3)
+    assert found.per_step == pytest.approx([LOSS_MARGIN * mean] * 4)
+    assert found.derived and found.key == "tiny_dim512-tensorwise-bfloat16"
+    assert f"{DRAWS} BF16 runs" in found.evidence
+
+
+@given(st.lists(distances, min_size=DRAWS, max_size=DRAWS), st.floats(1.0, 10.0))
+def test_tolerances_of_losses_never_shrink_and_grow_with_the_distances(away: list[list[float]], factor: float) -> None:
+    found = derived_tolerance(CASE, of_losses(LOSSES), draws(*away)).per_step
+    assert len(found) == 4 and list(found) == sorted(found)
+    wider = draws(*[[factor * each for each in one] for one in away])
+    assert derived_tolerance(CASE, of_losses(LOSSES), wider).per_step == pytest.approx(
+        [factor * each for each in found], rel=1e-6, abs=1e-9
+    )
+
+
+def test_a_draw_that_is_not_finite_allows_nothing() -> None:
+    found = derived_tolerance(CASE, of_losses(LOSSES), draws((0.1, 0.1, 0.1, math.nan)))
+    assert math.isnan(found.per_step[-1])
+
+
+def gradients(*values: float) -> Run:
+    sketches = tuple(make_sketch("w", step, value=value) for step, value in enumerate(values, start=1))
+    return run_of(make_trace(sketches=sketches))
+
+
+def test_the_largest_distance_of_a_gradient_counts_up_to_every_step() -> None:
+    reference = gradients(1.0, 1.0, 1.0, 1.0)
+    noisy = [gradients(1.1, 1.0, 1.3, 1.0), gradients(1.0, 0.8, 1.0, 1.0)]
+    found = derived_parity_tolerance(CASE, reference, noisy)
+    assert found.per_step == pytest.approx([PARITY_MARGIN * each for each in (0.1, 0.2, 0.3, 0.3)], rel=1e-5)
