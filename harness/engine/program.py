@@ -53,6 +53,36 @@ class RankProgram(Protocol):
         """Do the work of one rank in a fresh process; the engine passes the returned bytes to its caller unchanged."""
 
 
+class BrokenProgram:
+    """Stands for a program that raised before it was ready: every rank raises what it raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def preload(self, options: Mapping[str, str]) -> None:
+        """Does nothing."""
+
+    def rank_main(self, context: RankContext) -> bytes:
+        """Raises the error of the program."""
+        context.report_phase("preload")
+        raise self._error
+
+
+def preloaded_program(name: str, options: Mapping[str, str]) -> RankProgram:
+    """The program `name`, ready for its ranks. What it raises is the failure of its jobs, not of the engine.
+
+    Raises OSError and MemoryError, for which no program is to blame.
+    """
+    try:
+        program = load_program(name)
+        program.preload(options)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        return BrokenProgram(error)
+    return program
+
+
 def load_program(name: str) -> RankProgram:
     """Returns the module `name` as a rank program. Raises ImportError, and HarnessError when a function is missing."""
     module = importlib.import_module(name)

@@ -181,7 +181,7 @@ class _Launch:
         ranks = tuple(self._rank_outcome(rank, now_s) for rank in range(self._job.world_size))
         cause = first_failure(ranks)
         infra = ""
-        if cause and not self._hung and cause.phase in ("", "preload"):
+        if cause and not self._hung and cause.phase in ("", "preload") and cause.status != "raised":
             how = describe_exit(returncode, returned=False, oom_kills=0)[1]
             infra = f"rank {cause.rank} did not start: {cause.message}; torchrun {how}\n{cause.log_tail or log}"
         record = JobRecord(

@@ -29,7 +29,7 @@ from harness.engine.messages import (
     ToZygote,
     encode_frame,
 )
-from harness.engine.program import RankProgram, load_program
+from harness.engine.program import RankProgram, preloaded_program
 from harness.engine.supervisor import Supervisor
 
 SHUTDOWN_S = 5.0  # from losing the controller to giving up on ranks that survive SIGKILL
@@ -142,7 +142,7 @@ def _die_on_hangup(control: socket.socket, *, armed: bool) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Preload the program, send Hello, serve. An exception in `preload` ends the process with a traceback on stderr.
+    """Preload the program, send Hello, serve.
 
     Unreadable data from the controller ends it with one line on stderr and exit code 1.
     """
@@ -153,8 +153,7 @@ def main(arguments: Sequence[str]) -> None:
     control.set_inheritable(False)
     _die_on_hangup(control, armed=True)
     linux.adopt_orphans()
-    program = load_program(name)
-    program.preload(dict(option.split("=", 1) for option in options))
+    program = preloaded_program(name, dict(option.split("=", 1) for option in options))
     gc.collect()
     gc.freeze()  # ranks share these pages, and a collection in a rank would copy them all
     _die_on_hangup(control, armed=False)

@@ -51,6 +51,7 @@ COMPILED_CASE = Case(
 def warm_up(*, compiled: bool = False) -> None:
     """Train every warm-up case with all probes, as rank 0 of a loopback group, then clear the caches.
 
+    A warm-up case that raises is left out: a rank that trains like it raises too, and then it is the result of a case.
     `compiled`: also a case with compiled blocks, which takes as long as all others together.
     """
     with warnings.catch_warnings():
@@ -58,9 +59,11 @@ def warm_up(*, compiled: bool = False) -> None:
         for case in (*WARMUP_CASES, *([COMPILED_CASE] if compiled else [])):
             collectives.FABRIC.connect_loopback()
             dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=case.world_size)
+            probes = tuple(PROBES) if case.compile == "none" else ()  # the graph probe compares ranks
             try:
-                probes = tuple(PROBES) if case.compile == "none" else ()  # the graph probe compares ranks
                 train(case, torch.device("cpu"), lambda _: None, (), probes=probes)
+            except Exception:
+                continue  # the cases that run into it fail with it, the others pass
             finally:
                 dist.destroy_process_group()
                 collectives.FABRIC.disconnect()

@@ -251,16 +251,24 @@ def own_engine(**options: str) -> ZygoteEngine:
     return ZygoteEngine(TOY, options)
 
 
-def test_failing_preload_is_infra_and_tried_twice(tmp_path: Path) -> None:
+def test_an_exception_in_the_preload_is_the_crash_of_every_job(tmp_path: Path) -> None:
     with own_engine(**{"raise": "no such library"}) as broken:
+        outcomes = [Runner(broken, tmp_path)({}, world_size=2) for _ in range(2)]
+    for outcome in outcomes:
+        assert (outcome.status, outcome.message) == ("crash", "rank 0 in 'preload': ImportError: no such library")
+        assert "toyprogram.py" in outcome.ranks[0].traceback
+
+
+def test_a_machine_that_fails_in_the_preload_is_infra_and_tried_twice(tmp_path: Path) -> None:
+    with own_engine(ready=str(tmp_path / "no folder" / "file")) as broken:
         outcomes = [Runner(broken, tmp_path)({}) for _ in range(3)]
     for outcome in outcomes:
         assert outcome.status == "infra"
         assert "the zygote did not start: exited with code 1" in outcome.message
-        assert "ImportError: no such library" in outcome.message
+        assert "FileNotFoundError" in outcome.message
 
 
-def test_missing_program_is_infra(tmp_path: Path) -> None:
+def test_a_missing_program_is_a_crash_that_names_it(tmp_path: Path) -> None:
     with ZygoteEngine("no_such_program") as broken:
         assert "No module named 'no_such_program'" in Runner(broken, tmp_path)({}).message
 

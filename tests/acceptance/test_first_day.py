@@ -1,0 +1,101 @@
+"""What a new user does on the first day, on real ranks: patches torchao, brings a model of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FP8, BF16 = "single-tensorwise-v2048-gb4-s2-f64", "single-bf16-v2048-gb4-s2-f64"
+UTILS = "float8/float8_utils.py"
+OWN = "tp2-tensorwise-dim.192-layers.1-ffn.320-v2560-gb4-s7-seed7-b16"  # no golden, no tolerance, and more steps than any
+
+
+class Project:
+    """An empty project, whose commands may run with an edited copy of torchao."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._edited = folder / "edited"
+        for name in ("cases", "golden"):
+            (folder / name).mkdir()
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        """Copy torchao where Python looks first, with one line of it changed."""
+        spec = find_spec("torchao")
+        assert spec is not None and spec.origin is not None
+        installed = Path(spec.origin).parent
+        shutil.rmtree(self._edited, ignore_errors=True)
+        shutil.copytree(installed, self._edited / "torchao", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        path = self._edited / "torchao" / file
+        text = path.read_text()
+        assert text.count(old) == 1, f"{old!r} in {file}"
+        path.write_text(text.replace(old, new))
+
+    def run(self, *words: str) -> tuple[int, list[dict[str, Any]], str]:
+        """Exit code, cases of the JSON report, and what a user sees."""
+        paths = [str(self._edited), str(REPOSITORY)]
+        state = {"PYTHONPATH": os.pathsep.join(paths), "FP8_HARNESS_STATE": str(self._folder / "state")}
+        done = subprocess.run(
+            [sys.executable, "-m", "harness", "run", "--device", "cpu", "--json", "result.json", *words],
+            cwd=self._folder,
+            env={**os.environ, **state},
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        return done.returncode, json.loads((self._folder / "result.json").read_text())["cases"], done.stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def test_an_exception_of_torchao_is_the_crash_of_the_cases_that_run_into_it(project: Project) -> None:
+    project.edit(UTILS, "        amax = torch.max(torch.abs(x))\n", "        raise TypeError('edited')\n")
+    code, (broken, sound), _ = project.run("--case", FP8, "--case", BF16)
+    assert code == 1
+    assert (broken["verdict"], sound["verdict"]) == ("crash", "passed")
+    (failure,) = broken["failures"]
+    assert failure["message"] == "TypeError: edited"
+    assert "float8_utils.py" in failure["traceback"]
+
+
+def test_a_torchao_that_cannot_be_imported_is_the_crash_of_every_case(project: Project) -> None:
+    project.edit(UTILS, "@torch.no_grad()\ndef amax_to_scale(", "import no_such_module\n\n\ndef amax_to_scale(")
+    code, cases, _ = project.run("--case", FP8, "--case", BF16)
+    assert code == 1
+    assert {case["verdict"] for case in cases} == {"crash"}
+    assert "No module named 'no_such_module'" in cases[0]["failures"][0]["message"]
+
+
+@pytest.mark.sweep  # `tests/unit/test_witness_key.py` shows that a witness of an edited package is another one
+def test_an_edited_torchao_fails_and_leaves_nothing_behind(project: Project) -> None:
+    project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(x)")
+    code, (case,), _ = project.run("--case", FP8)
+    assert (code, case["verdict"]) == (1, "invariant")
+    assert "scales" in {finding["check"] for finding in case["findings"]}
+    project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(torch.abs(x))")
+    code, (case,), _ = project.run("--case", FP8)
+    assert (code, case["verdict"], case["findings"]) == (0, "passed", [])
+
+
+def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project) -> None:
+    code, (case,), text = project.run("--case", OWN)
+    assert (code, case["verdict"]) == (0, "passed"), case["findings"]
+    assert case["golden"] == "run here" and case["derived"] == ["loss_vs_golden", "parity"]
+    assert {"loss_vs_golden", "parity", "local_parity", "scales", "traffic", "memory"} <= set(case["checks"])
+    assert "1 case judged by tolerances that were derived" in text
+    code, (case,), _ = project.run("--case", OWN, "--inject", "fault:amax_not_reduced_over_tp")
+    assert code == 1
+    assert {"scales", "local_parity"} <= {finding["check"] for finding in case["findings"]}
