@@ -25,6 +25,7 @@ _COMMANDS = {
     "conformance": "harness.cli.conformance:conformance_command",
     "power": "harness.cli.power:power_command",
     "tier": "harness.cli.tier:tier",
+    "diff": "harness.cli.diff:diff_command",
     "cache": "harness.cli.cache:cache",
     "version": "harness.cli.version:version_command",
 }

@@ -37,6 +37,7 @@ Examples:
   fp8-harness run pr --budget-s 60              what covers most in a minute
   fp8-harness run --rerun-failed                what was not good in the last run
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
+  fp8-harness run --case ID --save-trace good   scales and norms for `fp8-harness diff`
 
 \b
 Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
@@ -65,6 +66,12 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the results as JSON; -: to stdout.")
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
+@click.option(
+    "--save-trace",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write scales, amaxes, matmuls, collectives and norms of every case as DIR/ID.npz, for `diff` and numpy.",
+)
 @click.option("--keep-logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep output and dumps of ranks.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing while cases run; only the totals and what failed.")
 @click.option("-v", "--verbose", is_flag=True, help="Say when a case starts, and what was not judged and why.")
@@ -88,6 +95,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     json_file: Path | None,
     junit_file: Path | None,
     markdown_file: Path | None,
+    save_trace: Path | None,
     keep_logs: Path | None,
     quiet: bool,
     verbose: bool,
@@ -114,7 +122,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     )
     logs = _log_folder(keep_logs) if keep_logs else None
     most = 1 if first_failure else maxfail
-    plan = msgspec.structs.replace(plan, root_option=root, logs=logs, max_failures=most)
+    plan = msgspec.structs.replace(plan, root_option=root, logs=logs, max_failures=most, traces=save_trace)
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
         report = run(project, query, plan, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout

@@ -43,6 +43,19 @@ def test_the_first_steps_share_the_mean_distance_of_all_draws() -> None:
     assert f"{DRAWS} BF16 runs" in found.evidence
 
 
+def test_one_draw_that_runs_away_is_left_out() -> None:
+    away = [(0.0, 0.0, 0.0, 0.03), (0.0, 0.0, 0.0, -0.04), (0.0, 0.0, 0.0, 5.0)]
+    found = derived_tolerance(CASE, of_losses(LOSSES), draws(*away)).per_step
+    assert found == pytest.approx([0, 0, 0, LOSS_MARGIN * math.sqrt((0.03**2 + 0.04**2) / 2)], abs=1e-9)
+    assert derived_tolerance(CASE, of_losses(LOSSES), draws(*away[:2], (0, 0, 0, math.nan))).per_step == found
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_short_runs_have_a_tolerance_for_every_step(steps: int) -> None:
+    reference, noisy = (of_losses([loss + each for loss in LOSSES[:steps]]) for each in (0, 0.1))
+    assert derived_tolerance(CASE, reference, [noisy] * 4).per_step == pytest.approx([LOSS_MARGIN * 0.1] * steps)
+
+
 @given(st.lists(distances, min_size=DRAWS, max_size=DRAWS), st.floats(1.0, 10.0))
 def test_tolerances_of_losses_never_shrink_and_grow_with_the_distances(away: list[list[float]], factor: float) -> None:
     found = derived_tolerance(CASE, of_losses(LOSSES), draws(*away)).per_step
@@ -53,9 +66,11 @@ def test_tolerances_of_losses_never_shrink_and_grow_with_the_distances(away: lis
     )
 
 
-def test_a_draw_that_is_not_finite_allows_nothing() -> None:
-    found = derived_tolerance(CASE, of_losses(LOSSES), draws((0.1, 0.1, 0.1, math.nan)))
-    assert math.isnan(found.per_step[-1])
+def test_draws_that_are_not_finite_allow_nothing() -> None:
+    away = (0.1, 0.1, 0.1, math.nan)
+    assert math.isnan(derived_tolerance(CASE, of_losses(LOSSES), draws(away, away)).per_step[-1])
+    early = (math.nan, 0.1, 0.1, 0.1)
+    assert all(map(math.isnan, derived_tolerance(CASE, of_losses(LOSSES), draws(early, early)).per_step))
 
 
 def gradients(*values: float) -> Run:
@@ -65,6 +80,6 @@ def gradients(*values: float) -> Run:
 
 def test_the_largest_distance_of_a_gradient_counts_up_to_every_step() -> None:
     reference = gradients(1.0, 1.0, 1.0, 1.0)
-    noisy = [gradients(1.1, 1.0, 1.3, 1.0), gradients(1.0, 0.8, 1.0, 1.0)]
+    noisy = [gradients(1.1, 1.0, 1.3, 1.0), gradients(1.0, 0.8, 1.0, 1.0), gradients(9.0, 9.0, 9.0, 9.0)]
     found = derived_parity_tolerance(CASE, reference, noisy)
     assert found.per_step == pytest.approx([PARITY_MARGIN * each for each in (0.1, 0.2, 0.3, 0.3)], rel=1e-5)

@@ -19,7 +19,7 @@ LEVELS = [
     ["studies"],
     ["workflow"],
     ["running"],
-    ["store", "project"],
+    ["store", "project", "tables"],
     ["checks"],
     ["evidence"],
     ["expect"],

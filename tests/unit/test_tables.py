@@ -1,0 +1,80 @@
+"""Saved traces: what is written is what is read, and what differs between two runs is found, causes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from harness.errors import HarnessError
+from harness.report.difference import difference, difference_text
+from harness.tables import TABLES, load_tables, rows_of, save_tables
+from harness.trace import Run
+from harness.trace.operands import OperandTrace
+from harness.trace.traffic import SavedMemory, TrafficRecord
+from tests.builders import make_cast, make_matmul, make_sketch, make_trace, run_of
+
+CASTS = (make_cast(step=1, index=0), make_cast(step=1, index=1), make_cast(step=2, index=3))
+TRAFFIC = TrafficRecord(
+    step=1, axis="tp", group_size=2, kind="all_reduce", op="max", dtype="float32", payload_bytes=8, sizes={1: 2}
+)
+MEMORY = SavedMemory(step=1, saved_bytes=64, float8_bytes=16, by_dtype={})
+
+
+def recorded(*casts: object, losses: tuple[float, ...] = (2.0, 1.0)) -> Run:
+    operands = OperandTrace(casts=casts or CASTS, matmuls=(make_matmul(CASTS[0], CASTS[1], index=2),))  # type: ignore[arg-type]
+    sketches = (make_sketch("w", 1, value=3.0), make_sketch("w", 2, value=4.0))
+    trace = make_trace(losses=losses, operands=operands, sketches=sketches, traffic=(TRAFFIC,), saved_memory=(MEMORY,))
+    return run_of(trace)
+
+
+def test_a_saved_trace_is_read_back_and_loads_with_numpy_alone(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "case.npz"
+    save_tables(path, recorded())
+    assert load_tables(path) == rows_of(recorded())
+    with np.load(path) as columns:
+        assert columns["casts.amax"].tolist() == [cast.amax for cast in CASTS]
+        assert columns["tensors.norm"].tolist() == [3.0, 4.0]
+        assert columns["traffic.calls"].tolist() == [2]
+
+
+def test_what_was_not_recorded_is_an_empty_table(tmp_path: Path) -> None:
+    path = tmp_path / "case.npz"
+    save_tables(path, run_of(make_trace()))
+    found = load_tables(path)
+    assert [name for name, rows in found.items() if rows] == ["steps"]
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04"])
+def test_another_file_is_refused_with_the_command_that_writes_one(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "case.npz"
+    path.write_bytes(content)
+    with pytest.raises(HarnessError) as raised:
+        load_tables(path)
+    assert "--save-trace" in raised.value.text
+
+
+def test_equal_runs_are_equal_even_with_losses_that_are_no_numbers() -> None:
+    found = difference(rows_of(recorded(losses=(2.0, float("nan")))), rows_of(recorded(losses=(2.0, float("nan")))))
+    assert all(each.equal for each in found)
+    assert [each.table for each in found] == [table.name for table in TABLES]
+
+
+def test_the_first_row_that_differs_is_named_in_every_table_causes_first() -> None:
+    wrong = replace(CASTS[1], amax=1.5, data_digest="other")
+    found = difference(rows_of(recorded()), rows_of(recorded(CASTS[0], wrong, CASTS[2], losses=(2.0, 1.5))))
+    text = difference_text(found)
+    assert text.index("casts: 1 of 3 rows differ") < text.index("steps: 1 of 2 rows differ")
+    casts = found[0]
+    assert {change.column: change.second for change in casts.changes} == {"amax": 1.5, "data_digest": "other"}
+    assert casts.where["step"] == 1
+    assert "loss         1 -> 1.5  (0.5 of it)" in text
+    assert "equal: matmuls (1 row), traffic (1 row), memory (1 row), tensors (2 rows)" in text
+
+
+def test_rows_of_one_run_alone_are_counted() -> None:
+    (casts, *_) = difference(rows_of(recorded()), rows_of(recorded(CASTS[0])))
+    assert (casts.only_first, casts.only_second, casts.different) == (2, 0, 0)
+    assert "2 rows only in the first run" in difference_text((casts,))
