@@ -17,6 +17,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.case import Case, ModelShape
+from harness.matrix.scope import out_of_scope
 
 AXES: dict[str, tuple[str, ...]] = {
     "model": ("model", "preset"),
@@ -120,7 +121,10 @@ def axis_type(name: str) -> type[object]:
 
 
 def suggestion(word: str, known: Iterable[object]) -> str:
-    """The `fix` for a misspelled word: the closest known ones, or all of them when none is close."""
+    """The `fix` for an unknown word: why it is out of scope, else the closest known ones, or all when none is close."""
+    outside = out_of_scope(word)
+    if outside is not None:
+        return f"leave it out: {outside.text}."
     words = [str(item) for item in known]
     near = difflib.get_close_matches(word, words, n=2, cutoff=0.55)
     if near:
