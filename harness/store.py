@@ -7,6 +7,7 @@ was killed, or its line is damaged.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Sequence
@@ -108,6 +109,15 @@ class RunStore:
                 results.pop(result.case_id, None)
                 results[result.case_id] = result
         return StoredRun(results=tuple(results.values()), damaged=tuple(damaged), planned=planned)
+
+    def result_of(self, case_id: str) -> CaseResult | None:
+        """The last result of one case; None where none can be read. Cheap: other lines are not decoded."""
+        named = f'"case_id":"{case_id}"'.encode()
+        for line in reversed(_content(self._path).split(b"\n")):
+            if named in line:
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    return _read_line(line)
+        return None
 
     def _read_plan(self) -> tuple[tuple[str, ...], list[Damage]]:
         content = _content(self._plan)

@@ -42,17 +42,32 @@ def case_id(case: Case) -> str:
 def parse_case_id(text: str) -> Case:
     """The case of an id. Raises HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
     values: dict[str, object] = {}
-    for token in _split(text):
+    for token in id_words(text):
         values |= _token_values(token, where=text)
     try:
         case = case_from_axes(values)
     except HarnessError as error:
         raise HarnessError(error.what, where=f"case id '{text}'", fix=error.fix) from error
     if case_id(case) != text:
-        outside = next(filter(None, map(out_of_scope, _split(text))), None)
+        outside = next(filter(None, map(out_of_scope, id_words(text))), None)
         what = "not the canonical spelling of a case id." if outside is None else f"{outside.text}."
         raise HarnessError(what, where=f"case id '{text}'", fix=f"write {case_id(case)}")
     return case
+
+
+def id_words(text: str) -> list[str]:
+    """The words of an id, which may not be known. Raises HarnessError for a text that is no list of words."""
+    tokens = []
+    position = 0
+    while position < len(text) <= _MAX_LENGTH:
+        found = _TOKEN.match(text, position)
+        if found is None:
+            break
+        tokens.append(found.group())
+        position = found.end() + 1
+    if not tokens or "-".join(tokens) != text:
+        raise HarnessError("not a case id: expected tokens joined by single '-'.", where=f"case id '{text}'")
+    return tokens
 
 
 def family_id(case: Case) -> str:
@@ -178,20 +193,6 @@ def _train_tokens(train: Train) -> list[str]:
         f"seed{train.seed}": train.seed != default.seed,
     }
     return [token for token, needed in spelled.items() if needed]
-
-
-def _split(text: str) -> list[str]:
-    tokens = []
-    position = 0
-    while position < len(text) <= _MAX_LENGTH:
-        found = _TOKEN.match(text, position)
-        if found is None:
-            break
-        tokens.append(found.group())
-        position = found.end() + 1
-    if not tokens or "-".join(tokens) != text:
-        raise HarnessError("not a case id: expected tokens joined by single '-'.", where=f"case id '{text}'")
-    return tokens
 
 
 def _token_values(token: str, *, where: str) -> dict[str, object]:

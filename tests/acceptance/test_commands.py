@@ -207,3 +207,18 @@ def test_the_cache_is_listed_and_cleared(project: Command) -> None:
     assert "witnesses removed: 1," in project.run("cache", "clear").stdout
     assert not kept.exists()
     assert "0.0 MB" in project.run("cache", "list").stdout
+
+
+def test_explain_lists_the_words_of_ids_and_what_is_out_of_scope(shared: Command) -> None:
+    lines = [line.split(maxsplit=1) for line in shared.run("explain", "--ids").stdout.splitlines()]
+    assert ["tp4", "tensor parallelism over 4 ranks"] in lines
+    assert any(line[:1] == ["context"] and "attention over whole sequences" in line[1] for line in lines)
+
+
+def test_explain_takes_an_id_apart_and_says_what_a_case_costs(shared: Command) -> None:
+    done = shared.run("explain", "tp2-rowwise-v2048-f32", "--root", str(shared.repository))
+    assert "  tp2                tensor parallelism over 2 ranks\n" in done.stdout
+    assert "estimated: from " in done.stdout and " GB in one process" in done.stdout
+    own = shared.run("explain", "tp2-rowwise-v2048-f32")
+    assert own.returncode == 0 and "not estimated: " in own.stdout
+    assert shared.run("explain").returncode == 2
