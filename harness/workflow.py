@@ -32,7 +32,7 @@ from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, select_sources
 from harness.running.witness_key import witness_key
 from harness.running.witnesses import WitnessCache
-from harness.store import RunStore
+from harness.store import RunOptions, RunStore
 from harness.verdict import Verdict
 
 
@@ -54,7 +54,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     _announce(judge, progress)
     store = RunStore(project.new_run_folder())
     storing = _Storing(store, progress)
-    storing.plan(cases)
+    storing.plan(cases, plan.given)
     result = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
     for each in result.results:
         if each.verdict is Verdict.NOT_RUN:
@@ -148,10 +148,10 @@ class _Storing:
         self._store = store
         self._progress = progress
 
-    def plan(self, cases: Sequence[Case]) -> None:
-        """Store which cases there are, or say why not."""
+    def plan(self, cases: Sequence[Case], options: RunOptions) -> None:
+        """Store which cases there are and how they are run, or say why not."""
         try:
-            self._store.plan([case_id(case) for case in cases])
+            self._store.plan([case_id(case) for case in cases], options)
         except WriteFailed as error:
             self._progress.note(f"list of cases not stored: {error.text}")
 

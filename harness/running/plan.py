@@ -17,6 +17,7 @@ from harness.engine.devices import cuda_names, default_cpu_slots
 from harness.matrix.case import Case
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import Device, resolve_device
+from harness.store import RunOptions
 
 PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`
 DEFAULT_PROGRAM = "harness.worker.main"
@@ -50,6 +51,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     timeout_s: float | None = None  # of every case; None scales it with the case
     max_failures: int | None = None  # stop after so many cases that are not good
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
+    given: RunOptions = RunOptions()  # what a rerun repeats
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 
     @property
