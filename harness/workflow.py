@@ -132,7 +132,7 @@ class _CaseObserver:
         if self._left is not None and not result.verdict.good:
             self._left -= 1
             if self.enough():
-                self._progress.note("enough cases failed: stopping; what was not run is listed as such.")
+                self._progress.note("enough cases failed: stopping.")
         line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {result.case_id}"
         self._progress.finished(result.case_id, line, remarkable=not result.verdict.good)
 

@@ -15,12 +15,14 @@ from click.core import ParameterSource
 from harness.cli.options import plan_options, query_options, root_option
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
+from harness.hints import rerun_failed as rerun_command
 from harness.project import Project, find_project
 from harness.report.document import json_report
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
-from harness.report.text import case_block, rich_table, text_report
-from harness.report.wording import not_judged_text, totals_text
+from harness.report.table import rich_table, started
+from harness.report.text import blocks_text, text_report
+from harness.report.wording import not_judged_text
 from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
 from harness.running.progress import open_progress
@@ -128,7 +130,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     if verbose:
         click.echo(not_judged_text(report.result), nl=False, file=text_file)
-    _print(report.result, text_file, quiet=quiet)
+    _print(report.result, text_file, rerun=rerun_command(root=root), quiet=quiet)
     return _write(report, outputs)
 
 
@@ -157,19 +159,16 @@ def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, R
     return query, msgspec.structs.replace(rerun.options, **anew)
 
 
-def _print(result: RunResult, file: TextIO, *, quiet: bool) -> None:
+def _print(result: RunResult, file: TextIO, *, rerun: str, quiet: bool) -> None:
     """The table, the blocks of what is not good, and the totals."""
-    if quiet or file.isatty():
-        if not quiet:
-            from rich.console import Console
+    if not quiet and file.isatty():
+        from rich.console import Console
 
-            Console(file=file).print(rich_table(result.results))
-        for each in result.results:
-            if not each.verdict.good:
-                click.echo(f"\n{case_block(each)}", file=file)
-        click.echo(f"\n{totals_text(result)}", file=file)
-    else:
-        click.echo(text_report(result), nl=False, file=file)
+        console = Console(file=file)
+        console.print(rich_table(started(result.results), width=console.width), crop=False)
+        click.echo(file=file)
+    text = blocks_text(result, rerun=rerun) if quiet or file.isatty() else text_report(result, rerun=rerun)
+    click.echo(text, nl=False, file=file)
 
 
 def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes]]]) -> int:
