@@ -17,6 +17,7 @@ import msgspec
 
 from harness.durable import WriteFailed
 from harness.errors import HarnessError
+from harness.hints import update_missing_goldens
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
@@ -51,7 +52,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     cases, left_out = _in_budget(project, query, progress)
     check_fits(cases, plan)
     judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
-    _announce(judge, progress)
+    _announce(judge, progress, query, plan, store=not project.is_shipped)
     store = RunStore(project.new_run_folder())
     storing = _Storing(store, progress)
     storing.plan(cases, plan.given)
@@ -163,14 +164,17 @@ class _Storing:
             self._progress.note(f"result not stored: {error.text}")
 
 
-def _announce(judge: CaseJudge, progress: Progress) -> None:
-    """Say before the run, not after it, which cases have no stored golden."""
+def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:
+    """Say before the run, not after it, which cases have no stored golden, and how to store one where that can be."""
     families = judge.missing_goldens
-    if families:
-        progress.note(
-            f"goldens not stored: {len(families)}. BF16 references are run on this machine in their place. "
-            'To store them: `fp8-harness golden update --missing --reason "..."`.'
-        )
+    if not families:
+        return
+    root = () if plan.root_option is None else ("--root", plan.root_option)
+    device = () if plan.given.device is None else ("--device", plan.given.device)
+    fix = f" To store them: `{update_missing_goldens((*root, *query.words, *device))}`." if store else ""
+    progress.note(
+        f"goldens not stored: {len(families)}. BF16 references are run on this machine in their place and kept.{fix}"
+    )
 
 
 def _provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from harness.cli.options import json_option
+from harness.hints import list_checks
 from harness.report.wording import counted
 from harness.studies.conformance.judge import Conclusion
 from harness.verdict import ExitCode
@@ -45,7 +46,7 @@ def conformance_command(
 
     checks = select_checks(globs)
     if not checks:
-        raise NothingSelected("no check matches.", where="--select", fix="see `fp8-harness conformance --list`.")
+        raise NothingSelected("no check matches.", where="--select", fix=f"see `{list_checks()}`.")
     if listed:
         for check in checks:
             click.echo(check.id)

@@ -12,6 +12,7 @@ import click
 from harness.cli.options import plan_parameter, query_parameter, root_option
 from harness.errors import HarnessError
 from harness.evidence.golden import Golden, changed_files, compare_goldens, list_goldens, load_golden, write_golden
+from harness.hints import list_goldens as stored_goldens
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.project import Project, find_project
@@ -30,7 +31,8 @@ _NAMED_FILES = 5  # of those that differ from the commit
 _UPDATE_EPILOG = """\b
 Examples:
   fp8-harness golden update pr --missing --reason "first goldens of tier pr"
-  fp8-harness golden update --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
+  fp8-harness golden update pr --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
+  fp8-harness golden update --case single-bf16-v2048-b16 --reason "torch 2.14 changed AdamW"
   fp8-harness golden update smoke --dry-run --reason "compare only"
 """
 
@@ -118,6 +120,8 @@ def update_command(  # noqa: PLR0913  one parameter per option
             fix='add --reason "why the goldens change".',
         )
     project = find_project(root)
+    if not dry_run:
+        project.check_writable()
     plan = plan_for()
     references = needed_references(_cases(project, query))
     references = _chosen(project, references, families, hardware(plan.device), missing=missing)
@@ -130,7 +134,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
     for change in made.changes:
         _show_change(change)
         if not dry_run:
-            write_golden(project.root, change.new)
+            click.echo(f"  stored in {write_golden(project.root, change.new)}")
     for result in made.failed:
         click.echo(f"\n{case_block(result)}")
     stored = "not stored (--dry-run)" if dry_run else "stored"
@@ -178,7 +182,7 @@ def _chosen(
         raise HarnessError(
             "no selected case belongs to this family.",
             where=f"--family {unknown[0]}",
-            fix="add the tier or file of its cases; `fp8-harness golden list` shows the stored families.",
+            fix=f"add the tier or file of its cases; `{stored_goldens()}` shows the stored families.",
         )
     stored = {key.family for key in list_goldens(project.root) if key.hardware == hardware_name}
     chosen = tuple(

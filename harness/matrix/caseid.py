@@ -91,6 +91,18 @@ def family_id(case: Case) -> str:
     )
 
 
+def family_case(family: str) -> Case | None:
+    """The reference case of a family; None for a text that is no family."""
+    values: dict[str, object] = {"dtype": "bfloat16"}
+    try:
+        for token in id_words(family):
+            values |= values_of(token) or {}
+        case = case_from_axes(values)
+    except HarnessError:
+        return None
+    return case if family_id(case) == family else None
+
+
 def solo_case(case: Case) -> Case:
     """The case whose solo witness is used for `case`: without all options that must not change a number.
 

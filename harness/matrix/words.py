@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from harness.hints import list_words
 from harness.matrix.axes import AXES
 from harness.matrix.case import MODEL_PRESETS
 from harness.matrix.scope import out_of_scope
@@ -57,7 +58,7 @@ def hint(token: str) -> str:
     if outside is not None:
         return f"leave it out: {outside.text}."
     near = _for_axis(token) or _similar(token)
-    return f"did you mean {' or '.join(near)}?" if near else "see `fp8-harness explain --ids`."
+    return f"did you mean {' or '.join(near)}?" if near else f"see `{list_words()}`."
 
 
 def _flag(part: str, token: str, meaning: str, **values: object) -> Word:

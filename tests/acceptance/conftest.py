@@ -65,14 +65,18 @@ class Command:
             check=False,
         )
 
-    def shell(self, line: str) -> subprocess.CompletedProcess[str]:
-        """Run a printed command line as it is; only PATH leads to this `fp8-harness`, and no rank program is set."""
+    def shell(self, line: str, *, fake: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run a printed command line as it is; only PATH leads to this `fp8-harness`.
+
+        The line must name the rank program itself, unless it is to be the `fake` one.
+        """
         program = self.folder / "bin" / "fp8-harness"
         program.parent.mkdir(exist_ok=True)
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -m harness "$@"\n')
         program.chmod(0o755)
         environment = {**self.environment_of_runs(), "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
-        environment.pop("FP8_HARNESS_PROGRAM")
+        if not fake:
+            environment.pop("FP8_HARNESS_PROGRAM")
         return subprocess.run(
             ["sh", "-c", line],
             cwd=self.folder,
