@@ -36,8 +36,11 @@ class GoldenDamaged(HarnessError):
     """A golden file was edited by hand, truncated, moved, or written by another version."""
 
 
-class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a golden comes from. `software` is what the rank reported: torch, torchao, numpy, python, …"""
+class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where a golden comes from. `software` is what the rank reported: torch, torchao, numpy, python, …
+
+    Goldens of earlier versions say nothing of the CPU; what is not said is not written, so their digests stay.
+    """
 
     software: dict[str, str]
     device: str  # "cpu" or the device name
@@ -45,6 +48,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     command: str
     reason: str
     created: str  # UTC, ISO 8601, seconds
+    cpu: str = ""  # model and vector extensions
+    limits: str = ""  # environment variables that limit its arithmetic
 
 
 class Golden(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):

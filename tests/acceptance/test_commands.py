@@ -9,6 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
+
+from harness.evidence.golden import load_golden, write_golden
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -123,6 +126,27 @@ def test_golden_update_from_a_changed_tree_warns_and_stores(project: Command) ->
     assert "warning" not in project.run(*update, "--dry-run").stderr
     assert project.shell(shelve).returncode == 0
     assert "warning" not in project.run(*update).stderr
+
+
+def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: Command) -> None:
+    for name in ("tolerances.toml", "evidence/loss_vs_golden.json"):
+        to = project.folder / "golden" / name
+        to.parent.mkdir(exist_ok=True)
+        shutil.copy(project.repository / "golden" / name, to)
+    family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
+    assert "cpu  " in project.run("golden", "show", family).stdout
+    stored = load_golden(project.folder, "cpu", family)
+    elsewhere = replace(stored.provenance, cpu="Other CPU avx2")
+    update = ("golden", "update", "smoke", "--device", "cpu", "--reason", "look", "--dry-run")
+    for by, words in (
+        (3.6e-4, "within noise: 3.6e-04 of 1.0e-03 nats"),
+        (0.5, "beyond noise: 5.0e-01 of 1.0e-03 nats"),
+    ):
+        losses = (stored.losses[0] + by, *stored.losses[1:])
+        write_golden(project.folder, replace(stored, losses=losses, provenance=elsewhere))
+        shown = project.run(*update).stdout
+        assert f"{family} on cpu: changed, {words} allowed at step 1\n" in shown
+        assert "  CPU: Other CPU avx2 -> " in shown
 
 
 def test_golden_dry_run_stores_nothing(project: Command) -> None:

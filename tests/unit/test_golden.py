@@ -298,3 +298,18 @@ def test_a_seal_is_renewed_by_the_tool_only(tmp_path: Path) -> None:
     first = write_sealed(path, golden())
     again = write_sealed(path, replace(first, data_digest="d2"))
     assert len(first.digest) == 64 and again.digest != first.digest
+
+
+STORED = sorted((Path(__file__).parents[2] / "golden" / "cpu").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_a_golden_of_an_earlier_version_is_read_and_written_to_the_same_bytes(tmp_path: Path, path: Path) -> None:
+    found = load_golden(path.parents[2], "cpu", path.stem)
+    assert write_golden(tmp_path, found).read_bytes() == path.read_bytes()
+
+
+def test_the_cpu_is_kept_with_a_golden(tmp_path: Path) -> None:
+    provenance = replace(golden().provenance, cpu="Xeon avx2", limits="ATEN_CPU_CAPABILITY=avx2")
+    write_golden(tmp_path, golden(provenance=provenance))
+    assert load_golden(tmp_path, "cpu", FAMILY).provenance == provenance
