@@ -40,6 +40,7 @@ def conformance_command(
     """Check DTensor's sharding strategies for the operators of FP8 training, on four CPU ranks."""
     from harness.engine.zygote_engine import ZygoteEngine
     from harness.running.injection import parse_injection
+    from harness.running.machine import check_rank_packages
     from harness.running.selection import NothingSelected
     from harness.studies.conformance.fixed import select_checks
     from harness.studies.conformance.runner import PROGRAM, RanksFailed, run_checks
@@ -51,6 +52,7 @@ def conformance_command(
         for check in checks:
             click.echo(check.id)
         return ExitCode.GOOD
+    check_rank_packages()
     injections = [parse_injection(text).target for text in inject]
     with ZygoteEngine(PROGRAM) as engine:
         started = time.perf_counter()

@@ -5,6 +5,7 @@ Owns the meaning of `--device auto`. Which devices may be used is `engine/device
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -51,6 +52,17 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def check_rank_packages() -> None:
+    """Raises HarnessError where a package that ranks import is not installed; imports none of them."""
+    missing = [name for name in ("torch", "torchao") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise HarnessError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and ranks cannot train "
+            "without.",
+            fix="pip install 'fp8-harness[train]'",
+        )
 
 
 def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
