@@ -10,13 +10,13 @@ from harness.result import CaseResult
 from harness.verdict import Verdict
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import JustifyMethod, RenderableType
 
 _COLUMNS = ("case", "verdict", "ranks", "wall s", "CPU s", "note")
 _NUMBERS = (2, 3, 4)  # right-aligned columns
 _COLOURS = {Verdict.PASSED: "green", Verdict.KNOWN: "cyan", Verdict.INFRA: "yellow"}
 _NOTE_WIDTH = 30  # a longer note is wrapped, into at least so many characters
-_GAP = 1  # between columns, as rich sets them
+_GAP = 2  # between columns, as rich sets them
 
 
 def started(results: Sequence[CaseResult]) -> tuple[CaseResult, ...]:
@@ -45,13 +45,8 @@ def _one_line(results: Sequence[CaseResult], rows: Sequence[Sequence[str]]) -> R
 
     table = Table(box=None, pad_edge=False)
     for index, name in enumerate(_COLUMNS):
-        note = name == "note"
-        table.add_column(
-            name,
-            justify="right" if index in _NUMBERS else "left",
-            no_wrap=not note,
-            overflow="fold" if note else "ignore",
-        )
+        justify: JustifyMethod = "right" if index in _NUMBERS else "left"
+        table.add_column(name, justify=justify, no_wrap=name != "note", overflow="fold")
     for result, row in zip(results, rows, strict=True):
         cells = [Text(cell) for cell in row]  # Text, not str: brackets are no markup
         cells[1].stylize(_COLOURS.get(result.verdict, "red"))
