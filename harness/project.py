@@ -21,6 +21,8 @@ from harness.errors import HarnessError
 STATE_VARIABLE = "FP8_HARNESS_STATE"
 KEPT_RUNS = 20  # a new run removes older stored runs of the same project
 
+_SHIPPED = Path(__file__).with_name("_project")  # in a wheel
+
 # TOML files in cases/ that contain records about cases instead of cases.
 _RECORD_FILES = frozenset({"known.toml", "required.toml", "quarantine.toml"})
 
@@ -30,6 +32,20 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     root: Path
     state: Path
+
+    @property
+    def is_shipped(self) -> bool:
+        """True for the project inside of an installed package, in which nobody stores anything."""
+        return self.root == _SHIPPED
+
+    def check_writable(self) -> None:
+        """Raises HarnessError where goldens, evidence and chosen cases cannot be stored: in an installed package."""
+        if self.is_shipped:
+            raise HarnessError(
+                "no project is here or above, and nothing is stored in an installed package.",
+                where=str(Path.cwd()),
+                fix="make one here by `mkdir cases golden`, or give --root DIR.",
+            )
 
     @property
     def cases(self) -> Path:
@@ -141,9 +157,8 @@ def _has_both(folder: Path) -> bool:
 
 
 def _shipped_root() -> Path:
-    shipped = Path(__file__).with_name("_project")
-    if _is_root(shipped):
-        return shipped
+    if _is_root(_SHIPPED):
+        return _SHIPPED
     raise HarnessError(
         "no folder with cases/ and golden/ is here or above.",
         where=str(Path.cwd()),

@@ -1,4 +1,5 @@
-"""Results on disk: `results.jsonl` in the folder of a run, one line of JSON per case, and `cases.json`, what it runs.
+"""Results on disk: `results.jsonl` in the folder of a run, one line of JSON per case, and `cases.json`, what it
+runs and with which options.
 
 Every line is on disk before the next case is reported, so an interrupted run keeps the results of all finished cases.
 The list of cases is there before the first rank starts: a case in it without a result was never reached by a run that
@@ -7,10 +8,12 @@ was killed, or its line is damaged.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -33,12 +36,33 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
     case_id: str | None = None
 
 
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The options of a run that change what its ranks do, as they were given; None and () where they were not."""
+
+    device: str | None = None
+    engine: Literal["zygote", "torchrun"] | None = None
+    timeout_s: float | None = None
+    inject: tuple[str, ...] = ()  # paths are absolute
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options as words of a command line."""
+        timeout_s = None if self.timeout_s is None else f"{self.timeout_s:g}"
+        named = (("--device", self.device), ("--engine", self.engine), ("--timeout-s", timeout_s))
+        words = [word for name, value in named if value is not None for word in (name, value)]
+        return (*words, *(word for text in self.inject for word in ("--inject", text)))
+
+
+_AS_USUAL = RunOptions()
+
+
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     """The results in a folder. `damaged` says what could not be read: these cases did not pass."""
 
     results: tuple[CaseResult, ...]  # the last one of every case, in the order of storing
     damaged: tuple[Damage, ...] = ()
     planned: tuple[str, ...] = ()  # ids of all cases of the run, in order; empty where they were not recorded
+    options: RunOptions = _AS_USUAL
 
     @property
     def failed_ids(self) -> tuple[str, ...]:
@@ -68,6 +92,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
 class _Plan(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     cases: tuple[str, ...]
+    options: RunOptions = _AS_USUAL
 
 
 class RunStore:
@@ -83,9 +108,9 @@ class RunStore:
         """The file of the results; it may not exist yet."""
         return self._path
 
-    def plan(self, case_ids: Sequence[str]) -> None:
-        """Store which cases the run is going to run, before it starts. Raises `WriteFailed`."""
-        write_whole(self._plan, to_json(_Plan(schema=SCHEMA, cases=tuple(case_ids))))
+    def plan(self, case_ids: Sequence[str], options: RunOptions = _AS_USUAL) -> None:
+        """Store which cases the run is going to run and how, before it starts. Raises `WriteFailed`."""
+        write_whole(self._plan, to_json(_Plan(schema=SCHEMA, cases=tuple(case_ids), options=options)))
 
     def append(self, result: CaseResult) -> None:
         """Append one result and fsync. Raises `WriteFailed`."""
@@ -94,7 +119,7 @@ class RunStore:
 
     def read(self) -> StoredRun:
         """All results stored so far; empty if none are. Raises `HarnessError` if a file cannot be read."""
-        planned, damaged = self._read_plan()
+        plan, damaged = self._read_plan()
         results: dict[str, CaseResult] = {}
         for number, line in enumerate(_content(self._path).split(b"\n"), 1):
             if not line:
@@ -107,16 +132,27 @@ class RunStore:
             else:
                 results.pop(result.case_id, None)
                 results[result.case_id] = result
-        return StoredRun(results=tuple(results.values()), damaged=tuple(damaged), planned=planned)
+        return StoredRun(
+            results=tuple(results.values()), damaged=tuple(damaged), planned=plan.cases, options=plan.options
+        )
 
-    def _read_plan(self) -> tuple[tuple[str, ...], list[Damage]]:
-        content = _content(self._plan)
+    def result_of(self, case_id: str) -> CaseResult | None:
+        """The last result of one case; None where none can be read. Cheap: other lines are not decoded."""
+        named = f'"case_id":"{case_id}"'.encode()
+        for line in reversed(_content(self._path).split(b"\n")):
+            if named in line:
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    return _read_line(line)
+        return None
+
+    def _read_plan(self) -> tuple[_Plan, list[Damage]]:
+        content, unknown = _content(self._plan), _Plan(schema=SCHEMA, cases=())
         if not content:
-            return (), []
+            return unknown, []
         try:
-            return from_json(content, _Plan).cases, []
+            return from_json(content, _Plan), []
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return (), [Damage(text=f"{self._plan}: not a list of cases: {error}")]
+            return unknown, [Damage(text=f"{self._plan}: not a list of cases: {error}")]
 
 
 def _content(path: Path) -> bytes:

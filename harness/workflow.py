@@ -17,6 +17,7 @@ import msgspec
 
 from harness.durable import WriteFailed
 from harness.errors import HarnessError
+from harness.hints import update_missing_goldens
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
@@ -32,7 +33,7 @@ from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, select_sources
 from harness.running.witness_key import witness_key
 from harness.running.witnesses import WitnessCache
-from harness.store import RunStore
+from harness.store import RunOptions, RunStore
 from harness.verdict import Verdict
 
 
@@ -51,10 +52,10 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     cases, left_out = _in_budget(project, query, progress)
     check_fits(cases, plan)
     judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
-    _announce(judge, progress)
+    _announce(judge, progress, query, plan, store=not project.is_shipped)
     store = RunStore(project.new_run_folder())
     storing = _Storing(store, progress)
-    storing.plan(cases)
+    storing.plan(cases, plan.given)
     result = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
     for each in result.results:
         if each.verdict is Verdict.NOT_RUN:
@@ -132,7 +133,7 @@ class _CaseObserver:
         if self._left is not None and not result.verdict.good:
             self._left -= 1
             if self.enough():
-                self._progress.note("enough cases failed: stopping; what was not run is listed as such.")
+                self._progress.note("enough cases failed: stopping.")
         line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {result.case_id}"
         self._progress.finished(result.case_id, line, remarkable=not result.verdict.good)
 
@@ -148,10 +149,10 @@ class _Storing:
         self._store = store
         self._progress = progress
 
-    def plan(self, cases: Sequence[Case]) -> None:
-        """Store which cases there are, or say why not."""
+    def plan(self, cases: Sequence[Case], options: RunOptions) -> None:
+        """Store which cases there are and how they are run, or say why not."""
         try:
-            self._store.plan([case_id(case) for case in cases])
+            self._store.plan([case_id(case) for case in cases], options)
         except WriteFailed as error:
             self._progress.note(f"list of cases not stored: {error.text}")
 
@@ -163,14 +164,17 @@ class _Storing:
             self._progress.note(f"result not stored: {error.text}")
 
 
-def _announce(judge: CaseJudge, progress: Progress) -> None:
-    """Say before the run, not after it, which cases have no stored golden."""
+def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:
+    """Say before the run, not after it, which cases have no stored golden, and how to store one where that can be."""
     families = judge.missing_goldens
-    if families:
-        progress.note(
-            f"goldens not stored: {len(families)}. BF16 references are run on this machine in their place. "
-            'To store them: `fp8-harness golden update --missing --reason "..."`.'
-        )
+    if not families:
+        return
+    root = () if plan.root_option is None else ("--root", plan.root_option)
+    device = () if plan.given.device is None else ("--device", plan.given.device)
+    fix = f" To store them: `{update_missing_goldens((*root, *query.words, *device))}`." if store else ""
+    progress.note(
+        f"goldens not stored: {len(families)}. BF16 references are run on this machine in their place and kept.{fix}"
+    )
 
 
 def _provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:

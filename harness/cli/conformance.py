@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from harness.cli.options import json_option
+from harness.hints import list_checks
 from harness.report.wording import counted
 from harness.studies.conformance.judge import Conclusion
 from harness.verdict import ExitCode
@@ -39,17 +40,19 @@ def conformance_command(
     """Check DTensor's sharding strategies for the operators of FP8 training, on four CPU ranks."""
     from harness.engine.zygote_engine import ZygoteEngine
     from harness.running.injection import parse_injection
+    from harness.running.machine import check_rank_packages
     from harness.running.selection import NothingSelected
     from harness.studies.conformance.fixed import select_checks
     from harness.studies.conformance.runner import PROGRAM, RanksFailed, run_checks
 
     checks = select_checks(globs)
     if not checks:
-        raise NothingSelected("no check matches.", where="--select", fix="see `fp8-harness conformance --list`.")
+        raise NothingSelected("no check matches.", where="--select", fix=f"see `{list_checks()}`.")
     if listed:
         for check in checks:
             click.echo(check.id)
         return ExitCode.GOOD
+    check_rank_packages()
     injections = [parse_injection(text).target for text in inject]
     with ZygoteEngine(PROGRAM) as engine:
         started = time.perf_counter()

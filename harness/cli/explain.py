@@ -2,50 +2,75 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import click
 
 from harness.cli.options import root_option
 from harness.errors import HarnessError
+from harness.evidence.costs import CostsDamaged
 from harness.expect.expectations import FORMULAS, version_gap
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
+from harness.matrix.caseid import case_id, family_id, id_words, parse_case_id, reference_case
 from harness.matrix.known import matching
 from harness.matrix.linears import converted_fqns
 from harness.matrix.rules import Rule
 from harness.matrix.rules import explain as explain_rules
+from harness.matrix.scope import SCOPE
+from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
 from harness.running.case_judge import known_here
+from harness.running.cost import expected_cost
 from harness.running.machine import installed_version
 
 _EPILOG = """\b
 Examples:
   fp8-harness explain tp4-rowwise-v2256-f32
+  fp8-harness explain --ids                                every word of case ids, and what is out of scope
   fp8-harness explain tp=4 recipe=tensorwise               the rules for these cells of tier pr
   fp8-harness explain output_layer=true --tier nightly
 """
 
 
 @click.command("explain", epilog=_EPILOG)
-@click.argument("words", metavar="CASE-ID | AXIS=VALUE...", nargs=-1, required=True)
+@click.argument("words", metavar="CASE-ID | AXIS=VALUE...", nargs=-1)
+@click.option("--ids", is_flag=True, help="List every word that a case id can have, and what is out of scope.")
 @click.option("--tier", default="pr", show_default=True, metavar="TIER|FILE", help="Matrix to search for AXIS=VALUE.")
 @root_option
-def explain(words: tuple[str, ...], tier: str, root: str | None) -> None:
-    """Describe a case and its rules, or the rules that forbid cells with the given axis values."""
+def explain(words: tuple[str, ...], *, ids: bool, tier: str, root: str | None) -> None:
+    """Describe a case: its words, what it will cost and its rules. Or the rules that forbid cells with AXIS=VALUE."""
+    if ids:
+        _print_words()
+        return
     project = find_project(root)
     if any("=" in word for word in words):
         _explain_values(project, words, tier)
     elif len(words) == 1:
         _explain_case(project, parse_case_id(words[0]))
     else:
-        raise HarnessError("got more than one case id.", where="explain", fix="give one id, or only AXIS=VALUE words.")
+        what = "got more than one case id." if words else "got no case id."
+        raise HarnessError(what, where="explain", fix="give one id, or AXIS=VALUE words, or --ids.")
+
+
+def _print_words() -> None:
+    """Every word of case ids by its place in them, and what no case can have."""
+    click.echo("an id has these words, joined by -, in this order; numbers can be others, such as tp2 for tp4")
+    for part, words in itertools.groupby(WORDS, key=lambda word: word.part):
+        click.echo(f"\n{part}")
+        for word in words:
+            click.echo(f"  {word.example:<20} {meaning_of(word.example)}")
+    click.echo("\nout of scope")
+    for each in SCOPE:
+        click.echo(f"  {each.name}: {each.reason}")
 
 
 def _explain_case(project: Project, case: Case) -> None:
     click.echo(case_id(case))
+    for token in id_words(case_id(case)):
+        click.echo(f"  {token:<18} {meaning_of(token)}")
     click.echo("\naxes")
     default = axis_values(Case())
     for name, value in axis_values(case).items():
@@ -61,9 +86,31 @@ def _explain_case(project: Project, case: Case) -> None:
     click.echo(f"  {'FP8 linears':<18} {len(fqns)}")
     for fqn in fqns:
         click.echo(f"    {fqn}")
+    _print_cost(project, case)
     _print_fusion_candidates(case)
     _print_unverified()
     _print_rules(project, case)
+
+
+def _print_cost(project: Project, case: Case) -> None:
+    """What the case will need here: measured where it ran before, estimated elsewhere."""
+    if explain_rules(case).exclusions:
+        return
+    click.echo("\ncost")
+    try:
+        expected = expected_cost(project, case)
+    except CostsDamaged as error:
+        click.echo(f"  not estimated: {error.text}")
+        return
+    click.echo(f"  {'ranks':<18} {case.world_size}")
+    click.echo(f"  {'wall':<18} {expected.wall_s:.0f} s on {expected.cpus} CPUs, without waiting for others")
+    click.echo(
+        f"  {'CPU':<18} {expected.case_cpu_s:.1f} s, and {expected.witness_cpu_s:.1f} s for references not kept yet"
+    )
+    process_gb, all_gb = expected.process_bytes / 1e9, expected.all_bytes / 1e9
+    click.echo(f"  {'memory':<18} {process_gb:.1f} GB in one process, {all_gb:.1f} GB in all")
+    for line in expected.basis:
+        click.echo(f"  {line}")
 
 
 def _print_fusion_candidates(case: Case) -> None:

@@ -6,12 +6,22 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
 from harness.cli.options import plan_parameter, query_parameter, root_option
 from harness.errors import HarnessError
-from harness.evidence.golden import Golden, changed_files, compare_goldens, list_goldens, load_golden, write_golden
+from harness.evidence.golden import (
+    Golden,
+    Provenance,
+    changed_files,
+    compare_goldens,
+    list_goldens,
+    load_golden,
+    write_golden,
+)
+from harness.hints import list_goldens as stored_goldens
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.project import Project, find_project
@@ -22,7 +32,7 @@ from harness.running.machine import hardware, resolve_device
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
-from harness.studies.references import GoldenChange, make_goldens, needed_references
+from harness.studies.references import GoldenChange, Noise, make_goldens, needed_references, noise_of
 from harness.verdict import ExitCode
 
 _NAMED_FILES = 5  # of those that differ from the commit
@@ -30,7 +40,8 @@ _NAMED_FILES = 5  # of those that differ from the commit
 _UPDATE_EPILOG = """\b
 Examples:
   fp8-harness golden update pr --missing --reason "first goldens of tier pr"
-  fp8-harness golden update --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
+  fp8-harness golden update pr --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
+  fp8-harness golden update --case single-bf16-v2048-b16 --reason "torch 2.14 changed AdamW"
   fp8-harness golden update smoke --dry-run --reason "compare only"
 """
 
@@ -64,6 +75,8 @@ def show_command(family: str, hardware_name: str, root: str | None) -> None:
         "reason": source.reason,
         "created": source.created,
         "data": shown.data_digest,
+        "cpu": source.cpu or "not recorded",
+        "limits": source.limits or "none",
         **source.software,
     }
     for name, value in facts.items():
@@ -118,6 +131,8 @@ def update_command(  # noqa: PLR0913  one parameter per option
             fix='add --reason "why the goldens change".',
         )
     project = find_project(root)
+    if not dry_run:
+        project.check_writable()
     plan = plan_for()
     references = needed_references(_cases(project, query))
     references = _chosen(project, references, families, hardware(plan.device), missing=missing)
@@ -128,9 +143,9 @@ def update_command(  # noqa: PLR0913  one parameter per option
             project, references, plan, progress, reason=reason, command=shlex.join(["fp8-harness", *sys.argv[1:]])
         )
     for change in made.changes:
-        _show_change(change)
+        _show_change(change, project.root)
         if not dry_run:
-            write_golden(project.root, change.new)
+            click.echo(f"  stored in {write_golden(project.root, change.new)}")
     for result in made.failed:
         click.echo(f"\n{case_block(result)}")
     stored = "not stored (--dry-run)" if dry_run else "stored"
@@ -178,7 +193,7 @@ def _chosen(
         raise HarnessError(
             "no selected case belongs to this family.",
             where=f"--family {unknown[0]}",
-            fix="add the tier or file of its cases; `fp8-harness golden list` shows the stored families.",
+            fix=f"add the tier or file of its cases; `{stored_goldens()}` shows the stored families.",
         )
     stored = {key.family for key in list_goldens(project.root) if key.hardware == hardware_name}
     chosen = tuple(
@@ -202,15 +217,34 @@ def _damage(project: Project) -> list[str]:
     return errors
 
 
-def _show_change(change: GoldenChange) -> None:
-    """Print the old and new losses of one family."""
-    click.echo(f"\n{change.new.family} on {change.new.hardware}: {_summary(change.old, change.new)}")
+def _show_change(change: GoldenChange, root: Path) -> None:
+    """Print the old and new losses of one family, and whether noise explains their distance."""
+    summary = _summary(change.old, change.new)
+    noise = _noise(noise_of(change, root)) if summary == "changed" else ""
+    click.echo(f"\n{change.new.family} on {change.new.hardware}: {summary}{noise}")
+    if change.old is not None and summary != "unchanged":
+        _show_machines(change.old.provenance, change.new.provenance)
     if change.old_error:
         click.echo(f"  replaces a damaged golden: {change.old_error}")
     click.echo("  step     old loss     new loss       change     old norm     new norm")
     for row in compare_goldens(change.old, change.new):
         numbers = (row.old_loss, row.new_loss, row.loss_change, row.old_grad_norm, row.new_grad_norm)
         click.echo(f"  {row.step:>4} " + " ".join(_number(value) for value in numbers))
+
+
+def _noise(found: Noise | None) -> str:
+    if found is None:
+        return ", and no noise was measured for it"
+    words = "within noise" if found.explains else "beyond noise"
+    return f", {words}: {found.change:.1e} of {found.allowed:.1e} nats allowed at step {found.step}"
+
+
+def _show_machines(old: Provenance, new: Provenance) -> None:
+    """Print what computed the old and the new one, where it is known and differs."""
+    unknown = "none" if old.cpu else "not recorded"
+    for name, before, now in (("CPU", old.cpu, new.cpu), ("limits", old.limits, new.limits)):
+        if before != now:
+            click.echo(f"  {name}: {before or unknown} -> {now or 'none'}")
 
 
 def _summary(old: Golden | None, new: Golden) -> str:

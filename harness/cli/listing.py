@@ -38,6 +38,7 @@ def list_command(  # noqa: PLR0913  one parameter an option
 ) -> None:
     """List the cases of tiers or files: world size and id."""
     from harness.matrix.caseid import case_id
+    from harness.report.wording import counted
     from harness.running.selection import Query, select_cases
 
     query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions)
@@ -57,7 +58,7 @@ def list_command(  # noqa: PLR0913  one parameter an option
         if case_id(case) in reasons:
             found = reasons[case_id(case)]
             click.echo(f"     {found['cost_cpu_s']:.1f} CPU s; {found['reason']}")
-    click.echo(f"{len(cases)} cases", err=True)
+    click.echo(counted(len(cases), "case"), err=True)
 
 
 def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 import click
 
 from harness.errors import HarnessError
+from harness.matrix.scope import out_of_scope
 from harness.verdict import ExitCode
 
 _COMMANDS = {
     "list": "harness.cli.listing:list_command",
     "explain": "harness.cli.explain:explain",
+    "new": "harness.cli.new:new_command",
     "coverage": "harness.cli.coverage:coverage_command",
     "run": "harness.cli.run:run_command",
     "golden": "harness.cli.golden:golden",
@@ -35,6 +37,7 @@ Examples:
   fp8-harness run smoke                       a quick check of this machine
   fp8-harness run pr -j 4 --junit junit.xml   the cases that gate pull requests
   fp8-harness explain tp4-rowwise-v2256-f32   describe a case and its rules
+  fp8-harness new my.toml --tp 2 --dim 512    write a case of your own
 
 \b
 Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to run,
@@ -84,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _describe(error: BaseException) -> tuple[str, ExitCode]:
     """The error message and the exit code."""
     match error:
+        case click.NoSuchOption(option_name=name) if outside := out_of_scope(name.lstrip("-")):
+            return f"no such option: {name}. {outside.text}.", ExitCode.USAGE
         case click.UsageError(ctx=context):
             path = context.command_path if context is not None else "fp8-harness"
             return f"{path}: {error.format_message()} Fix: see `{path} --help`.", ExitCode.USAGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,21 +10,25 @@ from typing import TextIO
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from harness.cli.options import plan_options, query_options, root_option
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
+from harness.hints import rerun_failed as rerun_command
 from harness.project import Project, find_project
 from harness.report.document import json_report
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
-from harness.report.text import case_block, rich_table, text_report
-from harness.report.wording import not_judged_text, totals_text
+from harness.report.table import rich_table, started
+from harness.report.text import blocks_text, text_report
+from harness.report.wording import not_judged_text
 from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
 from harness.running.progress import open_progress
 from harness.running.rerun import rerun_query
 from harness.running.selection import Query
+from harness.store import RunOptions
 from harness.verdict import ExitCode
 from harness.workflow import Report, run
 
@@ -45,6 +50,7 @@ Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
 """
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
+_BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 
@@ -62,7 +68,9 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
     "--maxfail", type=click.IntRange(min=1), help="Stop after so many cases that are not good, as pytest does."
 )
 @click.option("-x", "first_failure", is_flag=True, help="Stop after the first: --maxfail 1.")
-@click.option("--rerun-failed", is_flag=True, help="Run what was not good, or never ended, in the last run.")
+@click.option(
+    "--rerun-failed", is_flag=True, help="Run what was not good, or never ran, in the last run, in the same way."
+)
 @click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the results as JSON; -: to stdout.")
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
@@ -110,55 +118,65 @@ def run_command(  # noqa: PLR0913  one parameter an option
         _check_folder(path)
     query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, budget_s=budget_s)
     project = find_project(root)
+    given = _given_options()
     if rerun_failed:
-        query = _failed_query(project, query)
+        query, given = _failed(project, query, given)
     plan = make_plan(
-        device=device,
-        engine=engine,
+        device=given.device or device,
+        engine=given.engine or engine,
         jobs=jobs,
         slots=slots,
-        timeout_s=timeout_s,
-        injections=inject,
+        timeout_s=given.timeout_s,
+        injections=given.inject,
     )
+    given = msgspec.structs.replace(given, inject=tuple(each.text_anywhere for each in plan.injections))
     logs = _log_folder(keep_logs) if keep_logs else None
     most = 1 if first_failure else maxfail
-    plan = msgspec.structs.replace(plan, root_option=root, logs=logs, max_failures=most, traces=save_trace)
+    plan = msgspec.structs.replace(plan, given=given, root_option=root, logs=logs, max_failures=most, traces=save_trace)
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
         report = run(project, query, plan, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     if verbose:
         click.echo(not_judged_text(report.result), nl=False, file=text_file)
-    _print(report.result, text_file, quiet=quiet)
+    _print(report.result, text_file, rerun=rerun_command(root=root), quiet=quiet)
     return _write(report, outputs)
 
 
-def _failed_query(project: Project, asked: Query) -> Query:
-    """What was not good, narrowed by --select; other ways to choose cases contradict --rerun-failed."""
-    rerun = rerun_query(project)
+def _given_options() -> RunOptions:
+    """The options of this command that change what ranks do, without defaults."""
+    context = click.get_current_context()
+    names = [name for name in RunOptions.__struct_fields__ if context.get_parameter_source(name) in _BY_USER]
+    return RunOptions(**{name: context.params[name] for name in names})
+
+
+def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, RunOptions]:
+    """What was not good, narrowed by --select, with the options of that run where none is given anew."""
     if asked.sources or asked.case_ids:
         raise HarnessError(
             "the cases are those of the last run; none can be named besides.",
             where="--rerun-failed",
             fix="drop tiers, files and --case, or narrow by --select.",
         )
-    for note in rerun.notes:
+    rerun = rerun_query(project)
+    anew = {name: value for name in RunOptions.__struct_fields__ if (value := getattr(given, name)) not in (None, ())}
+    repeated = msgspec.structs.replace(rerun.options, **{name: () if name == "inject" else None for name in anew})
+    notes = [f"repeats {shlex.join(repeated.words)} of the last run."] if repeated.words else []
+    for note in (*rerun.notes, *notes):
         click.echo(f"fp8-harness: note: {note}", err=True)
-    return Query(case_ids=rerun.query.case_ids, expressions=asked.expressions, budget_s=asked.budget_s)
+    query = Query(case_ids=rerun.query.case_ids, expressions=asked.expressions, budget_s=asked.budget_s)
+    return query, msgspec.structs.replace(rerun.options, **anew)
 
 
-def _print(result: RunResult, file: TextIO, *, quiet: bool) -> None:
+def _print(result: RunResult, file: TextIO, *, rerun: str, quiet: bool) -> None:
     """The table, the blocks of what is not good, and the totals."""
-    if quiet or file.isatty():
-        if not quiet:
-            from rich.console import Console
+    if not quiet and file.isatty():
+        from rich.console import Console
 
-            Console(file=file).print(rich_table(result.results))
-        for each in result.results:
-            if not each.verdict.good:
-                click.echo(f"\n{case_block(each)}", file=file)
-        click.echo(f"\n{totals_text(result)}", file=file)
-    else:
-        click.echo(text_report(result), nl=False, file=file)
+        console = Console(file=file)
+        console.print(rich_table(started(result.results), width=console.width), crop=False)
+        click.echo(file=file)
+    text = blocks_text(result, rerun=rerun) if quiet or file.isatty() else text_report(result, rerun=rerun)
+    click.echo(text, nl=False, file=file)
 
 
 def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes]]]) -> int:

@@ -45,6 +45,7 @@ def choose_command(name: str, rounds: int, root: str | None) -> None:
     from harness.running.selection import recorded_faults
 
     project = find_project(root)
+    project.check_writable()
     path = project.case_file(name)
     file, costs = read_case_file(path), read_costs(project.root)
     known = recorded_faults(project)
@@ -66,8 +67,10 @@ def fit_command(file: Path, root: str | None) -> None:
     from harness.evidence.costs import write_costs
     from harness.studies.costs import fit_costs
 
+    project = find_project(root)
+    project.check_writable()
     costs = fit_costs(file, command=shlex.join(["fp8-harness", *sys.argv[1:]]))
-    path = write_costs(find_project(root).root, costs)
+    path = write_costs(project.root, costs)
     click.echo(
         f"{path}: {costs.cases_fitted} cases, {costs.witnesses_fitted} solo witnesses; "
         f"typical error {costs.typical_error:.0%}"

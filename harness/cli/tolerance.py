@@ -10,6 +10,8 @@ import click
 
 from harness.cli.options import plan_parameter, query_parameter, root_option
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
+from harness.hints import explain_case
+from harness.matrix.caseid import case_id
 from harness.project import find_project
 from harness.report.text import case_block
 from harness.report.wording import counted
@@ -60,6 +62,7 @@ def measure_command(
     Cases with a recorded fault are named and left out.
     """
     project = find_project(root)
+    project.check_writable()
     plan = plan_for()
     fresh = against == "fresh"
     selected, known = select_cases(project, query), known_here(project)
@@ -71,7 +74,7 @@ def measure_command(
         raise NothingSelected(
             "no case is left to measure: each has a recorded fault, a refusal or a tolerance of its own.",
             where="tolerance measure",
-            fix="select other cases; `fp8-harness explain CASE-ID` shows the faults and the refusal of one.",
+            fix=f"select other cases; `{explain_case(case_id(selected[0]))}` says why of the first.",
         )
     with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
         done = measure(

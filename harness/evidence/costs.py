@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.errors import HarnessError
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 from harness.expect.relations import partner
+from harness.hints import fit_costs
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, solo_case
 from harness.matrix.cheap_cover import Price
@@ -62,7 +63,7 @@ def costs_path(root: Path) -> Path:
 
 def read_costs(root: Path) -> Costs:
     """The costs of a project. Raises `CostsDamaged`."""
-    path, fix = costs_path(root), "restore it, or run `fp8-harness tier fit RESULT.json`."
+    path, fix = costs_path(root), f"restore it, or run `{fit_costs()}`."
     try:
         return read_sealed(path, Costs, schema=SCHEMA, damaged=CostsDamaged, fix=fix)
     except OSError as error:

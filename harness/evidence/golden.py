@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import math
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -20,6 +19,10 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.hints import list_goldens as stored_goldens
+from harness.hints import update_golden
+from harness.matrix.caseid import case_id as id_of_case
+from harness.matrix.caseid import family_case
 from harness.trace import Run
 
 SCHEMA = 1
@@ -33,8 +36,11 @@ class GoldenDamaged(HarnessError):
     """A golden file was edited by hand, truncated, moved, or written by another version."""
 
 
-class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a golden comes from. `software` is what the rank reported: torch, torchao, numpy, python, …"""
+class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where a golden comes from. `software` is what the rank reported: torch, torchao, numpy, python, …
+
+    Goldens of earlier versions say nothing of the CPU; what is not said is not written, so their digests stay.
+    """
 
     software: dict[str, str]
     device: str  # "cpu" or the device name
@@ -42,6 +48,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     command: str
     reason: str
     created: str  # UTC, ISO 8601, seconds
+    cpu: str = ""  # model and vector extensions
+    limits: str = ""  # environment variables that limit its arithmetic
 
 
 class Golden(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,9 +94,11 @@ def hardware_class(device_name: str) -> str:
     return slug
 
 
-def update_command(family: str) -> str:
-    """The command that makes the golden of a family."""
-    return f'fp8-harness golden update --family {shlex.quote(family)} --reason "…"'
+def update_command(family: str, root: Path | None = None) -> str:
+    """The command that makes the golden of a family, by its reference case, in the project at `root`."""
+    case = family_case(family)
+    assert case is not None, f"'{family}' is no family"
+    return update_golden(id_of_case(case), root=root or Path.cwd())
 
 
 def make_golden(run: Run, *, family: str, case_id: str, command: str, reason: str, commit: str) -> Golden:
@@ -149,7 +159,8 @@ def golden_path(root: Path, hardware: str, family: str) -> Path:
 def load_golden(root: Path, hardware: str, family: str) -> Golden:
     """The stored golden. Raises `GoldenMissing` or `GoldenDamaged` with the file and the fix."""
     path = golden_path(root, hardware, family)
-    remake = f"run `{update_command(family)}`."
+    known = family_case(family) is not None
+    remake = f"run `{update_command(family, root)}`." if known else f"remove it; `{stored_goldens()}` shows the others."
     try:
         golden = read_sealed(path, Golden, schema=SCHEMA, damaged=GoldenDamaged, fix=f"restore it or {remake}")
     except FileNotFoundError as error:

@@ -17,6 +17,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.case import Case, ModelShape
+from harness.matrix.scope import out_of_scope
 
 AXES: dict[str, tuple[str, ...]] = {
     "model": ("model", "preset"),
@@ -52,6 +53,42 @@ AXES: dict[str, tuple[str, ...]] = {
     "lr": ("train", "lr"),
     "seed": ("train", "seed"),
     "loss_tolerance": ("checks", "loss_tolerance"),
+}
+# What each is, in a few words: for comments in case files, options and the schema of editors.
+MEANINGS: dict[str, str] = {
+    "model": "preset; every size below overrides it",
+    "vocab_size": "tokens of the vocabulary",
+    "pad_vocab_to_multiple_of": "add rows to embedding and output layer up to a multiple of this",
+    "dim": "features of the residual stream",
+    "layers": "blocks",
+    "heads": "attention heads",
+    "kv_heads": "heads of keys and values",
+    "ffn_dim": "hidden features of the feed-forward",
+    "dp_replicate": "HSDP: replicas of every shard",
+    "dp_shard": "FSDP2: ranks that share every parameter",
+    "tp": "tensor parallelism: ranks that share every linear",
+    "async_tp": "fuse the collectives of TP with matmuls; needs compile",
+    "symm_mem": "form of the fused operators of async TP",
+    "wait_for_embedding": "compiled blocks get the finished embedding",
+    "sequence_parallel": "TP ranks share the positions of the residual stream",
+    "loss_parallel": "TP ranks share the logits",
+    "recipe": "how linears are converted to FP8; bf16 converts none",
+    "fp8_all_gather": "FSDP2 gathers weights in float8",
+    "precompute_scale": "compute the scales of all gathered weights at once",
+    "pad_inner_dim": "pad inner dimensions of matmuls to multiples of 16",
+    "output_layer": "convert the output layer too",
+    "tp_styles": "float8: TP gathers activations in float8",
+    "filter_fqns": "do not convert linears whose name contains one of these",
+    "checkpointing": "activation checkpointing",
+    "checkpoint_every": "selective_layer: every n-th block is checkpointed",
+    "compile": "graph executes compiled graphs, inductor generates code",
+    "steps": "optimizer steps",
+    "global_batch": "sequences a step, over all ranks",
+    "seq_len": "tokens of a sequence",
+    "dtype": "of parameters and activations; float64 for sharp comparisons",
+    "lr": "learning rate of AdamW",
+    "seed": "of weights and data",
+    "loss_tolerance": "allowed distance of the loss to BF16, in nats",
 }
 _AXIS_OF_PATH = {path: name for name, path in AXES.items()}
 
@@ -119,8 +156,20 @@ def axis_type(name: str) -> type[object]:
     return typing.cast("type[object]", typing.get_origin(hint) or hint)
 
 
+def axis_schema(name: str) -> dict[str, typing.Any]:
+    """The JSON schema of the values of an axis: type, limits, choices, meaning and default."""
+    schema = msgspec.json.schema(_type_of(name))
+    if "anyOf" in schema:  # TOML has no null: an axis is left out instead
+        schema = next(each for each in schema["anyOf"] if each != {"type": "null"})
+    default = axis_values(Case())[name]
+    return {**schema, "description": MEANINGS[name], **({} if default is None else {"default": default})}
+
+
 def suggestion(word: str, known: Iterable[object]) -> str:
-    """The `fix` for a misspelled word: the closest known ones, or all of them when none is close."""
+    """The `fix` for an unknown word: why it is out of scope, else the closest known ones, or all when none is close."""
+    outside = out_of_scope(word)
+    if outside is not None:
+        return f"leave it out: {outside.text}."
     words = [str(item) for item in known]
     near = difflib.get_close_matches(word, words, n=2, cutoff=0.55)
     if near:

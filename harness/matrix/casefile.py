@@ -22,6 +22,7 @@ Owns the format of `cases/*.toml` and its errors. `space.py` expands matrix bloc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +30,18 @@ from typing import Any, Literal
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, axis_values, case_from_axes, checked_value, ignored_axes, suggestion
-from harness.matrix.case import Case
+from harness.matrix.axes import (
+    AXES,
+    MEANINGS,
+    axis_type,
+    axis_values,
+    case_from_axes,
+    checked_value,
+    choices,
+    ignored_axes,
+    suggestion,
+)
+from harness.matrix.case import Case, Model
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.rules import exclusions
 from harness.matrix.tomlfile import KeyPath, TomlFile, parse_toml, read_toml_file
@@ -86,14 +97,33 @@ def parse_case_file(text: str, *, where: str) -> CaseFile:
     return _case_file(parse_toml(text, where=where), name=Path(where).stem)
 
 
-def write_case(case: Case) -> str:
-    """The text of a case file with this case; lists every axis that differs from its default."""
-    import tomli_w
+def write_case(case: Case, *, schema: str, command: str) -> str:
+    """The text of a case file with this case: its own axes, and all others as comments with their defaults.
 
-    default = axis_values(case_from_axes({"model": case.model.preset}))
-    axes: dict[str, object] = {"model": case.model.preset} if case.model.preset != Case().model.preset else {}
-    axes |= {name: value for name, value in axis_values(case).items() if value is not None and value != default[name]}
-    return tomli_w.dumps({"description": case_id(case), "case": [{"axes": axes}]})
+    `schema` is where editors find the schema, `command` what runs the file.
+    """
+    values, default = axis_values(case), axis_values(Case(model=Model(preset=case.model.preset)))
+    own = {name for name, value in values.items() if value not in (None, default[name])}
+    own |= {"model"} if case.model.preset != Case().model.preset else set()
+    chosen = [_assignment(name, values[name]) for name in AXES if name in own]
+    others = [f"# {_assignment(name, _shown(values[name]))}" for name in AXES if name not in own]
+    head = [f"#:schema {schema}", f"# Run it by `{command}`.", f"description = {_toml(case_id(case))}"]
+    rest = "# Every other axis has its default. To change one, remove the # before it."
+    return "\n".join([*head, "", "[[case]]", "[case.axes]", *chosen, "", rest, *others, ""])
+
+
+def _assignment(name: str, value: object) -> str:
+    one_of = f" ({', '.join(map(str, choices(name)))})" if axis_type(name) is str else ""
+    return f"{f'{name} = {_toml(value)}':<34} # {MEANINGS[name]}{one_of}"
+
+
+def _shown(value: object) -> object:
+    """An example for an axis that has no default."""
+    return 0.05 if value is None else value
+
+
+def _toml(value: object) -> str:
+    return repr(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _case_file(toml: TomlFile, *, name: str) -> CaseFile:

@@ -6,48 +6,20 @@ differs from its default. Ids consist of `A-Z a-z 0-9 . _ + -`. Numbers are spel
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable
 
 import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Checkpointing, Checks, Float8, Layout, Model, Train
+from harness.matrix.scope import out_of_scope
+from harness.matrix.words import DTYPES, NUMBER, PRESETS, SHAPE_WORDS, hint, values_of
 
-_DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "b16"}
-_PRESETS = {
-    "tiny": "tiny",
-    "debug": "debug",
-    "llama3-8b-layer": "llama3.8b.layer",
-}  # without `-`, which separates tokens
-_RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
-_SHAPE_WORDS = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kvheads", "ffn_dim": "ffn"}
-_FLAGS: dict[str, dict[str, object]] = {
-    "single": {},
-    "fallback": {"symm_mem": "fallback"},
-    "nowait": {"wait_for_embedding": False},
-    "nosp": {"sequence_parallel": False},
-    "nolp": {"loss_parallel": False},
-    "ag.fp8": {"fp8_all_gather": True},
-    "ag.fp8pre": {"fp8_all_gather": True, "precompute_scale": True},
-    "ag.pre": {"precompute_scale": True},
-    "pad": {"pad_inner_dim": True},
-    "head.fp8": {"output_layer": True},
-    "tpstyle.fp8": {"tp_styles": "float8"},
-    "ac.full": {"checkpointing": "full"},
-    "ac.op": {"checkpointing": "selective_op"},
-    "graph": {"compile": "graph"},
-    "inductor": {"compile": "inductor"},
-    **{recipe: {"recipe": recipe} for recipe in _RECIPES},
-    **{token: {"dtype": dtype} for dtype, token in _DTYPES.items()},
-    **{token: {"model": preset} for preset, token in _PRESETS.items() if preset != "tiny"},
-}
 _MAX_LENGTH = 1000  # far above any id that fits into a file name; limits the work on invalid input
-_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-# A floating-point number may contain a minus (`lr1e-05`) that does not separate tokens.
-_TOKEN = re.compile(rf"(?:(?:lr|tol\.){_NUMBER}|[^-]+)(?=-|$)")
+# A floating-point number may contain a minus (`lr1e-05`), and so may the preset that a file names.
+_WITH_MINUS = "|".join(map(re.escape, (preset for preset in PRESETS if "-" in preset)))
+_TOKEN = re.compile(rf"(?:(?:lr|tol\.){NUMBER}|{_WITH_MINUS}|[^-]+)(?=-|$)")
 
 
 def case_id(case: Case) -> str:
@@ -61,7 +33,7 @@ def case_id(case: Case) -> str:
             *_model_tokens(case.model),
             *_vocab_tokens(case.model),
             *_train_tokens(case.train),
-            _DTYPES[case.train.dtype],
+            DTYPES[case.train.dtype],
             *([] if case.checks.loss_tolerance is None else [f"tol.{case.checks.loss_tolerance!r}"]),
         )
     )
@@ -70,17 +42,32 @@ def case_id(case: Case) -> str:
 def parse_case_id(text: str) -> Case:
     """The case of an id. Raises HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
     values: dict[str, object] = {}
-    for token in _split(text):
+    for token in id_words(text):
         values |= _token_values(token, where=text)
     try:
         case = case_from_axes(values)
     except HarnessError as error:
         raise HarnessError(error.what, where=f"case id '{text}'", fix=error.fix) from error
     if case_id(case) != text:
-        raise HarnessError(
-            "not the canonical spelling of a case id.", where=f"case id '{text}'", fix=f"write {case_id(case)}"
-        )
+        outside = next(filter(None, map(out_of_scope, id_words(text))), None)
+        what = "not the canonical spelling of a case id." if outside is None else f"{outside.text}."
+        raise HarnessError(what, where=f"case id '{text}'", fix=f"write {case_id(case)}")
     return case
+
+
+def id_words(text: str) -> list[str]:
+    """The words of an id, which may not be known. Raises HarnessError for a text that is no list of words."""
+    tokens = []
+    position = 0
+    while position < len(text) <= _MAX_LENGTH:
+        found = _TOKEN.match(text, position)
+        if found is None:
+            break
+        tokens.append(found.group())
+        position = found.end() + 1
+    if not tokens or "-".join(tokens) != text:
+        raise HarnessError("not a case id: expected tokens joined by single '-'.", where=f"case id '{text}'")
+    return tokens
 
 
 def family_id(case: Case) -> str:
@@ -92,7 +79,7 @@ def family_id(case: Case) -> str:
     train = case.train
     return "-".join(
         (
-            _PRESETS[case.model.preset],
+            PRESETS[case.model.preset],
             *_override_tokens(case.model),
             f"v{case.model.vocab_size}",
             f"s{train.steps}",
@@ -102,6 +89,18 @@ def family_id(case: Case) -> str:
             f"seed{train.seed}",
         )
     )
+
+
+def family_case(family: str) -> Case | None:
+    """The reference case of a family; None for a text that is no family."""
+    values: dict[str, object] = {"dtype": "bfloat16"}
+    try:
+        for token in id_words(family):
+            values |= values_of(token) or {}
+        case = case_from_axes(values)
+    except HarnessError:
+        return None
+    return case if family_id(case) == family else None
 
 
 def solo_case(case: Case) -> Case:
@@ -183,7 +182,7 @@ def _checkpointing_tokens(case: Case) -> list[str]:
 
 
 def _model_tokens(model: Model) -> list[str]:
-    preset = [] if model.preset == "tiny" else [_PRESETS[model.preset]]
+    preset = [] if model.preset == "tiny" else [PRESETS[model.preset]]
     return [*preset, *_override_tokens(model)]
 
 
@@ -193,7 +192,7 @@ def _vocab_tokens(model: Model) -> list[str]:
 
 
 def _override_tokens(model: Model) -> list[str]:
-    return [f"{word}.{getattr(model, name)}" for name, word in _SHAPE_WORDS.items() if getattr(model, name)]
+    return [f"{word}.{getattr(model, name)}" for name, word in SHAPE_WORDS.items() if getattr(model, name)]
 
 
 def _train_tokens(train: Train) -> list[str]:
@@ -208,58 +207,8 @@ def _train_tokens(train: Train) -> list[str]:
     return [token for token, needed in spelled.items() if needed]
 
 
-def _split(text: str) -> list[str]:
-    tokens = []
-    position = 0
-    while position < len(text) <= _MAX_LENGTH:
-        found = _TOKEN.match(text, position)
-        if found is None:
-            break
-        tokens.append(found.group())
-        position = found.end() + 1
-    if not tokens or "-".join(tokens) != text:
-        raise HarnessError("not a case id: expected tokens joined by single '-'.", where=f"case id '{text}'")
-    return tokens
-
-
 def _token_values(token: str, *, where: str) -> dict[str, object]:
-    if token in _FLAGS:
-        return _FLAGS[token]
-    for pattern, read in _PATTERNS:
-        found = pattern.fullmatch(token)
-        if found:
-            return read(found)
-    near = difflib.get_close_matches(token, [*_FLAGS, *_EXAMPLES], n=2, cutoff=0.5)
-    fix = f"did you mean {' or '.join(near)}?" if near else f"tokens of an id look like {', '.join(_EXAMPLES)}."
-    raise HarnessError(f"unknown token '{token}'.", where=f"case id '{where}'", fix=fix)
-
-
-def _integer(axis: str) -> Callable[[re.Match[str]], dict[str, object]]:
-    return lambda found: {axis: int(found[1])}
-
-
-def _number(axis: str) -> Callable[[re.Match[str]], dict[str, object]]:
-    return lambda found: {axis: float(found[1])}
-
-
-_Reader = Callable[[re.Match[str]], dict[str, object]]
-_READERS: tuple[tuple[str, _Reader], ...] = (
-    (r"fsdp(\d+)", _integer("dp_shard")),
-    (r"ddp(\d+)", _integer("dp_replicate")),
-    (r"hsdp(\d+)x(\d+)", lambda found: {"dp_replicate": int(found[1]), "dp_shard": int(found[2])}),
-    (r"tp(\d+)", _integer("tp")),
-    (r"atp(\d+)", lambda found: {"tp": int(found[1]), "async_tp": True}),
-    (r"ac\.layer(\d+)", lambda found: {"checkpointing": "selective_layer", "checkpoint_every": int(found[1])}),
-    (r"filter\.([a-z0-9_.+]+)", lambda found: {"filter_fqns": found[1].split("+")}),
-    (r"v(\d+)", _integer("vocab_size")),
-    (r"vpad(\d+)", _integer("pad_vocab_to_multiple_of")),
-    *((rf"{word}\.(\d+)", _integer(name)) for name, word in _SHAPE_WORDS.items()),
-    (r"gb(\d+)", _integer("global_batch")),
-    (r"sl(\d+)", _integer("seq_len")),
-    (r"s(\d+)", _integer("steps")),
-    (r"seed(\d+)", _integer("seed")),
-    (rf"lr({_NUMBER})", _number("lr")),
-    (rf"tol\.({_NUMBER})", _number("loss_tolerance")),
-)
-_PATTERNS = tuple((re.compile(pattern), read) for pattern, read in _READERS)
-_EXAMPLES = ("tp4", "fsdp4", "hsdp2x2", "v2048", "gb8", "sl32", "s5", "lr0.001", "seed0", "ac.layer2", "filter.wq+wk")
+    values = values_of(token)
+    if values is None:
+        raise HarnessError(f"unknown token '{token}'.", where=f"case id '{where}'", fix=hint(token))
+    return values

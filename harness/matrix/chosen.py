@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
+from harness.hints import choose_tier
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.tomlfile import TomlFile, read_toml_file
@@ -63,4 +64,10 @@ def _chosen(toml: TomlFile, table: object, index: int) -> ChosenCase:
         )
     except (HarnessError, ValueError) as error:
         what = error.what if isinstance(error, HarnessError) else str(error)
-        raise toml.error("case", index, what=what, fix="run `fp8-harness tier choose` again.") from error
+        raise toml.error("case", index, what=what, fix=f"run `{choose_tier(_tier_of(toml))}`.") from error
+
+
+def _tier_of(toml: TomlFile) -> str:
+    """The file of the tier that the cases were chosen for: `chosen_path` backwards."""
+    path = Path(toml.where)
+    return str(path.parents[1] / path.name)

@@ -104,9 +104,11 @@ def linear_features(case: Case, name: str) -> tuple[int, int]:
 
 
 def parameter_count(case: Case) -> int:
-    """Elements of the embedding and of every linear; norms are left out."""
+    """Parameters of the whole model: embedding, linears and norms."""
     features = [linear_features(case, fqn.split(".", 2)[-1]) for fqn in linear_fqns(case)]
-    return sum(inputs * outputs for inputs, outputs in features) + case.model.shape.dim * case.model.padded_vocab_size
+    shape = case.model.shape
+    norms = (2 * shape.layers + 1) * shape.dim
+    return shape.dim * case.model.padded_vocab_size + sum(inputs * outputs for inputs, outputs in features) + norms
 
 
 def local_features(case: Case, name: str) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from harness.errors import HarnessError
+from harness.hints import choose_tier
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, Strength
 from harness.matrix.caseid import case_id
@@ -91,7 +92,7 @@ def _check_covered(file: CaseFile, spaces: Sequence[Space], cases: Sequence[Case
             raise HarnessError(
                 f"the chosen cases leave {len(missing)} combinations of '{space.block.name}' uncovered, first {first}.",
                 where=file.where,
-                fix=f"run `fp8-harness tier choose {file.name}`.",
+                fix=f"run `{choose_tier(file.where)}`.",
             )
 
 

@@ -1,6 +1,6 @@
 """The report for humans: a verdict table, a block for every case that is not good, and the totals.
 
-Plain text for logs and CI; for terminals, the same table as a rich renderable with colours and wrapping.
+Plain text for logs and CI. The table for terminals is in `table.py`.
 """
 
 from __future__ import annotations
@@ -8,40 +8,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from textwrap import indent
-from typing import TYPE_CHECKING
 
+from harness.report.table import started, text_table
 from harness.report.wording import (
-    aligned,
+    counted,
     failure_text,
     finding_text,
-    headline,
     retried,
     totals_text,
 )
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
-from harness.verdict import Verdict
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 SHOWN_TRACEBACK_LINES = 25  # the last lines of a traceback; the JSON report has all of it
-_COLUMNS = ("case", "verdict", "ranks", "wall s", "CPU s", "note")
-_NUMBERS = (2, 3, 4)  # right-aligned columns
-_COLOURS = {Verdict.PASSED: "green", Verdict.KNOWN: "cyan", Verdict.NOT_RUN: "yellow", Verdict.INFRA: "yellow"}
 
 
-def text_report(run: RunResult) -> str:
-    """Table, blocks and totals as plain text."""
-    parts = [text_table(run.results), *(case_block(result) for result in run.results if not result.verdict.good)]
-    return "\n\n".join([*filter(None, parts), totals_text(run)]) + "\n"
+def text_report(run: RunResult, *, rerun: str) -> str:
+    """Table, blocks and totals as plain text; `rerun` is the command that runs what was not run."""
+    return "\n\n".join([*filter(None, [text_table(started(run.results))]), blocks_text(run, rerun=rerun)])
 
 
-def text_table(results: Sequence[CaseResult]) -> str:
-    """The verdict table; empty when there are no results."""
-    if not results:
-        return ""
-    return aligned([_COLUMNS, *map(_row, results)], right=_NUMBERS)
+def blocks_text(run: RunResult, *, rerun: str) -> str:
+    """A block for every case that ran and is not good, one line for all that were not run, and the totals."""
+    blocks = [case_block(result) for result in started(run.results) if not result.verdict.good]
+    return "\n\n".join([*blocks, *filter(None, [_not_run(run, rerun)]), totals_text(run)]) + "\n"
+
+
+def _not_run(run: RunResult, rerun: str) -> str:
+    count = len(run.results) - len(started(run.results))
+    return f"not run: {counted(count, 'case')} (`{rerun}` runs {'it' if count == 1 else 'them'})" if count else ""
 
 
 def case_block(result: CaseResult) -> str:
@@ -54,27 +49,6 @@ def case_block(result: CaseResult) -> str:
         *([f"  reproduce: {result.command}"] if result.command else []),
     ]
     return "\n".join(lines)
-
-
-def rich_table(results: Sequence[CaseResult]) -> Table:
-    """The verdict table for a terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right" if _COLUMNS.index(name) in _NUMBERS else "left", overflow="fold")
-    for result in results:
-        colour = _COLOURS.get(result.verdict, "red")
-        cells = [Text(cell) for cell in _row(result)]  # Text, not str: brackets are no markup
-        cells[1].stylize(colour)
-        table.add_row(*cells)
-    return table
-
-
-def _row(result: CaseResult) -> tuple[str, ...]:
-    times = (f"{result.seconds:.1f}", f"{result.cpu_s:.1f}")
-    return (result.case_id, result.verdict.value, str(result.world_size), *times, headline(result))
 
 
 def _failure_texts(failures: Sequence[RankFailure]) -> list[str]:

@@ -25,6 +25,11 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     target: str
 
     @property
+    def text_anywhere(self) -> str:
+        """What means the same in any folder."""
+        return self.text if self.text.startswith(PREFIX) else self.target
+
+    @property
     def content(self) -> str:
         """What it is called and a digest of its file: two injections of one content do the same."""
         file, colon, _ = self.target.rpartition(":")

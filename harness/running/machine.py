@@ -5,6 +5,7 @@ Owns the meaning of `--device auto`. Which devices may be used is `engine/device
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ _ASK_TIMEOUT_S = 20.0
 CPUINFO = Path("/proc/cpuinfo")
 # x86 has a model name and flags; ARM has numbers of its maker and part, and features.
 _KIND = r"^(?:vendor_id|cpu family|model|model name|flags|CPU implementer|CPU part|CPU variant|Features)\s*:.*$"
+_VECTOR = re.compile(r"(avx|amx|sve)\w*|sme\d*|fma|asimd|bf16|i8mm")
 
 
 def resolve_device(asked: str) -> Device:
@@ -52,10 +54,30 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def check_rank_packages() -> None:
+    """Raises HarnessError where a package that ranks import is not installed; imports none of them."""
+    missing = [name for name in ("torch", "torchao") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise HarnessError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and ranks cannot train "
+            "without.",
+            fix="pip install 'fp8-harness[train]'",
+        )
+
+
 def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
     """Model and instruction sets of the first CPU, as the kernel lists them; empty where it lists none."""
     first = _read(cpuinfo).partition("\n\n")[0]
     return "; ".join(re.findall(_KIND, first, flags=re.MULTILINE))
+
+
+def cpu_extensions(cpuinfo: Path = CPUINFO) -> str:
+    """Model name of the CPU and its extensions for vectors and matrices; empty where the kernel names none."""
+    text = _read(cpuinfo).partition("\n\n")[0]
+    name = re.search(r"^(?:model name|CPU part)\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    wide = [flag for flag in flags[1].split() if _VECTOR.fullmatch(flag)] if flags else []
+    return " ".join(filter(None, [name[1] if name else "", ", ".join(wide)]))
 
 
 def cpu_name() -> str:

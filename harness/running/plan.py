@@ -17,7 +17,8 @@ from harness.engine.devices import cuda_names, default_cpu_slots
 from harness.matrix.case import Case
 from harness.matrix.linears import parameter_count
 from harness.running.injection import Injection, parse_injection
-from harness.running.machine import Device, resolve_device
+from harness.running.machine import Device, check_rank_packages, resolve_device
+from harness.store import RunOptions
 
 PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`
 DEFAULT_PROGRAM = "harness.worker.main"
@@ -54,6 +55,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_failures: int | None = None  # stop after so many cases that are not good
     traces: Path | None = None  # save what ranks recorded here (`tables.py`)
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
+    given: RunOptions = RunOptions()  # what a rerun repeats
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 
     @property
@@ -100,14 +102,20 @@ def make_plan(
     timeout_s: float | None = None,
     injections: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan that options describe, on this machine. HarnessError for a device or an injection that is not there."""
+    """The plan that options describe, on this machine.
+
+    Raises HarnessError for a device, an injection or a package that is not there.
+    """
+    program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
+    if program == DEFAULT_PROGRAM:
+        check_rank_packages()
     resolved = resolve_device(device)
     return Plan(
         device=resolved,
         slots=slots or (default_cpu_slots() if resolved == "cpu" else len(cuda_names(os.environ))),
         jobs=jobs,
         engine=engine,
-        program=os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM,
+        program=program,
         injections=tuple(parse_injection(text) for text in injections),
         probes=CPU_PROBES if resolved == "cpu" else CUDA_PROBES,
         timeout_s=timeout_s,

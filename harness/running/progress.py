@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
+
+_WIDE = 100  # columns from which the bar is long
+_TIME_WIDTH = 7  # 0:00:12
+_GAPS = 3 + 1  # between four columns, and one so that no terminal wraps
+_SHORTEST = 24  # a name is not made shorter while others can be counted instead
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -83,27 +89,35 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A bar with the running items; only remarkable ones leave a line, unless `verbose`. A context manager."""
+    """A bar with the running items; only remarkable ones leave a line, unless `verbose`. A context manager.
+
+    Bar, count and time always stay; the names of the running items get the room that is left.
+    """
 
     def __init__(self, stream: TextIO, *, verbose: bool = False) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
 
         self._verbose = verbose
         self._running: dict[str, None] = {}
+        self._total = 0
+        console = Console(file=stream)
+        self._bar_width = 24 if console.width >= _WIDE else 8
         self._rich: RichProgress = RichProgress(
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=self._bar_width),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=Console(file=stream),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=console,
             transient=True,
         )
         self._task: TaskID = self._rich.add_task("", total=None)
 
     def begin(self, total: int) -> None:
         """Set the length of the bar."""
+        self._total = total
         self._rich.update(self._task, total=total)
 
     def started(self, name: str, ranks: int) -> None:
@@ -121,7 +135,7 @@ class LiveProgress:
 
     def note(self, text: str) -> None:
         """Write the text above the bar."""
-        self._rich.console.print(text, markup=False, highlight=False)
+        self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._rich.start()
@@ -133,7 +147,36 @@ class LiveProgress:
         self._rich.stop()
 
     def _describe(self) -> None:
-        self._rich.update(self._task, description="  ".join(self._running))
+        count = 2 * len(str(self._total)) + 1
+        room = self._rich.console.width - self._bar_width - count - _TIME_WIDTH - _GAPS
+        self._rich.update(self._task, description=running_text(tuple(self._running), room))
+
+
+def running_text(names: Sequence[str], room: int) -> str:
+    """The names in at most `room` characters: whole, or shortened in the middle, or counted ("+2 more")."""
+    for shown in range(len(names), 0, -1):
+        rest = f" +{len(names) - shown} more" if shown < len(names) else ""
+        rooms = _rooms(names[:shown], room - len(rest) - 2 * (shown - 1))
+        if shown == 1 or all(rooms[name] >= min(_SHORTEST, len(name)) for name in names[:shown]):
+            text = "  ".join(_shortened(name, rooms[name]) for name in names[:shown]) + rest
+            return text if len(text) <= room else text[: max(0, room)]
+    return ""
+
+
+def _rooms(names: Sequence[str], room: int) -> dict[str, int]:
+    """How many characters each name gets: what short ones leave goes to the others."""
+    rooms: dict[str, int] = {}
+    for done, name in enumerate(sorted(names, key=len)):
+        rooms[name] = min(len(name), (room - sum(rooms.values())) // (len(names) - done))
+    return rooms
+
+
+def _shortened(name: str, room: int) -> str:
+    """The name with its middle left out, so that layout and dtype stay."""
+    if len(name) <= room:
+        return name
+    kept = max(2, room - 1)
+    return f"{name[: kept - kept // 2]}…{name[-(kept // 2) :]}"
 
 
 def open_progress(stream: TextIO, *, quiet: bool, verbose: bool) -> contextlib.AbstractContextManager[Progress]:

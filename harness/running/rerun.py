@@ -9,15 +9,19 @@ import msgspec
 
 from harness.project import Project
 from harness.running.selection import NothingSelected, Query
-from harness.store import RunStore, StoredRun
+from harness.store import RunOptions, RunStore, StoredRun
 
 _RUN_AGAIN = "run the tier of that run again."
 
 
 class Rerun(msgspec.Struct, frozen=True, kw_only=True):
-    """The query for what is not known to be good in the last run. `notes` say what is peculiar about that run."""
+    """The query for what is not known to be good in the last run, and the options of that run.
+
+    `notes` say what is peculiar about it.
+    """
 
     query: Query
+    options: RunOptions
     notes: tuple[str, ...]
 
 
@@ -38,7 +42,7 @@ def rerun_query(project: Project) -> Rerun:
         raise NothingSelected(f"{nameless[0].text}. No other case failed.", where="--rerun-failed", fix=_RUN_AGAIN)
     if not case_ids:
         raise NothingSelected("nothing failed in the last run.", where="--rerun-failed")
-    return Rerun(query=Query(case_ids=case_ids), notes=(*_unfinished_note(last), *lost))
+    return Rerun(query=Query(case_ids=case_ids), options=last.options, notes=(*_unfinished_note(last), *lost))
 
 
 def _unfinished_note(last: StoredRun) -> tuple[str, ...]:

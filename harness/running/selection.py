@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
+from harness.hints import explain_case, list_cases
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, parse_case_id
@@ -43,6 +44,13 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return self.sources
         return (DEFAULT_TIER,)
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of a command line that ask for the same cases, but for the budget."""
+        cases = (word for case_id in self.case_ids for word in ("--case", case_id))
+        selected = (word for text in self.expressions for word in ("--select", text))
+        return (*self.effective_sources, *cases, *selected)
+
 
 def select_sources(project: Project, query: Query) -> tuple[Selection, ...]:
     """The selections of the tiers and files of a query, before any expression."""
@@ -74,7 +82,7 @@ def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
         raise NothingSelected(
             f"no case is selected ({len(cases)} before --select).",
             where=_describe(query),
-            fix="see `fp8-harness list` and widen the selection.",
+            fix=f"widen the selection; `{list_cases(query.effective_sources)}` shows it.",
         )
     return chosen
 
@@ -86,7 +94,7 @@ def _runnable_case(text: str) -> Case:
         raise HarnessError(
             f"rule {rule.name} excludes this case: {rule.reason}",
             where=f"--case {text}",
-            fix=f"see `fp8-harness explain {text}`.",
+            fix=f"see `{explain_case(text)}`.",
         )
     return case
 

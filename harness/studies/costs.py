@@ -11,6 +11,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.costs import SCHEMA, Costs, case_features, solo_features
+from harness.hints import fit_costs as fit_costs_command
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
 from harness.running.machine import cpu_name
@@ -52,8 +53,7 @@ def fit_costs(file: Path, *, command: str) -> Costs:
     ]
     if len(measured) < _FEWEST or len(solos) < _FEWEST:
         what = f"holds {len(measured)} runs and {len(solos)} solo witnesses; {_FEWEST} of each are needed."
-        fix = "run tier pr with an empty cache: FP8_HARNESS_STATE=$(mktemp -d) fp8-harness run pr --json FILE"
-        raise HarnessError(what, where=str(file), fix=fix)
+        raise HarnessError(what, where=str(file), fix=f"run tier pr with an empty cache: `{fit_costs_command()}`.")
     weights, error = _fitted(measured)
     return Costs(
         schema=SCHEMA,

@@ -6,6 +6,7 @@ Chooses these cases and rejects unsound runs. Does not store goldens: the caller
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -13,7 +14,16 @@ from harness.checks import alignment, finite, fp8_on, matmuls
 from harness.checks.judge import CHECKS, Judgement, judge
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobStatus
-from harness.evidence.golden import Golden, GoldenDamaged, GoldenMissing, load_golden, make_golden, tree_commit
+from harness.evidence.golden import (
+    Golden,
+    GoldenDamaged,
+    GoldenMissing,
+    compare_goldens,
+    load_golden,
+    make_golden,
+    tree_commit,
+)
+from harness.evidence.tolerance import ToleranceMissing, ToleranceUnfounded, tolerance_for
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id, parse_case_id, reference_case
@@ -21,6 +31,7 @@ from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.injection import Injection
+from harness.running.machine import arithmetic_limits, cpu_extensions
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import WitnessCache
@@ -35,6 +46,35 @@ class GoldenChange(msgspec.Struct, frozen=True, kw_only=True):
     new: Golden
     old: Golden | None
     old_error: str = ""
+
+
+class Noise(msgspec.Struct, frozen=True, kw_only=True):
+    """The step of a golden whose loss changed most for what is allowed there, in nats."""
+
+    step: int
+    change: float
+    allowed: float
+
+    @property
+    def explains(self) -> bool:
+        """True when no loss changed more than noise does."""
+        return self.change <= self.allowed
+
+
+def noise_of(change: GoldenChange, root: Path) -> Noise | None:
+    """How the change compares with the tolerance of the reference; None where nothing was measured or is comparable."""
+    if change.old is None or change.old.data_digest != change.new.data_digest:
+        return None
+    try:
+        allowed = tolerance_for(parse_case_id(change.new.case_id), root).per_step
+    except (ToleranceMissing, ToleranceUnfounded):
+        return None
+    rows = [row for row in compare_goldens(change.old, change.new) if row.loss_change is not None]
+    found = [
+        Noise(step=row.step, change=abs(row.loss_change or 0.0), allowed=limit)
+        for row, limit in zip(rows, allowed, strict=False)
+    ]
+    return max(found, key=lambda each: each.change / each.allowed, default=None)
 
 
 class References(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +129,9 @@ def make_goldens(
 def _golden(result: CaseResult, *, reason: str, command: str, commit: str) -> Golden:
     assert result.run is not None, "a case that passed has a run"
     family = family_id(parse_case_id(result.case_id))
-    return make_golden(result.run, family=family, case_id=result.case_id, command=command, reason=reason, commit=commit)
+    made = make_golden(result.run, family=family, case_id=result.case_id, command=command, reason=reason, commit=commit)
+    on_cpu = {"cpu": cpu_extensions(), "limits": arithmetic_limits()} if made.provenance.device == "cpu" else {}
+    return msgspec.structs.replace(made, provenance=msgspec.structs.replace(made.provenance, **on_cpu))
 
 
 def _change(project: Project, new: Golden) -> GoldenChange:

@@ -42,7 +42,7 @@ class Command:
         return subprocess.Popen(
             [sys.executable, "-m", "harness", *arguments],
             cwd=self.folder,
-            env=self._environment(),
+            env=self.environment_of_runs(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -58,21 +58,25 @@ class Command:
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
             cwd=self.folder,
-            env=self._environment(),
+            env=self.environment_of_runs(),
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
         )
 
-    def shell(self, line: str) -> subprocess.CompletedProcess[str]:
-        """Run a printed command line as it is; only PATH leads to this `fp8-harness`, and no rank program is set."""
+    def shell(self, line: str, *, fake: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run a printed command line as it is; only PATH leads to this `fp8-harness`.
+
+        The line must name the rank program itself, unless it is to be the `fake` one.
+        """
         program = self.folder / "bin" / "fp8-harness"
         program.parent.mkdir(exist_ok=True)
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -m harness "$@"\n')
         program.chmod(0o755)
-        environment = {**self._environment(), "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
-        environment.pop("FP8_HARNESS_PROGRAM")
+        environment = {**self.environment_of_runs(), "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+        if not fake:
+            environment.pop("FP8_HARNESS_PROGRAM")
         return subprocess.run(
             ["sh", "-c", line],
             cwd=self.folder,
@@ -91,7 +95,7 @@ class Command:
         axes = f'recipe = "tensorwise", dp_shard = 2, seed = {seed}, steps = {steps}, loss_tolerance = 0.05'
         self.tier(name, f"[[case]]\naxes = {{{axes}}}\n")
 
-    def _environment(self) -> dict[str, str]:
+    def environment_of_runs(self) -> dict[str, str]:
         paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             **os.environ,

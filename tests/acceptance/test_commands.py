@@ -9,6 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
+
+from harness.evidence.golden import load_golden, write_golden
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -125,6 +128,27 @@ def test_golden_update_from_a_changed_tree_warns_and_stores(project: Command) ->
     assert "warning" not in project.run(*update).stderr
 
 
+def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: Command) -> None:
+    for name in ("tolerances.toml", "evidence/loss_vs_golden.json"):
+        to = project.folder / "golden" / name
+        to.parent.mkdir(exist_ok=True)
+        shutil.copy(project.repository / "golden" / name, to)
+    family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
+    assert "cpu  " in project.run("golden", "show", family).stdout
+    stored = load_golden(project.folder, "cpu", family)
+    elsewhere = replace(stored.provenance, cpu="Other CPU avx2")
+    update = ("golden", "update", "smoke", "--device", "cpu", "--reason", "look", "--dry-run")
+    for by, words in (
+        (3.6e-4, "within noise: 3.6e-04 of 1.0e-03 nats"),
+        (0.5, "beyond noise: 5.0e-01 of 1.0e-03 nats"),
+    ):
+        losses = (stored.losses[0] + by, *stored.losses[1:])
+        write_golden(project.folder, replace(stored, losses=losses, provenance=elsewhere))
+        shown = project.run(*update).stdout
+        assert f"{family} on cpu: changed, {words} allowed at step 1\n" in shown
+        assert "  CPU: Other CPU avx2 -> " in shown
+
+
 def test_golden_dry_run_stores_nothing(project: Command) -> None:
     project.tier("new", '[[case]]\naxes = {recipe = "rowwise", steps = 4}\n')
     done = project.run("golden", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
@@ -207,3 +231,18 @@ def test_the_cache_is_listed_and_cleared(project: Command) -> None:
     assert "witnesses removed: 1," in project.run("cache", "clear").stdout
     assert not kept.exists()
     assert "0.0 MB" in project.run("cache", "list").stdout
+
+
+def test_explain_lists_the_words_of_ids_and_what_is_out_of_scope(shared: Command) -> None:
+    lines = [line.split(maxsplit=1) for line in shared.run("explain", "--ids").stdout.splitlines()]
+    assert ["tp4", "tensor parallelism over 4 ranks"] in lines
+    assert any(line[:1] == ["context"] and "attention over whole sequences" in line[1] for line in lines)
+
+
+def test_explain_takes_an_id_apart_and_says_what_a_case_costs(shared: Command) -> None:
+    done = shared.run("explain", "tp2-rowwise-v2048-f32", "--root", str(shared.repository))
+    assert "  tp2                tensor parallelism over 2 ranks\n" in done.stdout
+    assert "estimated: from " in done.stdout and " GB in one process" in done.stdout
+    own = shared.run("explain", "tp2-rowwise-v2048-f32")
+    assert own.returncode == 0 and "not estimated: " in own.stdout
+    assert shared.run("explain").returncode == 2

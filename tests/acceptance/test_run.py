@@ -6,16 +6,14 @@ import json
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.etree import ElementTree
 
 import jsonschema
 import psutil
 
 from harness.checks.judge import CHECKS
-
-if TYPE_CHECKING:
-    from tests.acceptance.conftest import Command
+from tests.acceptance.conftest import Command
 
 CPU = ("--device", "cpu")
 
@@ -110,7 +108,7 @@ def test_without_a_golden_the_reference_is_run_and_named(project: Command) -> No
     project.planted("new", 0, steps=4)
     done = project.run("run", "new", "--json", str(project.folder / "new.json"), *CPU)
     assert done.returncode == 0
-    assert "goldens not stored: 1." in done.stderr and "golden update --missing" in done.stderr
+    assert "goldens not stored: 1." in done.stderr and "golden update new --device cpu --missing" in done.stderr
     assert "1 case compared with BF16 references that were run here" in done.stdout
     (case,) = json.loads((project.folder / "new.json").read_text())["cases"]
     assert case["golden"] == "run here"
@@ -140,6 +138,31 @@ def test_rerun_failed_after_the_run_was_killed(project: Command) -> None:
     assert again.returncode == 0, again.stderr
     assert "2 of 3 cases of the last run have no result" in again.stderr
     assert "2 cases: 2 passed" in again.stdout
+
+
+def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(project: Command) -> None:
+    """The patch raises in every rank that it is called in: what passes without it fails again with it."""
+    axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
+    project.tier("slow", "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in range(1, 5)))
+    (project.folder / "patch.py").write_text("import time\ndef apply():\n    time.sleep(1)\n    raise ValueError(1)\n")
+    process = project.start("run", "slow", *CPU, "-j", "1", "--inject", "patch.py:apply", "--timeout-s", "77")
+    assert process.stderr is not None
+    while "[1/4]" not in process.stderr.readline():
+        pass
+    process.kill()
+    process.communicate(timeout=30)
+    elsewhere = project.folder / "cases" / "deep"
+    elsewhere.mkdir()
+    again = Command(elsewhere, project.environment | {"FP8_HARNESS_STATE": str(project.folder / "state")})
+    done = again.run("run", "--rerun-failed", "-x")
+    patch = project.folder.resolve() / "patch.py"
+    assert f"note: repeats --device cpu --timeout-s 77 --inject {patch}:apply of the last run." in done.stderr
+    assert "3 of 4 cases of the last run have no result" in done.stderr
+    assert done.returncode == 1 and "--timeout-s 77 --inject" in done.stdout and "4 cases: " in done.stdout
+    (project.folder / "mended.py").write_text("def apply():\n    pass\n")
+    mended = project.run("run", "--rerun-failed", "--inject", "mended.py:apply")
+    assert "note: repeats --device cpu --timeout-s 77 of the last run." in mended.stderr
+    assert mended.returncode == 0 and "4 cases: 4 passed" in mended.stdout
 
 
 def test_injection_that_raises_is_a_crash_that_names_it(project: Command) -> None:

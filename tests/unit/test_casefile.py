@@ -15,6 +15,7 @@ from harness.matrix.axes import AXES
 from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.casefile import parse_case_file, read_case_file, write_case
 from harness.matrix.rules import exclusions
+from tests.strategies import POSSIBLE_CASES
 
 GOOD = """\
 description = "example"
@@ -84,12 +85,20 @@ def test_mistakes_are_named_with_their_line(old: str, new: str, message: str) ->
 
 @given(st.from_type(Case))
 def test_a_written_case_reads_back(case: Case) -> None:
-    text = write_case(case)
+    text = write_case(case, schema="case.schema.json", command="fp8-harness run f.toml")
     if exclusions(case):
         with pytest.raises(HarnessError, match="excludes"):
             parse_case_file(text, where="f.toml")
     else:
         assert parse_case_file(text, where="f.toml").cases == (case,)
+
+
+@given(POSSIBLE_CASES)
+def test_the_comments_of_a_written_case_are_its_other_axes(case: Case) -> None:
+    text = write_case(case, schema="s", command="c")
+    shown = re.sub(r"^# (?=\w+ = )(?!loss_tolerance)", "", text, flags=re.MULTILINE)
+    assert parse_case_file(shown, where="f.toml").cases == (case,)
+    assert all(f"{name} = " in shown for name in AXES)
 
 
 _WORDS = st.sampled_from(["select", "base", "matrix", "case", "name", "axes", "id", "strength", "description", *AXES])

@@ -13,7 +13,7 @@ from harness.checks.loss_vs_golden import check_loss_vs_golden
 from harness.evidence.golden import Golden
 from harness.evidence.tolerance import Tolerance
 from harness.matrix.case import Case
-from harness.matrix.caseid import family_id
+from harness.matrix.caseid import case_id, reference_case
 from harness.trace import RankTrace
 from harness.verdict import Finding, Verdict
 from tests.builders import make_case, make_golden, make_tolerance, make_trace, make_witnesses, run_of
@@ -152,7 +152,7 @@ def test_witnesses_with_other_steps_fail(against: Golden, within: Tolerance, who
 
 def test_a_missing_golden_names_its_command() -> None:
     (found,) = check(*both(GOLDEN), against=None)
-    assert f"fp8-harness golden update --family {family_id(CASE)} --reason" in found.message
+    assert f"fp8-harness golden update --case {case_id(reference_case(CASE))} --reason" in found.message
 
 
 def test_a_missing_tolerance_says_why_and_what_to_set() -> None:

@@ -35,7 +35,7 @@ from harness.trace import RankTrace, Run
 from tests.builders import make_failure, make_trace, run_of
 from tests.builders import make_golden as sound_golden
 
-FAMILY = "tiny-v2048-s3"
+FAMILY = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
 
 
 def golden(losses: tuple[float, ...] = (7.5, 7.25, 7.1), **changes: object) -> Golden:
@@ -101,7 +101,7 @@ def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: st
     with pytest.raises(GoldenDamaged) as caught:
         load_golden(tmp_path, "cpu", FAMILY)
     assert caught.value.where == str(path)
-    assert f"golden update --family {FAMILY}" in (caught.value.fix or "")
+    assert "golden update --root " in (caught.value.fix or "")
 
 
 def test_another_schema_is_named(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_missing_golden_names_the_file_and_the_command(tmp_path: Path) -> None
     with pytest.raises(GoldenMissing) as caught:
         load_golden(tmp_path, "cpu", FAMILY)
     assert f"{FAMILY}.json" in caught.value.text
-    assert f"fp8-harness golden update --family {FAMILY} --reason" in caught.value.text
+    assert f"fp8-harness golden update --root {tmp_path} --case single-bf16-v2048-s3-b16 --reason" in caught.value.text
 
 
 def test_a_folder_in_place_of_a_golden_is_damaged(tmp_path: Path) -> None:
@@ -298,3 +298,18 @@ def test_a_seal_is_renewed_by_the_tool_only(tmp_path: Path) -> None:
     first = write_sealed(path, golden())
     again = write_sealed(path, replace(first, data_digest="d2"))
     assert len(first.digest) == 64 and again.digest != first.digest
+
+
+STORED = sorted((Path(__file__).parents[2] / "golden" / "cpu").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_a_golden_of_an_earlier_version_is_read_and_written_to_the_same_bytes(tmp_path: Path, path: Path) -> None:
+    found = load_golden(path.parents[2], "cpu", path.stem)
+    assert write_golden(tmp_path, found).read_bytes() == path.read_bytes()
+
+
+def test_the_cpu_is_kept_with_a_golden(tmp_path: Path) -> None:
+    provenance = replace(golden().provenance, cpu="Xeon avx2", limits="ATEN_CPU_CAPABILITY=avx2")
+    write_golden(tmp_path, golden(provenance=provenance))
+    assert load_golden(tmp_path, "cpu", FAMILY).provenance == provenance

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from harness.report.markdown import markdown_report
-from harness.report.text import case_block, rich_table, text_report, text_table
+from harness.report.table import rich_table, text_table
+from harness.report.text import case_block
+from harness.report.text import text_report as report_with
 from harness.report.wording import finding_text, headline, not_judged_text, printable, totals_line
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
@@ -23,6 +26,10 @@ FINDING = Finding(
     expected="converted",
     found="plain",
 )
+
+
+def text_report(found: RunResult) -> str:
+    return report_with(found, rerun="fp8-harness run --rerun-failed")
 
 
 def failure(rank: int, *, traceback: str = "Traceback\n  boom", consequence: bool = False) -> RankFailure:
@@ -110,12 +117,55 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert printable("\x1b[31mred\x1b[0m\x07\x00 ok\ttab\r\nline\ud800") == "red ok\ttab\nline"
 
 
+def on_terminal(results: list[CaseResult], width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(rich_table(results, width=width), crop=False)
+    output: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in output.splitlines()]
+
+
 def test_the_rich_table_shows_brackets_as_they_are() -> None:
-    console = Console(file=io.StringIO(), width=200, color_system=None)
     finding = Finding(check="c", message="torch.Size([128, 1128]) [bold]x[/bold] [/]")
-    console.print(rich_table([result("a", Verdict.NUMERIC, finding)]))
-    output = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "torch.Size([128, 1128]) [bold]x[/bold] [/]" in output and "numeric" in output
+    for width in (60, 200):
+        text = " ".join(" ".join(on_terminal([result("a", Verdict.NUMERIC, finding)], width)).split())
+        assert "torch.Size([128, 1128]) [bold]x[/bold] [/]" in text and "numeric" in text
+
+
+IDS = [
+    "fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-f64",
+    "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-f64",
+    "hsdp2x2-tp2-tensorwise-tpstyle.fp8-dim.512-layers.4-ffn.1408-v2048-s3-seed1-b16-tol.0.05",
+]
+
+
+@pytest.mark.parametrize("width", range(60, 180))
+def test_the_table_never_splits_an_id_and_nothing_else_is_wider_than_the_terminal(width: int) -> None:
+    long = Finding(check="c", message="words " * 30)
+    lines = on_terminal([result(name, Verdict.NUMERIC, long) for name in IDS], width)
+    for name in IDS:
+        assert sum(line.startswith(name) for line in lines) == 1
+    assert all(len(line) <= width or line in IDS for line in lines)
+    assert sum(line.count("numeric") for line in lines) == len(IDS)
+    assert sum(line.count("words") for line in lines) == 30 * len(IDS)
+
+
+def test_an_id_has_a_line_of_its_own_only_where_there_is_no_room() -> None:
+    assert on_terminal([result("tp2-rowwise", Verdict.PASSED)], 60)[1].split() == [
+        "tp2-rowwise",
+        "passed",
+        "4",
+        "1.2",
+        "2.5",
+    ]
+    assert on_terminal([result(IDS[0])], 60)[1:3] == [IDS[0], "  passed      4    1.2   2.5"]
+
+
+def test_cases_that_were_not_run_are_one_line() -> None:
+    waiting = [result(f"w{number}", Verdict.NOT_RUN) for number in range(34)]
+    text = text_report(run(result(), *waiting, interrupted=True))
+    assert "\nnot run: 34 cases (`fp8-harness run --rerun-failed` runs them)\n" in text
+    assert "w7" not in text and "34 not_run" in text
+    assert "not run: 1 case (`fp8-harness run --rerun-failed` runs it)" in text_report(run(result(), waiting[0]))
 
 
 def test_markdown_lists_what_is_not_good_and_folds_the_rest() -> None:

@@ -9,7 +9,7 @@ import pytest
 from harness.project import Project
 from harness.running.rerun import rerun_query
 from harness.running.selection import NothingSelected
-from harness.store import RunStore
+from harness.store import RunOptions, RunStore
 from harness.verdict import Verdict
 from tests.builders import make_result
 
@@ -109,3 +109,19 @@ def test_a_run_in_which_all_is_good_has_nothing_to_run(project: Project) -> None
     new_run(project, GOOD).append(make_result(GOOD))
     with pytest.raises(NothingSelected, match="nothing failed in the last run"):
         rerun_query(project)
+
+
+def test_the_options_of_the_run_come_back(project: Project) -> None:
+    options = RunOptions(device="cpu", timeout_s=3.0, inject=("/fix.py:apply", "fault:amax_without_abs"))
+    RunStore(project.new_run_folder()).plan([GOOD], options)
+    found = rerun_query(project).options
+    assert found == options
+    words = "--device cpu --timeout-s 3 --inject /fix.py:apply --inject fault:amax_without_abs"
+    assert found.words == tuple(words.split())
+
+
+def test_a_list_of_cases_without_options_is_read(project: Project) -> None:
+    folder = project.new_run_folder()
+    (folder / "cases.json").write_text(f'{{"schema":1,"cases":["{GOOD}"]}}')
+    rerun = rerun_query(project)
+    assert (rerun.query.case_ids, rerun.options) == ((GOOD,), RunOptions())

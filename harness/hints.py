@@ -1,0 +1,75 @@
+"""The commands that messages suggest, one function each: what it returns works as printed, where it is printed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+_PROGRAM = "fp8-harness"
+_REASON = ("--reason", "why they change")
+
+
+def list_words() -> str:
+    """Lists the words of case ids."""
+    return _command("explain", "--ids")
+
+
+def explain_case(case_id: str) -> str:
+    """Describes a case with its rules and recorded faults."""
+    return _command("explain", case_id)
+
+
+def list_cases(sources: Sequence[str]) -> str:
+    """Lists the cases of tiers or files."""
+    return _command("list", *sources)
+
+
+def list_faults() -> str:
+    """Lists the planted faults."""
+    return _command("power", "--list")
+
+
+def list_checks() -> str:
+    """Lists the checks of `conformance`."""
+    return _command("conformance", "--list")
+
+
+def list_goldens() -> str:
+    """Lists the stored goldens."""
+    return _command("golden", "list")
+
+
+def rerun_failed(*, root: str | None) -> str:
+    """Runs what was not good, or never ran, in the last run of a project. `root` is what was given as --root."""
+    return _command("run", *(() if root is None else ("--root", root)), "--rerun-failed")
+
+
+def update_golden(case_id: str, *, root: Path) -> str:
+    """Makes the golden that a case is compared with."""
+    return _command("golden", "update", *_root(root), "--case", case_id, *_REASON)
+
+
+def update_missing_goldens(asked: Sequence[str]) -> str:
+    """Makes the goldens that are not stored; `asked` are the words that selected the cases."""
+    return _command("golden", "update", *asked, "--missing", "--reason", "first goldens")
+
+
+def choose_tier(file: str) -> str:
+    """Chooses the cases of a tier again."""
+    return _command("tier", "choose", file)
+
+
+def fit_costs() -> str:
+    """Measures what the cases of tier pr cost, witnesses included, and stores it."""
+    measure = _command("run", "pr", "--json", "result.json")
+    return f"FP8_HARNESS_STATE=$(mktemp -d) {measure} && {_command('tier', 'fit', 'result.json')}"
+
+
+def _root(root: Path) -> tuple[str, ...]:
+    """The option by which a project is found from the current folder."""
+    return () if Path.cwd().is_relative_to(root) else ("--root", str(root))
+
+
+def _command(*words: str) -> str:
+    return shlex.join([_PROGRAM, *words])

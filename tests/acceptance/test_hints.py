@@ -1,0 +1,184 @@
+"""Every command that a message suggests works as it is printed, in the situation that prints it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import hints
+from tests.acceptance.conftest import REPOSITORY, Command
+from tests.unit.test_costs import report
+
+PACKAGE = REPOSITORY / "harness"
+CPU = ("--device", "cpu")
+OTHERS = 'recipe = "rowwise", dp_shard = 2, steps = 3'
+PASSES = f"{OTHERS}, loss_tolerance = 0.05"
+
+# Commands in the text of files that print them without a function of `harness/hints.py`; each has a test below.
+BARE = {"fp8-harness tolerance measure"}
+NO_COMMANDS = {"fp8-harness zygote", "fp8-harness on both sides"}
+REMARKS = {"fp8-harness tier choose"}  # in the head of a file
+
+
+def literals(tree: ast.AST) -> Iterator[str]:
+    """The text that a module can print: no docstrings, and no examples of `--help`."""
+    silent: set[int] = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            silent.add(id(body[0].value))
+        named = isinstance(node, ast.Assign) and any("EPILOG" in ast.unparse(name) for name in node.targets)
+        if isinstance(node, ast.keyword) and node.arg == "epilog":
+            silent |= {id(each) for each in ast.walk(node.value)}
+        elif named:
+            silent |= {id(each) for each in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+            yield node.value
+
+
+def test_no_message_spells_a_command_without_its_function() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "hints.py"]
+    found = {
+        command: str(path.relative_to(PACKAGE))
+        for path in files
+        for text in literals(ast.parse(path.read_text()))
+        for command in re.findall(r"fp8-harness (?:[a-z]+ )*[a-z]+(?: --?[a-z-]+)*", text)
+    }
+    new = {command: file for command, file in found.items() if command not in BARE | NO_COMMANDS | REMARKS}
+    assert new == {}, "write a function in harness/hints.py, and its situation here"
+
+
+def only(text: str, start: str = "fp8-harness") -> str:
+    """The one command between backticks."""
+    (command,) = {each for each in re.findall(r"`([^`]+)`", " ".join(text.split())) if start in each}
+    return command
+
+
+def wrong_word(project: Command) -> str:
+    return project.run("explain", "single-xyz-v2048-f32").stderr
+
+
+def excluded_case(project: Command) -> str:
+    return project.run("run", *CPU, "--case", "fsdp3-bf16-v2048-f32").stderr
+
+
+def nothing_selected(project: Command) -> str:
+    project.tier("my tier", f"[[case]]\naxes = {{{OTHERS}}}\n")
+    return project.run("run", "smoke", "cases/my tier.toml", "--select", "tp=8").stderr
+
+
+def wrong_fault(project: Command) -> str:
+    return project.run("run", "--inject", "fault:zzz").stderr
+
+
+def no_check(project: Command) -> str:
+    return project.run("conformance", "--select", "zzz").stderr
+
+
+def wrong_family(project: Command) -> str:
+    return project.run("golden", "update", "smoke", "--family", "zzz", "--reason", "x").stderr
+
+
+def stopped(project: Command) -> str:
+    project.tier("bad", "".join(f"[[case]]\naxes = {{{PASSES}, lr = 0.00{number}}}\n" for number in range(1, 6)))
+    (project.folder / "patch.py").write_text("def apply():\n    raise ValueError(1)\n")
+    done = project.run("run", "bad", *CPU, "-x", "-j", "1", "--inject", "patch.py:apply")
+    (project.folder / "patch.py").write_text("def apply():\n    pass\n")
+    return next(line for line in done.stdout.splitlines() if line.startswith("not run: "))
+
+
+def damaged_golden(project: Command) -> str:
+    golden = next((project.folder / "golden" / "cpu").glob("tiny-v2048-*.json"))
+    golden.write_text(golden.read_text()[:100])
+    return project.run("run", "smoke", *CPU).stderr
+
+
+def no_goldens(project: Command) -> str:
+    own = "".join(f"[[case]]\naxes = {{{PASSES}, seed = {seed}}}\n" for seed in (8, 9))
+    (project.folder / "my own.toml").write_text(own)
+    done = project.run("run", "my own.toml", *CPU, "--select", "seed=9 dp_shard=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(line for line in done.stderr.splitlines() if line.startswith("goldens not stored"))
+
+
+def stale_choice(project: Command) -> str:
+    project.tier("pr", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2]\nrecipe = ["bf16", "rowwise"]\n')
+    chosen = project.folder / "cases" / "chosen" / "pr.toml"
+    chosen.parent.mkdir()
+    chosen.write_text('[[case]]\nid = "single-bf16-v2048-f32"\ncost_cpu_s = 1.0\nreason = "x"\n')
+    add_costs(project)
+    return project.run("list", "pr").stderr
+
+
+def no_costs(project: Command) -> str:
+    project.tier("pr", f"[[case]]\naxes = {{{PASSES}}}\n")
+    return project.run("run", "smoke", *CPU, "--budget-s", "60").stderr
+
+
+def add_costs(project: Command) -> None:
+    (project.folder / "golden" / "evidence").mkdir(exist_ok=True)
+    shutil.copy(REPOSITORY / "golden" / "evidence" / "costs.json", project.folder / "golden" / "evidence")
+
+
+SITUATIONS: dict[str, Callable[[Command], str]] = {
+    "list_words": wrong_word,
+    "explain_case": excluded_case,
+    "list_cases": nothing_selected,
+    "list_faults": wrong_fault,
+    "list_checks": no_check,
+    "list_goldens": wrong_family,
+    "rerun_failed": stopped,
+    "update_golden": damaged_golden,
+    "update_missing_goldens": no_goldens,
+    "choose_tier": stale_choice,
+    "fit_costs": no_costs,
+}
+
+
+def test_every_hint_has_a_situation() -> None:
+    defined = {name for name, value in vars(hints).items() if callable(value) and value.__module__ == hints.__name__}
+    assert {name for name in defined if not name.startswith("_")} == SITUATIONS.keys()
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_command_works_as_printed(project: Command, name: str) -> None:
+    command = only(SITUATIONS[name](project))
+    parts = command.split(" && ")
+    for part in parts:
+        done = project.shell(part, fake=True)
+        assert done.returncode == 0, f"{part}\n{done.stdout}{done.stderr}"
+        if part != parts[-1]:  # ranks without torch leave no solo witnesses to fit to
+            report(project.folder).rename(project.folder / "result.json")
+
+
+def test_a_damaged_chosen_case_names_its_tier(project: Command) -> None:
+    stale_choice(project)
+    chosen = project.folder / "cases" / "chosen" / "pr.toml"
+    chosen.write_text('[[case]]\nid = "x"\ncost_cpu_s = 1.0\nreason = "x"\n')
+    done = project.shell(only(project.run("list", "pr").stderr), fake=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_project_elsewhere_is_named(project: Command, tmp_path_factory: pytest.TempPathFactory) -> None:
+    damaged_golden(project)
+    elsewhere = Command(tmp_path_factory.mktemp("elsewhere"), project.environment)
+    command = only(elsewhere.run("run", "--root", str(project.folder), "smoke", *CPU).stderr)
+    done = elsewhere.shell(command, fake=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_measuring_a_tolerance_works_where_smoke_has_cases_without_one(project: Command) -> None:
+    project.tier("smoke", f"[[case]]\naxes = {{{OTHERS}}}\n")
+    assert project.shell("fp8-harness tolerance measure", fake=True).returncode == 0
+
+
+def test_what_each_golden_is_stored_in_is_printed(project: Command) -> None:
+    done = project.run("golden", "update", "smoke", *CPU, "--reason", "again")
+    stored = [Path(line.split("stored in ")[1]) for line in done.stdout.splitlines() if "stored in " in line]
+    assert sorted(stored) == sorted((project.folder / "golden" / "cpu").glob("*.json"))

@@ -1,0 +1,80 @@
+"""`fp8-harness new`: a case of one's own, from options to a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+import jsonschema
+import pytest
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Command
+
+OWN = ("--tp", "2", "--recipe", "rowwise", "--dim", "512", "--layers", "4", "--ffn-dim", "1408", "--steps", "3")
+
+
+def test_a_case_from_options_is_written_and_its_command_runs_it(project: Command) -> None:
+    done = project.run("new", "my cases.toml", *OWN, "--dtype", "bfloat16", "--loss-tolerance", "0.05")
+    assert done.returncode == 0, done.stderr
+    text = (project.folder / "my cases.toml").read_text()
+    assert text.startswith("#:schema file://") and text.splitlines()[0].endswith("/harness/schemas/case.schema.json")
+    assert "tp = 2  " in text and "# seq_len = 32  " in text
+    command = next(line for line in done.stdout.splitlines() if line.startswith("run it: ")).split(maxsplit=2)[2]
+    assert command == "fp8-harness run 'my cases.toml'"
+    ran = project.run(*shlex.split(command)[1:], "--device", "cpu")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "tp2-rowwise-dim.512-layers.4-ffn.1408-v2048-s3-b16-tol.0.05  passed" in ran.stdout
+
+
+def test_a_file_is_not_replaced_unasked(project: Command) -> None:
+    file = project.folder / "my.toml"
+    file.write_text("precious")
+    done = project.run("new", "my.toml", *OWN)
+    assert done.returncode == 2 and "this file exists" in done.stderr
+    assert file.read_text() == "precious"
+    assert project.run("new", "my.toml", *OWN, "--force").returncode == 0
+    assert "tp = 2" in file.read_text()
+
+
+def test_the_id_alone(shared: Command) -> None:
+    done = shared.run("new", "--id", *OWN, "--no-loss-parallel", "--filter-fqns", "wq", "--filter-fqns", "wk")
+    assert done.stdout == "tp2-nolp-rowwise-filter.wk+wq-dim.512-layers.4-ffn.1408-v2048-s3-f32\n"
+    assert shared.run("new", "--id", "--model", "llama3-8b-layer").stdout == "single-bf16-llama3.8b.layer-v2048-f32\n"
+
+
+def test_the_schema_is_one(shared: Command) -> None:
+    jsonschema.Draft202012Validator.check_schema(json.loads(shared.run("new", "--schema").stdout))
+
+
+def test_a_refusal_is_announced(project: Command) -> None:
+    options = ("--recipe", "tensorwise", "--tp", "2", "--output-layer", "--vocab-size", "2256")
+    done = project.run("new", "refused.toml", *options)
+    assert done.returncode == 0
+    assert "it must be refused: " in done.stdout and "not a multiple of 16" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--dp-shard", "3"), "rule batch_divides_dp excludes fsdp3-bf16-v2048-f32: "),
+        (("--dp-shard", "3"), "Fix: change --dp-shard."),
+        (("--pad-inner-dim",), "this case ignores --pad-inner-dim"),
+        (("--dim", "100"), "dim 100 does not split into 8 heads"),
+        (("--tp", "0"), "tp = 0"),
+        (("--cp", "2"), "no such option: --cp. context parallelism is out of scope"),
+        (("--recipe", "rowwize"), "rowwise"),
+    ],
+)
+def test_impossible_options_are_explained_and_nothing_is_written(
+    project: Command, options: tuple[str, ...], words: str
+) -> None:
+    done = project.run("new", "bad.toml", *options)
+    assert done.returncode == 2
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (project.folder / "bad.toml").exists()
+
+
+def test_a_file_must_be_named(shared: Command) -> None:
+    assert "give FILE.toml, or --id" in shared.run("new", *OWN).stderr

@@ -1,0 +1,58 @@
+"""Without torch, a command that starts ranks is one line that says what to install; the others work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli.main import main
+
+CASE = "tp2-rowwise-v2048-f32"
+NEEDS_RANKS = (
+    ("run", "--case", CASE),
+    ("golden", "update", "--case", CASE, "--reason", "x"),
+    ("tolerance", "measure", "--case", CASE),
+    ("power", "--fault", "amax_without_abs"),
+    ("conformance",),
+)
+
+
+@pytest.fixture(autouse=True)
+def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cases", "golden"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FP8_HARNESS_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("FP8_HARNESS_PROGRAM", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+
+
+@pytest.mark.parametrize("arguments", NEEDS_RANKS, ids=" ".join)
+def test_what_to_install_is_one_line(arguments: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    shown = capfd.readouterr()
+    assert shown.err == (
+        "fp8-harness: error: torch is not installed, and ranks cannot train without. "
+        "Fix: pip install 'fp8-harness[train]'\n"
+    )
+    assert not Path("state").exists()
+
+
+def test_both_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    assert main(NEEDS_RANKS[0]) == 2
+    assert "torch and torchao are not installed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("explain", CASE), ("list", "--case", CASE), ("new", "--id"), ("version",)])
+def test_what_needs_no_ranks_works(arguments: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0, capfd.readouterr().err
+
+
+def test_a_rank_program_of_ones_own_may_need_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.running.plan import make_plan
+
+    monkeypatch.setenv("FP8_HARNESS_PROGRAM", "my.ranks")
+    assert make_plan(device="cpu").program == "my.ranks"

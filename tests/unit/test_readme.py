@@ -1,0 +1,43 @@
+"""What the README shows: its case file is valid, its words are those of the table, its commands exist."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import click
+import jsonschema
+
+from harness.cli.main import app
+from harness.matrix.casefile import parse_case_file
+from harness.matrix.caseid import case_id, id_words
+from harness.matrix.caseschema import case_file_schema
+from harness.matrix.tier import select
+from harness.matrix.words import meaning_of
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+TOML = re.findall(r"^```toml\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)[0]
+
+
+def test_the_case_file_is_valid() -> None:
+    jsonschema.validate(tomllib.loads(TOML), case_file_schema())
+    file = parse_case_file(TOML, where="README.toml")
+    assert case_id(file.cases[0]) == "tp4-rowwise-ac.full-v2256-f32"
+    assert len(select(file, known=()).cases) > 4
+
+
+def test_the_words_of_the_id_are_explained_as_the_tool_does() -> None:
+    shown = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", README, flags=re.MULTILINE))
+    assert all(shown[word] == meaning_of(word) for word in id_words("tp4-rowwise-ac.full-v2256-f32"))
+
+
+def test_the_commands_exist_with_these_options() -> None:
+    lines = re.findall(r"^fp8-harness (\w+)(.*)$", README, flags=re.MULTILINE)
+    assert len(lines) > 10
+    context = click.Context(app)
+    for name, rest in lines:
+        command = app.get_command(context, name)
+        assert command is not None, name
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"(?<= )--?[a-z][\w-]*", rest.partition("#")[0])) <= known, rest
