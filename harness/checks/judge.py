@@ -36,13 +36,14 @@ from harness.checks import (
     scales,
     traffic,
 )
+from harness.checks.causes import by_cause
 from harness.checks.ranks import format_ranks
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.expect.expectations import Expectations, version_gap
 from harness.matrix.case import Case
 from harness.trace import RankFailure, RankTrace, Run
-from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
+from harness.verdict import UNJUDGED, Finding, GoldenSource, NotJudged, Verdict
 
 ENGINE = "engine"  # the `check` of findings about ranks that did not finish
 JUDGE = "judge"  # the `check` of findings about the judgement itself
@@ -141,9 +142,9 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
         verdict, findings = Verdict.CRASH, (*findings, *_failures(run, "crash"))
     else:
         if not checks:
-            findings = (Finding(check=JUDGE, message="no check was executed: nothing was proven", expected="a check"),)
+            findings = (Finding(check=JUDGE, message=f"{UNJUDGED}no check was executed", expected="a check"),)
         verdict = _worst(findings)
-        findings = tuple(sorted(findings, key=_likely_cause))
+        findings = by_cause(findings)
     names = tuple(check.name for check in checks)
     return Judgement(verdict=verdict, findings=findings, checks=names, not_judged=skipped)
 
@@ -208,7 +209,7 @@ def _is_missing(check: Check, run: Run, witnesses: Witnesses) -> bool:
 def _no_record(check: Check, witnesses: Witnesses) -> Finding:
     record = check.record_of(witnesses.expect)
     assert record is not None
-    message = f"no rank recorded {_noun(record)}, which they were asked for: {check.name} proves nothing"
+    message = f"{UNJUDGED}no rank recorded {_noun(record)}, which they were asked for"
     return Finding(check=check.name, message=message, expected="a record of every rank", found="none")
 
 
@@ -223,11 +224,6 @@ def _worst(findings: tuple[Finding, ...]) -> Verdict:
             return verdict
     assert not verdicts, "every finding is numeric or invariant"
     return Verdict.PASSED
-
-
-def _likely_cause(finding: Finding) -> tuple[int, bool]:
-    """Sorts what is wrong first to the front: findings without a step, then by step, broken rules before numbers."""
-    return finding.step or 0, finding.verdict is not Verdict.INVARIANT
 
 
 def _failures(run: Run, status: str) -> tuple[Finding, ...]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from harness.report.wording import (
     aligned,
     failure_text,
-    finding_text,
+    findings_texts,
     headline,
+    outcome,
     retried,
     totals_text,
 )
@@ -47,8 +48,8 @@ def text_table(results: Sequence[CaseResult]) -> str:
 def case_block(result: CaseResult) -> str:
     """The findings, tracebacks and retries of a case, and the command that reproduces it."""
     lines = [
-        f"{result.case_id} {result.verdict.phrase}",
-        *(indent(finding_text(finding), "  ") for finding in result.findings),
+        f"{result.case_id} {outcome(result)}",
+        *(indent(text, "  ") for text in findings_texts(result.findings)),
         *(indent(text, "  ") for text in _failure_texts(result.run.failures if result.run else ())),
         *([f"  {retried(result)}"] if retried(result) else []),
         *([f"  reproduce: {result.command}"] if result.command else []),

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
+from textwrap import indent
 
+from harness.checks.causes import first_effect
 from harness.report.document import check_totals, verdict_totals
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
@@ -52,6 +54,21 @@ def finding_text(finding: Finding) -> str:
         *(f"  {name}: {value}" for name, value in values if value is not None),
     ]
     return printable("\n".join(lines))
+
+
+def findings_texts(findings: Sequence[Finding]) -> list[str]:
+    """All findings of a case, in groups where some of them are likely to be effects of those before them."""
+    split, texts = first_effect(findings), [finding_text(finding) for finding in findings]
+    if split is None:
+        return texts
+    groups = {"nearest to the cause:": texts[:split], "what may follow from it:": texts[split:]}
+    return ["\n".join([title, *(indent(text, "  ") for text in group)]) for title, group in groups.items()]
+
+
+def outcome(result: CaseResult) -> str:
+    """How a case ended, as the end of a sentence that starts with its id."""
+    unjudged = bool(result.findings) and not any(finding.judged for finding in result.findings)
+    return "could not be judged" if unjudged else result.verdict.phrase
 
 
 def headline(result: CaseResult) -> str:

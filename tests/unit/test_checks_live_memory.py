@@ -114,7 +114,7 @@ def test_the_message_names_the_holder() -> None:
 
 def test_what_was_not_recorded_is_a_finding() -> None:
     for found in check(CASE, records(CASE), None):
-        assert [finding.message for finding in found] == ["no record of saved memory on rank 1"]
+        assert [finding.message for finding in found] == ["cannot be judged: no record of saved memory on rank 1"]
     for found in check(CASE, records(CASE)[:2], records(CASE)):
         assert places(found) == [(0, 3), (0, 3)]
     assert all(check(CASE))

@@ -174,4 +174,4 @@ def test_a_checkpointed_block_that_repeats_nothing_does_not_pass(lost: str) -> N
 def test_what_was_not_recorded_is_a_finding() -> None:
     assert [each.check for each in check(FULL, None, saved(FULL))] == ["memory", "recompute"]
     (found,) = check(FULL, divided(FULL), None)
-    assert found.message == "no record of saved memory on ranks 0-1"
+    assert found.message == "cannot be judged: no record of saved memory on ranks 0-1"

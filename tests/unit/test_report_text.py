@@ -68,6 +68,28 @@ def test_a_finding_says_where_what_expected_and_found() -> None:
     assert "[step 0, rank 0]" in finding_text(Finding(check="c", message="m", step=0, rank=0))
 
 
+def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
+    wrong = Finding(check="parity", message="21 of 21 gradients differ", step=3, verdict=Verdict.NUMERIC)
+    assert case_block(result("bad", Verdict.INVARIANT, FINDING, wrong)).splitlines()[1:] == [
+        "  nearest to the cause:",
+        "    fp8_on [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
+        "    second line",
+        "      expected: converted",
+        "      found: plain",
+        "  what may follow from it:",
+        "    parity [step 3]: 21 of 21 gradients differ",
+        "  reproduce: fp8-harness run --case bad",
+    ]
+    assert "cause" not in case_block(result("bad", Verdict.INVARIANT, FINDING, FINDING))
+
+
+def test_a_case_that_lacks_something_did_not_fail_a_check() -> None:
+    lacks = Finding(check="loss_vs_golden", message="cannot be judged: no golden is stored")
+    assert case_block(result("bad", Verdict.INVARIANT, lacks)).startswith("bad could not be judged\n")
+    both = case_block(result("bad", Verdict.INVARIANT, FINDING, lacks))
+    assert both.startswith("bad failed a non-numeric check\n") and "cannot be judged: no golden is stored" in both
+
+
 def test_the_report_has_a_block_for_what_is_not_good_only() -> None:
     text = text_report(run(result(), result("known", Verdict.KNOWN, FINDING), result("bad", Verdict.NUMERIC, FINDING)))
     assert "bad computed wrong numbers" in text
