@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from harness.checks.assembly import nan_is_worst
 from harness.checks.mismatch import Mismatch, findings_by_rule
 from harness.checks.ranks import format_ranks, traces_by_rank
 from harness.checks.scale_rules import Broken, power_of_two_rule, tensorwise_rule, value_rules
@@ -143,17 +144,17 @@ def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[M
             expected, found = f"that of rank {rank}: {cast.scale.maximum!r}", f"{theirs.scale.maximum!r}"
             yield _mismatch(other, theirs, "TP ranks use different scales for the same tensor", expected, found)
     if case.float8.traits.one_scale_per_tensor:
-        for broken in tensorwise_rule(cast, max(each.amax for each in group.values())):
+        for broken in tensorwise_rule(cast, max((each.amax for each in group.values()), key=nan_is_worst)):
             yield _mismatch(rank, cast, *broken)
     else:
-        highest = max(each.scaled_amax_maximum for each in group.values())
+        highest = max((each.scaled_amax_maximum for each in group.values()), key=nan_is_worst)
         yield from _power_of_two(rank, cast, highest, highest)
 
 
 def _row_scales(rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
     """One scale per row. Ranks with equal scales hold shards of the same rows: only the largest can be judged then."""
     if len({each.scale.digest for each in group.values()}) == 1 and len(group) > 1:
-        highest = max(each.scaled_amax_maximum for each in group.values())
+        highest = max((each.scaled_amax_maximum for each in group.values()), key=nan_is_worst)
         yield from _power_of_two(rank, group[rank], highest, highest)
         return
     for other, theirs in group.items():

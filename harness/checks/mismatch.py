@@ -18,6 +18,11 @@ def size_of_error(name: str, found: float, expected: float) -> float:
     return difference / abs(expected) if expected else math.nan
 
 
+def same_number(found: float, expected: float) -> bool:
+    """True for equal numbers, and for NaN on both sides: it is then nothing that differs."""
+    return found == expected or (math.isnan(found) and math.isnan(expected))
+
+
 class Mismatch(NamedTuple):
     """One wrong value. Mismatches sort by step and order of execution."""
 

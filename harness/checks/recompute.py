@@ -71,9 +71,9 @@ def _of_graphs(case: Case, trace: RankTrace) -> Iterator[Finding]:
 def _unequal(case: Case, trace: RankTrace) -> Iterator[Mismatch]:
     for each in (*_repeated_casts(case, trace), *_recomputed_matmuls(trace)):
         for name, expected in each.first.items():
-            if each.second[name] != expected:
+            found = f"{each.second[name]}"
+            if found != f"{expected}":  # as texts: NaN equals NaN, and other numbers are written to the last bit
                 what = f"{each.what} differs from the first execution in its {name}"
-                found = f"{each.second[name]}"
                 yield Mismatch(each.step, each.order, trace.rank, each.fqn, what, f"{expected}", found)
 
 

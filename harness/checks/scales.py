@@ -10,7 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from harness.checks.mismatch import Mismatch, findings_by_rule
+from harness.checks.assembly import nan_is_worst
+from harness.checks.mismatch import Mismatch, findings_by_rule, same_number
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, casts_by_key
 from harness.checks.ranks import missing_records, traces_by_rank
 from harness.checks.scale_rules import (
@@ -129,11 +130,11 @@ def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterat
     """The scale is that of the amax of the whole tensor, or of the whole row, of which `group` holds the parts."""
     dim = scaled_dim(cast)
     if case.float8.traits.one_scale_per_tensor and dim is None:
-        yield from tensorwise_rule(cast, max(other.amax for other in group))
+        yield from tensorwise_rule(cast, max((other.amax for other in group), key=nan_is_worst))
         return
     # EXEMPT: rows of zeros, which the probe leaves out; and the smallest row where rows are sharded, because the amax
     # of each row may be on another rank.
-    highest = max(other.scaled_amax_maximum for other in group)
+    highest = max((other.scaled_amax_maximum for other in group), key=nan_is_worst)
     sharded = dim is None or any(placement == f"Shard({dim})" for placement in cast.placements)
     lowest = highest if sharded else min(other.scaled_amax_minimum for other in group)
     yield from power_of_two_rule(cast.target_dtype, lowest, highest)
@@ -185,7 +186,7 @@ def _operand_rules(case: Case, matmul: MatmulRecord, side: str, cast: CastRecord
     is_a = side == "a"
     scale, digest = (matmul.a_scale, matmul.a_digest) if is_a else (matmul.b_scale, matmul.b_digest)
     expected = _matmul_scales(case, matmul, cast.scale)
-    if (scale.minimum, scale.maximum) != expected:
+    if not all(map(same_number, (scale.minimum, scale.maximum), expected)):
         yield "matmul uses the wrong scale for its operand", f"{expected}", format_scale(scale)
     size = matmul.m * matmul.k if is_a else matmul.k * matmul.n
     whole = cast.elements == size and (matmul.gemm in ("forward", "recompute") or (matmul.gemm == "dgrad" and is_a))
@@ -204,7 +205,8 @@ def _matmul_scales(case: Case, matmul: MatmulRecord, scale: ScaleSummary) -> tup
 
 
 def _reciprocal(value: float) -> float:
-    return as_float32(1 / value) if math.isfinite(value) and value else math.nan
+    """As torch divides."""
+    return as_float32(1 / value) if value else math.copysign(math.inf, value)
 
 
 def _mismatch(rank: int, cast: CastRecord, rule: str, expected: str, found: str) -> Mismatch:

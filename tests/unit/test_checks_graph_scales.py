@@ -74,6 +74,15 @@ def test_correct_casts_have_no_finding() -> None:
     assert check(ROWWISE, with_one(own_rows)) == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
+    casts = [[shared(0, 1)], [shared(1, 1)]]
+    casts[rank][0] = replace(casts[rank][0], amax=math.nan)
+    casts = [[*mine, shared(rank, 2)] for rank, mine in enumerate(casts)]
+    (finding,) = check(TENSORWISE, casts)
+    assert finding.message.startswith("scale does not match the amax") and "amax nan" in (finding.expected or "")
+
+
 def test_a_step_without_casts_is_found() -> None:
     casts = with_one(shared)
     casts[1].pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +202,36 @@ def test_one_wrong_cast_is_found(change: Change, rule: str) -> None:
     first = next(record.index for record in run.traces[0].operands.casts if record.role == "grad_output")
     wrong = changed(run, lambda _: change, where=lambda record: record.index == first)
     assert any(rule in finding.message for finding in check(case(), wrong))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_scale_of_nan_is_nan_and_no_other_rule_is_broken(recipe: str) -> None:
+    of = case(recipe)
+
+    def change(record: CastRecord) -> Change:
+        numbers = dict.fromkeys(("amax", "scaled_amax_minimum", "scaled_amax_maximum"), math.nan)
+        return {**numbers, "scale": make_scale(math.nan, record.scale.shape, digest="nan"), "nonfinite": 1}
+
+    run = changed(clean(of), change, where=lambda record: True)
+    (trace,) = run.traces
+    assert trace.operands is not None
+    nan = make_scale(math.nan)
+    gradients = ("dgrad", "wgrad") if of.float8.traits.scales_gradients_afterwards else ()
+    matmuls = tuple(
+        one if one.gemm in gradients else replace(one, a_scale=nan, b_scale=nan) for one in trace.operands.matmuls
+    )
+    found = check(of, run_of(replace(trace, operands=OperandTrace(casts=trace.operands.casts, matmuls=matmuls))))
+    assert [one.message.partition(": ")[0] for one in found] == [
+        "scale is not positive and finite",
+        "float8 values are NaN or infinite",
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
+    of = case(tp=2)
+    run = changed(clean(of), lambda _: {"amax": math.nan}, rank=rank, where=lambda record: True)
+    assert any("does not match the amax" in one.message for one in check(of, run))
 
 
 def test_scales_of_rows_must_be_powers_of_two_that_fit() -> None:
