@@ -17,7 +17,7 @@ from harness.project import Project, find_project
 from harness.report.document import json_report
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
-from harness.report.text import case_block, rich_table, text_report
+from harness.report.text import bad_blocks, rich_table, text_report
 from harness.report.wording import not_judged_text, totals_text
 from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
@@ -145,9 +145,8 @@ def _print(result: RunResult, file: TextIO, *, quiet: bool) -> None:
             from rich.console import Console
 
             Console(file=file).print(rich_table(result.results))
-        for each in result.results:
-            if not each.verdict.good:
-                click.echo(f"\n{case_block(each)}", file=file)
+        for block in bad_blocks(result.results):
+            click.echo(f"\n{block}", file=file)
         click.echo(f"\n{totals_text(result)}", file=file)
     else:
         click.echo(text_report(result), nl=False, file=file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from harness.report.markdown import markdown_report
@@ -120,6 +121,24 @@ def test_equal_tracebacks_are_shown_once_and_consequences_are_not() -> None:
     assert "rank 1 raised in step 3: ValueError: x" in block
     assert "other" not in block
     assert "boom" in case_block(crashed(failure(1, consequence=True)))
+
+
+def test_a_traceback_of_several_cases_is_shown_with_the_first() -> None:
+    one, two = (replace(crashed(failure(0), failure(1)), case_id=name) for name in ("one", "two"))
+    printed = replace(two, run=run_of(failure(0, traceback="Traceback\n  boom\nlast output:\nother words")))
+    unlike = replace(crashed(failure(0, traceback="Traceback\n  bang")), case_id="three")
+    for text in (text_report(run(one, two, unlike)), markdown_report(run(one, printed, unlike))):
+        assert text.count("  boom") == 1 and text.count("  bang") == 1
+        assert text.count("rank 0 raised in step 3: ValueError: x\n  same traceback as one") == 1
+    assert "boom" in case_block(two)
+
+
+def test_stacks_of_stuck_ranks_are_left_to_the_finding_and_the_json_report() -> None:
+    stuck = failure(0, traceback='Current thread 0x0 (most recent call first):\n  File "x.py", line 1 in f')
+    stuck = replace(stuck, kind="stuck", message="did not finish")
+    assert "x.py" not in case_block(crashed(stuck))
+    block = case_block(crashed(replace(stuck, traceback=f"{stuck.traceback}\nlast output:\nwarned")))
+    assert "x.py" not in block and "last output:\n  warned" in block
 
 
 def test_a_long_traceback_shows_its_end() -> None:
