@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
+from harness.checks.amax_sources import Source, implied_source, of_steps
 from harness.checks.assembly import nan_is_worst
 from harness.checks.mismatch import Mismatch, findings_by_rule
 from harness.checks.ranks import format_ranks, traces_by_rank
-from harness.checks.scale_rules import Broken, power_of_two_rule, tensorwise_rule, value_rules
+from harness.checks.scale_rules import SCALE_NOT_FROM_AMAX, Broken, power_of_two_rule, tensorwise_rule, value_rules
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.matrix.mesh import peers
@@ -50,7 +52,31 @@ def check_graph_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
             *_counts(case, casts, witnesses.expect.compiled_linears),
             *_tp_groups(case, casts),
         ],
+        partial(_source, case, casts),
     )
+
+
+def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
+    """What the scale of a tensor was made from instead of the right amax; empty for others, and where nothing fits."""
+    if wrong.what != SCALE_NOT_FROM_AMAX or not case.float8.traits.one_scale_per_tensor:
+        return ""
+    amaxes = [_amaxes(case, casts, wrong.rank, (step, wrong.order)) for step in range(1, wrong.step + 1)]
+    group, cast = amaxes[-1], casts[wrong.rank][wrong.step, wrong.order]
+    sources = (
+        *(Source(f"the amax on rank {rank} alone", amax) for rank, amax in group.items()),
+        *of_steps({step: _largest(before) for step, before in enumerate(amaxes[:-1], 1)}),
+    )
+    return implied_source(cast.target_dtype, cast.scale.maximum, _largest(group), sources)
+
+
+def _amaxes(case: Case, casts: Casts, rank: int, place: tuple[int, int]) -> dict[int, float]:
+    """The amax of the cast at the same place on every TP rank."""
+    ranks = peers(case.layout, rank, ("tp",))
+    return {other: casts[other][place].amax for other in ranks if place in casts.get(other, {})}
+
+
+def _largest(amaxes: dict[int, float]) -> float:
+    return max(amaxes.values(), key=nan_is_worst, default=math.nan)
 
 
 def _unexpected(casts: Casts, unknown: Sequence[tuple[int, UnknownCast]]) -> list[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from harness.checks.ranks import format_ranks
@@ -53,15 +53,21 @@ class Mismatch(NamedTuple):
         )
 
 
-def findings_by_rule(check: str, mismatches: Iterable[Mismatch]) -> list[Finding]:
-    """One finding for every rule that is broken: the first place, how many mismatches there are, and on which ranks."""
+def findings_by_rule(
+    check: str, mismatches: Iterable[Mismatch], explain: Callable[[Mismatch], str] = lambda first: ""
+) -> list[Finding]:
+    """One finding for every rule that is broken: the first place, how many mismatches there are, and on which ranks.
+
+    `explain` may say of the first one how it came about.
+    """
     by_rule: dict[str, list[Mismatch]] = {}
     for mismatch in sorted(mismatches, key=lambda each: each[:3]):
         by_rule.setdefault(mismatch.what, []).append(mismatch)
     return [
         found[0].finding(
             check,
-            f"{rule}: first in {found[0].place}; {len(found)} in total on {format_ranks(each.rank for each in found)}",
+            f"{rule}: first in {found[0].place}; {len(found)} in total on {format_ranks(each.rank for each in found)}"
+            + (f"; {why}" if (why := explain(found[0])) else ""),
         )
         for rule, found in by_rule.items()
     ]

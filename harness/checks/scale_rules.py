@@ -54,8 +54,9 @@ def tensorwise_rule(cast: CastStatistics, amax: float) -> Iterator[Broken]:
     """The one scale of a tensor is the one for `amax`, the amax of the whole tensor."""
     expected = tensorwise_scale(cast.target_dtype, amax)
     if not same_number(cast.scale.maximum, expected):
-        limit = FLOAT8_MAX.get(cast.target_dtype, math.nan)
-        yield SCALE_NOT_FROM_AMAX, f"{expected!r} = {limit:g} / amax {amax!r}", f"{cast.scale.maximum!r}"
+        limit, found = FLOAT8_MAX.get(cast.target_dtype, math.nan), cast.scale.maximum
+        implied = f" = {limit:g} / amax {limit / found:.7g}" if found > 0 else ""
+        yield SCALE_NOT_FROM_AMAX, f"{expected!r} = {limit:g} / amax {amax!r}", f"{found!r}{implied}"
 
 
 def power_of_two_rule(target_dtype: str, lowest: float, highest: float) -> Iterator[Broken]:
@@ -63,11 +64,10 @@ def power_of_two_rule(target_dtype: str, lowest: float, highest: float) -> Itera
     limit = FLOAT8_MAX.get(target_dtype, math.nan)
     fits = lowest / limit > 0.5 * (1 - _LOG2_TOLERANCE) and highest / limit <= 1 + _LOG2_TOLERANCE
     if highest != 0 and not math.isnan(highest) and not fits:
-        expected, found = (
-            f"amax * scale in (1/2, 1] of {limit:g}",
-            f"{lowest / limit:.9g} to {highest / limit:.9g} of it",
-        )
-        yield SCALE_NOT_FROM_AMAX, expected, found
+        found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
+        if 0 < lowest <= highest < math.inf:
+            found += f", as for amaxes of {limit / highest / 2:.3g} to {limit / lowest:.3g} times the right ones"
+        yield SCALE_NOT_FROM_AMAX, f"amax * scale in (1/2, 1] of {limit:g}", found
 
 
 def as_float32(value: float) -> float:

@@ -179,6 +179,35 @@ def test_the_first_place_is_named_with_what_was_expected() -> None:
     assert "224.0 = 448 / amax 2.0" in (found[0].expected or "")
 
 
+def test_a_wrong_scale_says_which_amax_it_implies_and_whose_it_is() -> None:
+    of = case(tp=2)
+    local = changed(clean(of), lambda record: {"amax": AMAX / 2}, rank=0, where=lambda record: record.role == "input")
+    both = changed(local, rescaled(2.0), where=lambda record: record.role == "input")
+    found = next(one for one in check(of, both) if one.message.startswith("scale does not match the amax"))
+    assert found.message.endswith("on rank 0; it is the scale for the amax on rank 0 alone")
+    assert found.found is not None and found.found.endswith(": 448.0 = 448 / amax 1")
+    alone = changed(local, rescaled(2.0), rank=0, where=lambda record: record.role == "input")
+    unequal = next(one for one in check(of, alone) if "use different scales" in one.message)
+    assert unequal.rank == 1 and "it is the scale" not in unequal.message  # that of rank 1 is right
+
+
+def test_a_stale_scale_of_rows_names_its_step() -> None:
+    of = case("rowwise")
+
+    def fresh(record: CastRecord) -> Change:
+        scale = make_scale(128.0, record.scale.shape, minimum=64.0, digest=f"{record.step}", power_of_two=True)
+        return {"scale": scale, "scaled_amax_minimum": 300.0, "scaled_amax_maximum": 400.0}
+
+    def stale(record: CastRecord) -> Change:
+        return {"scale": replace(record.scale, digest="1"), "scaled_amax_maximum": 900.0}
+
+    run = changed(clean(of), fresh, where=lambda record: True)
+    wrong = changed(run, stale, where=lambda record: (record.step, record.role) == (2, "weight"))
+    found = next(one for one in check(of, wrong) if one.message.startswith("scale does not match the amax"))
+    assert found.step == 2 and found.message.endswith("; it is the scale of step 1")
+    assert "for amaxes of 0.249 to 1.49 times the right ones" in (found.found or "")
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
