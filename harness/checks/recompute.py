@@ -19,6 +19,7 @@ from harness.matrix.linears import is_checkpointed
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord
 from harness.verdict import Finding
+from harness.words import counted
 
 NAME = "recompute"
 
@@ -57,7 +58,8 @@ def _of_graphs(case: Case, trace: RankTrace) -> Iterator[Finding]:
         first = unequal[0]
         yield Finding(
             check=NAME,
-            message=f"{len(unequal)} nodes of backward graphs are not those of forward that they repeat: {first.node}",
+            message=f"{counted(len(unequal), 'node of backward graphs is', 'nodes of backward graphs are')} not as in "
+            f"forward: {first.node}",
             expected=first.forward,
             found=first.backward,
         )

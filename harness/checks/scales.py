@@ -34,6 +34,7 @@ from harness.matrix.mesh import DP_AXES, peers
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding
+from harness.words import counted
 
 NAME = "scales"
 
@@ -84,9 +85,10 @@ def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
             for site in sorted(sites):
                 count, forms = found[CastKey(step, *site)], expected.get(site, ())
                 if count != len(forms) and not (site.phase == "all_gather" and count > len(forms) > 0):
-                    what = f"{site.role} casts in {site.phase}"
                     index = next((cast.index for (key, _), cast in by_key.items() if key.step == step), 0)
-                    wanted, got = f"{len(forms)} {what}", f"{count} {what}"
+                    wanted, got = (
+                        f"{counted(number, f'{site.role} cast')} in {site.phase}" for number in (len(forms), count)
+                    )
                     yield Mismatch(step, index, rank, site.fqn, "wrong number of casts", wanted, got)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from harness.cli.options import json_option
-from harness.report.wording import counted
 from harness.studies.conformance.judge import Conclusion
 from harness.verdict import ExitCode
+from harness.words import counted
 
 _EPILOG = """\b
 Examples:

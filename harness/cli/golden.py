@@ -16,7 +16,6 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.project import Project, find_project
 from harness.report.text import case_block
-from harness.report.wording import counted
 from harness.running.case_judge import prepare_judge
 from harness.running.machine import hardware, resolve_device
 from harness.running.plan import Plan
@@ -24,6 +23,7 @@ from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.studies.references import GoldenChange, make_goldens, needed_references
 from harness.verdict import ExitCode
+from harness.words import counted
 
 _NAMED_FILES = 5  # of those that differ from the commit
 

@@ -8,6 +8,7 @@ import click
 
 from harness.cli.options import query_options, root_option
 from harness.project import Project, find_project
+from harness.words import counted
 
 if TYPE_CHECKING:
     from harness.running.selection import Query
@@ -57,7 +58,7 @@ def list_command(  # noqa: PLR0913  one parameter an option
         if case_id(case) in reasons:
             found = reasons[case_id(case)]
             click.echo(f"     {found['cost_cpu_s']:.1f} CPU s; {found['reason']}")
-    click.echo(f"{len(cases)} cases", err=True)
+    click.echo(counted(len(cases), "case"), err=True)
 
 
 def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:

@@ -12,13 +12,13 @@ from harness.cli.options import plan_parameter, query_parameter, root_option
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
 from harness.project import find_project
 from harness.report.text import case_block
-from harness.report.wording import counted
 from harness.running.case_judge import known_here
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.studies.noise import environment, measure, measured_cases, over_seeds, recorded_cases
 from harness.verdict import ExitCode
+from harness.words import counted
 
 _MEASURE_EPILOG = """\b
 Examples:

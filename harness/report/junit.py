@@ -53,7 +53,7 @@ def _add_case(group: ElementTree.Element, result: CaseResult, suite: str) -> Non
         message = headline(result) or outcome(result)
         verdict = ElementTree.SubElement(case, element, {"type": result.verdict.value, "message": message})
         verdict.text = "\n".join(findings_texts(result.findings)) or outcome(result)
-    failures = result.run.failures if result.run else ()
+    failures = result.run.failures if result.run and element is not None else ()  # of a refusal that passed: none
     if failures:
         ElementTree.SubElement(case, "system-out").text = "\n\n".join(failure_text(failure) for failure in failures)
 

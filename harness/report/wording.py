@@ -15,14 +15,10 @@ from harness.report.document import check_totals, verdict_totals
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, Verdict
+from harness.words import counted
 
 # ANSI escape sequences, and all characters that XML 1.0 does not allow.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def counted(count: int, noun: str) -> str:
-    """The count with its noun in the right number: "1 case", "2 cases"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

@@ -11,6 +11,8 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
+from harness.words import counted
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -65,7 +67,7 @@ class PlainProgress:
     def started(self, name: str, ranks: int) -> None:
         """Write a line when verbose."""
         if self._verbose:
-            self._write(f"started {name} ({ranks} ranks)")
+            self._write(f"started {name} ({counted(ranks, 'rank')})")
 
     def finished(self, name: str, line: str, *, remarkable: bool) -> None:
         """Write the line."""

@@ -111,7 +111,7 @@ def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None
 def test_missing_amax_reductions_are_told_in_plain_words() -> None:
     wrong = without(TP, CollectiveKey("tp", "all_reduce", "max", "float64"))
     first, second = check(TP, wrong, wrong)
-    assert first.message.startswith("56 amax reductions are missing along tp")
+    assert first.message.startswith("56 amax reductions are missing along tp: ")
     assert (first.expected, first.found) == ("57 reductions by max along tp", "1")
     assert "amax of weight of layers.0.attention.wq" in (second.expected or "")
 

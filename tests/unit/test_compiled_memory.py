@@ -159,7 +159,7 @@ def test_lost_marks_are_found() -> None:
 
 def test_a_node_that_backward_repeats_otherwise_is_found() -> None:
     (found,) = check(FULL, divided(FULL, unequal=(UNEQUAL, UNEQUAL)), saved(FULL))
-    words = "2 nodes of backward graphs are not those of forward that they repeat: mul_3 on ranks 0-1"
+    words = "2 nodes of backward graphs are not as in forward: mul_3 on ranks 0-1"
     assert (found.check, found.message) == ("recompute", words)
     assert (found.expected, found.found) == (UNEQUAL.forward, UNEQUAL.backward)
 
