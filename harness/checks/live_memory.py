@@ -18,6 +18,7 @@ from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
 from harness.trace.traffic import LiveMemory, LiveTensor, Moment
 from harness.verdict import Finding
+from harness.words import counted
 
 NAME = "live_memory"
 LEAKS = "leaks"
@@ -138,4 +139,4 @@ def _contents(live: LiveMemory) -> tuple[int, list[tuple[str, int]]]:
 
 
 def _amount(storages: Iterable[LiveTensor | LiveStorage], scalars: int) -> str:
-    return f"{sum(each.nbytes for each in storages)} bytes, and {scalars} scalars"
+    return f"{sum(each.nbytes for each in storages)} bytes, and {counted(scalars, 'scalar')}"

@@ -57,7 +57,7 @@ def findings_texts(findings: Sequence[Finding]) -> list[str]:
     split, texts = first_effect(findings), [finding_text(finding) for finding in findings]
     if split is None:
         return texts
-    groups = {"nearest to the cause:": texts[:split], "what may follow from it:": texts[split:]}
+    groups = {"nearest to the cause:": texts[:split], "also found, likely effects:": texts[split:]}
     return ["\n".join([title, *(indent(text, "  ") for text in group)]) for title, group in groups.items()]
 
 

@@ -108,7 +108,7 @@ def test_the_message_names_the_holder() -> None:
     (found,), (leak,) = check(CASE, wrong, wrong)
     assert (found.check, found.step) == (NAME, 1)
     assert found.message.startswith("float32[4, 32, 128] of layers.1.kept is alive at the end of the step")
-    assert (leak.check, leak.step, leak.found) == (LEAKS, 3, "196608 bytes, and 1 scalars")
+    assert (leak.check, leak.step, leak.found) == (LEAKS, 3, "196608 bytes, and 1 scalar")
     assert leak.message.startswith("live memory grows: float32[4, 32, 128] of layers.1.kept is alive")
 
 

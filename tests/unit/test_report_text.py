@@ -77,7 +77,7 @@ def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
         "    second line",
         "      expected: converted",
         "      found: plain",
-        "  what may follow from it:",
+        "  also found, likely effects:",
         "    parity [step 3]: 21 of 21 gradients differ",
         "  reproduce: fp8-harness run --case bad",
     ]
