@@ -8,7 +8,7 @@ amax over them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from harness.checks.amax_sources import Source, implied_source, of_steps
@@ -65,8 +65,16 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
     sources = (
         *(Source(f"the amax on rank {rank} alone", amax) for rank, amax in group.items()),
         *of_steps({step: _largest(before) for step, before in enumerate(amaxes[:-1], 1)}),
+        *_other_casts(case, casts[wrong.rank].values(), cast),
     )
     return implied_source(cast.target_dtype, cast.scale.maximum, _largest(group), sources)
+
+
+def _other_casts(case: Case, casts: Iterable[GraphCast], cast: GraphCast) -> Iterator[Source]:
+    """The amaxes of the other casts in the same step; in bfloat16 none, whose amaxes are equal by chance."""
+    for other in casts:
+        if other.step == cast.step and other.order != cast.order and case.train.dtype != "bfloat16":
+            yield Source(f"the amax of cast {other.order} in {other.phase}", other.amax)
 
 
 def _amaxes(case: Case, casts: Casts, rank: int, place: tuple[int, int]) -> dict[int, float]:
