@@ -59,6 +59,9 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
+UNJUDGED = "cannot be judged: "  # in the message of a finding: what follows is missing, nothing was found wrong
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that is wrong: which check found it, where, what was expected and what was found."""
 
@@ -71,6 +74,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     expected: str | None = None
     found: str | None = None
     size: float | None = None  # how far off: relative for gradients and parameters, nats for a loss; None: no distance
+
+    @property
+    def judged(self) -> bool:
+        """False when it says that a check lacks something, such as a golden or a record, and proves nothing."""
+        return UNJUDGED not in self.message
 
 
 class NotJudged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

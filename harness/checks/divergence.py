@@ -18,7 +18,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.checks.mismatch import Mismatch
+from harness.checks.assembly import nan_is_worst
+from harness.checks.mismatch import Mismatch, same_number
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key
 from harness.checks.ranks import traces_by_rank
 from harness.checks.scale_rules import format_scale
@@ -132,7 +133,7 @@ class _Comparison:
         """What differs between a cast and the same cast in the witness."""
         tolerance = self._tolerance(found.role, found.step)
         if found.phase != "gathered":
-            amax = max(shard.amax for shard in shards)
+            amax = max((shard.amax for shard in shards), key=nan_is_worst)
             if not _close(amax, expected.amax, tolerance):
                 yield "amax", f"{expected.amax!r} ± {tolerance:g} of it", f"{amax!r}"
         if scaled_dim(found) is None and not _close(found.scale.maximum, expected.scale.maximum, tolerance):
@@ -165,7 +166,7 @@ class _Comparison:
         )
         if self._sums_in_order(found.step):
             texts = f"{format_scale(right[0])} x {right[1]}", f"{format_scale(wrong[0])} x {wrong[1]}"
-            return None if right == wrong else texts
+            return None if _bits(*right) == _bits(*wrong) else texts
         if (role == "weight" and self._scales_per_tp_rank) or not self._case.float8.traits.one_scale_per_tensor:
             return None  # EXEMPT: see `_is_scaled_per_tp_rank`; row scales are compared at their cast
         tolerance = self._tolerance(role, found.step)
@@ -181,7 +182,8 @@ def _exponents(
     sharded = found.placements[-1:] not in ((f"Shard({scaled_dim(found)})",), ("Replicate()",), ())
     wrong = _mean_exponent([shard.scale for shard in shards] if sharded else [found.scale])
     right = _mean_exponent([expected.scale])
-    if not abs(wrong - right) <= max(tolerance, 1e-9):  # the exponents are integers, their mean is rounded
+    rounding = 1e-9  # the exponents are integers, their mean is rounded
+    if not (same_number(wrong, right) or abs(wrong - right) <= max(tolerance, rounding)):
         yield "mean exponent of the scales", f"{right:.4f} ± {tolerance:g}", f"{wrong:.4f}"
 
 
@@ -189,5 +191,10 @@ def _mean_exponent(scales: list[ScaleSummary]) -> float:
     return sum(scale.log2_total for scale in scales) / sum(math.prod(scale.shape) for scale in scales)
 
 
+def _bits(scale: ScaleSummary, data_digest: str) -> tuple[object, ...]:
+    return scale.shape, scale.dtype, scale.digest, data_digest
+
+
 def _close(found: float, expected: float, tolerance: float) -> bool:
-    return found == expected or abs(found - expected) <= tolerance * abs(expected)
+    near = math.isfinite(expected) and abs(found - expected) <= tolerance * abs(expected)
+    return near or same_number(found, expected)

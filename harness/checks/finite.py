@@ -9,6 +9,7 @@ from functools import partial
 from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
+from harness.plural import counted
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
 
@@ -36,8 +37,8 @@ def _ranks(case: Case, run: Run) -> list[Finding]:
         _finding(
             message=f"{format_ranks(ranks)} {what}",
             rank=min(ranks),
-            expected=f"{case.world_size} ranks",
-            found=f"{len(run.traces)} traces",
+            expected=counted(case.world_size, "rank"),
+            found=counted(len(run.traces), "trace"),
         )
         for what, ranks in wrong.items()
         if ranks
@@ -51,8 +52,8 @@ def _steps(case: Case, run: Run) -> list[Finding]:
         _finding(
             message=f"{format_ranks(ranks)} did not record steps 1 to {case.train.steps}",
             rank=ranks[0],
-            expected=f"{len(expected)} steps: {_text(expected)}",
-            found=f"{len(steps)} steps: {_text(steps)}",
+            expected=f"{counted(len(expected), 'step')}: {_text(expected)}",
+            found=f"{counted(len(steps), 'step')}: {_text(steps)}",
         )
         for steps, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items()
         if steps != expected

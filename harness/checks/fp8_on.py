@@ -7,6 +7,7 @@ from functools import partial
 from harness.checks.ranks import format_ranks, group_ranks
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
+from harness.plural import counted
 from harness.trace import Run
 from harness.verdict import Finding
 
@@ -19,7 +20,7 @@ def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Findings when the wrong linears are converted on any rank, or when FP8 is not used at all."""
     fqns = witnesses.expect.converted_fqns
     if not run.traces:
-        return [_finding(message="no rank left a trace", expected=f"{case.world_size} ranks", found="0")]
+        return [_finding(message="no rank left a trace", expected=counted(case.world_size, "rank"), found="0")]
     if case.float8.enabled and not fqns:
         message = "the case asks for FP8 but converts no linear"
         return [_finding(message=message, expected="at least 1 linear", found="none")]

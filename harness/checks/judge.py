@@ -36,15 +36,16 @@ from harness.checks import (
     scales,
     traffic,
 )
-from harness.checks.ranks import format_ranks
+from harness.checks.causes import by_cause
+from harness.checks.failures import failures
+from harness.checks.stacks import LAST_OUTPUT
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.expect.expectations import Expectations, version_gap
 from harness.matrix.case import Case
 from harness.trace import RankFailure, RankTrace, Run
-from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
+from harness.verdict import UNJUDGED, Finding, GoldenSource, NotJudged, Verdict
 
-ENGINE = "engine"  # the `check` of findings about ranks that did not finish
 JUDGE = "judge"  # the `check` of findings about the judgement itself
 
 CheckFunction = Callable[[Case, Run, Witnesses], list[Finding]]
@@ -125,7 +126,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: Sequence[Check] = CHECKS) -> Judgement:
     """The verdict by rules 1 to 4. `status` is how the engine says the ranks ended."""
     if status in ("infra", "hang"):
-        return Judgement(verdict=Verdict(status), findings=_failures(run, status))
+        return Judgement(verdict=Verdict(status), findings=failures(run, status))
     checks, skipped = _applicable(run, status, witnesses, among)
     findings = tuple(
         finding
@@ -139,12 +140,12 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
     failed = status == "crash" or bool(run.failures)
     refused_as_expected = witnesses.expect.refusal is not None and bool(checks) and bool(run.failures) and not findings
     if failed and not refused_as_expected:
-        verdict, findings = Verdict.CRASH, (*findings, *_failures(run, "crash"))
+        verdict, findings = Verdict.CRASH, (*findings, *failures(run, "crash"))
     else:
         if not checks:
-            findings = (Finding(check=JUDGE, message="no check was executed: nothing was proven", expected="a check"),)
+            findings = (Finding(check=JUDGE, message=f"{UNJUDGED}no check was executed", expected="a check"),)
         verdict = _worst(findings)
-        findings = tuple(sorted(findings, key=_likely_cause))
+        findings = by_cause(findings)
     names = tuple(check.name for check in checks)
     partly = [
         NotJudged(check=name, reason=reason) for name, reason in witnesses.expect.partly_judged.items() if name in names
@@ -224,7 +225,7 @@ def _is_missing(check: Check, run: Run, witnesses: Witnesses) -> bool:
 def _no_record(check: Check, witnesses: Witnesses) -> Finding:
     record = check.record_of(witnesses.expect)
     assert record is not None
-    message = f"no rank recorded {_noun(record)}, which they were asked for: {check.name} proves nothing"
+    message = f"{UNJUDGED}no rank recorded {_noun(record)}, which they were asked for"
     return Finding(check=check.name, message=message, expected="a record of every rank", found="none")
 
 
@@ -241,32 +242,6 @@ def _worst(findings: tuple[Finding, ...]) -> Verdict:
     return Verdict.PASSED
 
 
-def _likely_cause(finding: Finding) -> tuple[int, bool]:
-    """Sorts what is wrong first to the front: findings without a step, then by step, broken rules before numbers."""
-    return finding.step or 0, finding.verdict is not Verdict.INVARIANT
-
-
-def _failures(run: Run, status: str) -> tuple[Finding, ...]:
-    """How the ranks failed; ranks with the same failure share a finding. Consequences only where no cause is known."""
-    failures = sorted(run.failures, key=lambda failure: failure.rank)
-    causes = [failure for failure in failures if not failure.consequence] or failures
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for failure in causes:
-        groups.setdefault((failure.kind, failure.phase, failure.message), []).append(failure.rank)
-    if not groups:
-        return (Finding(check=ENGINE, message=f"the engine reports {status}, but no rank reports a cause"),)
-    return tuple(
-        Finding(
-            check=ENGINE,
-            message=f"{format_ranks(ranks)} {kind}{f' in {phase}' if phase else ''}: {message}",
-            rank=ranks[0],
-            expected="every rank returns",
-            found=kind,
-        )
-        for (kind, phase, message), ranks in groups.items()
-    )
-
-
 def _decode(outcome: RankOutcome) -> RankTrace | RankFailure:
     if outcome.status == "returned":
         try:
@@ -281,7 +256,7 @@ def _decode(outcome: RankOutcome) -> RankTrace | RankFailure:
 
 def _failure(outcome: RankOutcome, kind: str, message: str) -> RankFailure:
     """The failure with the last output of the rank, which is kept nowhere else."""
-    output = f"last output:\n{outcome.log_tail}" if outcome.log_tail.strip() else ""
+    output = f"{LAST_OUTPUT}\n{outcome.log_tail}" if outcome.log_tail.strip() else ""
     return RankFailure(
         rank=outcome.rank,
         kind=kind,

@@ -15,6 +15,7 @@ from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.expect.live_memory import LiveStorage
 from harness.matrix.case import Case
+from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.trace.traffic import LiveMemory, LiveTensor, Moment
 from harness.verdict import Finding
@@ -138,4 +139,4 @@ def _contents(live: LiveMemory) -> tuple[int, list[tuple[str, int]]]:
 
 
 def _amount(storages: Iterable[LiveTensor | LiveStorage], scalars: int) -> str:
-    return f"{sum(each.nbytes for each in storages)} bytes, and {scalars} scalars"
+    return f"{sum(each.nbytes for each in storages)} bytes, and {counted(scalars, 'scalar')}"

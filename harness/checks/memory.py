@@ -15,12 +15,18 @@ from harness.checks.ranks import merge_ranks, missing_records
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
+from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
 
 NAME = "memory"
 MODES: tuple[CheckpointMode, ...] = ("none", "full", "selective_op", "selective_layer")
 
+
+_COMPUTED_AGAIN = (
+    "result that checkpointing computes again is",
+    "results that checkpointing computes again are",
+)
 
 _finding = partial(Finding, check=NAME)
 
@@ -63,7 +69,7 @@ def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
     if kept:
         most = max(kept, key=lambda tensor: tensor.nbytes)
         yield _finding(
-            message=f"{len(kept)} results that checkpointing computes again are saved for backward",
+            message=f"{counted(len(kept), *_COMPUTED_AGAIN)} saved for backward",
             expected="none of them is saved",
             found=f"{most.operator} {most.node}, {most.dtype}{list(most.shape)}, is the largest",
         )

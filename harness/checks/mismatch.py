@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from harness.checks.ranks import format_ranks
@@ -16,6 +16,11 @@ def size_of_error(name: str, found: float, expected: float) -> float:
     if name == "loss":
         return difference
     return difference / abs(expected) if expected else math.nan
+
+
+def same_number(found: float, expected: float) -> bool:
+    """True for equal numbers, and for NaN on both sides: it is then nothing that differs."""
+    return found == expected or (math.isnan(found) and math.isnan(expected))
 
 
 class Mismatch(NamedTuple):
@@ -48,15 +53,21 @@ class Mismatch(NamedTuple):
         )
 
 
-def findings_by_rule(check: str, mismatches: Iterable[Mismatch]) -> list[Finding]:
-    """One finding for every rule that is broken: the first place, how many mismatches there are, and on which ranks."""
+def findings_by_rule(
+    check: str, mismatches: Iterable[Mismatch], explain: Callable[[Mismatch], str] = lambda first: ""
+) -> list[Finding]:
+    """One finding for every rule that is broken: the first place, how many mismatches there are, and on which ranks.
+
+    `explain` may say of the first one how it came about.
+    """
     by_rule: dict[str, list[Mismatch]] = {}
     for mismatch in sorted(mismatches, key=lambda each: each[:3]):
         by_rule.setdefault(mismatch.what, []).append(mismatch)
     return [
         found[0].finding(
             check,
-            f"{rule}: first in {found[0].place}; {len(found)} in total on {format_ranks(each.rank for each in found)}",
+            f"{rule}: first in {found[0].place}; {len(found)} in total on {format_ranks(each.rank for each in found)}"
+            + (f"; {why}" if (why := explain(found[0])) else ""),
         )
         for rule, found in by_rule.items()
     ]

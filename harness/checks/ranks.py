@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from harness.trace import RankTrace, Run
-from harness.verdict import Finding
+from harness.verdict import UNJUDGED, Finding
 
 T = TypeVar("T", bound=Hashable)
 
@@ -45,7 +45,7 @@ def missing_records(run: Run, check: str, field: str) -> list[Finding]:
     if run.traces and not ranks:
         return []
     what = field.replace("_", " ")
-    message = f"no record of {what} on {format_ranks(ranks) if ranks else 'any rank'}"
+    message = f"{UNJUDGED}no record of {what} on {format_ranks(ranks) if ranks else 'any rank'}"
     return [Finding(check=check, message=message, rank=min(ranks, default=None), expected=f"{what} of every rank")]
 
 

@@ -16,6 +16,7 @@ from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.linears import is_checkpointed
+from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord
 from harness.verdict import Finding
@@ -57,7 +58,8 @@ def _of_graphs(case: Case, trace: RankTrace) -> Iterator[Finding]:
         first = unequal[0]
         yield Finding(
             check=NAME,
-            message=f"{len(unequal)} nodes of backward graphs are not those of forward that they repeat: {first.node}",
+            message=f"{counted(len(unequal), 'node of backward graphs is', 'nodes of backward graphs are')} not as in "
+            f"forward: {first.node}",
             expected=first.forward,
             found=first.backward,
         )
@@ -71,9 +73,9 @@ def _of_graphs(case: Case, trace: RankTrace) -> Iterator[Finding]:
 def _unequal(case: Case, trace: RankTrace) -> Iterator[Mismatch]:
     for each in (*_repeated_casts(case, trace), *_recomputed_matmuls(trace)):
         for name, expected in each.first.items():
-            if each.second[name] != expected:
+            found = f"{each.second[name]}"
+            if found != f"{expected}":  # as texts: NaN equals NaN, and other numbers are written to the last bit
                 what = f"{each.what} differs from the first execution in its {name}"
-                found = f"{each.second[name]}"
                 yield Mismatch(each.step, each.order, trace.rank, each.fqn, what, f"{expected}", found)
 
 

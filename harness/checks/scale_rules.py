@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Iterator
 
+from harness.checks.mismatch import same_number
 from harness.matrix.case import Case
 from harness.matrix.recipes import FLOAT8_MAX
 from harness.trace.operands import CastStatistics, ScaleSummary
@@ -28,7 +29,8 @@ def value_rules(case: Case, cast: CastStatistics) -> Iterator[Broken]:
         yield "scale has the wrong dtype", "float32", scale.dtype
     if not (scale.minimum > 0 and math.isfinite(scale.maximum)) and cast.elements:
         yield "scale is not positive and finite", "finite, above 0", f"{scale.minimum} to {scale.maximum}"
-    if case.float8.traits.power_of_two_scales and not scale.power_of_two:
+    finite = math.isfinite(scale.minimum) and math.isfinite(scale.maximum)
+    if case.float8.traits.power_of_two_scales and finite and not scale.power_of_two:
         yield "scale is not a power of two", "powers of two", f"{scale.minimum} to {scale.maximum}"
     for count, rule in (
         (cast.mismatched, "float8 data does not match its source and scale"),
@@ -51,21 +53,21 @@ def tensorwise_scale(target_dtype: str, amax: float) -> float:
 def tensorwise_rule(cast: CastStatistics, amax: float) -> Iterator[Broken]:
     """The one scale of a tensor is the one for `amax`, the amax of the whole tensor."""
     expected = tensorwise_scale(cast.target_dtype, amax)
-    if cast.scale.maximum != expected:
-        limit = FLOAT8_MAX.get(cast.target_dtype, math.nan)
-        yield SCALE_NOT_FROM_AMAX, f"{expected!r} = {limit:g} / amax {amax!r}", f"{cast.scale.maximum!r}"
+    if not same_number(cast.scale.maximum, expected):
+        limit, found = FLOAT8_MAX.get(cast.target_dtype, math.nan), cast.scale.maximum
+        implied = f" = {limit:g} / amax {limit / found:.7g}" if found > 0 else ""
+        yield SCALE_NOT_FROM_AMAX, f"{expected!r} = {limit:g} / amax {amax!r}", f"{found!r}{implied}"
 
 
 def power_of_two_rule(target_dtype: str, lowest: float, highest: float) -> Iterator[Broken]:
     """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into (1/2, 1] of fp8 max."""
     limit = FLOAT8_MAX.get(target_dtype, math.nan)
     fits = lowest / limit > 0.5 * (1 - _LOG2_TOLERANCE) and highest / limit <= 1 + _LOG2_TOLERANCE
-    if highest != 0 and not fits:
-        expected, found = (
-            f"amax * scale in (1/2, 1] of {limit:g}",
-            f"{lowest / limit:.9g} to {highest / limit:.9g} of it",
-        )
-        yield SCALE_NOT_FROM_AMAX, expected, found
+    if highest != 0 and not math.isnan(highest) and not fits:
+        found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
+        if 0 < lowest <= highest < math.inf:
+            found += f", as for amaxes of {limit / highest / 2:.3g} to {limit / lowest:.3g} times the right ones"
+        yield SCALE_NOT_FROM_AMAX, f"amax * scale in (1/2, 1] of {limit:g}", found
 
 
 def as_float32(value: float) -> float:

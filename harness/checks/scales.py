@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 
-from harness.checks.mismatch import Mismatch, findings_by_rule
+from harness.checks.amax_sources import Casts, cast_sources, earlier_casts, implied_by_power, implied_source
+from harness.checks.assembly import nan_is_worst
+from harness.checks.mismatch import Mismatch, findings_by_rule, same_number
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, casts_by_key
 from harness.checks.ranks import missing_records, traces_by_rank
 from harness.checks.scale_rules import (
+    SCALE_NOT_FROM_AMAX,
     Broken,
     as_float32,
     format_scale,
@@ -27,13 +31,14 @@ from harness.expect.expectations import Expectations
 from harness.expect.scale_groups import replica_axes, scale_axes, scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.mesh import DP_AXES, peers
+from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding
 
 NAME = "scales"
 
-Casts = dict[int, dict[tuple[CastKey, int], CastRecord]]  # of every rank
+_DIFFERENT_SCALES = "ranks that hold the same tensor use different scales"
 
 
 def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -52,7 +57,22 @@ def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
             *_separate_scales(case, casts),
             *(mismatch for trace in traces_by_rank(run) for mismatch in _matmuls(expect, trace)),
         ],
+        partial(_source, case, casts),
     )
+
+
+def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
+    """What a scale was made from instead of the right amax; empty for another rule, and where nothing fits."""
+    if wrong.what not in (SCALE_NOT_FROM_AMAX, _DIFFERENT_SCALES):
+        return ""
+    place, cast = next(item for item in casts[wrong.rank].items() if item[1].index == wrong.order)
+    group = _group(case, casts, wrong.rank, place)
+    if not case.float8.traits.one_scale_per_tensor:
+        earlier = earlier_casts(casts, wrong.rank, place)
+        return implied_by_power(cast, *_scaled_amaxes(cast, list(group.values())), earlier)
+    right = max((part.amax for part in group.values()), key=nan_is_worst)
+    sources = cast_sources(case, casts, wrong.rank, place, group)
+    return implied_source(cast.target_dtype, cast.scale.maximum, right, sources)
 
 
 def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
@@ -65,9 +85,10 @@ def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
             for site in sorted(sites):
                 count, forms = found[CastKey(step, *site)], expected.get(site, ())
                 if count != len(forms) and not (site.phase == "all_gather" and count > len(forms) > 0):
-                    what = f"{site.role} casts in {site.phase}"
                     index = next((cast.index for (key, _), cast in by_key.items() if key.step == step), 0)
-                    wanted, got = f"{len(forms)} {what}", f"{count} {what}"
+                    wanted, got = (
+                        f"{counted(number, f'{site.role} cast')} in {site.phase}" for number in (len(forms), count)
+                    )
                     yield Mismatch(step, index, rank, site.fqn, "wrong number of casts", wanted, got)
 
 
@@ -108,13 +129,11 @@ def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
     """Ranks that hold one tensor share its scale, and the scale is that of the amax over these ranks."""
     for rank, by_key in casts.items():
         for key, cast in by_key.items():
-            others = peers(case.layout, rank, scale_axes(case, cast))
-            group = {other: casts[other][key] for other in others if key in casts.get(other, {})}
+            group = _group(case, casts, rank, key)
             first = min(group)
             if cast.scale.digest != group[first].scale.digest:
                 expected = f"the scale of rank {first}: {format_scale(group[first].scale)}"
-                rule = "ranks that hold the same tensor use different scales"
-                yield _mismatch(rank, cast, rule, expected, format_scale(cast.scale))
+                yield _mismatch(rank, cast, _DIFFERENT_SCALES, expected, format_scale(cast.scale))
             replica = min(peers(case.layout, rank, replica_axes(cast)))
             if cast.data_digest != group.get(replica, cast).data_digest:
                 expected = f"the data of rank {replica}: {group[replica].data_digest}"
@@ -125,18 +144,28 @@ def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
                     yield _mismatch(rank, cast, *broken)
 
 
+def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> dict[int, CastRecord]:
+    """This cast on every rank that shares its scale."""
+    ranks = peers(case.layout, rank, scale_axes(case, casts[rank][place]))
+    return {other: casts[other][place] for other in ranks if place in casts.get(other, {})}
+
+
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:
     """The scale is that of the amax of the whole tensor, or of the whole row, of which `group` holds the parts."""
-    dim = scaled_dim(cast)
-    if case.float8.traits.one_scale_per_tensor and dim is None:
-        yield from tensorwise_rule(cast, max(other.amax for other in group))
+    if case.float8.traits.one_scale_per_tensor and scaled_dim(cast) is None:
+        yield from tensorwise_rule(cast, max((other.amax for other in group), key=nan_is_worst))
         return
+    yield from power_of_two_rule(cast.target_dtype, *_scaled_amaxes(cast, group))
+
+
+def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, float]:
+    """The smallest and the largest amax * scale of the tensor, or of its rows, of which `group` holds the parts."""
     # EXEMPT: rows of zeros, which the probe leaves out; and the smallest row where rows are sharded, because the amax
     # of each row may be on another rank.
-    highest = max(other.scaled_amax_maximum for other in group)
+    dim = scaled_dim(cast)
+    highest = max((other.scaled_amax_maximum for other in group), key=nan_is_worst)
     sharded = dim is None or any(placement == f"Shard({dim})" for placement in cast.placements)
-    lowest = highest if sharded else min(other.scaled_amax_minimum for other in group)
-    yield from power_of_two_rule(cast.target_dtype, lowest, highest)
+    return highest if sharded else min(other.scaled_amax_minimum for other in group), highest
 
 
 def _separate_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
@@ -185,7 +214,7 @@ def _operand_rules(case: Case, matmul: MatmulRecord, side: str, cast: CastRecord
     is_a = side == "a"
     scale, digest = (matmul.a_scale, matmul.a_digest) if is_a else (matmul.b_scale, matmul.b_digest)
     expected = _matmul_scales(case, matmul, cast.scale)
-    if (scale.minimum, scale.maximum) != expected:
+    if not all(map(same_number, (scale.minimum, scale.maximum), expected)):
         yield "matmul uses the wrong scale for its operand", f"{expected}", format_scale(scale)
     size = matmul.m * matmul.k if is_a else matmul.k * matmul.n
     whole = cast.elements == size and (matmul.gemm in ("forward", "recompute") or (matmul.gemm == "dgrad" and is_a))
@@ -204,7 +233,8 @@ def _matmul_scales(case: Case, matmul: MatmulRecord, scale: ScaleSummary) -> tup
 
 
 def _reciprocal(value: float) -> float:
-    return as_float32(1 / value) if math.isfinite(value) and value else math.nan
+    """As torch divides."""
+    return as_float32(1 / value) if value else math.copysign(math.inf, value)
 
 
 def _mismatch(rank: int, cast: CastRecord, rule: str, expected: str, found: str) -> Mismatch:

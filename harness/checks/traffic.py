@@ -13,6 +13,7 @@ from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
+from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
 
@@ -229,9 +230,10 @@ def _amax_reductions(step: _Step) -> Iterator[Finding]:
             message = f"amax is reduced over the wrong ranks: not along {axis}"
             values = f"{found[axis]} along {axis}, {elsewhere}"
         else:
-            message = f"{count - found[axis]} amax reductions are missing along {axis}: each shard uses its own scale"
+            missing = counted(count - found[axis], "amax reduction is", "amax reductions are")
+            message = f"{missing} missing along {axis}: each shard uses its own scale"
             values = str(found[axis])
-        wanted = f"{count} reductions by max along {axis}"
+        wanted = f"{counted(count, 'reduction')} by max along {axis}"
         yield _finding(message=message, step=step.number, expected=wanted, found=values)
 
 

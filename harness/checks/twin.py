@@ -10,6 +10,7 @@ import math
 
 import msgspec
 
+from harness.checks.assembly import nan_is_worst
 from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
 from harness.evidence.golden import Golden
 from harness.trace import Run
@@ -41,12 +42,14 @@ def with_twin_diagnosis(
 def _distance(run: Run, golden: Golden) -> float:
     """Largest |loss - golden| in nats over the steps that both have; NaN stays NaN."""
     gaps = [abs(step.loss - loss) for step, loss in zip(run.traces[0].steps, golden.losses, strict=False)]
-    return max(gaps, key=lambda gap: (math.isnan(gap), gap), default=0.0)
+    return max(gaps, key=nan_is_worst, default=0.0)
 
 
 def _diagnosis(found: float, twin: float | None) -> str:
     if twin is None:
         return "BF16 with the same layout could not be run: the layout or the environment may be at fault."
-    if not twin < found / 2:
+    if not math.isfinite(twin):
+        return "The loss of BF16 with the same layout is not finite: not FP8, look at layout and environment."
+    if math.isfinite(found) and twin >= found / 2:
         return f"BF16 with the same layout is {twin:.2g} nats away too: not FP8, look at layout and environment."
     return f"BF16 with the same layout is within {twin:.2g} nats of the golden: look at FP8."

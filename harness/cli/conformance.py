@@ -10,7 +10,7 @@ import click
 
 from harness.cli.options import json_option
 from harness.hints import list_checks
-from harness.report.wording import counted
+from harness.plural import counted
 from harness.studies.conformance.judge import Conclusion
 from harness.verdict import ExitCode
 

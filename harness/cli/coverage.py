@@ -10,6 +10,7 @@ import msgspec
 from harness.cli.options import root_option
 from harness.matrix.coverage import Coverage, coverage
 from harness.matrix.tier import Selection
+from harness.plural import counted
 from harness.project import find_project
 from harness.running.selection import Query, select_sources
 
@@ -69,8 +70,8 @@ def coverage_command(
 
 
 def _print(selection: Selection, account: Coverage, listed: str | None) -> None:
-    click.echo(f"{account.name}: {len(selection.cases)} cases of {selection.candidates} cells")
-    click.echo(f"\n{len(account.tuples)} combinations of {account.strength} values")
+    click.echo(f"{account.name}: {counted(len(selection.cases), 'case')} of {selection.candidates} cells")
+    click.echo(f"\n{counted(len(account.tuples), 'combination')} of {account.strength} values")
     for fate, count in account.counts.items():
         click.echo(f"  {count:>7}  {fate:<12} {_MEANINGS[fate]}")
     _print_rules("impossible combinations by rule", account.by_rule)

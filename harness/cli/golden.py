@@ -24,9 +24,9 @@ from harness.evidence.golden import (
 from harness.hints import list_goldens as stored_goldens
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
+from harness.plural import counted
 from harness.project import Project, find_project
 from harness.report.text import case_block
-from harness.report.wording import counted
 from harness.running.case_judge import prepare_judge
 from harness.running.machine import hardware, resolve_device
 from harness.running.plan import Plan

@@ -38,7 +38,7 @@ def list_command(  # noqa: PLR0913  one parameter an option
 ) -> None:
     """List the cases of tiers or files: world size and id."""
     from harness.matrix.caseid import case_id
-    from harness.report.wording import counted
+    from harness.plural import counted
     from harness.running.selection import Query, select_cases
 
     query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions)

@@ -10,6 +10,7 @@ import click
 
 from harness.cli.options import root_option
 from harness.durable import write_whole
+from harness.plural import counted
 from harness.project import find_project
 
 _CHOOSE_EPILOG = """\b
@@ -54,8 +55,8 @@ def choose_command(name: str, rounds: int, root: str | None) -> None:
     own_s = sum(each.cost_cpu_s for each in chosen)
     shared = {name: cost_s for each in chosen for name, cost_s in costs.price(each.case).shared_s.items()}
     click.echo(
-        f"{chosen_path(path)}: {len(chosen)} cases, {own_s:.0f} CPU s and {sum(shared.values()):.0f} for "
-        f"{len(shared)} witnesses"
+        f"{chosen_path(path)}: {counted(len(chosen), 'case')}, {own_s:.0f} CPU s and {sum(shared.values()):.0f} for "
+        f"{counted(len(shared), 'witness', 'witnesses')}"
     )
 
 

@@ -12,9 +12,9 @@ from harness.cli.options import plan_parameter, query_parameter, root_option
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
 from harness.hints import explain_case
 from harness.matrix.caseid import case_id
+from harness.plural import counted
 from harness.project import find_project
 from harness.report.text import case_block
-from harness.report.wording import counted
 from harness.running.case_judge import known_here
 from harness.running.plan import Plan
 from harness.running.progress import open_progress

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from harness.report.wording import counted
+from harness.plural import counted
 from harness.tables import TABLES, Rows, Table, Value
 
 _SHOWN_DIGITS = 6

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from harness.report.wording import failure_text, finding_text, headline, printable
+from harness.report.wording import failure_text, findings_texts, headline, outcome, printable
 from harness.result import CaseResult, RunResult
 from harness.verdict import Verdict
 
@@ -50,10 +50,10 @@ def _add_case(group: ElementTree.Element, result: CaseResult, suite: str) -> Non
     _add_properties(case, facts)
     element = _ELEMENTS.get(result.verdict)
     if element is not None:
-        message = headline(result) or result.verdict.phrase
+        message = headline(result) or outcome(result)
         verdict = ElementTree.SubElement(case, element, {"type": result.verdict.value, "message": message})
-        verdict.text = "\n".join(finding_text(finding) for finding in result.findings) or result.verdict.phrase
-    failures = result.run.failures if result.run else ()
+        verdict.text = "\n".join(findings_texts(result.findings)) or outcome(result)
+    failures = result.run.failures if result.run and element is not None else ()  # of a refusal that passed: none
     if failures:
         ElementTree.SubElement(case, "system-out").text = "\n\n".join(failure_text(failure) for failure in failures)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 
-from harness.report.text import case_block
+from harness.report.text import bad_blocks
 from harness.report.wording import headline, totals_line, unverified_text
 from harness.result import CaseResult, RunResult
 
@@ -18,7 +18,8 @@ def markdown_report(run: RunResult) -> str:
     state = "good" if run.exit_code == 0 else "not good"
     parts = [f"## fp8-harness: {state}", totals_line(run)]
     if bad:
-        parts += [_table(bad[:SHOWN_CASES]), *(_details(result) for result in bad[:SHOWN_CASES])]
+        shown = bad[:SHOWN_CASES]
+        parts += [_table(shown), *map(_details, shown, bad_blocks(shown))]
     if len(bad) > SHOWN_CASES:
         parts.append(f"… and {len(bad) - SHOWN_CASES} more that are not good.")
     unverified = unverified_text(run)
@@ -41,8 +42,7 @@ def _table(results: list[CaseResult]) -> str:
     return "\n".join(["| case | verdict | ranks | wall s | note |", "|---|---|---:|---:|---|", *rows])
 
 
-def _details(result: CaseResult) -> str:
-    block = case_block(result)
+def _details(result: CaseResult, block: str) -> str:
     longest = max(map(len, re.findall("`+", block)), default=0)
     fence = "`" * max(3, longest + 1)
     return _collapsed(f"{result.case_id}: {result.verdict.value}", f"{fence}text\n{block}\n{fence}")

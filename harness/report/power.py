@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from harness.jsonform import to_json
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import FAULT_CLASSES, CarrierKind, FaultClass, all_faults, carrier_kind
-from harness.report.wording import aligned, counted
+from harness.plural import counted
+from harness.report.wording import aligned
 from harness.studies.kill_matrix import LOSS_ONLY_NATS, SQNR_DB, Power, Trial
 
 _COLUMNS = ("", "fault", "case", "verdict", "step", "x limit", "loss", "sqnr", "detected by")

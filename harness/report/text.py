@@ -5,15 +5,20 @@ Plain text for logs and CI. The table for terminals is in `table.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from textwrap import indent
+from types import MappingProxyType
 
+from msgspec.structs import replace
+
+from harness.checks.stacks import LAST_OUTPUT
+from harness.plural import counted
 from harness.report.table import started, text_table
 from harness.report.wording import (
-    counted,
     failure_text,
-    finding_text,
+    findings_texts,
+    outcome,
     retried,
     totals_text,
 )
@@ -30,7 +35,7 @@ def text_report(run: RunResult, *, rerun: str) -> str:
 
 def blocks_text(run: RunResult, *, rerun: str) -> str:
     """A block for every case that ran and is not good, one line for all that were not run, and the totals."""
-    blocks = [case_block(result) for result in started(run.results) if not result.verdict.good]
+    blocks = bad_blocks(started(run.results))
     return "\n\n".join([*blocks, *filter(None, [_not_run(run, rerun)]), totals_text(run)]) + "\n"
 
 
@@ -39,28 +44,52 @@ def _not_run(run: RunResult, rerun: str) -> str:
     return f"not run: {counted(count, 'case')} (`{rerun}` runs {'it' if count == 1 else 'them'})" if count else ""
 
 
-def case_block(result: CaseResult) -> str:
-    """The findings, tracebacks and retries of a case, and the command that reproduces it."""
+def bad_blocks(results: Sequence[CaseResult]) -> list[str]:
+    """A block for every case that is not good. A traceback that several of them have is in the first one's alone."""
+    bad = [result for result in results if not result.verdict.good]
+    first: dict[str, str] = {}
+    for result in bad:
+        for failure in result.run.failures if result.run else ():
+            first.setdefault(_raised(failure), result.case_id)
+    return [case_block(result, first) for result in bad]
+
+
+def case_block(result: CaseResult, first: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The findings, tracebacks and retries of a case, and the command that reproduces it.
+
+    `first`: the case whose block has a traceback. This block refers to it if it is that of another case.
+    """
     lines = [
-        f"{result.case_id} {result.verdict.phrase}",
-        *(indent(finding_text(finding), "  ") for finding in result.findings),
-        *(indent(text, "  ") for text in _failure_texts(result.run.failures if result.run else ())),
+        f"{result.case_id} {outcome(result)}",
+        *(indent(text, "  ") for text in findings_texts(result.findings)),
+        *(indent(text, "  ") for text in _failure_texts(result, first)),
         *([f"  {retried(result)}"] if retried(result) else []),
         *([f"  reproduce: {result.command}"] if result.command else []),
     ]
     return "\n".join(lines)
 
 
-def _failure_texts(failures: Sequence[RankFailure]) -> list[str]:
+def _failure_texts(result: CaseResult, first: Mapping[str, str]) -> list[str]:
     """How ranks failed, without consequences, each traceback once; only the end of a long traceback."""
+    failures = result.run.failures if result.run else ()
     causes = [failure for failure in failures if not failure.consequence] or list(failures)
-    with_traceback = sorted(
-        (failure for failure in causes if failure.traceback), key=lambda item: (item.traceback, item.rank)
-    )
-    return [
-        _tail(failure_text(min(group, key=lambda failure: failure.rank)))
-        for _, group in groupby(with_traceback, key=lambda failure: failure.traceback)
-    ]
+    told = [failure for failure in (_told(each, result.case_id, first) for each in causes) if failure.traceback]
+    told.sort(key=lambda failure: (failure.traceback, failure.rank))
+    return [_tail(failure_text(next(group))) for _, group in groupby(told, key=lambda failure: failure.traceback)]
+
+
+def _told(failure: RankFailure, case_id: str, first: Mapping[str, str]) -> RankFailure:
+    """The failure without what is told elsewhere: where ranks are stuck, and the traceback of another case."""
+    _, mark, output = failure.traceback.partition(LAST_OUTPUT)
+    if failure.kind == "stuck":
+        return replace(failure, traceback=mark + output)
+    other = first.get(_raised(failure), case_id)
+    return failure if other == case_id else replace(failure, traceback=f"same traceback as {other}")
+
+
+def _raised(failure: RankFailure) -> str:
+    """The traceback without what the rank printed."""
+    return failure.traceback.partition(LAST_OUTPUT)[0].rstrip()
 
 
 def _tail(text: str) -> str:

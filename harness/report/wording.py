@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
+from textwrap import indent
 
+from harness.checks.causes import first_effect
+from harness.plural import counted
 from harness.report.document import check_totals, verdict_totals
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
@@ -16,11 +19,6 @@ from harness.verdict import Finding, Verdict
 
 # ANSI escape sequences, and all characters that XML 1.0 does not allow.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-def counted(count: int, noun: str) -> str:
-    """The count with its noun in the right number: "1 case", "2 cases"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
@@ -52,6 +50,21 @@ def finding_text(finding: Finding) -> str:
         *(f"  {name}: {value}" for name, value in values if value is not None),
     ]
     return printable("\n".join(lines))
+
+
+def findings_texts(findings: Sequence[Finding]) -> list[str]:
+    """All findings of a case, in groups where some of them are likely to be effects of those before them."""
+    split, texts = first_effect(findings), [finding_text(finding) for finding in findings]
+    if split is None:
+        return texts
+    groups = {"nearest to the cause:": texts[:split], "also found, likely effects:": texts[split:]}
+    return ["\n".join([title, *(indent(text, "  ") for text in group)]) for title, group in groups.items()]
+
+
+def outcome(result: CaseResult) -> str:
+    """How a case ended, as the end of a sentence that starts with its id."""
+    unjudged = bool(result.findings) and not any(finding.judged for finding in result.findings)
+    return "could not be judged" if unjudged else result.verdict.phrase
 
 
 def headline(result: CaseResult) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from harness.checks import parity
+from harness.checks.causes import by_cause
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.checks.divergence import first_divergence
 from harness.checks.judge import Judgement, judge
@@ -123,7 +124,7 @@ def _explained(case: Case, run: Run, found: Judgement, golden: Golden | None, ca
     if recorded and any(finding.check == parity.NAME for finding in findings):
         solo = cache.solo_with_operands(case)
         first = None if solo is None else first_divergence(case, run, solo)
-        findings = findings if first is None else (*findings, first)
+        findings = findings if first is None else by_cause((*findings, first))
     if golden is not None and run.complete and needs_twin(findings):
         findings = with_twin_diagnosis(findings, run, golden, cache.twin(case))
     return msgspec.structs.replace(found, findings=findings)

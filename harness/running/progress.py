@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
+from harness.plural import counted
+
 _WIDE = 100  # columns from which the bar is long
 _TIME_WIDTH = 7  # 0:00:12
 _GAPS = 3 + 1  # between four columns, and one so that no terminal wraps
@@ -71,7 +73,7 @@ class PlainProgress:
     def started(self, name: str, ranks: int) -> None:
         """Write a line when verbose."""
         if self._verbose:
-            self._write(f"started {name} ({ranks} ranks)")
+            self._write(f"started {name} ({counted(ranks, 'rank')})")
 
     def finished(self, name: str, line: str, *, remarkable: bool) -> None:
         """Write the line."""

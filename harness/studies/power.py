@@ -226,7 +226,7 @@ def _trial(tried: _Tried, failing_clean: Mapping[str, frozenset[str]]) -> Trial:
         verdict=result.verdict,
         checks=tuple(sorted({finding.check for finding in findings})),
         first_step=min(steps, default=None),
-        excess=max(excesses, default=None),
+        excess=max(excesses, key=nan_is_worst, default=None),
         message=findings[0].message.splitlines()[0] if findings else "",
         baseline=tried.baseline,
     )

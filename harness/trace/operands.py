@@ -58,6 +58,7 @@ class CastRecord(CastStatistics, frozen=True, kw_only=True):
     source_dtype: str  # "float32", "bfloat16"
     axiswise_dim: int | None  # None: one scale for the tensor
     flushed: int  # elements that are not zero and became zero
+    largest: float | None = None  # largest value with its sign, where one scale spans the tensor
     data_digest: str
 
 

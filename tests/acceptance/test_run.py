@@ -73,8 +73,11 @@ def test_rank_raises(project: Command) -> None:
 
 
 def test_rank_hangs(project: Command) -> None:
-    code, case, _ = failing(project, 2, "--timeout-s", "2")
+    code, case, text = failing(project, 2, "--timeout-s", "2")
     assert (code, case["verdict"]) == (1, "hang")
+    assert "rank 0 stuck: in _behave (" in case["findings"][0]["message"]
+    assert "in no collective" in text and "most recent call first" not in text
+    assert "in rank_main" in case["failures"][0]["traceback"]
 
 
 def test_nan_loss_is_reported_as_nan(project: Command) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -102,6 +103,7 @@ def test_the_first_is_named_by_step_rank_and_module(layout: Layout) -> None:
         (Layout(tp=2), "bfloat16", 1, 1.05, False),
         (Layout(tp=2), "float64", 1, float("nan"), True),
         (Layout(), "float32", 1, float("nan"), True),
+        (Layout(tp=2), "float32", 2, float("inf"), True),
     ],
 )
 def test_how_close_is_close_enough(layout: Layout, dtype: str, step: int, factor: float, diverges: bool) -> None:
@@ -110,6 +112,38 @@ def test_how_close_is_close_enough(layout: Layout, dtype: str, step: int, factor
     for rank in range(layout.tp):  # every piece: the largest magnitude counts
         run = changed(run, rank, step=step, fqn=FQNS[0], amax=factor)
     assert (first_divergence(of, run, witness) is not None) is diverges
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nan_in_one_part_diverges_and_in_both_runs_it_does_not(rank: int) -> None:
+    of = case(Layout(tp=2), dtype="float32")
+    run, witness = runs(of, ("Shard(0)",))
+    nan = {"step": 2, "fqn": FQNS[0], "amax": math.nan, "scale": make_scale(math.nan, digest="nan")}
+    here, there = changed(run, rank, **nan), changed(witness, 0, **nan)
+    found = first_divergence(of, here, witness)
+    assert found is not None and (found.step, found.found) == (2, "nan")
+    assert first_divergence(of, changed(here, 1 - rank, **nan), there) is None
+
+
+def test_infinity_in_the_witness_alone_diverges() -> None:
+    of = case(Layout(tp=2), dtype="float32")
+    run, witness = runs(of, ("Shard(0)",))
+    found = first_divergence(of, run, changed(witness, 0, step=2, fqn=FQNS[0], amax=math.inf))
+    assert found is not None and found.step == 2
+
+
+def test_matmuls_of_the_same_nan_do_not_diverge() -> None:
+    of = case(Layout(dp_shard=2))
+
+    def nan(trace: RankTrace) -> RankTrace:
+        assert trace.operands is not None
+        scales = {"a_scale": make_scale(math.nan, digest="nan"), "b_scale": make_scale(math.nan, digest="nan")}
+        matmuls = tuple(replace(each, **scales) for each in trace.operands.matmuls)
+        return replace(trace, operands=OperandTrace(casts=trace.operands.casts, matmuls=matmuls))
+
+    run, witness = (run_of(*map(nan, each.traces)) for each in runs(of))
+    assert first_divergence(of, run, witness) is None
+    assert first_divergence(of, run, runs(of)[1]) is not None
 
 
 def test_a_part_of_a_tensor_need_not_have_its_largest_magnitude() -> None:
@@ -134,7 +168,7 @@ def test_rows_are_compared_by_their_mean_exponent() -> None:
     run, witness = runs(of, ("Shard(0)",))
     rows, shards = make_scale(2.0, (4, 1), log2_total=4.0), make_scale(2.0, (2, 1), log2_total=2.0)
     witness = changed(witness, 0, step=1, fqn=FQNS[0], scale=rows, axiswise_dim=-1)
-    for log2_total, diverges in ((2.0, False), (3.0, True)):
+    for log2_total, diverges in ((2.0, False), (3.0, True), (math.nan, True)):
         wrong = replace(shards, log2_total=log2_total)
         pieces = changed(run, 0, step=1, fqn=FQNS[0], scale=shards, axiswise_dim=-1)
         pieces = changed(pieces, 1, step=1, fqn=FQNS[0], scale=wrong, axiswise_dim=-1)

@@ -112,7 +112,7 @@ def test_ranks_in_words() -> None:
 
 def test_the_words_of_the_findings() -> None:
     (lost,) = check(run(1), case(3))
-    assert (lost.message, lost.rank, lost.found) == ("ranks 1-2 left no trace", 1, "1 traces")
+    assert (lost.message, lost.rank, lost.found) == ("ranks 1-2 left no trace", 1, "1 trace")
     (none, *_) = check(run(2, steps=0))
     assert none.found == "0 steps: none"
     (short,) = check(run(2, steps=12), case(steps=13))

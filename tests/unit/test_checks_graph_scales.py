@@ -74,6 +74,37 @@ def test_correct_casts_have_no_finding() -> None:
     assert check(ROWWISE, with_one(own_rows)) == []
 
 
+def test_a_wrong_scale_says_whose_amax_it_implies() -> None:
+    own = make_scale(tensorwise_scale("float8_e4m3fn", AMAX[0]))
+    casts = [[replace(shared(rank, step), scale=own) for step in (1, 2)] for rank in range(2)]
+    found = next(one for one in check(TENSORWISE, casts) if one.message.startswith("scale does not match the amax"))
+    assert found.message.endswith("; it is the scale for the amax on rank 0 alone")
+    stale = make_scale(tensorwise_scale("float8_e4m3fn", 4.0))
+    casts = [
+        [replace(shared(rank, 1), amax=4.0, scale=stale), replace(shared(rank, 2), scale=stale)] for rank in (0, 1)
+    ]
+    found = next(one for one in check(TENSORWISE, casts) if one.message.startswith("scale does not match the amax"))
+    assert found.step == 2 and found.message.endswith("; it is the scale for the amax of step 1")
+
+
+@pytest.mark.parametrize(("dtype", "named"), [("f32", True), ("b16", False)])
+def test_a_scale_of_another_cast_names_it_unless_it_may_be_chance(dtype: str, named: bool) -> None:
+    case = parse_case_id(f"tp2-tensorwise-graph-v2048-s2-{dtype}")
+    other = replace(shared(0, 1), order=4, amax=8.0, scale=make_scale(tensorwise_scale("float8_e4m3fn", 8.0)))
+    casts = [[replace(shared(rank, 1), scale=other.scale), other, shared(rank, 2)] for rank in (0, 1)]
+    found = next(one for one in check(case, casts) if one.message.startswith("scale does not match the amax"))
+    assert found.message.endswith("; it is the scale for the amax of cast 4 in forward") is named
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
+    casts = [[shared(0, 1)], [shared(1, 1)]]
+    casts[rank][0] = replace(casts[rank][0], amax=math.nan)
+    casts = [[*mine, shared(rank, 2)] for rank, mine in enumerate(casts)]
+    (finding,) = check(TENSORWISE, casts)
+    assert finding.message.startswith("scale does not match the amax") and "amax nan" in (finding.expected or "")
+
+
 def test_a_step_without_casts_is_found() -> None:
     casts = with_one(shared)
     casts[1].pop()

@@ -212,3 +212,8 @@ def test_tokens_of_another_data_parallel_rank_are_found(digests: tuple[str | Non
     (finding,) = trained(*digests)
     assert finding.message.startswith("wrong tokens on rank") and finding.rank == 0
     assert (finding.expected, finding.found) == ("those of data-parallel rank 0", words)
+
+
+def test_nan_is_the_worst_distance_whichever_gradient_has_it() -> None:
+    assert math.isnan(worst_distance(run(grad_a_1=math.nan), solo(), step=1))
+    assert math.isnan(worst_distance(run(grad_b_1=math.nan), solo(), step=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -86,6 +87,17 @@ def test_a_cast_that_differs_is_found(phase: str, role: str, change: dict[str, A
     (found,) = check(FULL, OperandTrace(casts=wrong, matmuls=recorded(FULL).matmuls))
     assert (found.step, found.rank, found.module) == (1, 0, "layers.0.attention.wk")
     assert found.expected != found.found and "2 in total" in found.message
+
+
+def test_nan_that_is_computed_twice_does_not_differ() -> None:
+    def nan() -> Any:  # never the same object, as from another rank
+        return make_scale(math.nan, digest="nan")
+
+    mine = recorded(FULL)
+    casts = tuple(replace(one, scale=nan()) for one in mine.casts)
+    matmuls = tuple(replace(one, a_scale=nan(), b_scale=nan()) for one in mine.matmuls)
+    assert check(FULL, OperandTrace(casts=casts, matmuls=matmuls)) == []
+    assert len(check(FULL, OperandTrace(casts=(*casts[:-1], mine.casts[-1]), matmuls=matmuls))) == 1
 
 
 def test_a_gathered_weight_that_changes_between_forward_and_backward_is_found() -> None:

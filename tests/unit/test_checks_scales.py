@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +179,35 @@ def test_the_first_place_is_named_with_what_was_expected() -> None:
     assert "224.0 = 448 / amax 2.0" in (found[0].expected or "")
 
 
+def test_a_wrong_scale_says_which_amax_it_implies_and_whose_it_is() -> None:
+    of = case(tp=2)
+    local = changed(clean(of), lambda record: {"amax": AMAX / 2}, rank=0, where=lambda record: record.role == "input")
+    both = changed(local, rescaled(2.0), where=lambda record: record.role == "input")
+    found = next(one for one in check(of, both) if one.message.startswith("scale does not match the amax"))
+    assert found.message.endswith("on rank 0; it is the scale for the amax on rank 0 alone")
+    assert found.found is not None and found.found.endswith(": 448.0 = 448 / amax 1")
+    alone = changed(local, rescaled(2.0), rank=0, where=lambda record: record.role == "input")
+    unequal = next(one for one in check(of, alone) if "use different scales" in one.message)
+    assert unequal.rank == 1 and "it is the scale" not in unequal.message  # that of rank 1 is right
+
+
+def test_a_stale_scale_of_rows_names_its_step() -> None:
+    of = case("rowwise")
+
+    def fresh(record: CastRecord) -> Change:
+        scale = make_scale(128.0, record.scale.shape, minimum=64.0, digest=f"{record.step}", power_of_two=True)
+        return {"scale": scale, "scaled_amax_minimum": 300.0, "scaled_amax_maximum": 400.0}
+
+    def stale(record: CastRecord) -> Change:
+        return {"scale": replace(record.scale, digest="1"), "scaled_amax_maximum": 900.0}
+
+    run = changed(clean(of), fresh, where=lambda record: True)
+    wrong = changed(run, stale, where=lambda record: (record.step, record.role) == (2, "weight"))
+    found = next(one for one in check(of, wrong) if one.message.startswith("scale does not match the amax"))
+    assert found.step == 2 and found.message.endswith("; it is the scale of step 1")
+    assert "for amaxes of 0.249 to 1.49 times the right ones" in (found.found or "")
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -201,6 +231,36 @@ def test_one_wrong_cast_is_found(change: Change, rule: str) -> None:
     first = next(record.index for record in run.traces[0].operands.casts if record.role == "grad_output")
     wrong = changed(run, lambda _: change, where=lambda record: record.index == first)
     assert any(rule in finding.message for finding in check(case(), wrong))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_scale_of_nan_is_nan_and_no_other_rule_is_broken(recipe: str) -> None:
+    of = case(recipe)
+
+    def change(record: CastRecord) -> Change:
+        numbers = dict.fromkeys(("amax", "scaled_amax_minimum", "scaled_amax_maximum"), math.nan)
+        return {**numbers, "scale": make_scale(math.nan, record.scale.shape, digest="nan"), "nonfinite": 1}
+
+    run = changed(clean(of), change, where=lambda record: True)
+    (trace,) = run.traces
+    assert trace.operands is not None
+    nan = make_scale(math.nan)
+    gradients = ("dgrad", "wgrad") if of.float8.traits.scales_gradients_afterwards else ()
+    matmuls = tuple(
+        one if one.gemm in gradients else replace(one, a_scale=nan, b_scale=nan) for one in trace.operands.matmuls
+    )
+    found = check(of, run_of(replace(trace, operands=OperandTrace(casts=trace.operands.casts, matmuls=matmuls))))
+    assert [one.message.partition(": ")[0] for one in found] == [
+        "scale is not positive and finite",
+        "float8 values are NaN or infinite",
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
+    of = case(tp=2)
+    run = changed(clean(of), lambda _: {"amax": math.nan}, rank=rank, where=lambda record: True)
+    assert any("does not match the amax" in one.message for one in check(of, run))
 
 
 def test_scales_of_rows_must_be_powers_of_two_that_fit() -> None:

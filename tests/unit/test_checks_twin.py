@@ -33,11 +33,21 @@ def test_only_losses_ask_for_the_twin() -> None:
     [
         (run(8.0, 7.001), "look at FP8"),
         (run(8.0, 7.2), "not FP8"),
-        (run(8.0, math.nan), "not FP8"),
+        (run(8.0, math.nan), "not finite: not FP8"),
+        (run(8.0, math.inf), "not finite: not FP8"),
         (None, "could not be run"),
     ],
 )
-def test_the_twin_says_where_to_look(twin: Run | None, word: str) -> None:
-    loss, other = with_twin_diagnosis(OFF, run(8.0, 7.3), GOLDEN, twin)
+@pytest.mark.parametrize("found", [7.3, math.nan, math.inf])
+def test_the_twin_says_where_to_look(found: float, twin: Run | None, word: str) -> None:
+    if twin == run(8.0, 7.2) and not math.isfinite(found):
+        word = "look at FP8"  # whatever the twin is off by, it does not explain a loss that is no number
+    loss, other = with_twin_diagnosis(OFF, run(8.0, found), GOLDEN, twin)
     assert loss.message.startswith("off\n") and word in loss.message
-    assert other == OFF[1]
+    assert "nan" not in loss.message and other == OFF[1]
+
+
+@pytest.mark.parametrize("losses", [(math.nan, 7.0), (8.0, math.nan)])
+def test_nan_in_any_step_is_the_largest_distance(losses: tuple[float, float]) -> None:
+    (loss,) = with_twin_diagnosis(OFF[:1], run(8.0, 7.3), GOLDEN, run(*losses))
+    assert "not finite" in loss.message

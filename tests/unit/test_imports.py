@@ -25,7 +25,7 @@ LEVELS = [
     ["expect"],
     ["request", "result", "jsonform"],
     ["engine", "matrix", "durable"],
-    ["errors", "hints", "trace", "verdict"],
+    ["errors", "hints", "plural", "trace", "verdict"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 WORKER_MAY_READ = {"matrix", "trace", "request", "result", "verdict", "errors"}  # values

@@ -50,6 +50,11 @@ def test_a_case_has_its_facts() -> None:
     assert "why" in (case.findtext("system-out") or "")
 
 
+def test_a_refusal_that_passed_has_no_traceback() -> None:
+    refused = make_result(run=run_of(make_failure(0, traceback="Traceback"), make_failure(1, traceback="Traceback")))
+    assert parsed(refused).find(".//system-out") is None
+
+
 def test_a_known_fault_is_skipped_with_its_text() -> None:
     root = parsed(result(Verdict.KNOWN), result(Verdict.PASSED))
     (skipped,) = root.findall(".//skipped")

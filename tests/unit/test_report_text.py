@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harness.report.markdown import markdown_report
@@ -75,6 +76,28 @@ def test_a_finding_says_where_what_expected_and_found() -> None:
     assert "[step 0, rank 0]" in finding_text(Finding(check="c", message="m", step=0, rank=0))
 
 
+def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
+    wrong = Finding(check="parity", message="21 of 21 gradients differ", step=3, verdict=Verdict.NUMERIC)
+    assert case_block(result("bad", Verdict.INVARIANT, FINDING, wrong)).splitlines()[1:] == [
+        "  nearest to the cause:",
+        "    fp8_on [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
+        "    second line",
+        "      expected: converted",
+        "      found: plain",
+        "  also found, likely effects:",
+        "    parity [step 3]: 21 of 21 gradients differ",
+        "  reproduce: fp8-harness run --case bad",
+    ]
+    assert "cause" not in case_block(result("bad", Verdict.INVARIANT, FINDING, FINDING))
+
+
+def test_a_case_that_lacks_something_did_not_fail_a_check() -> None:
+    lacks = Finding(check="loss_vs_golden", message="cannot be judged: no golden is stored")
+    assert case_block(result("bad", Verdict.INVARIANT, lacks)).startswith("bad could not be judged\n")
+    both = case_block(result("bad", Verdict.INVARIANT, FINDING, lacks))
+    assert both.startswith("bad failed a non-numeric check\n") and "cannot be judged: no golden is stored" in both
+
+
 def test_the_report_has_a_block_for_what_is_not_good_only() -> None:
     text = text_report(run(result(), result("known", Verdict.KNOWN, FINDING), result("bad", Verdict.NUMERIC, FINDING)))
     assert "bad computed wrong numbers" in text
@@ -105,6 +128,24 @@ def test_equal_tracebacks_are_shown_once_and_consequences_are_not() -> None:
     assert "rank 1 raised in step 3: ValueError: x" in block
     assert "other" not in block
     assert "boom" in case_block(crashed(failure(1, consequence=True)))
+
+
+def test_a_traceback_of_several_cases_is_shown_with_the_first() -> None:
+    one, two = (replace(crashed(failure(0), failure(1)), case_id=name) for name in ("one", "two"))
+    printed = replace(two, run=run_of(failure(0, traceback="Traceback\n  boom\nlast output:\nother words")))
+    unlike = replace(crashed(failure(0, traceback="Traceback\n  bang")), case_id="three")
+    for text in (text_report(run(one, two, unlike)), markdown_report(run(one, printed, unlike))):
+        assert text.count("  boom") == 1 and text.count("  bang") == 1
+        assert text.count("rank 0 raised in step 3: ValueError: x\n  same traceback as one") == 1
+    assert "boom" in case_block(two)
+
+
+def test_stacks_of_stuck_ranks_are_left_to_the_finding_and_the_json_report() -> None:
+    stuck = failure(0, traceback='Current thread 0x0 (most recent call first):\n  File "x.py", line 1 in f')
+    stuck = replace(stuck, kind="stuck", message="did not finish")
+    assert "x.py" not in case_block(crashed(stuck))
+    block = case_block(crashed(replace(stuck, traceback=f"{stuck.traceback}\nlast output:\nwarned")))
+    assert "x.py" not in block and "last output:\n  warned" in block
 
 
 def test_a_long_traceback_shows_its_end() -> None:

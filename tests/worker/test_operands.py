@@ -181,6 +181,12 @@ def test_what_is_wrong_is_counted():
     assert measure_cast(cast_of(tiny)).flushed == 4
 
 
+def test_the_largest_value_keeps_its_sign_where_one_scale_spans_the_tensor():
+    for source in (some(16, 24), -some(16, 24).abs(), some(16, 24, dtype=torch.bfloat16)):
+        assert measure_cast(cast_of(source)).largest == source.max().item()
+        assert measure_cast(cast_of(source, dim=-1)).largest is None
+
+
 def test_rows_of_zeros_are_left_out():
     source = some(4, 16)
     source[2] = 0

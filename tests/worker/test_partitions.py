@@ -63,8 +63,8 @@ def test_generated_code_saves_and_repeats_what_it_must(trained, text: str):
     [
         ("compiled_checkpointing_lost", {"do not have the marks of checkpointing", "repeat nothing of forward"}),
         ("compiled_matmul_outputs_kept", {"that checkpointing computes again are saved for backward"}),
-        ("recomputed_cast_by_another_scale", {"1 nodes of backward graphs are not those of forward"}),
-        ("recomputed_norm_without_epsilon", {"2 nodes of backward graphs are not those of forward"}),
+        ("recomputed_cast_by_another_scale", {"1 node of backward graphs is not as in forward"}),
+        ("recomputed_norm_without_epsilon", {"2 nodes of backward graphs are not as in forward"}),
     ],
 )
 def test_planted_faults_are_found_and_named(trained, text: str, fault: str, words: set[str]):

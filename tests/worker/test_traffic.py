@@ -55,7 +55,7 @@ def test_clean_runs_send_what_the_formula_says(trained, text: str):
 def test_under_fsdp_and_tp_the_amax_of_a_gathered_weight_is_reduced_over_both_once_it_is_fixed(trained, text: str):
     assert findings(text, trained(parse_case_id(text), probes=TRAFFIC, injections=(WHOLE_WEIGHT,))) == []
     found = findings(text, trained(parse_case_id(text), probes=TRAFFIC))
-    assert any("amax reductions are missing along tp: each shard uses its own scale" in each.message for each in found)
+    assert any("missing along tp: each shard uses its own scale" in each.message for each in found)
 
 
 @pytest.mark.parametrize(

@@ -57,15 +57,20 @@ class CastNumbers(NamedTuple):
     nonfinite: int
     mismatched: int
     elements: int
+    largest: float | None
 
 
 class _Products(NamedTuple):
-    """The largest magnitude of all, and the smallest and largest of a row times its scale: 0 if all are zeros."""
+    """The largest magnitude of all, and the smallest and largest of a row times its scale: 0 if all are zeros.
+
+    `largest` is the largest value, where one scale spans the tensor.
+    """
 
     amax: float
     lowest: float  # rows of zeros left out
     highest: float
     bound: float  # no row left out
+    largest: float | None = None
 
 
 def measure_cast(cast: Cast) -> CastNumbers:
@@ -100,6 +105,7 @@ def measure(cast: HostCast) -> CastNumbers:
         nonfinite=_nonfinite(magnitudes, _NONFINITE_FROM[cast.dtype]),
         mismatched=_mismatched(scaled.to(cast.dtype), cast),
         elements=cast.shape.numel(),
+        largest=products.largest,
     )
 
 
@@ -108,10 +114,11 @@ def _products(source: torch.Tensor, scale: torch.Tensor, axiswise_dim: int | Non
         return _Products(0.0, 0.0, 0.0, 0.0)
     if axiswise_dim is None and scale.numel() == 1:
         values = _array(source)
-        amax = max(float(np.maximum.reduce(values, axis=None)), -float(np.minimum.reduce(values, axis=None)))
+        largest = float(np.maximum.reduce(values, axis=None))
+        amax = max(largest, -float(np.minimum.reduce(values, axis=None)))
         bound = amax * scale.item()
         product = bound if not amax < EPS else 0.0
-        return _Products(amax, product, product, bound)
+        return _Products(amax, product, product, bound, largest)
     return _row_products(source, scale, -1 if axiswise_dim is None else axiswise_dim)
 
 

@@ -1,0 +1,80 @@
+"""How ranks failed: a finding for ranks that failed alike, or that are stuck at the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from harness.checks.ranks import format_ranks
+from harness.checks.stacks import Place, main_stack, place_of
+from harness.trace import RankFailure, Run
+from harness.verdict import Finding
+
+ENGINE = "engine"  # the `check` of findings about ranks that did not finish
+
+_CALLED = ",\n    called from "
+
+
+class _Kind(NamedTuple):
+    """What ranks that failed alike have in common. `place` is that of a rank that is stuck."""
+
+    kind: str
+    phase: str
+    message: str
+    place: Place | None
+
+    def __str__(self) -> str:
+        backward = ", backward" if self.place is not None and self.place.backward else ""
+        return f"{self.kind}{f' in {self.phase}' if self.phase else ''}{backward}: {self.place or self.message}"
+
+    @property
+    def found(self) -> str:
+        """What is found instead of ranks that return."""
+        return self.kind if self.place is None else f"{self.kind} in {_CALLED.join(map(str, self.place.calls))}"
+
+    @property
+    def waits(self) -> bool:
+        """True if the ranks wait for others: they are not the cause."""
+        return self.place is not None and bool(self.place.collective)
+
+
+def failures(run: Run, status: str) -> tuple[Finding, ...]:
+    """How the ranks failed. Consequences only where no cause is known.
+
+    Of stuck ranks those come first that wait for no other, then those of which there are fewest. The first finding then
+    says what the other ranks do.
+    """
+    causes = [failure for failure in run.failures if not failure.consequence] or list(run.failures)
+    groups = _groups(causes)
+    if not groups:
+        return (Finding(check=ENGINE, message=f"the engine reports {status}, but no rank reports a cause"),)
+    return tuple(
+        Finding(
+            check=ENGINE,
+            message=f"{format_ranks(ranks)} {kind}{_others(run, groups) if kind.place and not index else ''}",
+            rank=ranks[0],
+            expected="every rank returns",
+            found=kind.found,
+        )
+        for index, (kind, ranks) in enumerate(groups)
+    )
+
+
+def _groups(causes: Iterable[RankFailure]) -> list[tuple[_Kind, list[int]]]:
+    groups: dict[_Kind, list[int]] = {}
+    for failure in sorted(causes, key=lambda failure: failure.rank):
+        place = place_of(main_stack(failure.traceback)) if failure.kind == "stuck" else None
+        groups.setdefault(_Kind(failure.kind, failure.phase, failure.message, place), []).append(failure.rank)
+    stuck = any(kind.place for kind in groups)
+    return sorted(groups.items(), key=lambda group: (group[0].waits, len(group[1]))) if stuck else list(groups.items())
+
+
+def _others(run: Run, groups: list[tuple[_Kind, list[int]]]) -> str:
+    """What the ranks do that are not in the first group."""
+    does = [
+        f"{format_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} in {kind.place.collective}"
+        for kind, ranks in groups[1:]
+        if kind.place is not None and kind.place.collective
+    ]
+    returned = [trace.rank for trace in run.traces]
+    return "".join(f"; {each}" for each in (*does, *([f"{format_ranks(returned)} returned"] if returned else [])))

@@ -1,0 +1,85 @@
+"""Where a rank was when its stacks were dumped: the collective that it waited in, and what called it.
+
+Reads what faulthandler writes, most recent call first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+LAST_OUTPUT = "last output:"  # ends the stacks in the traceback of a failure; what the rank printed follows
+
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_ENGINE = re.compile(r"(^|/)harness/engine/")
+_COLLECTIVES = re.compile(r"(^|/)torch/distributed/(_functional_collectives|distributed_c10d)\.py$")
+_KERNELS = re.compile(r"(^|/)harness/worker/virtual/(collectives|symm_mem)\.py$")
+# How a call gets to what it calls, which does not tell where a rank is.
+_PLUMBING = re.compile(
+    r"(^|/)(harness/worker/(virtual|probes)/"
+    r"|torch/(_ops|_library/.*|nn/modules/module|autograd/.*|utils/_contextlib|distributed/c10d_logger)\.py$)"
+)
+_TORCH = re.compile(r"(^|/)torch/")
+_INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
+_FOLDER = re.compile(r"^.*/(?=harness/worker/)")
+
+
+class Frame(NamedTuple):
+    """One call of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({_FOLDER.sub('', _INSTALLED.sub('', self.file))}:{self.line})"
+
+
+class Place(NamedTuple):
+    """Where a rank is. `collective` is empty if it is in none; `calls` are those that tell most, innermost first."""
+
+    collective: str
+    backward: bool
+    calls: tuple[Frame, ...]
+
+    def __str__(self) -> str:
+        innermost, *callers = map(str, self.calls)
+        if not self.collective:
+            return f"in {innermost}, in no collective"
+        return f"waiting in {self.collective}{f', called from {callers[0]}' if callers else ''}"
+
+
+def main_stack(dump: str) -> tuple[Frame, ...]:
+    """The frames of the main thread, innermost first; empty when the dump has none.
+
+    faulthandler goes from the newest thread to the oldest: the main thread is the last one.
+    """
+    threads: list[list[Frame]] = [[]]
+    for line in takewhile(lambda each: each != LAST_OUTPUT, dump.splitlines()):
+        if line.endswith("(most recent call first):"):
+            threads.append([])
+        elif found := _FRAME.fullmatch(line):
+            threads[-1].append(Frame(found[1], int(found[2]), found[3]))
+    return tuple(next((frames for frames in reversed(threads) if frames), ()))
+
+
+def place_of(stack: Sequence[Frame]) -> Place | None:
+    """Where the rank with this stack is; None when the stack shows nothing of what it ran.
+
+    The calls are the collective or else the innermost one, the first outside of torch, and the first of another file
+    that is not of an installed package.
+    """
+    program = list(takewhile(lambda frame: not _ENGINE.search(frame.file), stack))
+    collectives = [frame for frame in program if _COLLECTIVES.search(frame.file)]
+    kernels = [frame for frame in program if _KERNELS.search(frame.file)]
+    entered = collectives[:1] or kernels[-1:]
+    telling = [frame for frame in program if not _PLUMBING.search(frame.file) and frame not in collectives]
+    outside_torch = [frame for frame in telling if not _TORCH.search(frame.file)]
+    inner = dict.fromkeys((*(entered or telling[:1]), *outside_torch[:1]))
+    shown = {frame.file for frame in inner}
+    own = [frame for frame in outside_torch if not _INSTALLED.search(frame.file) and frame.file not in shown]
+    calls = (*inner, *own[:1])
+    backward = any(frame.function == "_engine_run_backward" for frame in program)
+    return Place(entered[0].function.strip("_") if entered else "", backward, calls) if calls else None
