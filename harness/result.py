@@ -40,6 +40,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...] = ()  # names of the checks that ran, in order
     not_judged: tuple[NotJudged, ...] = ()  # the other checks, with the reason
     golden: GoldenSource = ""  # what the losses were compared with
+    golden_losses: tuple[float, ...] = ()  # nats; empty where nothing was compared
     derived: tuple[str, ...] = ()  # checks whose tolerance was derived, because none was measured for such cases
     command: str = ""  # runs only this case again
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show

@@ -120,6 +120,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...] = ()
     not_judged: tuple[NotJudged, ...] = ()
     golden: GoldenSource = ""
+    golden_losses: tuple[float, ...] = ()  # what the losses were compared with
     derived: tuple[str, ...] = ()  # checks whose tolerance was derived
 
 
@@ -146,7 +147,7 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
             findings = (Finding(check=JUDGE, message=f"{UNJUDGED}no check was executed", expected="a check"),)
         verdict = _worst(findings)
         findings = by_cause(findings)
-    names = tuple(check.name for check in checks)
+    names, golden = tuple(check.name for check in checks), witnesses.golden
     partly = [
         NotJudged(check=name, reason=reason) for name, reason in witnesses.expect.partly_judged.items() if name in names
     ]
@@ -155,6 +156,7 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
         findings=findings,
         checks=names,
         not_judged=(*skipped, *partly),
+        golden_losses=() if golden is None or loss_vs_golden.NAME not in names else golden.losses,
         derived=_derived(witnesses, names),
     )
 

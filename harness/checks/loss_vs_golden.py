@@ -18,6 +18,7 @@ from harness.evidence.golden import Golden, hardware_class, update_command
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
+from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding, Verdict
 
@@ -86,16 +87,20 @@ def _incomparable(case: Case, run: Run, golden: Golden) -> list[Finding]:
 def _other_steps(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
     """Golden, tolerance and every rank must have the steps of the case."""
     steps = case.train.steps
-    expected = f"{steps} steps"
+    expected = counted(steps, "step")
     findings = [
-        _finding(message=f"the {who} does not have the steps of the case", expected=expected, found=f"{count} steps")
+        _finding(
+            message=f"the {who} does not have the steps of the case", expected=expected, found=counted(count, "step")
+        )
         for who, count in (("golden", len(golden.losses)), ("tolerance", len(tolerance.per_step)))
         if count != steps
     ]
     for numbers, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items():
         if numbers != tuple(range(1, steps + 1)):
             message = f"{format_ranks(ranks)} did not record every step of the golden"
-            findings.append(_finding(message=message, rank=ranks[0], expected=expected, found=f"{len(numbers)} steps"))
+            findings.append(
+                _finding(message=message, rank=ranks[0], expected=expected, found=counted(len(numbers), "step"))
+            )
     return findings
 
 
@@ -162,7 +167,7 @@ def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -
     head = (
         f"the loss differs by {first.difference:+.3g} from the golden at step {first.step}, {first.allowed:.3g} allowed"
     )
-    basis = f"{len(bad)} of {len(rows)} steps are outside the tolerance {tolerance.key}: {tolerance.evidence}"
+    basis = f"{len(bad)} of {counted(len(rows), 'step')} outside the tolerance {tolerance.key}: {tolerance.evidence}"
     return _finding(
         message=f"{head}\n{_table(rows, rows.index(first))}\n{basis}",
         verdict=Verdict.NUMERIC,

@@ -6,7 +6,7 @@ Owns the format of `cases/*.toml` and its errors. `space.py` expands matrix bloc
     [select]                     # optional
     strength = 2                 # 2 or 3: every feasible pair or triple of values is covered; "full": every cell
     max_world_size = 8           # optional: leave out cases with more ranks
-    [base]                       # optional: values shared by all blocks
+    [base]                       # optional: values shared by all blocks, and by cases that are given by axes
     steps = 5
     [[matrix]]
     name = "layouts"
@@ -140,7 +140,7 @@ def _case_file(toml: TomlFile, *, name: str) -> CaseFile:
         strength=strength,
         max_world_size=max_world_size,
         blocks=_blocks(toml, base),
-        cases=tuple(_case(toml, table, path=("case", index)) for index, table in enumerate(toml.tables("case"))),
+        cases=tuple(_case(toml, table, base, path=("case", index)) for index, table in enumerate(toml.tables("case"))),
     )
 
 
@@ -239,11 +239,12 @@ def _axes(toml: TomlFile, table: object, *, path: KeyPath) -> dict[str, object]:
     return known
 
 
-def _case(toml: TomlFile, table: object, *, path: KeyPath) -> Case:
+def _case(toml: TomlFile, table: object, base: dict[str, object], *, path: KeyPath) -> Case:
     known = toml.check_keys(*path, table=table, known=("id", "axes"))
     if len(known) != 1:
         raise toml.error(*path, what="a case needs either an id or axes.", fix='add id = "..." or axes = {...}.')
-    case = _case_by_id(toml, known["id"], path=path) if "id" in known else _case_by_axes(toml, known["axes"], path=path)
+    by_id = "id" in known
+    case = _case_by_id(toml, known["id"], path=path) if by_id else _case_by_axes(toml, known["axes"], base, path=path)
     for rule in exclusions(case):
         raise toml.error(*path, what=f"rule {rule.name} excludes {case_id(case)}: {rule.reason}.")
     return case
@@ -258,11 +259,11 @@ def _case_by_id(toml: TomlFile, text: Any, *, path: KeyPath) -> Case:
         raise toml.error(*path, "id", what=f"case id '{text}': {error.what}", fix=error.fix) from error
 
 
-def _case_by_axes(toml: TomlFile, table: object, *, path: KeyPath) -> Case:
-    values = _axes(toml, table, path=(*path, "axes"))
+def _case_by_axes(toml: TomlFile, table: object, base: dict[str, object], *, path: KeyPath) -> Case:
+    own = _axes(toml, table, path=(*path, "axes"))
     try:
-        case = case_from_axes(values)
-        ignored = ignored_axes(values)
+        case = case_from_axes({**base, **own})
+        ignored = [name for name in ignored_axes({**base, **own}) if name in own]
     except HarnessError as error:
         raise toml.error(*path, "axes", what=error.what, fix=error.fix) from error
     if ignored:

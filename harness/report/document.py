@@ -34,6 +34,7 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     not_judged: tuple[NotJudged, ...]
     failures: tuple[RankFailure, ...]
     golden: GoldenSource
+    golden_losses: tuple[float, ...]
     derived: tuple[str, ...]
     command: str
     with_fix: WithFix | None
@@ -113,6 +114,7 @@ def _case_document(result: CaseResult) -> CaseDocument:
         not_judged=result.not_judged,
         failures=result.run.failures if result.run else (),
         golden=result.golden,
+        golden_losses=result.golden_losses,
         derived=result.derived,
         command=result.command,
         with_fix=result.with_fix,

@@ -154,6 +154,7 @@ class CaseRunner:
             checks=judgement.checks,
             not_judged=judgement.not_judged,
             golden=judgement.golden,
+            golden_losses=judgement.golden_losses,
             derived=judgement.derived,
             command=self._plan.command(name),
         )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES
-from harness.matrix.case import Case, Float8, Layout
+from harness.matrix.case import Case, Float8, Layout, Train
 from harness.matrix.casefile import parse_case_file, read_case_file, write_case
 from harness.matrix.rules import exclusions
 from tests.strategies import POSSIBLE_CASES
@@ -45,7 +45,7 @@ def test_a_whole_file() -> None:
     assert (file.name, file.description, file.strength, file.max_world_size) == ("example", "example", 3, 8)
     assert file.cases == (
         Case(layout=Layout(tp=2), float8=Float8(recipe="rowwise")),
-        Case(layout=Layout(tp=4), float8=Float8(recipe="tensorwise")),
+        Case(layout=Layout(tp=4), float8=Float8(recipe="tensorwise"), train=Train(steps=2)),  # of [base]
     )
     (block,) = file.blocks
     assert block.base == {"steps": 2, "dtype": "bfloat16"}

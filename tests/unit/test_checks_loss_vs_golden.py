@@ -218,7 +218,7 @@ def test_the_message_is_an_aligned_table() -> None:
     assert rows[2].split() == ["3", "7.250000", "8.250000", "+1.000000", "0.250000", "<"]
     assert len({row.removesuffix("  <").rindex("0") for row in rows}) == 1
     assert [row.endswith("<") for row in rows] == [False, False, True, True]
-    assert basis == "2 of 4 steps are outside the tolerance tiny-bf16-float32: samples"
+    assert basis == "2 of 4 steps outside the tolerance tiny-bf16-float32: samples"
     assert (found.expected, found.found) == ("7.25 ± 0.25", "8.25")
 
 

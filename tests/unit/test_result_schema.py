@@ -77,6 +77,9 @@ runs = st.builds(
 )
 results = st.builds(
     CaseResult,
+    golden=st.sampled_from(["stored", "run here", ""]),
+    golden_losses=st.lists(floats, max_size=3).map(tuple),
+    derived=st.lists(texts, max_size=2).map(tuple),
     case_id=some_text,
     verdict=st.sampled_from(Verdict),
     findings=st.lists(findings, max_size=2).map(tuple),
