@@ -55,6 +55,11 @@ def update_missing_goldens(asked: Sequence[str]) -> str:
     return _command("golden", "update", *asked, "--missing", "--reason", "first goldens")
 
 
+def save_trace(case_id: str, folder: Path) -> str:
+    """Writes the saved trace of a case."""
+    return _command("run", "--case", case_id, "--save-trace", str(folder))
+
+
 def choose_tier(file: str) -> str:
     """Chooses the cases of a tier again."""
     return _command("tier", "choose", file)

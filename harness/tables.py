@@ -19,6 +19,7 @@ import msgspec
 from harness.checks.assembly import assemble
 from harness.durable import write_whole
 from harness.errors import HarnessError
+from harness.hints import save_trace
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord
 
@@ -155,10 +156,10 @@ def load_tables(path: Path) -> dict[str, Rows]:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as columns:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as columns:
             return {table.name: list(_rows(table, columns)) for table in TABLES}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        fix = "write one with `fp8-harness run --save-trace DIR`."
+        fix = f"write it again by `{save_trace(path.stem, path.parent)}`."
         raise HarnessError(f"is no saved trace ({error}).", where=str(path), fix=fix) from error
 
 

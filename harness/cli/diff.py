@@ -52,7 +52,7 @@ def _pairs(first: Path, second: Path) -> dict[str, tuple[Path, Path]]:
     left, right = ({path.stem: path for path in folder.glob("*.npz")} for folder in (first, second))
     both = {name: (left[name], right[name]) for name in left if name in right}
     if not both:
-        fix = "write them with `fp8-harness run --save-trace DIR`, or name two files."
+        fix = "name two folders that --save-trace wrote, or two files of them."
         raise HarnessError("no case has a saved trace in both folders.", where=f"{first}, {second}", fix=fix)
     for name in sorted(left.keys() ^ right.keys()):
         click.echo(f"only in {first if name in left else second}: {name}", err=True)

@@ -121,6 +121,13 @@ def no_costs(project: Command) -> str:
     return project.run("run", "smoke", *CPU, "--budget-s", "60").stderr
 
 
+def damaged_trace(project: Command) -> str:
+    trace = project.folder / "good" / "single-tensorwise-v2048-s3-f32-tol.0.05.npz"
+    trace.parent.mkdir()
+    trace.write_bytes(b"no archive")
+    return project.run("diff", str(trace), str(trace)).stderr
+
+
 def add_costs(project: Command) -> None:
     (project.folder / "golden" / "evidence").mkdir(exist_ok=True)
     shutil.copy(REPOSITORY / "golden" / "evidence" / "costs.json", project.folder / "golden" / "evidence")
@@ -136,6 +143,7 @@ SITUATIONS: dict[str, Callable[[Command], str]] = {
     "rerun_failed": stopped,
     "update_golden": damaged_golden,
     "update_missing_goldens": no_goldens,
+    "save_trace": damaged_trace,
     "choose_tier": stale_choice,
     "fit_costs": no_costs,
 }

@@ -40,7 +40,7 @@ def cheapest_bytes(check: OperatorCheck) -> float:
         return paths[0][check.target]
     if check.op in SCALES:
         reduced = tuple("R" if placement in PARTIALS else placement for placement in inputs[0])
-        return paths[0][reduced] + _amax_bytes(check, reduced)
+        return paths[0][reduced] + _amax_bytes(check, reduced, inputs[0])
     best = float("inf")
     for by_axis in product(*(local_placements(check, size, shapes) for size in check.axes)):
         targets = zip(*by_axis, strict=True)
@@ -66,13 +66,20 @@ def _input_shapes(check: OperatorCheck) -> list[tuple[int, ...]]:
     return [check.shape] * len(check.inputs)
 
 
-def _amax_bytes(check: OperatorCheck, placements: Placements) -> float:
-    """Cost of reducing the amax for a scale: one element, or one per row or column."""
+def _amax_bytes(check: OperatorCheck, placements: Placements, source: Placements) -> float:
+    """Cost of reducing the amax for a scale: one element, or one per row or column.
+
+    A partial input may be reduced by a reduce-scatter instead: its amax is then reduced over that axis too.
+    """
     dims = reduced_dims(check)
     kept = tuple(1 if dim in dims else length for dim, length in enumerate(check.shape))
     others = tuple("R" if shard_dim(placement) in dims else placement for placement in placements)
     held = _local_bytes(others, kept, check.axes, _AMAX_BYTES)
-    sizes = [size for placement, size in zip(placements, check.axes, strict=True) if shard_dim(placement) in dims]
+    sizes = [
+        size
+        for placement, before, size in zip(placements, source, check.axes, strict=True)
+        if shard_dim(placement) in dims or before in PARTIALS
+    ]
     return sum(2 * (size - 1) / size * held for size in sizes)
 
 
