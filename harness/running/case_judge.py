@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -138,9 +139,10 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
     loss, parity_of = witnesses.tolerance, witnesses.parity_tolerance
     if loss is not None and (parity_of is not None or not sketched):
         return witnesses
-    reference = cache.reference(case)
-    draws = [] if reference is None else [cache.noisy(case, draw) for draw in range(1, DRAWS + 1)]
-    complete = [draw for draw in draws if draw is not None]
+    with ThreadPoolExecutor() as threads:  # of one rank each: a case of one's own leaves the machine idle otherwise
+        draws = [threads.submit(cache.noisy, case, draw) for draw in range(1, DRAWS + 1)]
+        reference = cache.reference(case)
+    complete = [draw for each in draws if (draw := each.result()) is not None]
     if reference is None or len(complete) < DRAWS:
         return witnesses
     return msgspec.structs.replace(

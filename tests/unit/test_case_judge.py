@@ -151,7 +151,7 @@ def test_without_a_measured_tolerance_one_is_derived_from_noisy_references() -> 
     run = make_run(CASE, losses=(8.15, 7.8))
     found = judge(tolerance=None).judge(CASE, run, "ok", cast("WitnessCache", cache))
     assert found.verdict is Verdict.PASSED
-    assert cache.asked == ["reference", "noisy", "noisy", "noisy", "noisy"]
+    assert sorted(cache.asked) == ["noisy"] * 4 + ["reference"]
     far = make_run(CASE, losses=(8.3, 7.8))
     (finding,) = judge(tolerance=None).judge(CASE, far, "ok", cast("WitnessCache", cache)).findings
     assert "0.24 allowed" in finding.message and "derived from 4 BF16 runs" in finding.message

@@ -1,8 +1,8 @@
 """Rounding noise: a BF16 model with random errors as large as those of float8 where a case casts to float8.
 
-It says how far a sound FP8 run may be from BF16 without running any FP8 code: an error of random sign, uniform within
-half a unit in the last place, stands for the rounding of each cast. Whatever is not cast gets the errors of bfloat16,
-which a run in another dtype or another order of sums has against BF16.
+It says how far a sound FP8 run may be from BF16 without running any FP8 code: a random error, uniform within half a
+unit in the last place, stands for the rounding of each cast. Whatever is not cast gets the errors of bfloat16, which a
+run in another dtype or another order of sums has against BF16.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from harness.request import Noise
 from harness.worker.probes.sketches import clean_fqn
 
 BFLOAT16_BITS = 7
+
+# A unit in the last place of m * 2^e is 2^(e - bits): relative to the value, 1/m of 2^-bits with 1 <= m < 2. This is
+# the root mean square of 1/m over values of all magnitudes.
+_MEAN_UNIT = 0.7355
 
 
 class _Bits(NamedTuple):
@@ -73,9 +77,7 @@ class _Errors(torch.autograd.Function):
 
 
 def _rounded_at_random(given: torch.Tensor, bits: int, generator: torch.Generator) -> torch.Tensor:
-    """The tensor with an error within half a unit in the last place of a mantissa of so many bits, in its dtype."""
+    """The tensor with errors as large as those of rounding to a mantissa of so many bits, in its dtype."""
     wide = given.float()
     errors = torch.rand(given.shape, generator=generator).sub_(0.5).to(given.device)
-    exponents = torch.frexp(wide).exponent - 1  # wide = m * 2^exponent with 1 <= |m| < 2
-    errors = torch.ldexp(errors, exponents - bits).where(wide != 0, 0.0)  # zero has no exponent, and is exact
-    return (wide + errors).to(given.dtype)
+    return torch.addcmul(wide, wide, errors, value=_MEAN_UNIT * 2.0**-bits).to(given.dtype)
