@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: smoke test sweep unit lint format clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
 
 test: $(READY)  ## run the test suite, without the sweeps
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not sweep" tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" tests
 
 sweep: $(READY)  ## run the sweeps: long tests of compiled runs, for every night
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m sweep tests
