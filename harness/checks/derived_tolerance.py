@@ -20,7 +20,7 @@ from harness.trace import Run
 DRAWS = 4
 
 # Of the root mean square of the distances: a few draws do not show the largest, and rounding to nearest repeats its
-# errors from step to step, which random errors do not. The largest measured distance is 8 of these, most are 3 to 5.
+# errors from step to step, which random errors do not. Measured distances are at most 6 of these.
 LOSS_MARGIN = 12.0
 FIRST_STEPS = 3  # they share one number, from all their distances: each has few, and they are close to each other
 
