@@ -127,7 +127,7 @@ def measure(
     parity = [
         _sample(case, parity_key(case), judge.parity[case_id(case)])
         for case in cases
-        if case_id(case) in traces and case_id(case) in judge.parity and not _holds_for_every_model(case)
+        if case_id(case) in traces and case_id(case) in judge.parity and not shares_its_parity_key(case)
     ]
     return Measurement(
         evidence={
@@ -141,8 +141,8 @@ def measure(
     )
 
 
-def _holds_for_every_model(case: Case) -> bool:
-    """True for other models than the default one under a parity key without a model: they must not change it."""
+def shares_its_parity_key(case: Case) -> bool:
+    """True for another model than the default one under a key that holds for all models: it must not change the key."""
     return parity_key(case) in (EVERY_LAYOUT, SAME_ORDER) and case.model.shape != Case().model.shape
 
 

@@ -21,7 +21,7 @@ from harness.project import Project, find_project, is_case_file
 from harness.running.injection import parse_injection
 from harness.running.plan import Plan, make_plan
 from harness.running.selection import Query, select_cases
-from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases
+from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from tests.builders import make_known
 
 GRID = """
@@ -214,3 +214,16 @@ def test_environment_names_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment() == "default"
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     assert environment() == "ATEN_CPU_CAPABILITY=avx2"
+
+
+@pytest.mark.parametrize(
+    ("case", "shared"),
+    [
+        ("tp2-tensorwise-v2048-f64", False),  # the model that the key was measured with
+        ("tp2-tensorwise-dim.512-v2048-f64", True),
+        ("fsdp2-tensorwise-debug-v2048-b16", True),
+        ("tp2-tensorwise-dim.512-v2048-b16", False),  # its key names the model
+    ],
+)
+def test_a_model_of_ones_own_is_measured_under_keys_of_its_own_alone(case: str, shared: bool) -> None:
+    assert shares_its_parity_key(parse_case_id(case)) is shared
