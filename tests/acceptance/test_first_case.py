@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.acceptance.conftest import REPOSITORY, Command
 
@@ -27,6 +30,7 @@ def steps() -> Iterator[tuple[str, str]]:
         yield from ((kind, line) for line in block.splitlines()) if kind == "sh" else [(kind, block)]
 
 
+@pytest.mark.sweep  # seven runs of the command, five of them with ranks
 def test_the_document_is_what_happens(tmp_path: Path) -> None:
     for name in ("cases", "golden"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
@@ -44,3 +48,11 @@ def test_the_document_is_what_happens(tmp_path: Path) -> None:
             assert said.pop(text, "") in done.stdout
             assert text != FAILS or all(number in done.stdout for number in re.findall(r"\d+\.\d{6,}", DOCUMENT))
     assert said == {}, "the document lost a command"
+
+
+@pytest.mark.parametrize("command", [text for kind, text in steps() if kind == "sh" and text.startswith("fp8-harness")])
+def test_every_command_of_the_document_is_understood(shared: Command, command: str) -> None:
+    """What it starts is not run: the options exist, and files that are missing are what it complains about."""
+    words = [word for word in shlex.split(command)[1:] if word != "--rerun-failed"]
+    done = shared.run(*words, "--help")
+    assert done.returncode == 0, done.stderr

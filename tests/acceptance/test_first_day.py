@@ -96,6 +96,10 @@ def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project
     assert case["golden"] == "run here" and case["derived"] == ["loss_vs_golden", "parity"]
     assert {"loss_vs_golden", "parity", "local_parity", "scales", "traffic", "memory"} <= set(case["checks"])
     assert "1 case judged by tolerances that were derived" in text
+
+
+@pytest.mark.sweep
+def test_a_fault_in_a_model_of_ones_own_is_found(project: Project) -> None:
     code, (case,), _ = project.run("--case", OWN, "--inject", "fault:amax_not_reduced_over_tp")
     assert code == 1
     assert {"scales", "local_parity"} <= {finding["check"] for finding in case["findings"]}
