@@ -12,12 +12,14 @@ import pytest
 from msgspec.structs import replace
 
 from harness.evidence.golden import load_golden, write_golden
+from harness.tables import save_tables
+from tests.builders import make_trace, run_of
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
 COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "golden show", "golden check"]
-COMMANDS += ["golden update", "tolerance", "tolerance measure", "tolerance show", "cache", "version", ""]
+COMMANDS += ["new", "diff", "golden update", "tolerance", "tolerance measure", "tolerance show", "cache", "version", ""]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -246,3 +248,30 @@ def test_explain_takes_an_id_apart_and_says_what_a_case_costs(shared: Command) -
     own = shared.run("explain", "tp2-rowwise-v2048-f32")
     assert own.returncode == 0 and "not estimated: " in own.stdout
     assert shared.run("explain").returncode == 2
+
+
+def test_diff_shows_what_two_saved_traces_have_in_common_and_what_not(project: Command) -> None:
+    for name, loss in (("good", 8.0), ("same", 8.0), ("bad", 8.5)):
+        save_tables(project.folder / name / "case.npz", run_of(make_trace(losses=(loss, 7.0))))
+    equal, other = project.run("diff", "good", "same"), project.run("diff", "good", "bad")
+    assert (equal.returncode, other.returncode) == (0, 1)
+    assert "case: equal" in equal.stdout and "equal: steps (2 rows)" in equal.stdout
+    assert "steps: 1 of 2 rows differ" in other.stdout and "loss         8 -> 8.5" in other.stdout
+    files = project.run("diff", "good/case.npz", "bad/case.npz")
+    assert (files.returncode, files.stdout) == (1, other.stdout)
+
+
+def test_diff_of_what_cannot_be_compared_says_so(project: Command) -> None:
+    save_tables(project.folder / "good" / "case.npz", run_of(make_trace()))
+    (project.folder / "empty").mkdir()
+    for second, words in (("empty", "no case has a saved trace in both folders"), ("good/case.npz", "two of one kind")):
+        done = project.run("diff", "good", second)
+        assert done.returncode == 2 and words in done.stderr
+
+
+def test_a_run_saves_the_trace_of_every_case(project: Command) -> None:
+    done = project.run("run", "smoke", "--device", "cpu", "--save-trace", "good")
+    assert done.returncode == 0
+    saved = {path.stem for path in (project.folder / "good").iterdir()}
+    assert len(saved) == 3  # the fourth case must be refused: its ranks leave no trace
+    assert project.run("diff", "good", "good").returncode == 0
