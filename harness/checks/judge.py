@@ -46,6 +46,9 @@ from harness.matrix.case import Case
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import UNJUDGED, Finding, GoldenSource, NotJudged, Verdict
 
+# Made before any thread decodes: msgspec crashes where two threads need a type for the first time.
+_TRACES = msgspec.msgpack.Decoder(RankTrace)
+
 JUDGE = "judge"  # the `check` of findings about the judgement itself
 
 CheckFunction = Callable[[Case, Run, Witnesses], list[Finding]]
@@ -247,7 +250,7 @@ def _worst(findings: tuple[Finding, ...]) -> Verdict:
 def _decode(outcome: RankOutcome) -> RankTrace | RankFailure:
     if outcome.status == "returned":
         try:
-            trace = msgspec.msgpack.decode(outcome.payload or b"", type=RankTrace)
+            trace = _TRACES.decode(outcome.payload or b"")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return _failure(outcome, "garbled", f"its result cannot be read: {error}")
         if trace.rank != outcome.rank:

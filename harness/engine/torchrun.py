@@ -27,6 +27,7 @@ from harness.engine.messages import Job, JobOutcome, RankOutcome, RankStatus
 from harness.engine.outcome import JobRecord, conclude, describe_exit, first_failure, infra_outcome
 from harness.engine.supervisor import DUMP_S
 
+_OUTCOMES = msgspec.msgpack.Decoder(RankOutcome)  # made before any thread decodes: msgspec would crash
 _SWEEP_S = 5.0  # from SIGKILL to giving up on processes that survive it
 _CLOSE_S = 2 * _SWEEP_S  # until every running launch has ended, its sweep included
 _LOOK_S = 0.05  # how often a launch looks whether the engine was closed
@@ -197,7 +198,7 @@ class _Launch:
     def _rank_outcome(self, rank: int, now_s: float) -> RankOutcome:
         path = rank_file(self._folder, rank, "outcome")
         if path.exists():
-            return msgspec.msgpack.decode(path.read_bytes(), type=RankOutcome)
+            return _OUTCOMES.decode(path.read_bytes())
         stacks = self._folder.dump_text(rank)
         status, message = self._guess(stacks)
         return RankOutcome(

@@ -27,6 +27,8 @@ from harness.running.executor import Executor
 from harness.running.injection import Injection
 from harness.trace import Run
 
+_RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, as that of `judge.py`
+
 
 class WitnessCache:
     """Hands out witnesses, running each at most once at a time. Thread-safe.
@@ -138,7 +140,7 @@ class WitnessCache:
     def _stored(self, name: str) -> Run | None:
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
             seal, content = _split(self._path(name).read_bytes())
-            run = msgspec.msgpack.decode(content, type=Run) if seal == _seal(content) else None
+            run = _RUNS.decode(content) if seal == _seal(content) else None
             return run if run is not None and run.complete else None
         return None
 

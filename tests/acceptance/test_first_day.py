@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 FP8, BF16 = "single-tensorwise-v2048-gb4-s2-f64", "single-bf16-v2048-gb4-s2-f64"
 UTILS = "float8/float8_utils.py"
 OWN = "tp2-tensorwise-dim.192-layers.1-ffn.320-v2560-gb4-s7-seed7-b16"  # no golden and no tolerance
+LONG = "tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-seed7-b16"
 
 
 class Project:
@@ -50,7 +51,7 @@ class Project:
             env={**os.environ, **state},
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=1800,
             check=False,
         )
         return done.returncode, json.loads((self._folder / "result.json").read_text())["cases"], done.stdout
@@ -96,6 +97,18 @@ def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project
     assert case["golden"] == "run here" and case["derived"] == ["loss_vs_golden", "parity"]
     assert {"loss_vs_golden", "parity", "local_parity", "scales", "traffic", "memory"} <= set(case["checks"])
     assert "1 case judged by tolerances that were derived" in text
+
+
+@pytest.mark.sweep  # ten minutes: what the references cost is paid once
+def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project: Project) -> None:
+    code, (case,), _ = project.run("--case", LONG)
+    assert (code, case["verdict"]) == (0, "passed"), case["findings"]
+    skipped = {each["check"]: each["reason"] for each in case["not_judged"]}
+    assert skipped["local_parity"] == "steps 4 to 50: modules are recorded in the first steps only"
+    code, (case,), _ = project.run("--case", LONG, "--inject", "fault:one_row_of_a_gradient_scaled")
+    assert (code, case["verdict"]) == (1, "numeric")
+    assert case["findings"][0]["check"] == "local_parity"
+    assert case["findings"][0]["module"] == "layers.3.feed_forward.w1.weight"
 
 
 @pytest.mark.sweep

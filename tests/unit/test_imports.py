@@ -171,3 +171,11 @@ def test_pytest_plugin_is_cheap() -> None:
 def _printed(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.strip()
+
+
+def test_threads_decode_with_decoders_that_were_made_before() -> None:
+    """msgspec 0.22.0 dies with SIGSEGV where two threads need the same type for the first time: 7 of 25 tries."""
+    threaded = [module for module in MODULES if module.room in ("checks", "running", "engine")]
+    calls = [call for module in threaded if module.name not in PROGRAMS for call in module.calls]
+    assert any(call.name == "msgspec.msgpack.Decoder" for call in calls)
+    assert [call.place for call in calls if call.name in ("msgspec.msgpack.decode", "msgspec.json.decode")] == []
