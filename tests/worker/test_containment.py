@@ -255,8 +255,9 @@ def test_an_exception_in_the_preload_is_the_crash_of_every_job(tmp_path: Path) -
     with own_engine(**{"raise": "no such library"}) as broken:
         outcomes = [Runner(broken, tmp_path)({}, world_size=2) for _ in range(2)]
     for outcome in outcomes:
-        assert (outcome.status, outcome.message) == ("crash", "rank 0 in 'preload': ImportError: no such library")
-        assert "toyprogram.py" in outcome.ranks[0].traceback
+        assert outcome.status == "crash"
+        assert outcome.message.endswith("in 'preload': ImportError: no such library")  # of the rank that was first
+        assert any("toyprogram.py" in rank.traceback for rank in outcome.ranks)
 
 
 def test_a_machine_that_fails_in_the_preload_is_infra_and_tried_twice(tmp_path: Path) -> None:
