@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import save_trace
 from harness.trace import RankTrace, Run
-from harness.trace.operands import CastRecord, MatmulRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,102 +37,58 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     values: tuple[str, ...]
 
 
-# In the order of causes: a wrong scale comes before the gradient that it makes wrong.
-TABLES = (
-    Table(
-        name="casts",
-        keys=("step", "rank", "fqn", "role", "phase"),
-        values=("amax", "scale_min", "scale_max", "saturated", "flushed", "nonfinite", "mismatched", "data_digest"),
-    ),
-    Table(
-        name="matmuls",
-        keys=("step", "rank", "fqn", "gemm"),
-        values=("m", "k", "n", "a_scale", "b_scale", "a_digest", "b_digest"),
-    ),
-    Table(name="traffic", keys=("step", "rank", "axis", "kind", "op", "dtype"), values=("calls", "payload_bytes")),
-    Table(name="memory", keys=("step", "rank"), values=("saved_bytes", "float8_bytes")),
-    Table(name="tensors", keys=("step", "kind", "fqn"), values=("norm",)),  # gradients, and parameters at the end
-    Table(name="steps", keys=("step", "rank"), values=("loss", "grad_norm")),
+CASTS = Table(
+    name="casts",
+    keys=("step", "rank", "fqn", "role", "phase"),
+    values=("amax", "scale_min", "scale_max", "saturated", "flushed", "nonfinite", "mismatched", "data_digest"),
 )
+MATMULS = Table(
+    name="matmuls",
+    keys=("step", "rank", "fqn", "gemm"),
+    values=("m", "k", "n", "a_scale", "b_scale", "a_digest", "b_digest"),
+)
+TRAFFIC = Table(name="traffic", keys=("step", "rank", "axis", "kind", "op", "dtype"), values=("calls", "payload_bytes"))
+MEMORY = Table(name="memory", keys=("step", "rank"), values=("saved_bytes", "float8_bytes"))
+TENSORS = Table(name="tensors", keys=("step", "kind", "fqn"), values=("norm",))  # gradients, and parameters at the end
+STEPS = Table(name="steps", keys=("step", "rank"), values=("loss", "grad_norm"))
+
+# In the order of causes: a wrong scale comes before the gradient that it makes wrong.
+TABLES = (CASTS, MATMULS, TRAFFIC, MEMORY, TENSORS, STEPS)
 
 
 def rows_of(run: Run) -> dict[str, Rows]:
     """The rows of every table of a run; a table that no rank recorded is empty."""
     traces = sorted(run.traces, key=lambda trace: trace.rank)
-    found: dict[str, Rows] = {
-        "casts": [_cast(trace.rank, cast) for trace in traces if trace.operands for cast in trace.operands.casts],
-        "matmuls": [_matmul(trace.rank, each) for trace in traces if trace.operands for each in trace.operands.matmuls],
-        "traffic": [row for trace in traces for row in _traffic(trace)],
-        "memory": [row for trace in traces for row in _memory(trace)],
-        "tensors": [
-            {"step": key.step, "kind": key.kind, "fqn": key.fqn, "norm": tensor.norm}
-            for key, tensor in assemble(traces).items()
-        ],
-        "steps": [
-            {"step": step.step, "rank": trace.rank, "loss": step.loss, "grad_norm": step.grad_norm}
-            for trace in traces
-            for step in trace.steps
-        ],
-    }
+    found: dict[str, Rows] = {table.name: [] for table in TABLES}
+    for trace in traces:
+        for name, rows in _rows_of_rank(trace).items():
+            found[name] += rows
+    found[TENSORS.name] = [_row(TENSORS, key, norm=tensor.norm) for key, tensor in assemble(traces).items()]
     return found
 
 
-def _cast(rank: int, cast: CastRecord) -> dict[str, Value]:
+def _rows_of_rank(trace: RankTrace) -> dict[str, Rows]:
+    """The rows of what one rank recorded by itself."""
+    rank, operands = trace.rank, trace.operands
+    casts, matmuls = (operands.casts, operands.matmuls) if operands is not None else ((), ())
     return {
-        "step": cast.step,
-        "rank": rank,
-        "fqn": cast.fqn,
-        "role": cast.role,
-        "phase": cast.phase,
-        "amax": cast.amax,
-        "scale_min": cast.scale.minimum,
-        "scale_max": cast.scale.maximum,
-        "saturated": cast.saturated,
-        "flushed": cast.flushed,
-        "nonfinite": cast.nonfinite,
-        "mismatched": cast.mismatched,
-        "data_digest": cast.data_digest,
+        CASTS.name: [
+            _row(CASTS, each, rank=rank, scale_min=each.scale.minimum, scale_max=each.scale.maximum) for each in casts
+        ],
+        MATMULS.name: [
+            _row(MATMULS, each, rank=rank, a_scale=each.a_scale.maximum, b_scale=each.b_scale.maximum)
+            for each in matmuls
+        ],
+        TRAFFIC.name: [_row(TRAFFIC, each, rank=rank, calls=sum(each.sizes.values())) for each in trace.traffic or ()],
+        MEMORY.name: [_row(MEMORY, each, rank=rank) for each in trace.saved_memory or ()],
+        STEPS.name: [_row(STEPS, each, rank=rank) for each in trace.steps],
     }
 
 
-def _matmul(rank: int, matmul: MatmulRecord) -> dict[str, Value]:
-    return {
-        "step": matmul.step,
-        "rank": rank,
-        "fqn": matmul.fqn,
-        "gemm": matmul.gemm,
-        "m": matmul.m,
-        "k": matmul.k,
-        "n": matmul.n,
-        "a_scale": matmul.a_scale.maximum,
-        "b_scale": matmul.b_scale.maximum,
-        "a_digest": matmul.a_digest,
-        "b_digest": matmul.b_digest,
-    }
-
-
-def _traffic(trace: RankTrace) -> Iterator[dict[str, Value]]:
-    for record in trace.traffic or ():
-        yield {
-            "step": record.step,
-            "rank": trace.rank,
-            "axis": record.axis,
-            "kind": record.kind,
-            "op": record.op,
-            "dtype": record.dtype,
-            "calls": sum(record.sizes.values()),
-            "payload_bytes": record.payload_bytes,
-        }
-
-
-def _memory(trace: RankTrace) -> Iterator[dict[str, Value]]:
-    for record in trace.saved_memory or ():
-        yield {
-            "step": record.step,
-            "rank": trace.rank,
-            "saved_bytes": record.saved_bytes,
-            "float8_bytes": record.float8_bytes,
-        }
+def _row(table: Table, record: object, **others: Value) -> dict[str, Value]:
+    """The columns of the table: `others`, and the fields of the record that have their names."""
+    names = (*table.keys, *table.values)
+    return {name: others[name] if name in others else getattr(record, name) for name in names}
 
 
 def save_tables(path: Path, run: Run) -> None:

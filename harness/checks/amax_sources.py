@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from harness.checks.assembly import nan_is_worst
+from harness.checks.assembly import largest
 from harness.checks.occurrences import CastKey
 from harness.checks.ranks import format_ranks
 from harness.checks.scale_rules import as_float32, tensorwise_scale
@@ -139,7 +139,7 @@ def _parts(casts: Casts, ranks: Iterable[int], place: tuple[CastKey, int]) -> di
 
 def _amax(parts: Mapping[int, CastRecord]) -> float:
     """The amax over parts of a tensor; NaN where there is none."""
-    return max((part.amax for part in parts.values()), key=nan_is_worst, default=math.nan)
+    return largest(part.amax for part in parts.values())
 
 
 def _other_groups(case: Case, rank: int) -> Iterator[tuple[int, ...]]:

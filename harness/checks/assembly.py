@@ -75,6 +75,11 @@ def nan_is_worst(distance: float) -> float:
     return math.inf if math.isnan(distance) else distance
 
 
+def largest(values: Iterable[float], *, empty: float = math.nan) -> float:
+    """The largest of the values, or NaN if it is among them; `empty` where there is none."""
+    return max(values, key=nan_is_worst, default=empty)
+
+
 def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:
     """Shards that several ranks hold and that are not bitwise equal there: (tensor, offset, digest by rank)."""
     holders: dict[tuple[SketchKey, tuple[int, ...], tuple[int, ...]], dict[int, str]] = defaultdict(dict)

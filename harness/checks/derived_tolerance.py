@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from harness.checks.assembly import nan_is_worst
+from harness.checks.assembly import largest, nan_is_worst
 from harness.checks.parity import worst_distances
 from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, Tolerance, parity_key, tolerance_key
 from harness.matrix.case import Case
@@ -35,8 +35,7 @@ def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Toler
     ]
     first = _root_mean_square([distance for distances in drawn for distance in distances[:FIRST_STEPS]])
     later = [_root_mean_square(_without_farthest(distances)) for distances in zip(*drawn, strict=True)]
-    per_step = _never_less([first, *later[FIRST_STEPS:]])
-    per_step = [per_step[0]] * (min(FIRST_STEPS, len(later)) - 1) + per_step
+    per_step = _never_less([first] * len(expected[:FIRST_STEPS]) + later[FIRST_STEPS:])
     return _tolerance(LOSS_VS_GOLDEN, tolerance_key(case), [LOSS_MARGIN * each for each in per_step], LOSS_MARGIN)
 
 
@@ -58,11 +57,7 @@ def _root_mean_square(values: Sequence[float]) -> float:
 
 
 def _never_less(values: Sequence[float]) -> list[float]:
-    return list(itertools.accumulate(values, _larger))
-
-
-def _larger(one: float, other: float) -> float:
-    return max(one, other, key=nan_is_worst)
+    return list(itertools.accumulate(values, lambda *pair: largest(pair)))
 
 
 def _tolerance(name: str, key: str, per_step: Sequence[float], margin: float) -> Tolerance:

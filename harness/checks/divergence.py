@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.checks.assembly import nan_is_worst
+from harness.checks.assembly import largest
 from harness.checks.mismatch import Mismatch, same_number
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key
 from harness.checks.ranks import traces_by_rank
@@ -133,7 +133,7 @@ class _Comparison:
         """What differs between a cast and the same cast in the witness."""
         tolerance = self._tolerance(found.role, found.step)
         if found.phase != "gathered":
-            amax = max((shard.amax for shard in shards), key=nan_is_worst)
+            amax = largest(shard.amax for shard in shards)
             if not _close(amax, expected.amax, tolerance):
                 yield "amax", f"{expected.amax!r} ± {tolerance:g} of it", f"{amax!r}"
         if scaled_dim(found) is None and not _close(found.scale.maximum, expected.scale.maximum, tolerance):

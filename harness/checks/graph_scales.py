@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from harness.checks.amax_sources import Source, implied_source, of_steps
-from harness.checks.assembly import nan_is_worst
+from harness.checks.assembly import largest
 from harness.checks.mismatch import Mismatch, findings_by_rule
 from harness.checks.ranks import format_ranks, traces_by_rank
 from harness.checks.scale_rules import SCALE_NOT_FROM_AMAX, Broken, power_of_two_rule, tensorwise_rule, value_rules
@@ -64,10 +64,10 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
     group, cast = amaxes[-1], casts[wrong.rank][wrong.step, wrong.order]
     sources = (
         *(Source(f"the amax on rank {rank} alone", amax) for rank, amax in group.items()),
-        *of_steps({step: _largest(before) for step, before in enumerate(amaxes[:-1], 1)}),
+        *of_steps({step: largest(before.values()) for step, before in enumerate(amaxes[:-1], 1)}),
         *_other_casts(case, casts[wrong.rank].values(), cast),
     )
-    return implied_source(cast.target_dtype, cast.scale.maximum, _largest(group), sources)
+    return implied_source(cast.target_dtype, cast.scale.maximum, largest(group.values()), sources)
 
 
 def _other_casts(case: Case, casts: Iterable[GraphCast], cast: GraphCast) -> Iterator[Source]:
@@ -81,10 +81,6 @@ def _amaxes(case: Case, casts: Casts, rank: int, place: tuple[int, int]) -> dict
     """The amax of the cast at the same place on every TP rank."""
     ranks = peers(case.layout, rank, ("tp",))
     return {other: casts[other][place].amax for other in ranks if place in casts.get(other, {})}
-
-
-def _largest(amaxes: dict[int, float]) -> float:
-    return max(amaxes.values(), key=nan_is_worst, default=math.nan)
 
 
 def _unexpected(casts: Casts, unknown: Sequence[tuple[int, UnknownCast]]) -> list[Finding]:
@@ -178,17 +174,17 @@ def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[M
             expected, found = f"that of rank {rank}: {cast.scale.maximum!r}", f"{theirs.scale.maximum!r}"
             yield _mismatch(other, theirs, "TP ranks use different scales for the same tensor", expected, found)
     if case.float8.traits.one_scale_per_tensor:
-        for broken in tensorwise_rule(cast, max((each.amax for each in group.values()), key=nan_is_worst)):
+        for broken in tensorwise_rule(cast, largest(each.amax for each in group.values())):
             yield _mismatch(rank, cast, *broken)
     else:
-        highest = max((each.scaled_amax_maximum for each in group.values()), key=nan_is_worst)
+        highest = largest(each.scaled_amax_maximum for each in group.values())
         yield from _power_of_two(rank, cast, highest, highest)
 
 
 def _row_scales(rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
     """One scale per row. Ranks with equal scales hold shards of the same rows: only the largest can be judged then."""
     if len({each.scale.digest for each in group.values()}) == 1 and len(group) > 1:
-        highest = max((each.scaled_amax_maximum for each in group.values()), key=nan_is_worst)
+        highest = largest(each.scaled_amax_maximum for each in group.values())
         yield from _power_of_two(rank, group[rank], highest, highest)
         return
     for other, theirs in group.items():

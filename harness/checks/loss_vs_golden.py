@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from harness.checks.assembly import nan_is_worst
+from harness.checks.assembly import largest
 from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.evidence.golden import Golden, hardware_class, update_command
@@ -175,7 +175,7 @@ def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -
         rank=rank,
         expected=f"{first.golden!r} ± {first.allowed!r}",
         found=repr(first.found),
-        size=max((abs(row.difference) for row in bad), key=nan_is_worst),
+        size=largest(abs(row.difference) for row in bad),
     )
 
 

@@ -6,13 +6,13 @@ directly, because AdamW hides a gradient of the wrong magnitude.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 from harness.checks.assembly import (
     Assembled,
     SketchKey,
     assemble,
+    largest,
     nan_is_worst,
     relative_distances,
     unequal_replicas,
@@ -72,9 +72,7 @@ def worst_distance(run: Run, solo: Run, *, step: int) -> float:
 def worst_distances(run: Run, solo: Run, *, steps: range) -> tuple[float, ...]:
     """The largest relative distance of any gradient at every one of `steps`; NaN where no gradient was compared."""
     found, expected = assemble(run.traces), assemble(solo.traces)
-    return tuple(
-        max(_distances(found, expected, step, "grad").values(), key=nan_is_worst, default=math.nan) for step in steps
-    )
+    return tuple(largest(_distances(found, expected, step, "grad").values()) for step in steps)
 
 
 def _distances(found: Tensors, expected: Tensors, step: int, kind: str) -> dict[SketchKey, float]:

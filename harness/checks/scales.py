@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from harness.checks.amax_sources import Casts, cast_sources, earlier_casts, implied_by_power, implied_source
-from harness.checks.assembly import nan_is_worst
+from harness.checks.assembly import largest
 from harness.checks.mismatch import Mismatch, findings_by_rule, same_number
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, casts_by_key
 from harness.checks.ranks import missing_records, traces_by_rank
@@ -70,7 +70,7 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
     if not case.float8.traits.one_scale_per_tensor:
         earlier = earlier_casts(casts, wrong.rank, place)
         return implied_by_power(cast, *_scaled_amaxes(cast, list(group.values())), earlier)
-    right = max((part.amax for part in group.values()), key=nan_is_worst)
+    right = largest(part.amax for part in group.values())
     sources = cast_sources(case, casts, wrong.rank, place, group)
     return implied_source(cast.target_dtype, cast.scale.maximum, right, sources)
 
@@ -153,7 +153,7 @@ def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> d
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:
     """The scale is that of the amax of the whole tensor, or of the whole row, of which `group` holds the parts."""
     if case.float8.traits.one_scale_per_tensor and scaled_dim(cast) is None:
-        yield from tensorwise_rule(cast, max((other.amax for other in group), key=nan_is_worst))
+        yield from tensorwise_rule(cast, largest(other.amax for other in group))
         return
     yield from power_of_two_rule(cast.target_dtype, *_scaled_amaxes(cast, group))
 
@@ -163,7 +163,7 @@ def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, fl
     # EXEMPT: rows of zeros, which the probe leaves out; and the smallest row where rows are sharded, because the amax
     # of each row may be on another rank.
     dim = scaled_dim(cast)
-    highest = max((other.scaled_amax_maximum for other in group), key=nan_is_worst)
+    highest = largest(other.scaled_amax_maximum for other in group)
     sharded = dim is None or any(placement == f"Shard({dim})" for placement in cast.placements)
     return highest if sharded else min(other.scaled_amax_minimum for other in group), highest
 

@@ -10,7 +10,7 @@ import math
 
 import msgspec
 
-from harness.checks.assembly import nan_is_worst
+from harness.checks.assembly import largest
 from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
 from harness.evidence.golden import Golden
 from harness.trace import Run
@@ -42,7 +42,7 @@ def with_twin_diagnosis(
 def _distance(run: Run, golden: Golden) -> float:
     """Largest |loss - golden| in nats over the steps that both have; NaN stays NaN."""
     gaps = [abs(step.loss - loss) for step, loss in zip(run.traces[0].steps, golden.losses, strict=False)]
-    return max(gaps, key=nan_is_worst, default=0.0)
+    return largest(gaps, empty=0.0)
 
 
 def _diagnosis(found: float, twin: float | None) -> str:

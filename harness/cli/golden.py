@@ -32,7 +32,7 @@ from harness.running.machine import hardware, resolve_device
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
-from harness.studies.references import GoldenChange, Noise, make_goldens, needed_references, noise_of
+from harness.studies.references import GoldenChange, LargestChange, largest_change, make_goldens, needed_references
 from harness.verdict import ExitCode
 
 _NAMED_FILES = 5  # of those that differ from the commit
@@ -220,7 +220,7 @@ def _damage(project: Project) -> list[str]:
 def _show_change(change: GoldenChange, root: Path) -> None:
     """Print the old and new losses of one family, and whether noise explains their distance."""
     summary = _summary(change.old, change.new)
-    noise = _noise(noise_of(change, root)) if summary == "changed" else ""
+    noise = _noise(largest_change(change, root)) if summary == "changed" else ""
     click.echo(f"\n{change.new.family} on {change.new.hardware}: {summary}{noise}")
     if change.old is not None and summary != "unchanged":
         _show_machines(change.old.provenance, change.new.provenance)
@@ -232,7 +232,7 @@ def _show_change(change: GoldenChange, root: Path) -> None:
         click.echo(f"  {row.step:>4} " + " ".join(_number(value) for value in numbers))
 
 
-def _noise(found: Noise | None) -> str:
+def _noise(found: LargestChange | None) -> str:
     if found is None:
         return ", and no noise was measured for it"
     words = "within noise" if found.explains else "beyond noise"

@@ -13,6 +13,7 @@ import msgspec
 
 from harness.durable import write_whole
 from harness.errors import HarnessError
+from harness.hints import explain_case
 from harness.matrix.axes import AXES, MEANINGS, axis_type, axis_values, case_from_axes, choices, ignored_axes
 from harness.matrix.case import Case
 from harness.matrix.casefile import write_case
@@ -76,7 +77,7 @@ def new_command(*, file: Path | None, as_id: bool, schema: bool, force: bool, **
     refusal = expected_refusal(case)
     if refusal is not None:
         click.echo(f"it must be refused: {refusal.reason}")
-    click.echo(f"what it needs: {shlex.join(['fp8-harness', 'explain', case_id(case)])}")
+    click.echo(f"what it needs: {explain_case(case_id(case))}")
     click.echo(f"run it:        {command}")
 
 

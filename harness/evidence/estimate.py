@@ -10,9 +10,9 @@ import msgspec
 
 from harness.evidence.costs import Costs
 from harness.expect.saved_memory import expected_saved
-from harness.expect.traffic import ITEM_BYTES
 from harness.matrix.case import Case, Checkpointing, Layout, Model
-from harness.matrix.linears import gemms, parameter_count
+from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, gemms, parameter_count
+from harness.matrix.recipes import ITEM_BYTES
 from harness.matrix.replayed import replayed_steps
 from harness.matrix.rules import expected_refusal
 
@@ -61,7 +61,7 @@ def _larger_s(case: Case, costs: Costs) -> float:
     if parameter_count(case) <= parameter_count(tiny := Case(model=tiny_model)) or expected_refusal(case) is not None:
         return 0.0
     tokens = case.train.tokens * case.train.steps
-    flops = 6 * (parameter_count(case) - parameter_count(tiny)) * tokens
+    flops = FLOPS_PER_PARAMETER_AND_TOKEN * (parameter_count(case) - parameter_count(tiny)) * tokens
     more_layers = case.model.shape.layers / tiny.model.shape.layers - 1
     started_s = costs.case.get("rank", 0.0) * case.world_size
     return flops / FLOPS_PER_CPU_S + max(0.0, more_layers * (costs.case_s(case) - started_s))

@@ -54,6 +54,7 @@ EXACT = 1e-8
 
 # Parity keys of runs that round nothing differently: their last number holds for every later step.
 EVERY_LAYOUT, SAME_ORDER = "exact", "ordered"
+OF_EVERY_MODEL = (EVERY_LAYOUT, SAME_ORDER)
 
 
 class ToleranceMissing(HarnessError):
@@ -181,7 +182,7 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
     if problems:
         raise ToleranceUnfounded("; ".join(problems) + ".", where=TABLE_FILE, fix=f"{MEASURE} and adapt the number.")
     per_step = _per_step(entry, measured_steps(samples))
-    if key in (EVERY_LAYOUT, SAME_ORDER):
+    if key in OF_EVERY_MODEL:
         per_step += per_step[-1:] * (steps - len(per_step))
     if len(per_step) < steps:
         what = f"the tolerance of {key} covers {len(per_step)} steps, the case trains {steps}."

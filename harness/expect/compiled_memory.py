@@ -27,10 +27,11 @@ from harness.expect.saved_memory import (
     gathered_scales,
     head_elements,
 )
-from harness.expect.traffic import ITEM_BYTES, residual_tokens
+from harness.expect.traffic import residual_tokens
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, ROWWISE, linear_features, local_features
+from harness.matrix.recipes import ITEM_BYTES
 
 VERIFIED = CURRENT
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from harness.expect.traffic import ITEM_BYTES, fsdp_units
+from harness.expect.traffic import fsdp_units
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import shard_sizes
+from harness.matrix.recipes import ITEM_BYTES
 from harness.trace.traffic import Moment
 
 VERIFIED = CURRENT

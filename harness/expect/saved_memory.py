@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from harness.expect.matmuls import is_recomputed
-from harness.expect.traffic import ITEM_BYTES, residual_tokens
+from harness.expect.traffic import residual_tokens
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, ROWWISE, is_converted, local_features, shard_sizes
+from harness.matrix.recipes import ITEM_BYTES
 
 VERIFIED = CURRENT
 

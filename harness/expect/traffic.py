@@ -28,10 +28,9 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.mesh import axis_size
+from harness.matrix.recipes import ITEM_BYTES
 
 VERIFIED = CURRENT
-
-ITEM_BYTES = {"float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,10 @@ OUTPUT_FQN = "output"
 ROWWISE = frozenset({"attention.wo", "feed_forward.w2"})  # sharded over in_features; the others over out_features
 
 
+# A multiplication and an addition for every weight, in forward and for both gradients.
+FLOPS_PER_PARAMETER_AND_TOKEN = 6
+
+
 class Gemm(msgspec.Struct, frozen=True, kw_only=True):
     """One matmul [m, k] x [k, n] of one linear, as one rank, or several with equal shards, execute it."""
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from harness.matrix.case import Case
 from harness.matrix.linears import linear_features, linear_fqns, parameter_count
-
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+from harness.matrix.recipes import ITEM_BYTES
 
 # A run hands what it recorded to its replay in one message, which may have 1 GiB.
 RECORDED_BYTES = 640 << 20

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from harness.checks.mismatch import same_number
 from harness.plural import counted
 from harness.tables import TABLES, Rows, Table, Value
 
@@ -87,12 +88,14 @@ def _changes(table: Table, first: Mapping[str, Value], second: Mapping[str, Valu
     return tuple(
         Change(column=name, first=first[name], second=second[name])
         for name in table.values
-        if first[name] != second[name] and not _both_nan(first[name], second[name])
+        if not _equal(first[name], second[name])
     )
 
 
-def _both_nan(first: Value, second: Value) -> bool:
-    return all(isinstance(each, float) and math.isnan(each) for each in (first, second))
+def _equal(first: Value, second: Value) -> bool:
+    if isinstance(first, str) or isinstance(second, str):
+        return first == second
+    return same_number(first, second)
 
 
 def difference_text(found: tuple[TableDifference, ...]) -> str:

@@ -11,7 +11,7 @@ from harness.evidence.estimate import FLOPS_PER_CPU_S, Estimate, estimate
 from harness.evidence.tolerance import ToleranceMissing, parity_tolerance_for, tolerance_for
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.linears import parameter_count
+from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
@@ -78,8 +78,8 @@ def _assumptions(case: Case, found: Estimate) -> tuple[str, ...]:
     if not found.rough:
         return (memory,)
     size, rate = f"{parameter_count(case) / 1e6:.0f} million parameters", f"{FLOPS_PER_CPU_S / 1e9:.0f} GFLOP"
-    rough = f"rough: {size} are more than was measured; assumed: {rate} per CPU second, 6 FLOP per parameter and token"
-    return (rough, memory)
+    work = f"{rate} per CPU second, {FLOPS_PER_PARAMETER_AND_TOKEN} FLOP per parameter and token"
+    return (f"rough: {size} are more than was measured; assumed: {work}", memory)
 
 
 def _measured(project: Project, case: Case) -> CaseResult | None:

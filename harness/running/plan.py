@@ -15,7 +15,7 @@ import msgspec
 
 from harness.engine.devices import cuda_names, default_cpu_slots
 from harness.matrix.case import Case
-from harness.matrix.linears import parameter_count
+from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import Device, check_rank_packages, resolve_device
 from harness.store import RunOptions
@@ -34,8 +34,7 @@ EngineKind = Literal["zygote", "torchrun"]
 # its own second because long cases (many steps) must not be called hangs.
 _BASE_TIMEOUT_S = 120.0
 _TIMEOUT_PER_RANK_STEP_S = 1.0
-# A multiplication and an addition a weight and token, in forward and for both gradients, on a busy core.
-_FLOPS_PER_WEIGHT_AND_TOKEN, _SLOWEST_FLOPS_PER_S = 6, 1e9
+_SLOWEST_FLOPS_PER_S = 1e9  # on a busy core
 # Every rank compiles for itself: about 4 CPU seconds for graphs, 20 for code that inductor generates the first time.
 _COMPILE_TIMEOUT_S = {"none": 0.0, "graph": 20.0, "inductor": 120.0}
 
@@ -71,7 +70,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Seconds that one attempt at this case may take."""
         if self.timeout_s is not None:
             return self.timeout_s
-        flops = _FLOPS_PER_WEIGHT_AND_TOKEN * parameter_count(case) * case.train.tokens
+        flops = FLOPS_PER_PARAMETER_AND_TOKEN * parameter_count(case) * case.train.tokens
         step_s = _TIMEOUT_PER_RANK_STEP_S * case.world_size + flops / _SLOWEST_FLOPS_PER_S
         return _BASE_TIMEOUT_S + _COMPILE_TIMEOUT_S[case.compile] * case.world_size + step_s * case.train.steps
 

@@ -15,10 +15,9 @@ from harness.checks.parity import worst_distances
 from harness.engine.messages import JobStatus
 from harness.evidence.golden import hardware_class, load_golden
 from harness.evidence.tolerance import (
-    EVERY_LAYOUT,
     LOSS_VS_GOLDEN,
+    OF_EVERY_MODEL,
     PARITY,
-    SAME_ORDER,
     SCHEMA,
     Evidence,
     Sample,
@@ -143,7 +142,7 @@ def measure(
 
 def shares_its_parity_key(case: Case) -> bool:
     """True for another model than the default one under a key that holds for all models: it must not change the key."""
-    return parity_key(case) in (EVERY_LAYOUT, SAME_ORDER) and case.model.shape != Case().model.shape
+    return parity_key(case) in OF_EVERY_MODEL and case.model.shape != Case().model.shape
 
 
 def environment() -> str:

@@ -48,7 +48,7 @@ class GoldenChange(msgspec.Struct, frozen=True, kw_only=True):
     old_error: str = ""
 
 
-class Noise(msgspec.Struct, frozen=True, kw_only=True):
+class LargestChange(msgspec.Struct, frozen=True, kw_only=True):
     """The step of a golden whose loss changed most for what is allowed there, in nats."""
 
     step: int
@@ -61,7 +61,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
         return self.change <= self.allowed
 
 
-def noise_of(change: GoldenChange, root: Path) -> Noise | None:
+def largest_change(change: GoldenChange, root: Path) -> LargestChange | None:
     """How the change compares with the tolerance of the reference; None where nothing was measured or is comparable."""
     if change.old is None or change.old.data_digest != change.new.data_digest:
         return None
@@ -71,7 +71,7 @@ def noise_of(change: GoldenChange, root: Path) -> Noise | None:
         return None
     rows = [row for row in compare_goldens(change.old, change.new) if row.loss_change is not None]
     found = [
-        Noise(step=row.step, change=abs(row.loss_change or 0.0), allowed=limit)
+        LargestChange(step=row.step, change=abs(row.loss_change or 0.0), allowed=limit)
         for row, limit in zip(rows, allowed, strict=False)
     ]
     return max(found, key=lambda each: each.change / each.allowed, default=None)

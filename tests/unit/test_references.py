@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from harness.matrix.caseid import case_id, reference_case
 from harness.running.machine import cpu_extensions
-from harness.studies.references import GoldenChange, noise_of
+from harness.studies.references import GoldenChange, largest_change
 from tests.builders import make_case, make_golden
 
 ROOT = Path(__file__).parents[2]
@@ -23,19 +23,19 @@ def changed(*by: float) -> GoldenChange:
 
 
 def test_the_step_that_changed_most_for_what_is_allowed_is_told() -> None:
-    found = noise_of(changed(1e-4, 0, 0, -3.6e-4, 3.5e-4), ROOT)
+    found = largest_change(changed(1e-4, 0, 0, -3.6e-4, 3.5e-4), ROOT)
     assert found is not None and found.explains
     assert (found.step, found.change) == (4, pytest.approx(3.6e-4))
     assert found.allowed == 0.00118
-    assert noise_of(changed(0, 0, 0, 0, 0.0012), ROOT).explains is False  # type: ignore[union-attr]
+    assert largest_change(changed(0, 0, 0, 0, 0.0012), ROOT).explains is False  # type: ignore[union-attr]
 
 
 def test_nothing_is_said_where_nothing_can_be_compared() -> None:
     some = changed(0, 0, 0, 0, 1e-4)
-    assert noise_of(replace(some, old=None), ROOT) is None
-    assert noise_of(replace(some, new=replace(some.new, data_digest="other")), ROOT) is None
+    assert largest_change(replace(some, old=None), ROOT) is None
+    assert largest_change(replace(some, new=replace(some.new, data_digest="other")), ROOT) is None
     large = case_id(reference_case(make_case(dim=512)))
-    assert noise_of(replace(some, new=replace(some.new, case_id=large)), ROOT) is None
+    assert largest_change(replace(some, new=replace(some.new, case_id=large)), ROOT) is None
 
 
 def test_the_extensions_of_a_cpu(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import product
 
+from harness.matrix.recipes import ITEM_BYTES
 from harness.studies.conformance.strategy import MATMULS, SCALES, local_placements, placements_of, reduced_dims
 from harness.trace.operator_checks import PARTIALS, OperatorCheck, Placements, shard_dim
 
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT8_BYTES = 1
 # torchao casts an amax to float64 before it is reduced, so that eager and compiled scales are bit-equal.
 _AMAX_BYTES = 8
@@ -55,7 +55,7 @@ def _unstrided(placements: Placements) -> Placements:
 
 def _element_bytes(check: OperatorCheck) -> int:
     """Bytes per element of the inputs."""
-    return _FLOAT8_BYTES if check.op.startswith("f8.") else _ELEMENT_BYTES[check.dtype]
+    return _FLOAT8_BYTES if check.op.startswith("f8.") else ITEM_BYTES[check.dtype]
 
 
 def _input_shapes(check: OperatorCheck) -> list[tuple[int, ...]]:
