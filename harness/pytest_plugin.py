@@ -122,13 +122,12 @@ class _Bench:
 
     def __init__(self, project: Project, plan: Plan) -> None:
         from harness.running.executor import open_executor
-        from harness.running.witness_key import witness_key
-        from harness.running.witnesses import WitnessCache
+        from harness.running.witnesses import open_witnesses
 
         self._project = project
         self._plan = plan
         self._executor = open_executor(plan, project)
-        self._witnesses = WitnessCache(self._executor, project.witness_folder(), witness_key(plan))
+        self._witnesses = open_witnesses(project, plan, self._executor)
 
     def run(self, case: Case) -> CaseResult:
         """The result of one case."""

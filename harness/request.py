@@ -5,21 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from harness.matrix.case import Case
-from harness.matrix.linears import converted_fqns
 from harness.trace.modules import ModuleShard
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Random errors as large as those of float8, in a case without FP8 (`worker/targets/reference/noise.py`)."""
+    """Random errors as large as those of float8, in a case without FP8 (`worker/noise.py`)."""
 
     draw: int  # seed of the errors
     float8_fqns: tuple[str, ...]  # linears with the errors of float8; all others have those of bfloat16
     grad_output_dtype: str  # float8 dtype of their gradients
 
 
-def noise_of(case: Case, draw: int) -> Noise:
-    """The errors of a BF16 run where the case casts to float8."""
-    return Noise(draw=draw, float8_fqns=converted_fqns(case), grad_output_dtype=case.float8.traits.grad_output_dtype)
+def noise_of(case: Case, draw: int, float8_fqns: tuple[str, ...]) -> Noise:
+    """The errors of a BF16 run where the case casts these linears to float8."""
+    return Noise(draw=draw, float8_fqns=float8_fqns, grad_output_dtype=case.float8.traits.grad_output_dtype)
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

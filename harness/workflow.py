@@ -31,8 +31,8 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, select_sources
-from harness.running.witness_key import witness_key
-from harness.running.witnesses import WitnessCache
+from harness.running.target_source import check_targets
+from harness.running.witnesses import open_witnesses
 from harness.store import RunOptions, RunStore
 from harness.verdict import Verdict
 
@@ -51,6 +51,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     """
     cases, left_out = _in_budget(project, query, progress)
     check_fits(cases, plan)
+    check_targets((case.target for case in cases), project.root)
     judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
     _announce(judge, progress, query, plan, store=not project.is_shipped)
     store = RunStore(project.new_run_folder())
@@ -89,7 +90,7 @@ def run_cases(
     started_s = time.monotonic()
     progress.begin(len(cases))
     with open_executor(plan.serving(cases), project) as executor:
-        cache = WitnessCache(executor, project.witness_folder(), witness_key(plan))
+        cache = open_witnesses(project, plan, executor)
         runner = CaseRunner(plan, executor, judge, cache, progress.note)
         observer = _CaseObserver(progress, keep, plan.max_failures)
         ended = run_schedule(cases, runner, observer, jobs=plan.jobs, enough=observer.enough)

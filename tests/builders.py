@@ -64,7 +64,7 @@ def falling_losses(case: Case) -> tuple[float, ...]:
 def _conversion(case: Case) -> tuple[tuple[str, ...], int]:
     """The linears that are converted, and how many scaled matmuls a step of one rank has."""
     expect = Expectations(case)
-    return expect.converted_fqns, expect.scaled_mm_calls
+    return expect.converted_fqns, expect.scaled_mm_calls[0]
 
 
 def make_trace(
@@ -325,7 +325,7 @@ def make_refusal(**changes: Any) -> Refusal:
         reason="1128 is not a multiple of 16",
         source="https://example.org",
         axes=(),
-        applies=lambda case: True,
+        when=lambda case: True,
         check="alignment",
         pattern=r"Expected both dimensions of mat2 to be divisible by 16",
     )

@@ -8,16 +8,19 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
+from harness.checks import traffic_rules
 from harness.checks.ranks import merge_ranks, missing_records
+from harness.checks.traffic_rules import check_any_model
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
+from harness.matrix.targets import is_llama
 from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
 
-NAME = "traffic"
+NAME = traffic_rules.NAME
 
 # Of the bytes of bfloat16: float8 takes half; the rest is for the norms, which are gathered in high precision.
 MAX_SHARE_OF_BFLOAT16 = 0.51
@@ -99,6 +102,8 @@ def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     over the wrong ranks.
     """
     expect = witnesses.expect
+    if not is_llama(case.target):
+        return missing_records(run, NAME, "traffic") or check_any_model(expect, run)
     return missing_records(run, NAME, "traffic") or [
         *merge_ranks(run, lambda trace: _causes(expect, trace)),
         *merge_ranks(run, lambda trace: _differences(expect, trace)),

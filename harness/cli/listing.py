@@ -32,6 +32,7 @@ def list_command(  # noqa: PLR0913  one parameter an option
     tiers: tuple[str, ...],
     case_ids: tuple[str, ...],
     expressions: tuple[str, ...],
+    target: str | None,
     root: str | None,
     why: bool,
     as_json: bool,
@@ -41,7 +42,7 @@ def list_command(  # noqa: PLR0913  one parameter an option
     from harness.plural import counted
     from harness.running.selection import Query, select_cases
 
-    query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions)
+    query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, target=target)
     project = find_project(root)
     cases = select_cases(project, query)
     reasons = _reasons(project, query) if why else {}

@@ -19,7 +19,7 @@ def root_option(command: Command) -> Command:
 
 
 def query_options(command: Command) -> Command:
-    """`[TIER|FILE]... --tier --case --select`: which cases."""
+    """`[TIER|FILE]... --tier --case --select --target`: which cases."""
     for decorate in reversed(
         (
             click.argument("sources", metavar="[TIER|FILE]...", nargs=-1),
@@ -31,6 +31,11 @@ def query_options(command: Command) -> Command:
                 metavar="EXPR",
                 multiple=True,
                 help="Keep cases that match: 'tp=4,8 recipe!=bf16', 'id~*ac.full*'. Repeated: all must match.",
+            ),
+            click.option(
+                "--target",
+                metavar="NAME",
+                help="Train every case by this target: torchtitan, or a module of your own such as my_pkg.my_target.",
             ),
         )
     ):
@@ -84,7 +89,7 @@ def query_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_query(*, sources: tuple[str, ...], tiers: tuple[str, ...], **given: Any) -> Any:
         from harness.running.selection import Query
 
-        chosen = {name: given.pop(name) for name in ("case_ids", "expressions")}
+        chosen = {name: given.pop(name) for name in ("case_ids", "expressions", "target")}
         return command(query=Query(sources=(*sources, *tiers), **chosen), **given)
 
     return query_options(with_query)

@@ -40,6 +40,7 @@ Examples:
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run --case tp4-rowwise-v2256-f32  one case
   fp8-harness run pr --budget-s 60              what covers most in a minute
+  fp8-harness run pr --target my_pkg.my_target  by a trainer of your own
   fp8-harness run --rerun-failed                what was not good in the last run
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
   fp8-harness run --case ID --save-trace good   scales and norms for `fp8-harness diff`
@@ -89,6 +90,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     tiers: tuple[str, ...],
     case_ids: tuple[str, ...],
     expressions: tuple[str, ...],
+    target: str | None,
     device: str,
     engine: EngineKind,
     jobs: int,
@@ -116,7 +118,9 @@ def run_command(  # noqa: PLR0913  one parameter an option
     ]
     for path, _ in outputs:
         _check_folder(path)
-    query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, budget_s=budget_s)
+    query = Query(
+        sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, target=target, budget_s=budget_s
+    )
     project = find_project(root)
     given = _given_options()
     if rerun_failed:
@@ -163,7 +167,7 @@ def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, R
     notes = [f"repeats {shlex.join(repeated.words)} of the last run."] if repeated.words else []
     for note in (*rerun.notes, *notes):
         click.echo(f"fp8-harness: note: {note}", err=True)
-    query = Query(case_ids=rerun.query.case_ids, expressions=asked.expressions, budget_s=asked.budget_s)
+    query = msgspec.structs.replace(asked, case_ids=rerun.query.case_ids)
     return query, msgspec.structs.replace(rerun.options, **anew)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from harness.expect.model import Model
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
-from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_checkpointed
+from harness.matrix.linears import OUTPUT_FQN
 from harness.matrix.recipes import E4M3
 from harness.trace.operands import CastPhase, Role
 
@@ -36,12 +37,15 @@ class CastSite(NamedTuple):
     phase: CastPhase
 
 
-def expected_casts(case: Case) -> dict[CastSite, tuple[CastForm, ...]]:
+def expected_casts(case: Case, model: Model) -> dict[CastSite, tuple[CastForm, ...]]:
     """The forms of the casts at every site, in execution order. FSDP2 may cast more often at `all_gather`."""
     expected: dict[CastSite, tuple[CastForm, ...]] = {}
-    for fqn in converted_fqns(case):
+    for fqn in model.converted:
+        calls, again = model.calls[fqn], model.recomputed[fqn]
         for site, forms in (*_inputs(case, fqn), *_weights(case, fqn), *_grad_outputs(case, fqn)):
-            expected[site] = forms
+            times = {"all_gather": 1, "gathered": 2 * calls + again, "recompute": again}.get(site.phase, calls)
+            if times:
+                expected[site] = forms * times
     return expected
 
 
@@ -62,9 +66,8 @@ def _inputs(case: Case, fqn: str) -> Iterator[tuple[CastSite, tuple[CastForm, ..
 def _weights(case: Case, fqn: str) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
     if case.gathers_float8:
         form = CastForm(None, case.wide_dtype, E4M3)
-        times = 2 + is_checkpointed(case, fqn)  # read in forward, recomputation and backward
         yield CastSite(fqn, "weight", "all_gather"), (form,)
-        yield CastSite(fqn, "weight", "gathered"), (form,) * times
+        yield CastSite(fqn, "weight", "gathered"), (form,)  # read in forward, recomputation and backward
         return
     yield from _forwards(case, fqn, fqn, "weight", CastForm(_dim(case, 0), case.train.dtype, E4M3))
     for_grad_input = None if case.float8.traits.one_scale_per_weight_in_dgrad else -1
@@ -85,8 +88,7 @@ def _forwards(
     case: Case, fqn: str, site: str, role: Role, form: CastForm
 ) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
     yield CastSite(site, role, "forward"), (form,)
-    if is_checkpointed(case, fqn):
-        yield CastSite(site, role, "recompute"), (form,)
+    yield CastSite(site, role, "recompute"), (form,)
 
 
 def _has_float8_style(case: Case, fqn: str) -> bool:

@@ -24,12 +24,13 @@ from harness.expect.casts import CastForm, CastSite
 from harness.expect.compiled_memory import SavedLimits
 from harness.expect.fusion import FusionCandidate
 from harness.expect.live_memory import LiveStorage
+from harness.expect.model import Model, llama_model, recomputed_matmuls
 from harness.expect.relations import Relation
 from harness.expect.traffic import Transfer
 from harness.expect.versions import Verified
 from harness.matrix.case import Case
-from harness.matrix.linears import converted_fqns
 from harness.matrix.rules import Refusal, expected_refusal
+from harness.matrix.targets import is_llama
 from harness.trace.traffic import Moment
 
 # By the name that `Check.formula` and reports use.
@@ -45,10 +46,14 @@ FORMULAS: dict[str, Verified] = {
 
 
 class Expectations:
-    """What a run of one case must contain."""
+    """What a run of one case must contain.
 
-    def __init__(self, case: Case) -> None:
+    `found`: the linears of a model that is not a Llama; None before its single-rank reference has run.
+    """
+
+    def __init__(self, case: Case, found: Model | None = None) -> None:
         self.case = case
+        self.model = llama_model(case) if is_llama(case.target) else found
         self._transfers = functools.cache(lambda step, rank: traffic.expected_transfers(case, step=step, rank=rank))
         saved = saved_memory.expected_saved if case.compile == "none" else compiled_memory.expected_saved
         self._saved_bytes = functools.cache(lambda step, rank: saved(case, step=step, rank=rank))
@@ -65,7 +70,7 @@ class Expectations:
     @functools.cached_property
     def not_judged(self) -> Mapping[str, str]:
         """The checks that can say nothing of the case, each with the reason."""
-        return records.not_judged(self.case)
+        return records.not_judged(self.case, model_found=self.model is not None)
 
     @functools.cached_property
     def partly_judged(self) -> Mapping[str, str]:
@@ -77,31 +82,45 @@ class Expectations:
         """The error that the case must end in; None when it must train."""
         return expected_refusal(self.case)
 
+    @property
+    def linears(self) -> Model:
+        """The linears of the model. Checks that need them are not judged before they are known."""
+        assert self.model is not None, "checks of linears need the model"
+        return self.model
+
     @functools.cached_property
     def converted_fqns(self) -> tuple[str, ...]:
         """Linears that must be Float8Linear after conversion, sorted."""
-        return converted_fqns(self.case)
+        return self.linears.converted
 
     @functools.cached_property
-    def compiled_linears(self) -> int:
-        """Converted linears inside of compiled blocks; 0 for an eager case."""
+    def compiled_linears(self) -> int | None:
+        """Converted linears inside of compiled blocks; 0 for an eager case, None where the blocks are not known."""
+        if not is_llama(self.case.target):
+            return None
         inside = [fqn for fqn in self.converted_fqns if fqn.startswith("layers.")]
         return 0 if self.case.compile == "none" else len(inside)
 
     @functools.cached_property
-    def scaled_mm_calls(self) -> int:
-        """Scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
-        return fusion.executed_scaled_mm_calls(self.case)
+    def scaled_mm_calls(self) -> tuple[int, int]:
+        """Fewest and most scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
+        if is_llama(self.case.target):
+            return (fusion.executed_scaled_mm_calls(self.case),) * 2
+        once = matmuls.calls_of_linears(self.case, self.linears)
+        fewest, most = self.recomputed_calls
+        return once + fewest, once + most
 
     @functools.cached_property
-    def recomputed_calls(self) -> int:
-        """Scaled matmuls that checkpointing recomputes, in one rank and one step."""
-        return matmuls.recomputed_calls(self.case)
+    def recomputed_calls(self) -> tuple[int, int]:
+        """Fewest and most scaled matmuls that checkpointing recomputes, in one rank and one step."""
+        if is_llama(self.case.target):
+            return (matmuls.recomputed_calls(self.case),) * 2
+        return recomputed_matmuls(self.case, self.linears)
 
     @functools.cached_property
     def casts(self) -> Mapping[CastSite, tuple[CastForm, ...]]:
         """The casts to float8 of one rank in one step: their forms by site, in execution order."""
-        return casts.expected_casts(self.case)
+        return casts.expected_casts(self.case, self.linears)
 
     def input_site(self, fqn: str) -> str:
         """The module that casts the input of this linear."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from harness.expect.model import Model, llama_model
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
-from harness.matrix.linears import BLOCK_LINEARS, converted_fqns, is_converted
+from harness.matrix.linears import BLOCK_LINEARS, is_converted
 
 VERIFIED = CURRENT
 
 
 def scaled_mm_calls(case: Case) -> int:
     """Scaled matmuls of one rank in one step: forward, dgrad, wgrad, and the forwards that checkpointing recomputes."""
-    per_linear = 3 if case.float8.traits.float8_weight_gradient else 2
-    return per_linear * len(converted_fqns(case)) + recomputed_calls(case)
+    return calls_of_linears(case, llama_model(case)) + recomputed_calls(case)
+
+
+def calls_of_linears(case: Case, model: Model) -> int:
+    """Scaled matmuls of one rank in one step without recomputation: two or three for every call of a linear."""
+    per_call = 3 if case.float8.traits.float8_weight_gradient else 2
+    return per_call * sum(model.calls.values())
 
 
 def recomputed_calls(case: Case) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from harness.matrix.case import Case
 from harness.matrix.replayed import drifts, replayed_steps
+from harness.matrix.targets import is_llama
 
 
 def not_recorded(case: Case) -> Mapping[str, str]:
@@ -23,22 +24,45 @@ def not_recorded(case: Case) -> Mapping[str, str]:
     return empty
 
 
-def not_judged(case: Case) -> Mapping[str, str]:
+def not_judged(case: Case, *, model_found: bool = True) -> Mapping[str, str]:
     """The checks that can say nothing of this case although its records are there, each with the reason."""
+    reasons: dict[str, str] = {}
     if case.compile == "inductor":
-        return {"graph_scales": "generated code casts inside of its kernels, where no probe sees it"}
-    return {}
+        reasons["graph_scales"] = "generated code casts inside of its kernels, where no probe sees it"
+    if is_llama(case.target):
+        return reasons
+    reasons |= dict.fromkeys(("memory", "live_memory"), f"no formula for the model of {case.target}; see `signature`")
+    if not model_found:
+        reasons |= dict.fromkeys(_OF_LINEARS, "the single-rank reference, which tells the linears, did not run")
+    elif case.compile != "none":
+        reasons["matmuls"] = "calls of linears are not counted in compiled runs; see `signature`"
+    return reasons
+
+
+# Checks of linears, which for a model that is not known are those of its single-rank reference.
+_OF_LINEARS = ("fp8_on", "matmuls", "scales", "graph_scales", "recompute", "traffic")
 
 
 def partly_judged(case: Case) -> Mapping[str, str]:
     """The checks that judge a part of this case, each with the part that it does not judge."""
     steps, recorded = case.train.steps, replayed_steps(case)
+    reasons = {}
     if 0 < recorded < steps:
-        return {"local_parity": f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"}
-    return {}
+        reasons["local_parity"] = f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"
+    if not is_llama(case.target):
+        reasons["traffic"] = f"no formula for the model of {case.target}: only what holds for any; see `signature`"
+        if case.float8.tp_styles == "float8":
+            reasons["scales"] = "the number of casts: which module casts is the choice of the float8 TP styles"
+        if case.compile == "graph":
+            reasons["graph_scales"] = "the number of casts: it is not known which linears are compiled"
+        if case.layout.async_tp:
+            reasons["graphs"] = f"the number of fused collectives: no formula for the model of {case.target}"
+    return reasons
 
 
 def _not_replayed(case: Case) -> str:
+    if not is_llama(case.target):
+        return "modules of a model that is not known are not repeated one by one"
     if case.compile != "none" and case.train.dtype != "float64":
         return "hooks would change what is compiled, and the case has no eager partner that must equal it"
     if drifts(case):

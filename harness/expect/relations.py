@@ -18,6 +18,7 @@ from harness.matrix.case import Case, Checkpointing, Checks, Layout
 from harness.matrix.linears import converted_fqns, linear_features
 from harness.matrix.replayed import replayed_steps
 from harness.matrix.rules import exclusions, expected_refusal
+from harness.matrix.targets import is_llama
 
 VERIFIED = CURRENT
 
@@ -147,6 +148,8 @@ def _replicas_can_be_shards(case: Case) -> bool:
 
 def _shards_evenly(case: Case, layout: Layout) -> bool:
     """True when every rank holds the same number of rows of every converted weight."""
+    if not is_llama(case.target):
+        return False  # it is not known how many there are
     rows = (linear_features(case, fqn.split(".", 2)[-1])[1] for fqn in converted_fqns(case))
     return all(count % (layout.dp_shard * layout.tp) == 0 for count in rows)
 

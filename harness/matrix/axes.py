@@ -20,6 +20,7 @@ from harness.matrix.case import Case, ModelShape
 from harness.matrix.scope import out_of_scope
 
 AXES: dict[str, tuple[str, ...]] = {
+    "target": ("target",),
     "model": ("model", "preset"),
     "vocab_size": ("model", "vocab_size"),
     "pad_vocab_to_multiple_of": ("model", "pad_vocab_to_multiple_of"),
@@ -56,6 +57,7 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 # What each is, in a few words: for comments in case files, options and the schema of editors.
 MEANINGS: dict[str, str] = {
+    "target": "what trains: reference, torchtitan, or the module of a target of your own",
     "model": "preset; every size below overrides it",
     "vocab_size": "tokens of the vocabulary",
     "pad_vocab_to_multiple_of": "add rows to embedding and output layer up to a multiple of this",

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from harness.matrix.recipes import TRAITS, Recipe, RecipeTraits
+from harness.matrix.targets import REFERENCE
 
 CheckpointMode = Literal["none", "full", "selective_op", "selective_layer"]
 SymmMem = Literal["pipelined", "fallback"]
@@ -26,6 +27,7 @@ Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 PositiveInt = Annotated[int, Meta(ge=1)]
 Degree = Annotated[int, Meta(ge=1, le=4096)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9_.]+$")]
+TargetName = Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)]
 
 
 class CaseStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -235,8 +237,12 @@ class Checks(CaseStruct, frozen=True, kw_only=True):
 
 
 class Case(CaseStruct, frozen=True, kw_only=True):
-    """One training run, fully described: equal cases are the same run."""
+    """One training run, fully described: equal cases are the same run.
 
+    `target` is what trains: a name of `targets.py`, or the module of a user's own target.
+    """
+
+    target: TargetName = REFERENCE
     model: Model = Model()
     layout: Layout = Layout()
     float8: Float8 = Float8()

@@ -14,6 +14,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Checkpointing, Checks, Float8, Layout, Model, Train
 from harness.matrix.scope import out_of_scope
+from harness.matrix.targets import REFERENCE
 from harness.matrix.words import DTYPES, NUMBER, PRESETS, SHAPE_WORDS, hint, values_of
 
 _MAX_LENGTH = 1000  # far above any id that fits into a file name; limits the work on invalid input
@@ -26,6 +27,7 @@ def case_id(case: Case) -> str:
     """The id of a case: equal for equal cases, different for different ones."""
     return "-".join(
         (
+            *_target_tokens(case),
             *_layout_tokens(case.layout),
             *_float8_tokens(case.float8),
             *_checkpointing_tokens(case),
@@ -79,6 +81,7 @@ def family_id(case: Case) -> str:
     train = case.train
     return "-".join(
         (
+            *_target_tokens(case),
             PRESETS[case.model.preset],
             *_override_tokens(case.model),
             f"v{case.model.vocab_size}",
@@ -130,6 +133,7 @@ def reference_case(case: Case) -> Case:
     """The case whose run is the golden: bf16 on one rank, without checkpointing, compile, padding and checks."""
     train = case.train
     return Case(
+        target=case.target,
         model=msgspec.structs.replace(case.model, pad_vocab_to_multiple_of=1),
         train=Train(
             steps=train.steps,
@@ -140,6 +144,10 @@ def reference_case(case: Case) -> Case:
             dtype="bfloat16",
         ),
     )
+
+
+def _target_tokens(case: Case) -> list[str]:
+    return [] if case.target == REFERENCE else [f"target.{case.target}"]
 
 
 def _layout_tokens(layout: Layout) -> list[str]:

@@ -130,6 +130,10 @@ def matching(faults: Sequence[KnownFault], case: Case) -> tuple[KnownFault, ...]
 class KnownRule(Rule, frozen=True):
     """The cases that a record blinds, as a rule of the matrix: they run, and their numbers prove nothing new."""
 
+    def applies(self, case: Case) -> bool:
+        """True for the cases that the record selects, whatever their model."""
+        return self.when(case)
+
 
 def known_rules(faults: Iterable[KnownFault]) -> list[KnownRule]:
     """The rules of the records without a fix. HarnessError when a selector asks for ids instead of axis values."""
@@ -139,7 +143,7 @@ def known_rules(faults: Iterable[KnownFault]) -> list[KnownRule]:
 def _known_rule(fault: KnownFault) -> KnownRule:
     selector = parse_selector(fault.where)
     return KnownRule(
-        name=fault.name, reason=fault.reason, source=fault.link, axes=axes_read(selector), applies=selector.matches
+        name=fault.name, reason=fault.reason, source=fault.link, axes=axes_read(selector), when=selector.matches
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from harness.matrix.case import Case
 from harness.matrix.linears import linear_features, linear_fqns, parameter_count
 from harness.matrix.recipes import ITEM_BYTES
+from harness.matrix.targets import is_llama
 
 # A run hands what it recorded to its replay in one message, which may have 1 GiB.
 RECORDED_BYTES = 640 << 20
@@ -24,7 +25,7 @@ def replayed_steps(case: Case) -> int:
 
     In eager runs that drift: of large models so many as fit into a message.
     """
-    if not drifts(case) or case.compile != "none":
+    if not drifts(case) or case.compile != "none" or not is_llama(case.target):
         return 0
     return min(case.train.steps, RECORDED_STEPS, RECORDED_BYTES // _recorded_bytes(case))
 

@@ -13,22 +13,27 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, linear_fqns, shard_sizes
+from harness.matrix.targets import is_llama
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
-_MODEL_AXES = ("model", "dim", "layers", "heads", "kv_heads", "ffn_dim")
+_MODEL_AXES = ("target", "model", "dim", "layers", "heads", "kv_heads", "ffn_dim")
 _CONVERSION_AXES = ("recipe", "filter_fqns")
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """A named property of cases. `axes` are the axes that it reads (`axes.py`); `applies` says if a case has it."""
+    """A named property of cases. `axes` are the axes that it reads (`axes.py`); `when` says if a case has it."""
 
     name: str
     reason: str
     source: str
     axes: tuple[str, ...]
-    applies: Callable[[Case], bool]
+    when: Callable[[Case], bool]
+
+    def applies(self, case: Case) -> bool:
+        """True when the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""
+        return (is_llama(case.target) or "target" not in self.axes) and self.when(case)
 
 
 class Exclusion(Rule, frozen=True):
@@ -108,44 +113,42 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         reason="every data-parallel rank must get the same number of sequences, at least one",
         source=f"{_TORCHTITAN}/train.py",
         axes=("global_batch", "dp_replicate", "dp_shard"),
-        applies=lambda case: case.train.global_batch % case.layout.dp != 0,
+        when=lambda case: case.train.global_batch % case.layout.dp != 0,
     ),
     Exclusion(
         name="replicate_needs_shard",
         reason="dp_replicate without dp_shard is DDP, which is not a supported layout; HSDP has both above 1",
         source=f"{_TORCHTITAN}/models/llama3/infra/parallelize.py",
         axes=("dp_replicate", "dp_shard"),
-        applies=lambda case: case.layout.dp_replicate > 1 and case.layout.dp_shard == 1,
+        when=lambda case: case.layout.dp_replicate > 1 and case.layout.dp_shard == 1,
     ),
     Exclusion(
         name="heads_divide_tp",
         reason="TP splits attention by whole heads, so heads and kv_heads must be multiples of tp",
         source="https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html",
         axes=(*_MODEL_AXES, "tp"),
-        applies=lambda case: bool(
-            case.model.shape.heads % case.layout.tp or case.model.shape.kv_heads % case.layout.tp
-        ),
+        when=lambda case: bool(case.model.shape.heads % case.layout.tp or case.model.shape.kv_heads % case.layout.tp),
     ),
     Exclusion(
         name="ffn_divides_tp",
         reason="w1 and w3 shard the hidden features over tp and w2 contracts them: ffn_dim must be a multiple of tp",
         source="https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html",
         axes=(*_MODEL_AXES, "tp"),
-        applies=lambda case: case.model.shape.ffn_dim % case.layout.tp != 0,
+        when=lambda case: case.model.shape.ffn_dim % case.layout.tp != 0,
     ),
     Exclusion(
         name="vocab_fills_tp",
         reason="every TP rank must hold at least one row of the vocabulary",
         source="https://docs.pytorch.org/docs/stable/distributed.tensor.html",
-        axes=("vocab_size", "pad_vocab_to_multiple_of", "tp"),
-        applies=lambda case: 0 in shard_sizes(case.model.padded_vocab_size, case.layout.tp),
+        axes=("target", "vocab_size", "pad_vocab_to_multiple_of", "tp"),
+        when=lambda case: 0 in shard_sizes(case.model.padded_vocab_size, case.layout.tp),
     ),
     Exclusion(
         name="vocab_padding_pads",
         reason="a vocabulary that is already a multiple of pad_vocab_to_multiple_of is not padded: the same run as 1",
         source="docs/architecture.md",
         axes=("vocab_size", "pad_vocab_to_multiple_of"),
-        applies=lambda case: (
+        when=lambda case: (
             case.model.pad_vocab_to_multiple_of > 1 and case.model.padded_vocab_size == case.model.vocab_size
         ),
     ),
@@ -153,78 +156,78 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         name="sequence_divides_tp",
         reason="sequence parallelism gives every TP rank the same number of positions",
         source=f"{_TORCHTITAN}/distributed/parallel_dims.py",
-        axes=("seq_len", "tp", "sequence_parallel"),
-        applies=lambda case: case.layout.sequence_parallel and case.train.seq_len % case.layout.tp != 0,
+        axes=("target", "seq_len", "tp", "sequence_parallel"),
+        when=lambda case: case.layout.sequence_parallel and case.train.seq_len % case.layout.tp != 0,
     ),
     Exclusion(
         name="all_gather_needs_fsdp",
         reason="float8 all-gather is how FSDP2 gathers sharded weights: dp_shard must be above 1",
         source=f"{_TORCHAO}/fsdp_utils.py",
         axes=("fp8_all_gather", "recipe", "dp_shard"),
-        applies=lambda case: case.float8.fp8_all_gather and case.layout.dp_shard == 1,
+        when=lambda case: case.float8.fp8_all_gather and case.layout.dp_shard == 1,
     ),
     Exclusion(
         name="all_gather_needs_tensorwise",
         reason="enable_fsdp_float8_all_gather only supports tensorwise weight scaling (torchao asserts it)",
         source=f"{_TORCHAO}/config.py",
         axes=("fp8_all_gather", "recipe"),
-        applies=lambda case: case.float8.fp8_all_gather and not case.float8.traits.gathers_weights_in_float8,
+        when=lambda case: case.float8.fp8_all_gather and not case.float8.traits.gathers_weights_in_float8,
     ),
     Exclusion(
         name="precompute_needs_all_gather",
         reason="precomputed scales are only used by the float8 all-gather",
         source=f"{_TORCHAO}/fsdp_utils.py",
         axes=("precompute_scale", "fp8_all_gather", "recipe"),
-        applies=lambda case: case.float8.precompute_scale and not case.float8.fp8_all_gather,
+        when=lambda case: case.float8.precompute_scale and not case.float8.fp8_all_gather,
     ),
     Exclusion(
         name="tp_styles_need_tp",
         reason="float8 TP styles define how activations are sent between TP ranks: tp must be above 1",
         source=f"{_TORCHAO}/float8_tensor_parallel.py",
         axes=("tp_styles", "recipe", "tp"),
-        applies=lambda case: case.float8.tp_styles == "float8" and case.layout.tp == 1,
+        when=lambda case: case.float8.tp_styles == "float8" and case.layout.tp == 1,
     ),
     Exclusion(
         name="tp_styles_need_tensorwise",
         reason="Float8ColwiseParallel and the other float8 TP styles assume tensorwise scaling of activations",
         source=f"{_TORCHAO}/float8_tensor_parallel.py",
         axes=("tp_styles", "recipe"),
-        applies=lambda case: case.float8.tp_styles == "float8" and not case.float8.traits.has_tp_styles,
+        when=lambda case: case.float8.tp_styles == "float8" and not case.float8.traits.has_tp_styles,
     ),
     Exclusion(
         name="tp_styles_need_converted_blocks",
         reason="Float8ColwiseParallel rejects a linear that is not Float8Linear: no linear of a block may be filtered",
         source=f"{_TORCHAO}/float8_tensor_parallel.py",
         axes=("tp_styles", "recipe", "filter_fqns", *_MODEL_AXES),
-        applies=lambda case: case.float8.tp_styles == "float8" and _filters_a_block_linear(case),
+        when=lambda case: case.float8.tp_styles == "float8" and _filters_a_block_linear(case),
     ),
     Exclusion(
         name="filter_matches",
         reason="an entry of filter_fqns that matches no linear of the model has no effect",
         source=f"{_TORCHTITAN}/components/quantization/utils.py",
         axes=("filter_fqns", "recipe", *_MODEL_AXES),
-        applies=_filter_misses,
+        when=_filter_misses,
     ),
     Exclusion(
         name="filter_contradicts_output",
         reason="filter_fqns excludes the output layer while output_layer asks to convert it",
         source=f"{_TORCHTITAN}/components/quantization/float8.py",
-        axes=("filter_fqns", "recipe", "output_layer"),
-        applies=lambda case: case.float8.output_layer and any(entry in OUTPUT_FQN for entry in case.float8.filter_fqns),
+        axes=("target", "filter_fqns", "recipe", "output_layer"),
+        when=lambda case: case.float8.output_layer and any(entry in OUTPUT_FQN for entry in case.float8.filter_fqns),
     ),
     Exclusion(
         name="something_converted",
         reason="an FP8 recipe whose filter leaves no linear to convert is a bf16 run under another name",
         source=f"{_TORCHTITAN}/components/quantization/float8.py",
         axes=("recipe", "filter_fqns", "output_layer", *_MODEL_AXES),
-        applies=lambda case: case.float8.enabled and not converted_fqns(case),
+        when=lambda case: case.float8.enabled and not converted_fqns(case),
     ),
     Exclusion(
         name="every_reaches_a_layer",
         reason="selective_layer with `every` above the number of layers checkpoints nothing",
         source=f"{_TORCHTITAN}/distributed/activation_checkpoint.py",
         axes=("checkpointing", "checkpoint_every", *_MODEL_AXES),
-        applies=lambda case: (
+        when=lambda case: (
             case.checkpointing.mode == "selective_layer" and case.checkpointing.every > case.model.shape.layers
         ),
     ),
@@ -233,21 +236,21 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         reason="async TP splits the collectives of TP: tp must be above 1",
         source=f"{_TORCHTITAN}/distributed/tensor_parallel.py",
         axes=("async_tp", "tp"),
-        applies=lambda case: case.layout.async_tp and case.layout.tp == 1,
+        when=lambda case: case.layout.async_tp and case.layout.tp == 1,
     ),
     Exclusion(
         name="async_tp_needs_compile",
         reason="async TP is a pass over the compiled graph; eager runs would silently use plain TP",
         source=f"{_TORCHTITAN}/distributed/tensor_parallel.py",
         axes=("async_tp", "compile"),
-        applies=lambda case: case.layout.async_tp and case.compile == "none",
+        when=lambda case: case.layout.async_tp and case.compile == "none",
     ),
     Exclusion(
         name="async_tp_needs_sequence_parallel",
         reason="the pass fuses all-gathers and reduce-scatters, which only sequence parallelism puts into the graph",
         source="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/fx_passes/micro_pipeline_tp.py",
         axes=("async_tp", "sequence_parallel", "tp"),
-        applies=lambda case: case.layout.async_tp and not case.layout.sequence_parallel,
+        when=lambda case: case.layout.async_tp and not case.layout.sequence_parallel,
     ),
 )
 
@@ -268,7 +271,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "16; pad_inner_dim cannot help, because every weight dimension is an output dimension of some matmul",
         source=_META,
         axes=(*_MODEL_AXES, "tp", *_CONVERSION_AXES),
-        applies=lambda case: _misaligned_weights(case, output=False),
+        when=lambda case: _misaligned_weights(case, output=False),
         check="alignment",
         pattern=_ALIGNMENT_PATTERN,
     ),
@@ -279,7 +282,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "multiple of 16 * tp can",
         source=_META,
         axes=("vocab_size", "pad_vocab_to_multiple_of", *_MODEL_AXES, "tp", "output_layer", *_CONVERSION_AXES),
-        applies=lambda case: _misaligned_weights(case, output=True),
+        when=lambda case: _misaligned_weights(case, output=True),
         check="alignment",
         pattern=_ALIGNMENT_PATTERN,
     ),
@@ -288,8 +291,8 @@ REFUSALS: tuple[Refusal, ...] = (
         reason="the tokens per rank are the inner dimension of the weight-gradient matmul and not a multiple of 16; "
         "pad_inner_dim or rowwise_with_gw_hp (weight gradient in high precision) make the case valid",
         source=f"{_TORCHAO}/float8_linear.py",
-        axes=("global_batch", "seq_len", "dp_replicate", "dp_shard", "recipe", "pad_inner_dim"),
-        applies=_misaligned_tokens,
+        axes=("target", "global_batch", "seq_len", "dp_replicate", "dp_shard", "recipe", "pad_inner_dim"),
+        when=_misaligned_tokens,
         check="alignment",
         pattern=_ALIGNMENT_PATTERN,
     ),

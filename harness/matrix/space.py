@@ -29,7 +29,7 @@ IGNORED_OPTION = Exclusion(
     "repeat another case under its name",
     source="docs/architecture.md",
     axes=tuple(AXES),
-    applies=lambda case: False,  # a case cannot hold such a value: only cells of a matrix can
+    when=lambda case: False,  # a case cannot hold such a value: only cells of a matrix can
 )
 
 
@@ -113,7 +113,7 @@ def _world_limit(block: Block, of_file: int | None) -> list[tuple[Rule, Kind]]:
         reason=f"this file asks for worlds of at most {min(limits)} ranks",
         source="max_world_size in [select] or [[matrix]]",
         axes=("dp_replicate", "dp_shard", "tp"),
-        applies=lambda case: case.world_size > min(limits),
+        when=lambda case: case.world_size > min(limits),
     )
     return [(rule, "excluded")]
 

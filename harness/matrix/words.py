@@ -16,6 +16,7 @@ from harness.hints import list_words
 from harness.matrix.axes import AXES
 from harness.matrix.case import MODEL_PRESETS
 from harness.matrix.scope import out_of_scope
+from harness.matrix.targets import NAME
 
 NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 SHAPE_WORDS = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kvheads", "ffn_dim": "ffn"}
@@ -81,6 +82,13 @@ def _numbered(
 
 # In the order in which an id has them.
 WORDS: tuple[Word, ...] = (
+    Word(
+        part="target",
+        example="target.my_pkg.my_target",
+        meaning="trained by {0} instead of the reference Llama",
+        pattern=re.compile(rf"target\.({NAME.pattern})", re.ASCII),
+        read=lambda found: {"target": found[1]},
+    ),
     _flag("layout", "single", "one rank"),
     _numbered("layout", "fsdp", "4", "FSDP2 over {0} ranks", "dp_shard"),
     Word(

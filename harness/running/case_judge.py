@@ -32,6 +32,7 @@ from harness.evidence.tolerance import (
     tolerance_key,
 )
 from harness.expect.expectations import Expectations
+from harness.expect.model import found_model
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.known import PACKAGES, KnownFault, matching
@@ -91,6 +92,8 @@ class CaseJudge:
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
         only_with_fix = bool(basis.fixes) and not fixes  # compared with a partner that has the fix, in the second run
         witnesses = msgspec.structs.replace(basis.witnesses, golden=golden, partner_has_fix=only_with_fix)
+        if run.complete:
+            witnesses = _with_model(case, run, witnesses, cache)
         if run.complete and witnesses.expect.refusal is None:
             witnesses = _with_derived_tolerances(case, witnesses, cache, sketched=sketched)
         if sketched and witnesses.expect.refusal is None:
@@ -131,16 +134,27 @@ def _explained(case: Case, run: Run, found: Judgement, golden: Golden | None, ca
     return msgspec.structs.replace(found, findings=findings)
 
 
+def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache) -> Witnesses:
+    """The witnesses that know the linears of the model, which of a model that is no Llama its solo witness tells."""
+    model = run.traces[0].model
+    solo = cache.solo(case) if witnesses.expect.model is None and model is not None else None
+    reference = None if solo is None else solo.traces[0].model
+    if model is None or reference is None:
+        return witnesses
+    return msgspec.structs.replace(witnesses, expect=Expectations(case, found_model(case, reference, model)))
+
+
 def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCache, *, sketched: bool) -> Witnesses:
     """The witnesses with derived tolerances where none was measured for cases like this.
 
     The one of parity only for a run that was `sketched`. Where a run for it did not finish, the checks say so.
     """
     loss, parity_of = witnesses.tolerance, witnesses.parity_tolerance
-    if loss is not None and (parity_of is not None or not sketched):
+    if (loss is not None and (parity_of is not None or not sketched)) or witnesses.expect.model is None:
         return witnesses
+    converted = witnesses.expect.converted_fqns
     with ThreadPoolExecutor() as threads:  # of one rank each: a case of one's own leaves the machine idle otherwise
-        draws = [threads.submit(cache.noisy, case, draw) for draw in range(1, DRAWS + 1)]
+        draws = [threads.submit(cache.noisy, case, draw, converted) for draw in range(1, DRAWS + 1)]
         reference = cache.reference(case)
     complete = [draw for each in draws if (draw := each.result()) is not None]
     if reference is None or len(complete) < DRAWS:

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -25,10 +25,12 @@ from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.targets import REFERENCE
 from harness.project import Project
 from harness.request import Noise, RunRequest
 from harness.running.injection import Injection
 from harness.running.plan import Plan
+from harness.running.target_source import search_path
 from harness.trace.modules import ModuleShard
 
 _ID_IN_FOLDER = 80  # characters; sockets in a job folder have at most 107 for their whole path
@@ -44,12 +46,38 @@ class Engine(Protocol):
         """Kill every rank and the zygote."""
 
 
-class Executor:
-    """Runs cases on one engine until closed. Thread-safe."""
+class Engines:
+    """One engine for every target that is asked for: what ranks are forked from holds one target only. Thread-safe."""
 
-    def __init__(self, plan: Plan, engine: Engine, leases: Leases, folder: Path) -> None:
+    def __init__(self, make: Callable[[str], Engine]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: dict[str, Engine] = {}
+        self._closed = False
+
+    def of(self, target: str) -> Engine:
+        """The engine whose ranks train this target. After `close`, one that is closed."""
+        with self._lock:
+            if target not in self._made:
+                self._made[target] = self._make(target)
+                if self._closed:
+                    self._made[target].close()
+            return self._made[target]
+
+    def close(self) -> None:
+        """Close every engine."""
+        with self._lock:
+            self._closed, made = True, tuple(self._made.values())
+        for engine in made:
+            engine.close()
+
+
+class Executor:
+    """Runs cases on the engines of their targets until closed. Thread-safe."""
+
+    def __init__(self, plan: Plan, engines: Engines, leases: Leases, folder: Path) -> None:
         self._plan = plan
-        self._engine = engine
+        self._engines = engines
         self._leases = leases
         self._folder = folder
         self._numbers = itertools.count(1)
@@ -57,7 +85,7 @@ class Executor:
 
     def with_plan(self, plan: Plan) -> Executor:
         """The same engine, slots and end for a plan that asks its ranks for something else."""
-        other = Executor(plan, self._engine, self._leases, self._folder)
+        other = Executor(plan, self._engines, self._leases, self._folder)
         other._numbers, other._stopped = self._numbers, self._stopped
         return other
 
@@ -106,14 +134,14 @@ class Executor:
             name = f"{_kind(request)}{case_id(request.case)}"
             try:
                 with self._job_folder(name) as folder:
-                    return self._engine.run(self._job(request, name, folder, slots))
+                    return self._engines.of(request.case.target).run(self._job(request, name, folder, slots))
             except OSError as error:
                 return JobOutcome(job_id=name, status="infra", ranks=(), message=f"job folder: {error}")
 
     def stop(self) -> None:
         """Start nothing any more and kill every rank."""
         self._stopped.set()
-        self._engine.close()
+        self._engines.close()
 
     def close(self) -> None:
         """Stop, and remove the job folders unless logs are kept."""
@@ -162,11 +190,13 @@ def open_executor(plan: Plan, project: Project) -> Executor:
     names = cuda_names(os.environ)[: plan.slots] if plan.device == "cuda" else None
     leases = Leases(project.lease_folder() / plan.device, plan.slots, names=names)
     folder = plan.logs or Path(tempfile.mkdtemp(prefix="fp8-harness-"))
-    return Executor(plan, _engine(plan), leases, folder)
+    return Executor(plan, Engines(lambda target: _engine(plan, target, project)), leases, folder)
 
 
-def _engine(plan: Plan) -> Engine:
+def _engine(plan: Plan, target: str, project: Project) -> Engine:
     options = {"device": plan.device, "compile": "on" if plan.compiles else "off"}
+    if target != REFERENCE:
+        options |= {"target": target, "path": os.pathsep.join(search_path(project.root))}
     if plan.engine == "torchrun":
         return TorchrunEngine(plan.program, options)
     return ZygoteEngine(plan.program, options)

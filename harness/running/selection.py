@@ -5,7 +5,7 @@ Owns how the sources combine. Reading files and expanding the matrix is `matrix/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from harness.matrix.chosen import chosen_path, read_chosen
 from harness.matrix.known import KnownFault, read_known
 from harness.matrix.rules import exclusions
 from harness.matrix.selector import parse_selector
+from harness.matrix.targets import MODULES, NAME
 from harness.matrix.tier import Selection, select
 from harness.project import Project
 
@@ -35,6 +36,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sources: tuple[str, ...] = ()
     case_ids: tuple[str, ...] = ()
     expressions: tuple[str, ...] = ()  # all must hold
+    target: str | None = None  # trains every case in place of its own target
     budget_s: float | None = None  # seconds of wall clock that the run may take; None: as long as it takes
 
     @property
@@ -49,7 +51,8 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """The words of a command line that ask for the same cases, but for the budget."""
         cases = (word for case_id in self.case_ids for word in ("--case", case_id))
         selected = (word for text in self.expressions for word in ("--select", text))
-        return (*self.effective_sources, *cases, *selected)
+        target = () if self.target is None else ("--target", self.target)
+        return (*self.effective_sources, *cases, *selected, *target)
 
 
 def select_sources(project: Project, query: Query) -> tuple[Selection, ...]:
@@ -76,7 +79,7 @@ def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
         if source not in project.tiers:
             _refuse_case_id(source)
     selections = select_sources(project, query)
-    cases = _unique([*named, *(case for selection in selections for case in selection.cases)])
+    cases = _trained_by(query.target, [*named, *(case for selection in selections for case in selection.cases)])
     chosen = tuple(filter(_wanted(query.expressions), cases))
     if not chosen:
         raise NothingSelected(
@@ -113,10 +116,18 @@ def _wanted(expressions: Sequence[str]) -> Callable[[Case], bool]:
     return lambda case: all(selector.matches(case) for selector in selectors)
 
 
-def _unique(cases: Iterable[Case]) -> tuple[Case, ...]:
+def _trained_by(target: str | None, cases: Sequence[Case]) -> tuple[Case, ...]:
+    """The cases, each once, with this target in place of their own; without those that it excludes."""
+    if target is not None:
+        if not NAME.fullmatch(target):
+            fix = f"use one of {', '.join(MODULES)}, or the dotted name of a module."
+            raise HarnessError("not the name of a target.", where=f"--target {target}", fix=fix)
+        cases = [msgspec.structs.replace(case, target=target) for case in cases]
+        cases = [case for case in cases if not exclusions(case)]
     return tuple({case_id(case): case for case in cases}.values())
 
 
 def _describe(query: Query) -> str:
     words = [*query.effective_sources, *query.case_ids, *(f"--select '{text}'" for text in query.expressions)]
+    words += [] if query.target is None else [f"--target {query.target}"]
     return " ".join(words)

@@ -17,14 +17,15 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
 from harness.running.machine import CPUINFO, arithmetic_limits, cpu_kind, installed_version
 from harness.running.plan import DEFAULT_PROGRAM, Plan
 
-_PACKAGES = ("torch", "torchao", "numpy")
+PACKAGES = ("torch", "torchao", "numpy")
 _CODE = re.compile(r"\.py$|\.so(\.[0-9.]+)?$")
 _HERE = Path(__file__).parents[1]
 _OURS = ("worker", "trace", "matrix", "expect")  # the packages of the harness that compute a witness
@@ -38,8 +39,8 @@ def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
         *sorted(plan.probes),
         arithmetic_limits(),
         cpu_kind(cpuinfo),
-        *(f"{package} {installed_version(package)} {_files_digest(package)}" for package in _PACKAGES),
-        _source_digest(_HERE, (path for folder in _OURS for path in (_HERE / folder).rglob("*.py"))),
+        *(f"{package} {installed_version(package)} {files_digest(package)}" for package in PACKAGES),
+        source_digest(_HERE, (path for folder in _OURS for path in (_HERE / folder).rglob("*.py"))),
         _program_digest(plan.program),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -57,14 +58,14 @@ def installed_source(package: str) -> InstalledSource | None:
     places = _places(package)
     if not places:
         return None
-    return InstalledSource(places[0], _source_digest(places[0], places[0].rglob("*.py")))
+    return InstalledSource(places[0], source_digest(places[0], places[0].rglob("*.py")))
 
 
-def _files_digest(package: str) -> str:
+def files_digest(package: str, folders: Sequence[str] = ()) -> str:
     """Over path, size and time of change of the code files of an installed package; empty when there is none."""
     found = [
         (path[len(folder) :], status.st_size, status.st_mtime_ns)
-        for folder in map(str, _places(package))
+        for folder in map(str, _places(package, folders))
         for path, status in _code_files(folder)
     ]
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
@@ -75,6 +76,8 @@ def _code_files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 
     A file or folder that cannot be read is left out.
     """
+    if os.path.isfile(folder):  # noqa: PTH113  a module of a single file
+        yield folder, os.stat(folder)  # noqa: PTH116
     try:
         entries = list(os.scandir(folder))
     except OSError:
@@ -98,12 +101,10 @@ def _program_digest(program: str) -> str:
     if program == DEFAULT_PROGRAM:
         return ""
     places = _places(program.partition(".")[0])
-    return " ".join(
-        _source_digest(place.parent, place.rglob("*.py") if place.is_dir() else [place]) for place in places
-    )
+    return " ".join(source_digest(place.parent, place.rglob("*.py") if place.is_dir() else [place]) for place in places)
 
 
-def _source_digest(root: Path, files: Iterable[Path]) -> str:
+def source_digest(root: Path, files: Iterable[Path]) -> str:
     """Over the paths, relative to `root`, and the bytes of these files. Of an unreadable one, only the path counts."""
     state = hashlib.sha256()
     for path in sorted(files):
@@ -113,10 +114,13 @@ def _source_digest(root: Path, files: Iterable[Path]) -> str:
     return state.hexdigest()
 
 
-def _places(name: str) -> list[Path]:
-    """The folders of a top-level package, or the file of a top-level module, without importing it; empty if none."""
+def _places(name: str, folders: Sequence[str] = ()) -> list[Path]:
+    """The folders of a top-level package, or the file of a top-level module, without importing it; empty if none.
+
+    Looked for in `folders` too.
+    """
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name) or PathFinder.find_spec(name, list(folders))
     except (ImportError, ValueError):
         return []
     if spec is None:

@@ -21,10 +21,14 @@ from harness.engine.messages import JobOutcome
 from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id, reference_case, solo_case, twin_case
+from harness.project import Project
 from harness.request import noise_of
 from harness.result import WitnessMade
 from harness.running.executor import Executor
 from harness.running.injection import Injection
+from harness.running.plan import Plan
+from harness.running.target_source import target_digest
+from harness.running.witness_key import witness_key
 from harness.trace import Run
 
 _RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, as that of `judge.py`
@@ -33,10 +37,10 @@ _RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, as that 
 class WitnessCache:
     """Hands out witnesses, running each at most once at a time. Thread-safe.
 
-    `content` stands for what computes them: kept witnesses of another content are not used.
+    `content` stands for what computes those of a target: kept witnesses of another content are not used.
     """
 
-    def __init__(self, executor: Executor, folder: Path, content: str) -> None:
+    def __init__(self, executor: Executor, folder: Path, content: Callable[[str], str]) -> None:
         self._executor = executor
         self._folder = folder
         self._content = content
@@ -59,28 +63,33 @@ class WitnessCache:
 
     def _solo(self, kind: str, case: Case, probes: tuple[str, ...]) -> Run | None:
         witness = solo_case(case)
-        return self._witness(f"{kind} {case_id(witness)}", lambda: self._executor.execute_solo(witness, probes))
+        name = f"{kind} {case_id(witness)}"
+        return self._witness(witness, name, lambda: self._executor.execute_solo(witness, probes))
 
     def twin(self, case: Case) -> Run | None:
         """The BF16 twin of a case; None when it did not finish."""
         witness = twin_case(case)
-        return self._witness(f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
+        return self._witness(witness, f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
 
     def reference(self, case: Case) -> Run | None:
         """The BF16 reference of a case on one rank, for want of a stored golden; None when it did not finish."""
         witness = reference_case(case)
         probes = ("sketches",)
         return self._witness(
-            f"reference {case_id(witness)}", lambda: self._executor.execute_plain(witness, probes=probes)
+            witness, f"reference {case_id(witness)}", lambda: self._executor.execute_plain(witness, probes=probes)
         )
 
-    def noisy(self, case: Case, draw: int) -> Run | None:
-        """The reference with random errors where the case casts to float8; None when it did not finish."""
+    def noisy(self, case: Case, draw: int, converted: tuple[str, ...]) -> Run | None:
+        """The reference with random errors where the case casts to float8; None when it did not finish.
+
+        `converted`: the linears that the case converts.
+        """
         witness, float8 = reference_case(case), case.float8
         rounded = Float8(recipe=float8.recipe, output_layer=float8.output_layer, filter_fqns=float8.filter_fqns)
         return self._witness(
+            witness,
             f"noise {draw} {case_id(msgspec.structs.replace(witness, float8=rounded))}",
-            lambda: self._executor.execute_noisy(witness, noise_of(case, draw), ("sketches",)),
+            lambda: self._executor.execute_noisy(witness, noise_of(case, draw, converted), ("sketches",)),
         )
 
     def partner(self, case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
@@ -96,6 +105,7 @@ class WitnessCache:
         name = " with ".join([f"{'replayed ' * replayed}partner {case_id(other)}", *(fix.content for fix in fixes)])
         probes = ("sketches", "module_tensors") if replayed else ("sketches",)
         return self._witness(
+            other,
             name,
             lambda: self._executor.execute_plain(other, probes=probes, fixes=fixes),
             finish=lambda run: self._with_distances(other, run) if replayed else run,
@@ -121,6 +131,7 @@ class WitnessCache:
 
     def _witness(
         self,
+        witness: Case,
         name: str,
         execute: Callable[[], JobOutcome | None],
         finish: Callable[[Run], Run | None] = lambda run: run,
@@ -128,23 +139,27 @@ class WitnessCache:
         """The kept run of this name, or a new one after `finish`, which is kept."""
         with self._locks[name]:
             if name not in self._kept:
-                run = self._stored(name) or self._made(name, execute(), finish)
+                path = self._path(name, witness.target)
+                run = self._stored(path) or self._made(name, path, execute(), finish)
                 if run is None:
                     return None
                 self._kept[name] = run
             return self._kept[name]
 
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{hashlib.sha256(f'{name} {self._content}'.encode()).hexdigest()[:32]}.msgpack"
+    def _path(self, name: str, target: str) -> Path:
+        key = f"{name} {self._content(target)}"
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.msgpack"
 
-    def _stored(self, name: str) -> Run | None:
+    def _stored(self, path: Path) -> Run | None:
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            seal, content = _split(self._path(name).read_bytes())
+            seal, content = _split(path.read_bytes())
             run = _RUNS.decode(content) if seal == _seal(content) else None
             return run if run is not None and run.complete else None
         return None
 
-    def _made(self, name: str, outcome: JobOutcome | None, finish: Callable[[Run], Run | None]) -> Run | None:
+    def _made(
+        self, name: str, path: Path, outcome: JobOutcome | None, finish: Callable[[Run], Run | None]
+    ) -> Run | None:
         if outcome is None:
             return None
         self._made_here.append(WitnessMade(name=name, cpu_s=outcome.cpu_s))
@@ -156,8 +171,16 @@ class WitnessCache:
             return None
         with contextlib.suppress(WriteFailed):  # a full disk costs time, not truth
             content = msgspec.msgpack.encode(run)
-            write_whole(self._path(name), _seal(content) + content)
+            write_whole(path, _seal(content) + content)
         return run
+
+
+def open_witnesses(project: Project, plan: Plan, executor: Executor) -> WitnessCache:
+    """The witnesses of this machine, as what is installed now computes them for this plan."""
+    key = witness_key(plan)
+    return WitnessCache(
+        executor, project.witness_folder(), lambda target: f"{key}{target_digest(target, project.root)}"
+    )
 
 
 def _seal(content: bytes) -> bytes:

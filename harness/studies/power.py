@@ -34,8 +34,7 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases
-from harness.running.witness_key import witness_key
-from harness.running.witnesses import WitnessCache
+from harness.running.witnesses import WitnessCache, open_witnesses
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
 from harness.trace import Run
 from harness.verdict import Finding
@@ -120,7 +119,7 @@ class _TrialWork:
         self._progress = progress
         self._judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
-        self._cache = WitnessCache(executor, project.witness_folder(), witness_key(plan))
+        self._cache = open_witnesses(project, plan, executor)
 
     def run(self, planting: _Planting) -> _Tried | None:
         """Run the case with the fault; None when stopped before there was a result."""

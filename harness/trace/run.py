@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.trace.graphs import GraphTrace
+from harness.trace.model import ModelRecord
 from harness.trace.modules import ModuleDistance, ModuleShard
 from harness.trace.operands import OperandTrace
 from harness.trace.record import Record
@@ -21,7 +22,8 @@ class StepTrace(Record, frozen=True, kw_only=True):
 
     step: int  # 1-based
     loss: float
-    grad_norm: float  # global L2 norm over all parameters, before clipping
+    grad_norm: float  # global L2 norm over all gradients, as the optimizer gets them
+    reported_grad_norm: float | None = None  # what the target itself reports, before clipping
     scaled_mm_calls: int  # scaled matmuls executed by this rank: forward, dgrad, wgrad and recompute
     seconds: float
 
@@ -39,6 +41,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     device: str  # "cpu" or the CUDA device name
     batch_digests: tuple[str, ...] = ()  # of the tokens of every data-parallel rank that this rank stands for
     virtual: tuple[str, ...]  # parts of the virtual FP8 device that were installed, sorted
+    model: ModelRecord | None = None
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
     traffic: tuple[TrafficRecord, ...] | None = None
@@ -53,7 +56,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **dict.fromkeys(_RECORDS))
 
 
-_RECORDS = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors", "module_distances")
+_RECORDS = ("model", "sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors", "module_distances")
 
 
 class RankFailure(Record, frozen=True, kw_only=True):

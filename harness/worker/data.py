@@ -11,6 +11,8 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from harness.matrix.case import Case
+
 Tokens = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float32]
 
@@ -54,29 +56,53 @@ def _successors(vocab_size: int, seed: int) -> Tokens:
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
-def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int) -> Weights:
+def make_weight(fqn: str, shape: tuple[int, ...], *, seed: int, embedding: bool = False) -> Weights:
     """The full initial weight of one parameter, float32.
 
-    Vectors (norms) are ones. Matrices are uniform with a bound of 1/sqrt(in_features), skewed to the negative side, so
-    that a missing abs is found, and with one negative outlier per shard on the diagonal, so that a local amax is found.
+    Vectors (norms) are ones, biases small. Matrices are uniform with a bound of 1/sqrt(in_features), skewed to the
+    negative side, so that a missing abs is found, and with one negative outlier per shard on the diagonal, so that a
+    local amax is found. Leading dims of other tensors count as rows.
     """
-    if len(shape) == 1:
+    if len(shape) < 2 and not fqn.endswith("bias"):
         return np.ones(shape, dtype=np.float32)
     count = int(np.prod(shape))
     words = _stream(seed, f"weight/{fqn}").random_raw((count + 1) // 2).view(np.uint32)[:count]
     unit = (words >> np.uint32(8)).astype(np.float32) * np.float32(2**-23) - np.float32(1)  # [-1, 1), exact
-    unit = np.where(unit < 0, unit * np.float32(1.5), unit).reshape(shape)
-    rows, columns = shape
+    if len(shape) < 2:
+        return unit.reshape(shape) * np.float32(_BIAS)
+    columns = shape[-1]
+    rows = count // columns if columns else 0
+    unit = np.where(unit < 0, unit * np.float32(1.5), unit).reshape(rows, columns)
     shards = min(OUTLIER_SHARDS, rows, columns)
     for shard in range(shards):
         unit[(2 * shard + 1) * rows // (2 * shards), (2 * shard + 1) * columns // (2 * shards)] = -2 - shard / 2
-    return (unit * np.float32(_bound(fqn, columns))).astype(np.float32)
+    return (unit * np.float32(1.0 if embedding else _bound(columns))).astype(np.float32).reshape(shape)
 
 
-def _bound(fqn: str, features_in: int) -> float:
+_BIAS = 2.0**-4  # not zero, so that a shard of a bias in the wrong place is a wrong number from the first step on
+
+
+def _bound(features_in: int) -> float:
     # A power of two near 1/sqrt(features_in): scaling by it is exact, so weights are bitwise equal everywhere.
     # Embeddings are of order one, as in Llama: small ones make the first norm amplify rounding errors in five steps.
-    return 1.0 if "embedding" in fqn else float(2.0 ** -round(np.log2(features_in) / 2))
+    return float(2.0 ** -round(np.log2(features_in) / 2))
+
+
+def global_tokens(case: Case) -> Tokens:
+    """The tokens of the whole run: [steps, global_batch, seq_len + 1]."""
+    train = case.train
+    return make_tokens(
+        steps=train.steps,
+        sequences=train.global_batch,
+        seq_len=train.seq_len,
+        vocab_size=case.model.vocab_size,
+        seed=train.seed,
+    )
+
+
+def batch_slice(case: Case, dp_rank: int) -> slice:
+    """The sequences of the global batch that a data-parallel rank trains on. TP ranks of one dp rank share them."""
+    return slice(dp_rank * case.local_batch, (dp_rank + 1) * case.local_batch)
 
 
 def digest(arrays: dict[str, npt.NDArray[np.generic]]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from harness.matrix.targets import REFERENCE, module_of
 from harness.request import RunRequest
 from harness.worker.injection import inject
 from harness.worker.replay import replay
@@ -37,6 +40,10 @@ def preload(options: Mapping[str, str]) -> None:
         virtual_device.install()
         if options.get("warmup", "on") == "on":
             warm_up(compiled=options.get("compile", "off") == "on")
+    sys.path += [folder for folder in options.get("path", "").split(os.pathsep) if folder and folder not in sys.path]
+    target = importlib.import_module(module_of(options.get("target", REFERENCE)))
+    if hasattr(target, "preload"):
+        target.preload()
 
 
 def rank_main(context: RankContext) -> bytes:

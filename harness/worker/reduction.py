@@ -1,8 +1,6 @@
-"""Numbers of one step over all ranks: the global loss and the global gradient norm."""
+"""The gradients of one step over all ranks, and their global norm, as the harness itself computes it."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,25 +10,14 @@ from torch.distributed.tensor import DTensor
 from harness.worker.virtual.collectives import unobserved
 
 
-class Reduced(NamedTuple):
-    """Numbers of one step over all ranks."""
-
-    loss: float
-    grad_norm: float
-
-
 @unobserved()
 @torch.no_grad()
-def reduce_over_ranks(loss: torch.Tensor, model: nn.Module, tp: int) -> Reduced:
-    """Global loss and gradient norm from one all-gather of (local loss, local sum of squares), summed in rank order.
-
-    Every TP rank adds up the losses of its own position on the TP axis, so that TP ranks that disagree show.
-    """
-    mine = torch.stack([loss.double(), _squared_norm_share(model)])
+def gradient_norm(squared_share: torch.Tensor) -> float:
+    """The global gradient norm from the share of every rank, summed in rank order."""
+    mine = squared_share.reshape(1)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    table = torch.stack(everyone)
-    return Reduced(loss=table[dist.get_rank() % tp :: tp, 0].sum().item(), grad_norm=table[:, 1].sum().sqrt().item())
+    return torch.cat(everyone).sum().sqrt().item()
 
 
 def reduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
@@ -43,8 +30,10 @@ def reduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
     return grad
 
 
-def _squared_norm_share(model: nn.Module) -> torch.Tensor:
-    """This rank's share of the squared gradient norm: what several ranks hold is divided among them."""
+@unobserved()
+@torch.no_grad()
+def squared_norm_share(model: nn.Module) -> torch.Tensor:
+    """This rank's share of the squared gradient norm, float64: what several ranks hold is divided among them."""
     world = dist.get_world_size()
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for param in model.parameters():

@@ -1,6 +1,6 @@
 """The replay: one rank repeats every module of a parallel run on the operands that the run recorded.
 
-It trains as the solo witness does (`targets/reference/solo.py`), compares the tensors before and behind every module
+It trains as the single-rank reference does, compares the tensors before and behind every module
 with those that the run recorded, and goes on with the recorded ones. So nothing accumulates from module to module:
 attention, residual sums and the loss are repeated from recorded results as well, and so are the sum of gradients over
 data-parallel ranks and the optimizer's step.
@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case
 from harness.matrix.replayed import replayed_steps
 from harness.trace import RankTrace, StepTrace
 from harness.trace.modules import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
+from harness.worker.discovery import converted_linears
 from harness.worker.probes.module_tensors import MODULES, is_wide
 from harness.worker.probes.places import held
+from harness.worker.probes.probe import in_backward
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
-from harness.worker.targets.reference.build import Target, build
-from harness.worker.targets.reference.float8 import after_optimizer_step
-from harness.worker.train import forward_backward, software
+from harness.worker.train import Prepared, prepare, software
 
 
 class Key(NamedTuple):
@@ -100,20 +101,26 @@ class Replay:
     def __init__(self, recorded: dict[Key, Recorded | None]) -> None:
         self._recorded = recorded
         self._left = set(recorded)
-        self._step, self._part = 0, 0
+        self._step, self._part = 0, -1
         self.distances: list[ModuleDistance] = []
 
     def attach(self, model: nn.Module) -> None:
         """Compare and replace the tensors before and behind every module."""
+        model.register_forward_pre_hook(self._next_part)
         for name, module in model.named_modules():
             if isinstance(module, MODULES):
                 boundary = _ModuleBoundary(clean_fqn(name), self, in_place=isinstance(module, nn.RMSNorm))
                 module.register_forward_pre_hook(boundary.before)
                 module.register_forward_hook(boundary.after)
 
-    def at(self, step: int, part: int) -> None:
-        """What follows belongs to this step and this data-parallel rank."""
-        self._step, self._part = step, part
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
+        self._step, self._part = step, -1
+
+    def _next_part(self, *_: Any) -> None:
+        """The model is called: for the tokens of the next data-parallel rank, unless checkpointing calls it again."""
+        if not in_backward():
+            self._part += 1
 
     @torch.no_grad()
     def replaced(self, fqn: str, kind: ModuleTensorKind, computed: torch.Tensor) -> torch.Tensor:
@@ -158,18 +165,19 @@ class Replay:
 
 def replay(case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShard]]) -> RankTrace:
     """The distances of a recorded run, and the loss and gradient norm of its own logits and gradients at every step."""
-    target = build(case, device, solo_witness=True)
+    prepared = prepare(case, device, solo_witness=True)
+    model = prepared.target.model
     watching = Replay(assembled(case, ranks, device))
-    watching.attach(target.model)
-    steps = tuple(_replay_step(case, target, watching, step) for step in range(1, replayed_steps(case) + 1))
+    watching.attach(model)
+    steps = tuple(_replay_step(prepared, watching, step) for step in range(1, replayed_steps(case) + 1))
     watching.finish()
     return RankTrace(
         rank=dist.get_rank(),
         steps=steps,
-        converted_fqns=target.conversion.converted_fqns,
-        unmatched_filters=target.conversion.unmatched_filters,
+        converted_fqns=tuple(sorted(converted_linears(model))),
+        unmatched_filters=(),
         peak_memory_bytes=0,
-        data_digest=target.data_digest,
+        data_digest=prepared.data_digest,
         software=software(),
         device=device.type,
         virtual=(),
@@ -177,20 +185,25 @@ def replay(case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShar
     )
 
 
-def _replay_step(case: Case, target: Target, watching: Replay, step: int) -> StepTrace:
-    loss = 0.0
-    for part, batch in enumerate(target.tokens[step - 1]):
-        watching.at(step, part)
-        loss += forward_backward(case, target, batch).item()
-    squares = 0.0
-    for name, param in target.model.named_parameters():
-        squares += _replace(watching, clean_fqn(name), "grad", param.grad)
-    target.optimizer.step()
-    target.optimizer.zero_grad()
-    for name, param in target.model.named_parameters():
-        _replace(watching, clean_fqn(name), "param", param)
-    after_optimizer_step(target.model, case.float8)
-    return StepTrace(step=step, loss=loss, grad_norm=math.sqrt(squares), scaled_mm_calls=0, seconds=0.0)
+def _replay_step(prepared: Prepared, watching: Replay, step: int) -> StepTrace:
+    """One step in which the optimizer gets the gradients of the run, and leaves the parameters of the run."""
+    model, squares = prepared.target.model, 0.0
+
+    def before(*_: object) -> None:
+        nonlocal squares
+        for name, param in model.named_parameters():
+            squares += _replace(watching, clean_fqn(name), "grad", param.grad)
+
+    def after(*_: object) -> None:
+        for name, param in model.named_parameters():
+            _replace(watching, clean_fqn(name), "param", param)
+
+    watching.begin_step(step)
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    loss, _ = prepared.target.step(tuple(prepared.tokens[step - 1]))
+    for hook in hooks:
+        hook.remove()
+    return StepTrace(step=step, loss=float(loss), grad_norm=math.sqrt(squares), scaled_mm_calls=0, seconds=0.0)
 
 
 @torch.no_grad()

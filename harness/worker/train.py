@@ -1,38 +1,42 @@
-"""Training: a few steps of a built target, recorded by probes. The target is built in `targets/reference/build.py`."""
+"""Training: a few steps of a target, recorded by probes. What a target is says `targets/target.py`."""
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import platform
 import resource
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import torchao
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from harness.matrix.case import Case
+from harness.matrix.case import Case, Layout
+from harness.matrix.mesh import DP_AXES, axis_size, coordinates
+from harness.matrix.targets import module_of
 from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
 from harness.worker import data
+from harness.worker.discovery import Discovery
+from harness.worker.noise import add_noise
 from harness.worker.probes.graphs import GraphProbe
 from harness.worker.probes.matmuls import ScaledMMCounter
 from harness.worker.probes.module_tensors import ModuleTensorProbe
 from harness.worker.probes.operands import OperandProbe
+from harness.worker.probes.own import own
 from harness.worker.probes.probe import ProbeFactory, ProbeSet
 from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.sketches import SketchProbe
 from harness.worker.probes.traffic import TrafficProbe
-from harness.worker.reduction import reduce_over_ranks
-from harness.worker.targets.reference.build import Target, build
-from harness.worker.targets.reference.float8 import after_optimizer_step
-from harness.worker.targets.reference.noise import add_noise
+from harness.worker.reduction import gradient_norm, squared_norm_share
+from harness.worker.targets.target import Target, World
+from harness.worker.weights import write_weights
 
 ReportPhase = Callable[[str], None]
 
@@ -51,6 +55,15 @@ PROBES: dict[str, ProbeFactory] = {
 EAGER_PROBES = ("operands",)
 
 
+class Prepared(NamedTuple):
+    """A target that is built and has its initial weights, and the tokens of this rank."""
+
+    case: Case  # as it was built
+    target: Target
+    tokens: torch.Tensor  # [steps, microbatches, local_batch, seq_len + 1]
+    data_digest: str
+
+
 def train(  # noqa: PLR0913  what a request may ask for
     case: Case,
     device: torch.device,
@@ -67,88 +80,141 @@ def train(  # noqa: PLR0913  what a request may ask for
     steps = []
     if case.compile != "none":
         probes = [name for name in probes if name not in EAGER_PROBES]
-    with ProbeSet(probes, PROBES, case, device) as watching, ScaledMMCounter(device) as scaled_mm:
-        target = build(case, device, solo_witness=solo_witness)
+    with (
+        ProbeSet(probes, PROBES, _as_built(case, solo_witness), device) as watching,
+        ScaledMMCounter(device) as scaled_mm,
+    ):
+        prepared = prepare(case, device, solo_witness=solo_witness)
+        model = prepared.target.model
         if noise is not None:
-            add_noise(target.model, noise)
-        watching.attach(target.model, target.meshes)
-        for step, replays in enumerate(target.tokens, start=1):
+            add_noise(model, noise)
+        discovery = Discovery(model, prepared.case)
+        watching.attach(model)
+        for step, microbatches in enumerate(prepared.tokens, start=1):
             report_phase(f"step {step}")
             watching.begin_step(step)
-            steps.append(train_step(case, target, step, replays, scaled_mm, watching))
+            steps.append(train_step(prepared.target, step, microbatches, scaled_mm, watching))
+            discovery.end_step()
+    found = discovery.record()
     return RankTrace(
         rank=dist.get_rank(),
         steps=tuple(steps),
-        converted_fqns=target.conversion.converted_fqns,
-        unmatched_filters=target.conversion.unmatched_filters,
+        converted_fqns=tuple(sorted(linear.fqn for linear in found.linears if linear.converted)),
+        unmatched_filters=_unmatched(case.float8.filter_fqns, [linear.fqn for linear in found.linears]),
         peak_memory_bytes=_peak_memory_bytes(device) - base_memory,
-        data_digest=target.data_digest,
-        batch_digests=tuple(data.digest({"tokens": batch.cpu().numpy()}) for batch in target.tokens.unbind(1)),
+        data_digest=prepared.data_digest,
+        batch_digests=tuple(data.digest({"tokens": batch.cpu().numpy()}) for batch in prepared.tokens.unbind(1)),
         software=software(),
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         virtual=virtual,
+        model=found,
         **watching.results(),
     )
 
 
+def prepare(case: Case, device: torch.device, *, solo_witness: bool = False) -> Prepared:
+    """Build the target of a case on this rank, write its initial weights, and make the tokens it trains on.
+
+    `solo_witness`: as the single-rank reference of the layout.
+    """
+    dp = case.layout.dp if solo_witness else 1
+    world = World(
+        device=device,
+        fsdp=case.uses_fsdp,
+        dp_rank=0 if solo_witness else _dp_rank(case.layout),
+        microbatches=dp,
+        local_batch=case.local_batch,
+    )
+    built = _as_built(case, solo_witness)
+    target = build_target(built, world)
+    weights = write_weights(target.model, case)
+    tokens = data.global_tokens(case)
+    mine = tokens if solo_witness else tokens[:, data.batch_slice(case, world.dp_rank)]
+    mine = mine.reshape(len(tokens), dp, case.local_batch, -1)
+    return Prepared(
+        case=built,
+        target=target,
+        tokens=given_tokens(mine, device),
+        data_digest=data.digest({"tokens": tokens, **weights}),
+    )
+
+
+def build_target(case: Case, world: World) -> Target:
+    """The target of a case, built by its module."""
+    target: Target = importlib.import_module(module_of(case.target)).build(case, world)
+    return target
+
+
+def given_tokens(tokens: data.Tokens, device: torch.device) -> torch.Tensor:
+    """The tokens that this rank trains on, on its device."""
+    return torch.from_numpy(tokens).to(device)
+
+
 def train_step(
-    case: Case, target: Target, step: int, replays: torch.Tensor, scaled_mm: ScaledMMCounter, watching: ProbeSet
+    target: Target, step: int, microbatches: torch.Tensor, scaled_mm: ScaledMMCounter, watching: ProbeSet
 ) -> StepTrace:
-    """Forward, backward, gradient norm, update. The loss is the mean over the tokens of the global batch."""
+    """One step of the target, seen where its optimizer gets the gradients."""
     started, calls_before = time.perf_counter(), scaled_mm.calls
-    loss = torch.stack([forward_backward(case, target, batch) for batch in replays]).sum()
-    watching.after_backward(target.model)
-    reduced = reduce_over_ranks(loss, target.model, 1 if target.meshes.tp is None else target.meshes.tp.size())
-    target.optimizer.step()
-    target.optimizer.zero_grad()
-    after_optimizer_step(target.model, case.float8)
+    shares: list[torch.Tensor] = []
+
+    def see_gradients() -> None:
+        watching.after_backward(target.model)
+        shares.append(own(squared_norm_share(target.model)))
+
+    with _BeforeFirstUpdate(see_gradients):
+        loss, norm = target.step(tuple(microbatches))
+    if not shares:  # an optimizer that did not step: what it would have got is what there is
+        see_gradients()
     watching.after_update(target.model)
     return StepTrace(
         step=step,
-        loss=reduced.loss,
-        grad_norm=reduced.grad_norm,
+        loss=_number(loss),
+        grad_norm=gradient_norm(shares[0]),
+        reported_grad_norm=None if norm is None else _number(norm),
         scaled_mm_calls=scaled_mm.calls - calls_before,
         seconds=time.perf_counter() - started,
     )
 
 
-def forward_backward(case: Case, target: Target, batch: torch.Tensor) -> torch.Tensor:
-    """Accumulate gradients of one batch [local_batch, seq_len + 1]; returns its share of the global loss, detached."""
-    inputs, labels = batch[:, :-1], batch[:, 1:]
-    sharded_loss = target.meshes.tp is not None and case.layout.loss_parallel
-    with loss_parallel() if sharded_loss else contextlib.nullcontext():
-        logits = mask_padded_vocab(target.model(inputs), case)
-        loss = summed_loss(logits, labels) / global_token_count(case)
-        loss.backward()
-    loss = loss.detach()
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+class _BeforeFirstUpdate:
+    """Calls a function when an optimizer takes its first step inside of this context."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._waits = True
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._before)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._waits:
+            self._waits = False
+            self._call()
 
 
-def global_token_count(case: Case) -> int:
-    """Tokens over which the loss of one step is averaged, on all data-parallel ranks."""
-    return case.train.tokens
+def _as_built(case: Case, solo_witness: bool) -> Case:
+    """The case that is built: the single-rank reference of a layout has no layout."""
+    return msgspec.structs.replace(case, layout=Layout()) if solo_witness else case
 
 
-def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy summed over the tokens of this rank, at least in float32, as torchtitan computes it."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum")
+def _dp_rank(layout: Layout) -> int:
+    mine, rank = coordinates(layout, dist.get_rank()), 0
+    for axis in DP_AXES:
+        rank = rank * axis_size(layout, axis) + mine[axis]
+    return rank
 
 
-def mask_padded_vocab(logits: torch.Tensor, case: Case) -> torch.Tensor:
-    """Logits [..., padded vocab] with those of the padding set to -inf, so that its probability is zero."""
-    vocab_size = case.model.vocab_size
-    if vocab_size == case.model.padded_vocab_size:
-        return logits
-    if not isinstance(logits, DTensor):
-        return logits.index_fill(-1, torch.arange(vocab_size, logits.size(-1), device=logits.device), -torch.inf)
-    mesh, placements = logits.device_mesh, logits.placements
-    _, offsets = compute_local_shape_and_global_offset(logits.shape, mesh, placements)
-    local = logits.to_local()
-    first = min(max(vocab_size - offsets[-1], 0), local.size(-1))
-    padding = torch.arange(first, local.size(-1), device=local.device)
-    masked = local.index_fill(-1, padding, -torch.inf)
-    return DTensor.from_local(masked, mesh, placements, shape=logits.shape, stride=logits.stride())
+def _number(value: torch.Tensor | float) -> float:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return float(value)
+
+
+def _unmatched(filters: Sequence[str], fqns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(entry for entry in filters if not any(entry in fqn for fqn in fqns)))
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

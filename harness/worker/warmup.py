@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
+from harness.worker.probes.places import mesh_axes
 from harness.worker.targets.reference.compiled import forget as forget_compiled
 from harness.worker.train import PROBES, train
 from harness.worker.virtual import collectives
@@ -69,6 +70,7 @@ def warm_up(*, compiled: bool = False) -> None:
                 collectives.FABRIC.disconnect()
     forget_compiled()
     clear_mesh_caches()
+    mesh_axes.cache_clear()
 
 
 def clear_mesh_caches() -> None:

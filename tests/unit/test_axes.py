@@ -29,7 +29,7 @@ def test_every_field_of_a_case_has_an_axis() -> None:
         for part in ("model", "layout", "float8", "checkpointing", "train", "checks")
         for field in type(getattr(Case(), part)).__struct_fields__
     }
-    assert set(AXES.values()) == fields | {("compile",)}
+    assert set(AXES.values()) == fields | {("compile",), ("target",)}
 
 
 def test_defaults_are_the_default_case() -> None:

@@ -41,7 +41,7 @@ def test_the_number_is_that_of_the_formula(axes: dict[str, object], calls: int) 
     of = make_case(**axes)
     assert check_matmuls(of, make_run(of, calls=calls), make_witnesses(of)) == []
     assert check_matmuls(of, make_run(of, calls=calls + 1), make_witnesses(of))
-    assert check_matmuls(of, make_run(of, calls=calls), make_witnesses(of, scaled_mm_calls=calls + 1))
+    assert check_matmuls(of, make_run(of, calls=calls), make_witnesses(of, scaled_mm_calls=(calls + 1, calls + 1)))
 
 
 @given(st.integers(0, 1), st.integers(0, 1), st.integers(0, 50).filter(lambda count: count != CALLS))

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from harness.checks.occurrences import GEMM_OPERANDS
 from harness.checks.scales import check_scales
-from harness.expect.casts import CastForm, CastSite, expected_casts
+from harness.expect.casts import CastForm, CastSite
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns
 from harness.matrix.recipes import E4M3, FLOAT8_MAX
@@ -85,7 +86,7 @@ def operands(of: Case, rank: int) -> OperandTrace:
     casts: list[CastRecord] = []
     matmuls: list[MatmulRecord] = []
     for step in range(1, STEPS + 1):
-        for site, forms in expected_casts(of).items():
+        for site, forms in Expectations(of).casts.items():
             for form in forms:
                 index = len(casts) + len(matmuls)
                 casts.append(cast(of, site, form, index=index, step=step, rank=rank))

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from harness.expect.casts import expected_casts
+from harness.expect.expectations import Expectations
 from harness.expect.matmuls import scaled_mm_calls
 from harness.matrix.linears import converted_fqns, gemms
 from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, TRAITS, Recipe
@@ -64,11 +64,11 @@ def test_conversion_matmuls_and_casts_follow_from_the_facts(recipe: Recipe) -> N
     assert (linears > 0) is traits.converts
     assert ("wgrad" in roles) is traits.float8_weight_gradient
     assert scaled_mm_calls(case) == len(roles) * linears
-    forms = {site.role: forms for site, forms in expected_casts(case).items()}
+    forms = {site.role: forms for site, forms in Expectations(case).casts.items()}
     assert {form.target_dtype for form in forms.get("grad_output", ())} == (
         {traits.grad_output_dtype} if traits.converts else set()
     )
-    dims = [form.axiswise_dim for site_forms in expected_casts(case).values() for form in site_forms]
+    dims = [form.axiswise_dim for site_forms in Expectations(case).casts.values() for form in site_forms]
     assert all(dim is None for dim in dims) is (traits.one_scale_per_tensor or not traits.converts)
 
 

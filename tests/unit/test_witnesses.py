@@ -14,6 +14,7 @@ import pytest
 from harness.engine.messages import JobOutcome, RankOutcome
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.linears import converted_fqns
 from harness.request import Noise
 from harness.running.executor import Executor
 from harness.running.injection import Injection
@@ -68,7 +69,7 @@ class FakeExecutor:
 
 
 def cache(executor: FakeExecutor, folder: Path, *, content: str = "these packages") -> WitnessCache:
-    return WitnessCache(cast("Executor", executor), folder, content)
+    return WitnessCache(cast("Executor", executor), folder, lambda _: content)
 
 
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
@@ -93,8 +94,8 @@ def test_noisy_references_are_of_the_recipe_and_of_one_draw_each(tmp_path: Path)
     found = cache(executor, tmp_path)
     others = ("fsdp2-tensorwise-v2048-b16", "tp2-tensorwise-head.fp8-v2048-b16", "single-rowwise-v2048-b16")
     for case in (CASE, *map(parse_case_id, others)):
-        assert found.noisy(case, 1) is not None
-    assert found.noisy(CASE, 2) is not None
+        assert found.noisy(case, 1, converted_fqns(case)) is not None
+    assert found.noisy(CASE, 2, converted_fqns(CASE)) is not None
     noises = [kind for kind, _, _ in executor.asked]
     assert noises == [  # the second case shares the errors of the first
         "noise 1 in 14 with float8_e5m2",

@@ -92,10 +92,8 @@ def gradient_off():
 
 def reported_norm_off():
     from harness.worker import train
-    right = train.reduce_over_ranks
-    train.reduce_over_ranks = lambda *args: (lambda reduced: reduced._replace(grad_norm=reduced.grad_norm * 1.001))(
-        right(*args)
-    )
+    right = train.gradient_norm
+    train.gradient_norm = lambda share: right(share) * 1.001
 """
 
 

@@ -107,12 +107,12 @@ INITIAL_PRECOMPUTE = """
 def apply():
     import harness.worker.train as train
     from harness.worker.targets.reference.float8 import after_optimizer_step
-    right = train.build
-    def build(case, device, **options):
-        target = right(case, device, **options)
-        after_optimizer_step(target.model, case.float8)
-        return target
-    train.build = build
+    right = train.prepare
+    def prepare(case, device, **options):
+        prepared = right(case, device, **options)
+        after_optimizer_step(prepared.target.model, case.float8)
+        return prepared
+    train.prepare = prepare
 """
 
 
@@ -131,13 +131,13 @@ def test_where_fsdp_meets_tp_a_dynamic_scale_belongs_to_a_tp_rank(trained, plant
 SWAPPED = """
 def apply():
     import numpy as np
-    import harness.worker.targets.reference.build as target
-    right = target.global_tokens
+    from harness.worker import data
+    right = data.global_tokens
     def swapped(case):
         tokens = right(case)
         order = np.arange(case.train.global_batch).reshape(case.layout.dp, -1)[:, ::-1].reshape(-1)
         return tokens[:, order].copy()
-    target.global_tokens = swapped
+    data.global_tokens = swapped
 """
 
 
@@ -154,15 +154,12 @@ def test_the_order_of_sequences_within_a_rank_changes_nothing(trained, plant, te
 
 RESCALED = """
 def apply():
-    import harness.worker.targets.reference.build as target
-    right = target.initial_weights
-    def rescaled(model, case):
+    from harness.worker import data
+    right = data.make_weight
+    def rescaled(fqn, *args, **options):
         factors = {"attention.wq.weight": 2.0, "attention.wk.weight": 0.5}
-        weights = right(model, case)
-        for fqn in weights:
-            weights[fqn] = weights[fqn] * factors.get(fqn.split(".", 2)[-1], 1)
-        return weights
-    target.initial_weights = rescaled
+        return right(fqn, *args, **options) * factors.get(fqn.split(".", 2)[-1], 1)
+    data.make_weight = rescaled
 """
 
 

@@ -9,6 +9,7 @@ import pytest
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.evidence.tolerance import noise, parity_key, read_evidence, tolerance_key
 from harness.matrix.caseid import parse_case_id, reference_case
+from harness.matrix.linears import converted_fqns
 from harness.request import noise_of
 from tests.worker.runs import numbers, sweep
 
@@ -30,7 +31,9 @@ PROJECT = Path(__file__).parents[2]
 def test_derived_tolerances_are_above_the_measured_noise_and_not_far_above(trained, text: str):
     case = parse_case_id(text)
     reference = trained(reference_case(case))
-    draws = [trained(reference_case(case), noise=noise_of(case, draw)) for draw in range(1, DRAWS + 1)]
+    draws = [
+        trained(reference_case(case), noise=noise_of(case, draw, converted_fqns(case))) for draw in range(1, DRAWS + 1)
+    ]
     loss, parity = (derive(case, reference, draws) for derive in (derived_tolerance, derived_parity_tolerance))
     for derived, key in ((loss, tolerance_key(case)), (parity, parity_key(case))):
         samples = [sample for sample in read_evidence(PROJECT, derived.name).samples if sample.key == key]
@@ -40,7 +43,7 @@ def test_derived_tolerances_are_above_the_measured_noise_and_not_far_above(train
 
 def test_a_draw_is_the_same_every_time_and_another_one_differs(trained, train):
     case = parse_case_id("tp2-tensorwise-v2048-gb4-s1-b16")
-    first = trained(reference_case(case), noise=noise_of(case, 1))
-    again = train(reference_case(case), noise=noise_of(case, 1))
+    first = trained(reference_case(case), noise=noise_of(case, 1, converted_fqns(case)))
+    again = train(reference_case(case), noise=noise_of(case, 1, converted_fqns(case)))
     assert numbers(first.traces) == numbers(again)
-    assert numbers(again) != numbers(train(reference_case(case), noise=noise_of(case, 2)))
+    assert numbers(again) != numbers(train(reference_case(case), noise=noise_of(case, 2, converted_fqns(case))))

@@ -16,8 +16,8 @@ from harness.trace import RankTrace
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.worker import data
 from harness.worker.probes.sketches import clean_fqn, sketch
-from harness.worker.targets.reference.build import initial_weights
 from harness.worker.targets.reference.model import Llama
+from harness.worker.weights import write_weights
 from tests.builders import make_trace
 from tests.worker.runs import numbers, sweep
 
@@ -29,11 +29,8 @@ def unsharded(text: str) -> dict[str, torch.Tensor]:
     """The initial weights of a case, with the rows that pad the vocabulary."""
     case = parse_case_id(text)
     model = Llama(case.model.shape, vocab_size=case.model.padded_vocab_size, seq_len=case.train.seq_len)
-    weights = {fqn: torch.from_numpy(weight).double() for fqn, weight in initial_weights(model, case).items()}
-    return {
-        fqn: torch.cat([weights[fqn], weights[fqn].new_zeros(len(param) - len(weights[fqn]), *param.shape[1:])])
-        for fqn, param in model.named_parameters()
-    }
+    write_weights(model, case)
+    return {fqn: param.detach().double() for fqn, param in model.named_parameters()}
 
 
 def whole(tensor: torch.Tensor) -> RankTrace:

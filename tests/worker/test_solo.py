@@ -90,9 +90,9 @@ def test_without_fp8_a_replay_is_the_whole_batch(trained, witness):
 
 FAULTS = """
 def the_first_batch_again():
-    import harness.worker.targets.reference.build as target
-    right = target.global_tokens
-    target.global_tokens = lambda case: right(case)[[0] * case.train.steps]
+    from harness.worker import data
+    right = data.global_tokens
+    data.global_tokens = lambda case: right(case)[[0] * case.train.steps]
 
 def a_norm_one_bit_larger():
     from torch import nn

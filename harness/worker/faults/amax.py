@@ -18,7 +18,7 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import FP8_TYPES
 
-from harness.worker import train
+from harness.worker.discovery import converted_linears
 from harness.worker.faults.hooks import (
     after_build,
     float8_part,
@@ -30,7 +30,7 @@ from harness.worker.faults.hooks import (
     wrap,
     wrap_casts,
 )
-from harness.worker.targets.reference import float8 as reference_float8
+from harness.worker.targets.reference import build
 
 Change = Callable[..., torch.Tensor]
 
@@ -147,14 +147,14 @@ def precomputed_amax_not_reduced() -> None:
     def make(stock: Any) -> Any:
         def after_optimizer_step(model: torch.nn.Module, float8: Any) -> None:
             stock(model, float8)
-            for linear in reference_float8.converted_linears(model).values():
+            for linear in converted_linears(model).values():
                 shard: Any = local(linear.weight)
                 amax = shard._tensor.abs().max()
                 shard._precomputed_scale = float8_utils.amax_to_scale(amax, shard._dtype)
 
         return after_optimizer_step
 
-    wrap(train, "after_optimizer_step", make)
+    wrap(build, "after_optimizer_step", make)
 
 
 def amax_reduction_missing_on_one_rank() -> None:

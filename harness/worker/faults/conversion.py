@@ -12,9 +12,10 @@ from torch import nn
 from torchao.float8 import CastConfig, Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
-from harness.worker.faults.hooks import on_odd_rank, wrap
-from harness.worker.targets.reference import build
+from harness.worker.discovery import converted_linears
+from harness.worker.faults.hooks import after_build, on_odd_rank, wrap
 from harness.worker.targets.reference import float8 as reference_float8
+from harness.worker.targets.target import Target
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -42,18 +43,13 @@ def nothing_converted() -> None:
 
 
 def conversion_reverted() -> None:
-    """Every Float8Linear is turned back into nn.Linear after the conversion was reported."""
+    """Every Float8Linear is turned back into nn.Linear after the conversion."""
 
-    def make(stock: Any) -> Any:
-        def convert(model: nn.Module, float8: Any) -> Any:
-            report = stock(model, float8)
-            for linear in reference_float8.converted_linears(model).values():
-                linear.__class__ = nn.Linear
-            return report
+    def change(target: Target) -> None:
+        for linear in converted_linears(target.model).values():
+            linear.__class__ = nn.Linear
 
-        return convert
-
-    wrap(build, "convert", make)
+    after_build(change)
 
 
 def filter_of_a_renamed_module() -> None:

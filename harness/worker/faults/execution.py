@@ -26,6 +26,7 @@ from harness.worker.faults.hooks import (
 )
 from harness.worker.probes.probe import in_backward
 from harness.worker.targets.reference import build, checkpointing, model
+from harness.worker.targets.target import Target
 
 _aten = torch.ops.aten
 
@@ -186,7 +187,7 @@ def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:
     """Replace the attention of the last block alone."""
     inside = [False]
 
-    def watch(target: build.Target) -> None:
+    def watch(target: Target) -> None:
         attention = module_in_last_block(target.model, "attention")
         attention.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
         attention.register_forward_hook(lambda *_: inside.__setitem__(0, False))
@@ -259,7 +260,7 @@ def attention_backward_scales_keys() -> None:
 
 
 def _norm_eps(eps: float) -> None:
-    def change(target: build.Target) -> None:
+    def change(target: Target) -> None:
         norms = [module for module in target.model.modules() if isinstance(module, nn.RMSNorm)]
         assert all(norm.eps != eps for norm in norms) and norms, "there is no norm to change"
         for norm in norms:

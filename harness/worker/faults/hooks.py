@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchao.float8 import float8_scaling_utils, fsdp_utils
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from harness.matrix.case import Case
 from harness.worker import train
 from harness.worker.probes.probe import in_backward
 from harness.worker.probes.sketches import clean_fqn
-from harness.worker.targets.reference.build import Target
+from harness.worker.targets.target import Target
 from harness.worker.virtual import collectives
 
 ODD_RANK = 1  # the rank of single-rank faults
@@ -91,35 +92,30 @@ class Recomputing:
             self.active = False
 
 
-def after_build(change: Callable[[Target], object]) -> None:
-    """Call `change(target)` when the target is built, before the first step."""
+def after_build(change: Callable[[Any], object]) -> None:
+    """Call `change(target)` when a target is built and has its weights, before the first step."""
 
     def make(stock: Any) -> Any:
-        def build(*args: Any, **kwargs: Any) -> Target:
-            target: Target = stock(*args, **kwargs)
-            change(target)
-            return target
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            prepared = stock(*args, **kwargs)
+            change(prepared.target)
+            return prepared
 
-        return build
+        return prepare
 
-    wrap(train, "build", make)
+    wrap(train, "prepare", make)
 
 
 def after_backward(change: Callable[[nn.Module, int], None]) -> None:
-    """Call `change(model, step)` after every backward, before the gradients are read. Steps count from 1."""
-    state: dict[str, Any] = {"step": 0}
-    after_build(lambda target: state.update(model=target.model))
+    """Call `change(model, step)` when the gradients of a step are complete, before anything reads them."""
+    step, models = counted_steps(), list[nn.Module]()
+    after_build(lambda target: models.append(target.model))
 
-    def make(stock: Any) -> Any:
-        def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            stock(loss, *args, **kwargs)
-            state["step"] += 1
-            with torch.no_grad():
-                change(state["model"], state["step"])
+    @torch.no_grad()
+    def before_update(*_: Any) -> None:
+        change(models[-1], step())
 
-        return backward
-
-    wrap(torch.Tensor, "backward", make)
+    register_optimizer_step_pre_hook(before_update)
 
 
 def counted_steps() -> Callable[[], int]:
@@ -127,9 +123,9 @@ def counted_steps() -> Callable[[], int]:
     state = {"step": 0}
 
     def make(stock: Any) -> Any:
-        def train_step(case: Case, target: Target, step: int, *rest: Any) -> Any:
+        def train_step(target: Target, step: int, *rest: Any) -> Any:
             state["step"] = step
-            return stock(case, target, step, *rest)
+            return stock(target, step, *rest)
 
         return train_step
 
@@ -138,19 +134,18 @@ def counted_steps() -> Callable[[], int]:
 
 
 def around_update(change: Callable[[Callable[[], object], nn.Module, int], object]) -> None:
-    """Replace the optimizer's step by `change(stock, model, step)`. Steps count from 1."""
-    step = counted_steps()
+    """Replace the step of AdamW by `change(stock, model, step)`. Steps count from 1."""
+    step, models = counted_steps(), list[nn.Module]()
+    after_build(lambda target: models.append(target.model))
 
-    def replace(target: Target) -> None:
-        stock = target.optimizer.step
-
+    def make(stock: Any) -> Any:
         @torch.no_grad()
-        def update() -> None:
-            change(stock, target.model, step())
+        def update(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            change(functools.partial(stock, optimizer, *args, **kwargs), models[-1], step())
 
-        target.optimizer.step = update  # type: ignore[method-assign,assignment]
+        return update
 
-    after_build(replace)
+    wrap(torch.optim.AdamW, "step", make)
 
 
 def weight_in_last_block(model: nn.Module, name: str) -> nn.Parameter:

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torchao.float8 import float8_ops
 from torchao.float8.float8_utils import _get_min_alignment
 
 from harness.matrix.case import Case
 from harness.worker import train
 from harness.worker.faults.hooks import wrap
-from harness.worker.targets.reference import build
+from harness.worker.probes.places import held, place_of
+from harness.worker.targets.reference import loss
 from harness.worker.virtual import scaled_mm
 
 
@@ -49,7 +49,7 @@ def alignment_rule_ignored() -> None:
 
 def padded_vocabulary_not_masked() -> None:
     """The softmax includes the padding rows of the vocabulary."""
-    wrap(train, "mask_padded_vocab", lambda stock: lambda logits, case: logits)
+    wrap(loss, "mask_padded_vocab", lambda stock: lambda logits, case: logits)
 
 
 def padded_vocabulary_masked_short() -> None:
@@ -61,7 +61,7 @@ def padded_vocabulary_masked_short() -> None:
 
         return mask
 
-    wrap(train, "mask_padded_vocab", make)
+    wrap(loss, "mask_padded_vocab", make)
 
 
 def _with_vocabulary(case: Case, vocab_size: int) -> Case:
@@ -74,13 +74,15 @@ def padded_weight_rows_not_zeroed() -> None:
     """The padding rows of the output layer are uninitialized, so they determine the scale of the weight."""
 
     def make(stock: Any) -> Any:
-        def load_weights(model: nn.Module, weights: Any) -> None:
-            stock(model, weights)
+        def prepare(*args: Any, **kwargs: Any) -> train.Prepared:
+            prepared: train.Prepared = stock(*args, **kwargs)
             with torch.no_grad():
-                for fqn, param in model.named_parameters():
-                    if fqn in build.VOCAB_FQNS:
-                        param[len(weights[fqn]) :].fill_(100.0)
+                for name in ("tok_embeddings.weight", "output.weight"):
+                    weight = prepared.target.model.get_parameter(name)
+                    padding = max(0, prepared.case.model.vocab_size - place_of(weight).offset[0])
+                    held(weight)[padding:].fill_(100.0)
+            return prepared
 
-        return load_weights
+        return prepare
 
-    wrap(build, "load_weights", make)
+    wrap(train, "prepare", make)

@@ -10,7 +10,7 @@ from torch import nn
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from harness.worker import train
+from harness.worker.discovery import converted_linears
 from harness.worker.faults.hooks import (
     after_backward,
     counted_steps,
@@ -24,7 +24,7 @@ from harness.worker.faults.hooks import (
 )
 from harness.worker.probes.places import held
 from harness.worker.probes.probe import in_backward
-from harness.worker.targets.reference.float8 import converted_linears
+from harness.worker.targets.reference import build
 
 
 def _precompute(change: Callable[[Any, nn.Module, Any, int], None]) -> None:
@@ -38,7 +38,7 @@ def _precompute(change: Callable[[Any, nn.Module, Any, int], None]) -> None:
 
         return after_optimizer_step
 
-    wrap(train, "after_optimizer_step", make)
+    wrap(build, "after_optimizer_step", make)
 
 
 def _weight_shards(model: nn.Module) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from harness.matrix.case import Case
-from harness.worker import reduction, train
+from harness.worker import data, train
 from harness.worker.faults.hooks import (
     after_backward,
     after_build,
@@ -26,7 +27,8 @@ from harness.worker.faults.hooks import (
 )
 from harness.worker.probes.places import held
 from harness.worker.probes.sketches import clean_fqn
-from harness.worker.targets.reference import build
+from harness.worker.targets.reference import build, loss
+from harness.worker.targets.target import Target
 
 _ONE_WEIGHT = "layers.0.attention.wq.weight"
 
@@ -73,19 +75,18 @@ def _one_weight(model: nn.Module) -> nn.Parameter:
 
 def gradients_accumulate() -> None:
     """Gradients are not zeroed after the optimizer step."""
-    after_build(lambda target: setattr(target.optimizer, "zero_grad", lambda *_, **__: None))
+    wrap(torch.optim.AdamW, "zero_grad", lambda stock: lambda *_, **__: None)
 
 
 def update_missing_on_one_rank() -> None:
     """One rank never updates its parameters."""
-    if on_odd_rank():
-        after_build(lambda target: setattr(target.optimizer, "step", lambda *_, **__: None))
+    around_update(lambda stock, model, step: on_odd_rank() or stock())
 
 
 def update_missing_for_one_group() -> None:
     """One weight is missing from the parameter groups of the optimizer."""
 
-    def change(target: build.Target) -> None:
+    def change(target: Any) -> None:
         lost = _one_weight(target.model)
         for group in target.optimizer.param_groups:
             group["params"] = [param for param in group["params"] if param is not lost]
@@ -100,16 +101,16 @@ def weight_decay_lost() -> None:
 
 def norm_counts_replicas() -> None:
     """The gradient norm counts the share of every rank once for every rank."""
-    wrap(reduction, "_squared_norm_share", lambda stock: lambda model: stock(model) * dist.get_world_size())
+    wrap(train, "squared_norm_share", lambda stock: lambda model: stock(model) * dist.get_world_size())
 
 
 def loss_over_local_tokens() -> None:
     """The loss is divided by the number of local instead of global tokens."""
-    wrap(train, "global_token_count", lambda stock: lambda case: stock(case) // case.layout.dp)
+    wrap(loss, "global_token_count", lambda stock: lambda case: stock(case) // case.layout.dp)
 
 
 def _batch(change: Callable[[slice, Case], slice]) -> None:
-    wrap(build, "batch_slice", lambda stock: lambda case, meshes: change(stock(case, meshes), case))
+    wrap(data, "batch_slice", lambda stock: lambda case, dp_rank: change(stock(case, dp_rank), case))
 
 
 def same_batch_on_every_dp_rank() -> None:
@@ -129,7 +130,7 @@ def batches_rotated() -> None:
 
 def _tokens_on_odd_rank(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     if on_odd_rank():
-        after_build(lambda target: target.tokens.copy_(change(target.tokens.clone())))
+        wrap(train, "given_tokens", lambda stock: lambda tokens, device: change(stock(tokens, device)).contiguous())
 
 
 def one_rank_repeats_its_batch() -> None:
@@ -145,7 +146,7 @@ def one_tp_rank_reads_other_tokens() -> None:
 def one_rank_has_another_seed() -> None:
     """One rank generates its data from another seed."""
     if on_odd_rank():
-        wrap(build, "global_tokens", lambda stock: lambda case: stock(_with_seed(case, case.train.seed + 1)))
+        wrap(data, "global_tokens", lambda stock: lambda case: stock(_with_seed(case, case.train.seed + 1)))
 
 
 def _with_seed(case: Case, seed: int) -> Case:
@@ -155,23 +156,18 @@ def _with_seed(case: Case, seed: int) -> Case:
 def one_rank_starts_from_other_weights() -> None:
     """One rank starts with slightly larger values in its shard of one weight."""
 
-    def make(stock: Any) -> Any:
-        def apply_checkpointing(layers: nn.ModuleDict, mode: Any) -> None:
-            if on_odd_rank():
-                with torch.no_grad():
-                    shard: Any = local(layers.get_parameter(_ONE_WEIGHT.removeprefix("layers.")))
-                    getattr(shard, "_tensor", shard).mul_(1.01)
-            stock(layers, mode)
+    @torch.no_grad()
+    def change(target: Target) -> None:
+        held(_one_weight(target.model)).mul_(1.01)
 
-        return apply_checkpointing
-
-    wrap(build, "apply_checkpointing", make)
+    if on_odd_rank():
+        after_build(change)
 
 
 def weight_frozen() -> None:
     """Wrapping changes `requires_grad`: here it freezes one weight, which a full run can detect."""
 
-    def change(target: build.Target) -> None:
+    def change(target: Target) -> None:
         _one_weight(target.model).requires_grad_(False)
 
     after_build(change)
@@ -219,7 +215,8 @@ def gradients_of_two_weights_swapped() -> None:
 def query_scale_folded_into_weights() -> None:
     """wq is doubled and wk halved, as in another checkpoint format: scores are equal, gradients and updates are not."""
 
-    def change(target: build.Target) -> None:
+    @torch.no_grad()
+    def change(target: Target) -> None:
         for name, factor in (("wq", 2.0), ("wk", 0.5)):
             held(weight_in_last_block(target.model, f"attention.{name}")).mul_(factor)
 
@@ -239,7 +236,7 @@ def last_token_dropped_on_last_rank() -> None:
 
         return summed_loss
 
-    wrap(train, "summed_loss", make)
+    wrap(loss, "summed_loss", make)
 
 
 def one_update_skipped() -> None:
@@ -309,57 +306,66 @@ def master_weights_in_bfloat16() -> None:
     around_update(change)
 
 
-def _reported(change: Callable[..., reduction.Reduced]) -> None:
-    """Replace the reported loss and gradient norm by `change(numbers, local loss, tp)`; training is right."""
+def _reported(change: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> None:
+    """Replace the reported loss by `change(loss, local loss, tp)`; training is right."""
 
     def make(stock: Any) -> Any:
-        def reduce_over_ranks(loss: torch.Tensor, model: nn.Module, tp: int) -> reduction.Reduced:
-            return change(stock(loss, model, tp), loss, tp)
+        def global_loss(local_loss: torch.Tensor, *, tp: int) -> torch.Tensor:
+            return change(stock(local_loss, tp=tp), local_loss, tp)
 
-        return reduce_over_ranks
+        return global_loss
 
-    wrap(train, "reduce_over_ranks", make)
+    wrap(build, "global_loss", make)
 
 
 def loss_of_first_rank_reported() -> None:
     """The reported loss is that of the first data-parallel rank instead of the mean over all of them."""
 
-    def change(numbers: reduction.Reduced, loss: torch.Tensor, tp: int) -> reduction.Reduced:
+    def change(reported: torch.Tensor, local_loss: torch.Tensor, tp: int) -> torch.Tensor:
         world = dist.get_world_size()
-        first = gathered_copies(loss.detach().clone(), range(world))[0]
-        return numbers._replace(loss=first.item() * world / tp)
+        return gathered_copies(local_loss.detach().clone(), range(world))[0] * world / tp
 
     _reported(change)
 
 
 def reported_loss_divided_twice() -> None:
     """The reported loss is divided by the number of data-parallel ranks, although it is the global mean already."""
-    _reported(lambda numbers, loss, tp: numbers._replace(loss=numbers.loss * tp / dist.get_world_size()))
+    _reported(lambda reported, local_loss, tp: reported * tp / dist.get_world_size())
 
 
 def loss_reported_one_step_late() -> None:
     """The reported loss is that of the step before."""
-    losses: list[float] = []
+    losses: list[torch.Tensor] = []
 
-    def change(numbers: reduction.Reduced, loss: torch.Tensor, tp: int) -> reduction.Reduced:
-        losses.append(numbers.loss)
-        return numbers._replace(loss=losses[-2] if len(losses) > 1 else numbers.loss)
+    def change(reported: torch.Tensor, local_loss: torch.Tensor, tp: int) -> torch.Tensor:
+        losses.append(reported)
+        return losses[-2] if len(losses) > 1 else reported
 
     _reported(change)
 
 
 def norm_of_local_shards() -> None:
     """Every rank reports the norm of its own shards of the gradients."""
+    shares: list[float] = []
 
-    def make(stock: Any) -> Any:
-        def reduce_over_ranks(loss: torch.Tensor, model: nn.Module, tp: int) -> reduction.Reduced:
+    def share(stock: Any) -> Any:
+        def squared_norm_share(model: nn.Module) -> torch.Tensor:
             grads = [local(param.grad).double() for param in model.parameters() if param.grad is not None]
-            squares = sum(grad.square().sum().item() for grad in grads)
-            return stock(loss, model, tp)._replace(grad_norm=squares**0.5)
+            shares.append(sum(grad.square().sum().item() for grad in grads))
+            found: torch.Tensor = stock(model)
+            return found
 
-        return reduce_over_ranks
+        return squared_norm_share
 
-    wrap(train, "reduce_over_ranks", make)
+    def norm(stock: Any) -> Any:
+        def gradient_norm(squared_share: torch.Tensor) -> float:
+            stock(squared_share)
+            return math.sqrt(shares[-1])
+
+        return gradient_norm
+
+    wrap(train, "squared_norm_share", share)
+    wrap(train, "gradient_norm", norm)
 
 
 def norm_leaves_out_a_parameter() -> None:
@@ -369,13 +375,14 @@ def norm_leaves_out_a_parameter() -> None:
         def squared_norm_share(model: nn.Module) -> torch.Tensor:
             left_out = weight_in_last_block(model, "ffn_norm")
             others = [param for param in model.parameters() if param is not left_out]
-            return stock(SimpleNamespace(parameters=lambda: iter(others)))
+            found: torch.Tensor = stock(SimpleNamespace(parameters=lambda: iter(others)))
+            return found
 
         return squared_norm_share
 
-    wrap(reduction, "_squared_norm_share", make)
+    wrap(train, "squared_norm_share", make)
 
 
 def norm_in_bfloat16() -> None:
     """The gradient norm is summed in bfloat16."""
-    wrap(reduction, "_squared_norm_share", lambda stock: lambda model: stock(model).bfloat16().double())
+    wrap(train, "squared_norm_share", lambda stock: lambda model: stock(model).bfloat16().double())

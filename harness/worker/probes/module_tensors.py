@@ -22,7 +22,6 @@ from harness.worker.probes.places import Places, held
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
-from harness.worker.targets.reference.parallel import Meshes
 
 MODULES = (nn.Linear, nn.RMSNorm, nn.Embedding)  # everything between them is repeated from their results
 
@@ -41,15 +40,13 @@ class ModuleTensorProbe(Probe):
         self._steps = replayed_steps(case)
         self._seen: list[_Seen] = []
         self._shards: list[ModuleShard] = []
-        none = Meshes(tp=None, dp=None)
-        self._activations, self._parameters = Places(none), Places(none)
+        self._activations = Places(case.layout, ("tp",))  # every data-parallel rank has its own
+        self._parameters = Places(case.layout)
 
-    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Hook every module inside of what tensor parallelism does with its operands and results."""
         if not self._steps:
             return
-        self._activations = Places(meshes._replace(dp=None))  # every data-parallel rank has its own
-        self._parameters = Places(meshes)
         for name, module in model.named_modules():
             if isinstance(module, MODULES):
                 hooks = _Hooks(clean_fqn(name), self._seen, uses_input_once=isinstance(module, nn.Linear))

@@ -25,11 +25,11 @@ from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.contents import Contents
 from harness.worker.probes.gathered import gathered_weights, local_part, own_rows
+from harness.worker.probes.places import mesh_axes
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.scales import read_scale
 from harness.worker.probes.seen import Distribution, SeenCast, SeenMatmul
 from harness.worker.probes.sketches import clean_fqn
-from harness.worker.targets.reference.parallel import Meshes
 from harness.worker.virtual import scaled_mm
 
 UNKNOWN = "?"  # the FQN of a cast or matmul outside of every known module
@@ -86,7 +86,7 @@ class OperandProbe(Probe):
         self.replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(FSDPParam.__dict__["all_gather_inputs"]))
         self.observe(scaled_mm.observers, self._on_matmul)
 
-    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Learn the names of modules, which weights are gathered in float8, and watch hooks that cast."""
         self._fqns = {module: clean_fqn(fqn) for fqn, module in model.named_modules()}
         self._gathered = {self._fqns[module]: (module, param) for module, param in gathered_weights(model).items()}
@@ -217,7 +217,7 @@ class OperandProbe(Probe):
                 phase=phase,
                 shape=logical.shape,
                 local_shape=cast.bits.shape,
-                distribution=_distribution(logical),
+                distribution=self._distribution(logical),
                 source_dtype=cast.source.dtype,
                 target_dtype=cast.bits.dtype,
                 axiswise_dim=cast.axiswise_dim,
@@ -244,6 +244,11 @@ class OperandProbe(Probe):
                     b_content=self._contents.read(b),
                 )
             )
+
+    def _distribution(self, tensor: torch.Tensor) -> Distribution:
+        if not isinstance(tensor, DTensor):
+            return (), ()
+        return tensor.placements, mesh_axes(tensor.device_mesh, self._case.layout)
 
     def _next_index(self) -> int:
         self._index += 1
@@ -276,7 +281,3 @@ class _Undispatched:
     def __exit__(self, *error: object) -> None:
         self._no_dispatch.__exit__(*error)
         self._no_grad.__exit__(*error)
-
-
-def _distribution(tensor: torch.Tensor) -> Distribution:
-    return (tensor.placements, tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ((), ())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Collection, Hashable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from harness.worker.targets.reference.parallel import Meshes
+from harness.matrix.case import Layout
+from harness.matrix.mesh import AXES, axis_of_group, axis_size, coordinates
 
 
 class Place(NamedTuple):
@@ -23,32 +26,45 @@ class Place(NamedTuple):
 
 
 class Places:
-    """The places of the tensors of one run. Found once per distribution, because torch takes its time to find it."""
+    """The places of the tensors of one run. Found once per distribution, because torch takes its time to find it.
 
-    def __init__(self, meshes: Meshes) -> None:
-        self._meshes = meshes
+    Along those of `axes` that a tensor knows nothing of, ranks hold the same of it.
+    """
+
+    def __init__(self, layout: Layout, axes: Collection[str] = AXES) -> None:
+        self._layout = layout
+        self._axes = [axis for axis in axes if axis_size(layout, axis) > 1]
         self._found: dict[Hashable, Place] = {}
 
     def __call__(self, tensor: torch.Tensor) -> Place:
-        """The place of what this rank holds of `tensor`. Along axes that it knows nothing of, ranks hold the same."""
+        """The place of what this rank holds of `tensor`."""
         distribution = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
         key = tensor.shape, distribution
         place = self._found.get(key)
         if place is None:
             place = place_of(tensor)
-            counts = all(mesh.get_local_rank() == 0 for mesh in self._absent_axes(tensor))
+            counts = self._is_first_along(self._absent_axes(tensor))
             place = self._found[key] = place._replace(owner=place.owner and counts)
         return place
 
-    def _absent_axes(self, tensor: torch.Tensor) -> list[DeviceMesh]:
-        known = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
-        return [
-            mesh[name]
-            for mesh in self._meshes
-            if mesh is not None
-            for name in mesh.mesh_dim_names or ()
-            if name not in known
-        ]
+    def _is_first_along(self, axes: Collection[str]) -> bool:
+        if not axes:
+            return True
+        mine = coordinates(self._layout, dist.get_rank())
+        return all(mine[axis] == 0 for axis in axes)
+
+    def _absent_axes(self, tensor: torch.Tensor) -> list[str]:
+        known = mesh_axes(tensor.device_mesh, self._layout) if isinstance(tensor, DTensor) else ()
+        joined = {axis for name in known for axis in (AXES if name == "world" else name.split("+"))}
+        return [axis for axis in self._axes if axis not in joined]
+
+
+@functools.lru_cache(maxsize=64)
+def mesh_axes(mesh: DeviceMesh, layout: Layout) -> tuple[str, ...]:
+    """The axes of the layout along which the dims of a mesh go, told by their ranks, whatever a target calls them."""
+    rank = dist.get_rank()
+    groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
+    return tuple(axis_of_group(layout, rank, tuple(dist.get_process_group_ranks(group))) for group in groups)
 
 
 def place_of(tensor: torch.Tensor) -> Place:

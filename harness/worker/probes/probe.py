@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from harness.matrix.case import Case
-from harness.worker.targets.reference.parallel import Meshes
 from harness.worker.virtual.collectives import unobserved
 
 
@@ -43,7 +42,7 @@ class Probe:
         self._installed.callback(setattr, owner, name, before)
         setattr(owner, name, value)
 
-    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+    def attach(self, model: nn.Module) -> None:
         """The model is built: converted, distributed, wrapped."""
 
     def begin_step(self, step: int) -> None:
@@ -81,10 +80,10 @@ class ProbeSet:
     def __exit__(self, *error: object) -> None:
         self._entered.close()
 
-    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Tell every probe that the model is built."""
         for probe in self._probes.values():
-            probe.attach(model, meshes)
+            probe.attach(model)
 
     def begin_step(self, step: int) -> None:
         """Tell every probe that a step starts."""

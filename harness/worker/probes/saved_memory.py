@@ -28,7 +28,6 @@ from harness.matrix.case import Case
 from harness.trace.traffic import SavedMemory
 from harness.worker.probes.live_memory import Census, plain_tensors
 from harness.worker.probes.probe import Probe
-from harness.worker.targets.reference.parallel import Meshes
 
 
 class SavedMemoryProbe(Probe):
@@ -50,7 +49,7 @@ class SavedMemoryProbe(Probe):
         self._installed.enter_context(self._census)
         self._installed.callback(self._hooks.close)
 
-    def attach(self, model: nn.Module, meshes: Meshes) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Remember whose parameters are not counted."""
         self._model = model
         self._census.attach(model)

@@ -16,7 +16,6 @@ from harness.worker.probes.own import own
 from harness.worker.probes.places import Place, Places, held, place_of
 from harness.worker.probes.probe import Probe
 from harness.worker.reduction import reduced_gradient
-from harness.worker.targets.reference.parallel import Meshes
 
 _ROWS_SEED, _COLUMNS_SEED = 1, 2
 
@@ -28,11 +27,7 @@ class SketchProbe(Probe):
         super().__init__(case, device)
         self._last_step = case.train.steps
         self._sketches: list[TensorSketch] = []
-        self._places = Places(Meshes(tp=None, dp=None))
-
-    def attach(self, model: nn.Module, meshes: Meshes) -> None:
-        """Remember where this rank stands: parameters that are not on the TP mesh are the same on all its ranks."""
-        self._places = Places(meshes)
+        self._places = Places(case.layout)  # parameters that are not on the TP mesh are the same on all its ranks
 
     @torch.no_grad()
     def after_backward(self, model: nn.Module) -> None:

@@ -1,54 +1,63 @@
-"""Builds the target: an example of applying FP8, TP, checkpointing, compile and FSDP2 in the correct order.
+"""Builds the reference target: FP8, TP, checkpointing, compile and FSDP2 applied in the correct order.
 
-The solo witness (`solo.py`) is built here too: the same steps on one rank.
+The single-rank reference (solo witness) is built like any other case. The batches of all data-parallel ranks are
+repeated one after another on the full weights, because tensorwise scales of activations belong to one data-parallel
+rank. Their gradients are accumulated in rank order and in the reduce dtype. Weights are cast where FSDP2 casts them,
+because FSDP2 itself runs, on a mesh of one rank. Tensor parallelism needs no repetition: with DTensor every scale is
+that of the logical tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Case
-from harness.worker import data
-from harness.worker.targets.reference import solo
 from harness.worker.targets.reference.checkpointing import apply_checkpointing
 from harness.worker.targets.reference.compiled import apply_compile
-from harness.worker.targets.reference.float8 import Conversion, convert
+from harness.worker.targets.reference.float8 import after_optimizer_step, convert
+from harness.worker.targets.reference.loss import forward_backward, global_loss
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.reference.parallel import Meshes, apply_fsdp, apply_tp, build_meshes
-
-VOCAB_FQNS = ("tok_embeddings.weight", "output.weight")
+from harness.worker.targets.target import StepResult, World
 
 # Llama 2 (arXiv:2307.09288, section 2.2). An eps of 1e-5 instead of torch's 1e-8 also keeps the noise small: a gradient
 # that is only rounding error does not cause a full step.
 LLAMA_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 
 
-class Target(NamedTuple):
-    """A built case, ready to train."""
+class ReferenceTarget:
+    """The reference Llama, ready to train."""
 
-    model: Llama
-    optimizer: torch.optim.Optimizer
-    meshes: Meshes
-    conversion: Conversion
-    data_digest: str
-    # [steps, replays, local_batch, seq_len + 1]: one replay, or one per dp rank for the solo witness
-    tokens: torch.Tensor
+    def __init__(self, case: Case, model: Llama, optimizer: torch.optim.Optimizer, meshes: Meshes) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._case = case
+        self._meshes = meshes
+
+    def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
+        """Forward, backward and update. Gradients are not clipped, so their norm is not needed."""
+        tp = self._meshes.tp
+        losses = [forward_backward(self.model, batch, self._case) for batch in microbatches]
+        loss = global_loss(torch.stack(losses).sum(), tp=1 if tp is None else tp.size())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        after_optimizer_step(self.model, self._case.float8)
+        return loss, None
 
 
-def build(case: Case, device: torch.device, *, solo_witness: bool = False) -> Target:
+def build(case: Case, world: World) -> ReferenceTarget:
     """Build model, parallelism and optimizer. The order matters: FP8, TP, checkpointing, compile, FSDP2."""
-    meshes = solo.meshes(case, device.type) if solo_witness else build_meshes(case, device.type)
-    with torch.device(device):
+    meshes = build_meshes(case.layout, world)
+    with torch.device(world.device):
         model = Llama(case.model.shape, vocab_size=case.model.padded_vocab_size, seq_len=case.train.seq_len)
-    weights = initial_weights(model, case)
     if case.train.dtype == "float64":
         model.double()
-    load_weights(model, weights)
-    conversion = convert(model, case.float8)
+    convert(model, case.float8)
     if meshes.tp is not None:
         apply_tp(model, meshes.tp, case)
     apply_checkpointing(model.layers, case.checkpointing)
@@ -56,55 +65,7 @@ def build(case: Case, device: torch.device, *, solo_witness: bool = False) -> Ta
         apply_compile(model, meshes.tp, case)
     if meshes.dp is not None:
         apply_fsdp(model, meshes.dp, case)
-    tokens = global_tokens(case)
-    replays = solo.replays(tokens, case) if solo_witness else tokens[:, None, batch_slice(case, meshes)]
-    return Target(
-        model=model,
-        optimizer=build_optimizer(model, case),
-        meshes=meshes,
-        conversion=conversion,
-        data_digest=data.digest({"tokens": tokens, **weights}),
-        tokens=torch.from_numpy(replays).to(device),
-    )
-
-
-def batch_slice(case: Case, meshes: Meshes) -> slice:
-    """The sequences of the global batch that this rank trains on. TP ranks of one dp rank share them."""
-    dp_rank = 0
-    if meshes.dp is not None:
-        for axis in meshes.dp.mesh_dim_names or ():
-            dp_rank = dp_rank * meshes.dp[axis].size() + meshes.dp.get_local_rank(axis)
-    return slice(dp_rank * case.local_batch, (dp_rank + 1) * case.local_batch)
-
-
-def global_tokens(case: Case) -> data.Tokens:
-    """The tokens of the whole run: [steps, global_batch, seq_len + 1]."""
-    train = case.train
-    return data.make_tokens(
-        steps=train.steps,
-        sequences=train.global_batch,
-        seq_len=train.seq_len,
-        vocab_size=case.model.vocab_size,
-        seed=train.seed,
-    )
-
-
-def initial_weights(model: Llama, case: Case) -> dict[str, data.Weights]:
-    """Full initial weights of every parameter by FQN, float32, without the padding rows of the vocabulary."""
-    vocab_size, padded = case.model.vocab_size, case.model.padded_vocab_size
-    shapes = {fqn: tuple(param.shape) for fqn, param in model.named_parameters()}
-    for fqn in VOCAB_FQNS:
-        assert shapes[fqn][0] == padded, f"{fqn} has {shapes[fqn][0]} rows, expected {padded}"
-        shapes[fqn] = (vocab_size, *shapes[fqn][1:])
-    return {fqn: data.make_weight(fqn, shape, seed=case.train.seed) for fqn, shape in shapes.items()}
-
-
-@torch.no_grad()
-def load_weights(model: nn.Module, weights: dict[str, data.Weights]) -> None:
-    """Copy full weights, which are equal on every rank, into a model before it is distributed. Padding is zero."""
-    for fqn, param in model.named_parameters():
-        param.zero_()
-        param[: len(weights[fqn])].copy_(torch.from_numpy(weights[fqn]))
+    return ReferenceTarget(case, model, build_optimizer(model, case), meshes)
 
 
 def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,17 +11,9 @@ from torchao.float8 import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from torchao.float8.float8_linear import Float8Linear
 
 from harness.matrix.case import Float8
 from harness.matrix.linears import OUTPUT_FQN
-
-
-class Conversion(NamedTuple):
-    """Result of the conversion: FQNs that are Float8Linear now, and filter entries that matched no linear."""
-
-    converted_fqns: tuple[str, ...]
-    unmatched_filters: tuple[str, ...]
 
 
 def float8_config(float8: Float8) -> Float8LinearConfig:
@@ -34,25 +25,15 @@ def float8_config(float8: Float8) -> Float8LinearConfig:
     )
 
 
-def convert(model: nn.Module, float8: Float8) -> Conversion:
+def convert(model: nn.Module, float8: Float8) -> None:
     """Replace the linears of `model` by Float8Linear in place, except for the filtered ones."""
     filters = set(float8.filter_fqns) if float8.output_layer else {*float8.filter_fqns, OUTPUT_FQN}
-    linears = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
     if float8.enabled:
         convert_to_float8_training(
             model,
             config=float8_config(float8),
             module_filter_fn=lambda _, fqn: not any(entry in fqn for entry in filters),
         )
-    return Conversion(
-        converted_fqns=tuple(sorted(converted_linears(model))),
-        unmatched_filters=tuple(sorted(f for f in float8.filter_fqns if not any(f in fqn for fqn in linears))),
-    )
-
-
-def converted_linears(model: nn.Module) -> dict[str, Float8Linear]:
-    """Every Float8Linear of `model` by FQN."""
-    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Float8Linear)}
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from torchao.float8.float8_tensor_parallel import (
 
 from harness.matrix.case import Case, Layout
 from harness.worker.targets.reference.model import Llama
+from harness.worker.targets.target import World
 
 
 class Meshes(NamedTuple):
@@ -37,21 +38,20 @@ class Meshes(NamedTuple):
     dp: DeviceMesh | None
 
 
-def build_meshes(case: Case, device: str) -> Meshes:
-    """Submeshes of one mesh over all ranks with the axes that the case needs: dp_replicate, dp_shard, tp."""
-    layout = case.layout
+def build_meshes(layout: Layout, world: World) -> Meshes:
+    """Submeshes of one mesh over all ranks with the axes that are needed: dp_replicate, dp_shard, tp."""
     axes = {
         name: degree
         for name, degree, needed in (
             ("dp_replicate", layout.dp_replicate, layout.dp_replicate > 1),
-            ("dp_shard", layout.dp_shard, case.uses_fsdp),
+            ("dp_shard", layout.dp_shard, world.fsdp),
             ("tp", layout.tp, layout.tp > 1),
         )
         if needed
     }
     if not axes:
         return Meshes(tp=None, dp=None)
-    mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     dp_axes = tuple(name for name in axes if name != "tp")
     return Meshes(tp=mesh["tp"] if "tp" in axes else None, dp=mesh[dp_axes] if dp_axes else None)
 

@@ -1,0 +1,161 @@
+"""What the traffic of every model must satisfy, known or not: rules that need no formula.
+
+No collective along an unknown group, every gradient reduced over all data-parallel ranks, float8 weights gathered in
+float8, and an amax reduction for every cast of a tensor that ranks hold shards of. How many collectives there are
+besides is compared with a recorded signature (`signature.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from harness.checks.ranks import merge_ranks
+from harness.expect.expectations import Expectations
+from harness.expect.scale_groups import scaled_dim
+from harness.matrix.mesh import peers
+from harness.matrix.recipes import ITEM_BYTES
+from harness.plural import counted
+from harness.trace import RankTrace, Run
+from harness.trace.model import Parameter
+from harness.trace.operands import CastRecord
+from harness.trace.traffic import TrafficRecord
+from harness.verdict import Finding
+
+NAME = "traffic"
+
+_finding = partial(Finding, check=NAME)
+
+
+def check_any_model(expect: Expectations, run: Run) -> list[Finding]:
+    """One finding for every rule that is broken, at the first step; ranks with the same findings share them."""
+    traces = {trace.rank: trace for trace in run.traces}
+
+    def findings(trace: RankTrace) -> Iterator[Finding]:
+        seen: set[str] = set()
+        for step in range(1, expect.case.train.steps + 1):
+            records = [record for record in trace.traffic or () if record.step == step]
+            for found in (
+                *_unknown_groups(step, records),
+                *_gradients(expect, traces, trace, step, records),
+                *_gathers(expect, trace, step, records),
+                *_amax_reductions(expect, trace, step, records),
+            ):
+                if found.message not in seen:
+                    seen.add(found.message)
+                    yield found
+
+    return merge_ranks(run, findings)
+
+
+def _unknown_groups(step: int, records: list[TrafficRecord]) -> Iterator[Finding]:
+    for axis in sorted({record.axis for record in records if record.axis.startswith("ranks")}):
+        yield _finding(
+            message="a collective runs over ranks that no axis of the mesh joins",
+            step=step,
+            expected="the ranks of one or several mesh axes",
+            found=axis,
+        )
+
+
+def _gradients(
+    expect: Expectations, traces: dict[int, RankTrace], trace: RankTrace, step: int, records: list[TrafficRecord]
+) -> Iterator[Finding]:
+    """Every gradient is scattered over shards and summed over replicas, in one or several collectives."""
+    layout = expect.case.layout
+    for axis, kind in (("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")):
+        ranks = peers(layout, trace.rank, ("dp_shard",)) if axis == "dp_shard" else (trace.rank,)
+        wanted = sum(
+            parameter.local_elements
+            for rank in ranks
+            for parameter in _parameters(traces.get(rank))
+            if parameter.trained and axis in parameter.axes
+        )
+        found = sum(_elements(record) for record in records if (record.axis, record.kind) == (axis, kind))
+        if found < wanted:
+            yield _finding(
+                message=f"gradients are not summed over all ranks of {axis}",
+                step=step,
+                expected=f"{kind} of at least {wanted} elements, as many as there are parameters",
+                found=f"{found} elements",
+            )
+
+
+def _gathers(expect: Expectations, trace: RankTrace, step: int, records: list[TrafficRecord]) -> Iterator[Finding]:
+    """Float8 all-gather sends one byte for every element of a converted weight, and not the two of bfloat16."""
+    if not expect.case.gathers_float8 or expect.case.layout.dp_shard == 1:
+        return
+    converted = {f"{fqn}.weight" for fqn in expect.converted_fqns}
+    sharded = [parameter for parameter in _parameters(trace) if "dp_shard" in parameter.axes]
+    narrow = sum(parameter.local_elements for parameter in sharded if parameter.fqn in converted)
+    wide = sum(parameter.local_elements for parameter in sharded if parameter.fqn not in converted)
+    casts = _casts(trace, step)
+    gathers = max((count for count in _times(casts, "all_gather").values()), default=2)
+    found = sum(record.payload_bytes for record in records if (record.axis, record.kind) == ("dp_shard", "all_gather"))
+    # A shard is padded to that of the first rank, which is at most a row longer.
+    most = _PADDING * gathers * (narrow + wide * ITEM_BYTES[expect.case.train.dtype])
+    if found > most:
+        yield _finding(
+            message="float8 all-gather is on, but converted weights are gathered in high precision",
+            step=step,
+            expected=f"at most {most:.0f} bytes",
+            found=f"{found} bytes",
+        )
+
+
+_PADDING = 1.1
+
+
+def _amax_reductions(
+    expect: Expectations, trace: RankTrace, step: int, records: list[TrafficRecord]
+) -> Iterator[Finding]:
+    """As many reductions by max over TP ranks as casts of a tensor of which each of them holds a shard."""
+    casts = [cast for cast in _casts(trace, step) if cast.phase not in ("all_gather", "gathered")]
+    scalar = expect.case.float8.traits.one_scale_per_tensor
+    wanted = sum(_is_sharded(cast, "tp") for cast in casts)
+    found = sum(
+        times
+        for record in records
+        if (record.axis, record.op) == ("tp", "max")
+        for size, times in record.sizes.items()
+        if size == 1 or not scalar
+    )
+    if found < wanted:
+        missing = counted(wanted - found, "amax reduction is", "amax reductions are")
+        yield _finding(
+            message=f"{missing} missing along tp: each shard uses its own scale",
+            step=step,
+            expected=f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard",
+            found=str(found),
+        )
+
+
+def _is_sharded(cast: CastRecord, axis: str) -> bool:
+    """True when the ranks along `axis` hold shards of what one scale of this cast spans."""
+    dim = scaled_dim(cast)
+    wanted = [placement for name, placement in zip(cast.mesh_axes, cast.placements, strict=True) if name == axis]
+    return any(
+        placement.startswith(("Shard", "_StridedShard")) and (dim is None or placement == f"Shard({dim})")
+        for placement in wanted
+    )
+
+
+def _casts(trace: RankTrace, step: int) -> list[CastRecord]:
+    return [cast for cast in (trace.operands.casts if trace.operands is not None else ()) if cast.step == step]
+
+
+def _times(casts: list[CastRecord], phase: str) -> dict[str, int]:
+    """How often every weight is cast in a phase, by FQN."""
+    times: dict[str, int] = {}
+    for cast in casts:
+        if (cast.phase, cast.role) == (phase, "weight"):
+            times[cast.fqn] = times.get(cast.fqn, 0) + 1
+    return times
+
+
+def _elements(record: TrafficRecord) -> int:
+    return sum(size * times for size, times in record.sizes.items())
+
+
+def _parameters(trace: RankTrace | None) -> tuple[Parameter, ...]:
+    return () if trace is None or trace.model is None else trace.model.parameters

@@ -1,0 +1,70 @@
+"""The linears of a case: which are converted, and how often each of them runs in a step of one rank.
+
+Of a Llama they follow from the case. Of any other model they are those that its single-rank reference was found to
+have, which runs without injections; what is recomputed is found in the run itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from harness.matrix.case import Case
+from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_checkpointed
+from harness.trace.model import ModelRecord
+
+# The names under which an output layer is left out unless a case converts it too.
+_HEADS = (OUTPUT_FQN, "lm_head")
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """`calls`: how often the forward of a converted linear runs in a step, by FQN; `recomputed`: and again in backward.
+
+    `on_tp`: converted linears whose weight is distributed over TP ranks.
+    """
+
+    converted: tuple[str, ...]  # sorted
+    calls: Mapping[str, int]
+    recomputed: Mapping[str, int]
+    on_tp: frozenset[str]
+
+
+def llama_model(case: Case) -> Model:
+    """The linears of the Llama that the case describes."""
+    converted = converted_fqns(case)
+    return Model(
+        converted=converted,
+        calls=dict.fromkeys(converted, 1),
+        recomputed={fqn: int(is_checkpointed(case, fqn)) for fqn in converted},
+        on_tp=frozenset(converted),
+    )
+
+
+def found_model(case: Case, reference: ModelRecord, run: ModelRecord) -> Model:
+    """The linears of a model that is not known: `reference` is that of the single-rank reference of `case`."""
+    fqns = sorted(linear.fqn for linear in reference.linears if _is_asked_for(case, linear.fqn))
+    weights = {parameter.fqn: parameter for parameter in run.parameters}
+    return Model(
+        converted=tuple(fqns),
+        calls={fqn: reference.calls.get(fqn, 0) // case.layout.dp for fqn in fqns},
+        recomputed={fqn: run.recomputed.get(fqn, 0) for fqn in fqns},
+        on_tp=frozenset(
+            fqn for fqn in fqns if (weight := weights.get(f"{fqn}.weight")) is not None and "tp" in weight.axes
+        ),
+    )
+
+
+def _is_asked_for(case: Case, fqn: str) -> bool:
+    if not case.float8.enabled or any(entry in fqn for entry in case.float8.filter_fqns):
+        return False
+    return case.float8.output_layer or fqn.rpartition(".")[2] not in _HEADS
+
+
+def recomputed_matmuls(case: Case, model: Model) -> tuple[int, int]:
+    """Fewest and most scaled matmuls that checkpointing recomputes of a model that is not known.
+
+    `selective_op` keeps the results of some matmuls, and which ones is the choice of the target.
+    """
+    most = sum(model.recomputed.values())
+    return (0 if case.checkpointing.mode == "selective_op" else most), most

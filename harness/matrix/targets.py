@@ -1,0 +1,33 @@
+"""Targets: what trains a case. Built-in ones by name, a user's own by the dotted name of its module.
+
+The interface of a target is in `worker/targets/target.py`. Here is what the controller knows without importing one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+REFERENCE = "reference"
+TORCHTITAN = "torchtitan"
+
+# The modules of the built-in targets.
+MODULES: Mapping[str, str] = {
+    REFERENCE: "harness.worker.targets.reference.build",
+    TORCHTITAN: "harness.worker.targets.torchtitan",
+}
+
+# Targets that train the Llama of `linears.py`. Of any other model, what must be seen is found out.
+_LLAMAS = frozenset(MODULES)
+
+NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+def module_of(target: str) -> str:
+    """The dotted name of the module of a target."""
+    return MODULES.get(target, target)
+
+
+def is_llama(target: str) -> bool:
+    """True when shapes and names of the model follow from the case."""
+    return target in _LLAMAS

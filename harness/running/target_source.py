@@ -1,0 +1,99 @@
+"""The source of a target: where its module is and what it consists of, found without importing it.
+
+A user's target is looked for in the working directory and in the project too, so that one that is not installed works.
+Of the package that a target is in, every byte counts for a witness; of the packages that it imports, version, paths,
+sizes and times of change.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from harness.errors import HarnessError
+from harness.matrix.targets import MODULES, REFERENCE, TORCHTITAN, module_of
+from harness.running.machine import installed_version
+from harness.running.witness_key import PACKAGES, files_digest, source_digest
+
+_SKIPPED = {"harness", *PACKAGES, *sys.stdlib_module_names}
+
+
+def search_path(root: Path) -> tuple[str, ...]:
+    """The folders in which ranks look for a target besides those of this process."""
+    return tuple(dict.fromkeys((str(Path.cwd()), str(root))))
+
+
+def check_targets(targets: Iterable[str], root: Path) -> None:
+    """Raises HarnessError for a target whose module is not there, or whose training framework is not installed."""
+    for target in dict.fromkeys(targets):
+        if target == TORCHTITAN and importlib.util.find_spec(TORCHTITAN) is None:
+            raise HarnessError(
+                "torchtitan is not installed.", where=f"target {target}", fix="pip install 'fp8-harness[torchtitan]'"
+            )
+        if target not in MODULES and not _files(target, search_path(root)):
+            folders = " or ".join(search_path(root))
+            raise HarnessError(
+                f"there is no module {target}.",
+                where=f"target {target}",
+                fix=f"install the package that it is in, or put its file into {folders}.",
+            )
+
+
+@functools.cache
+def target_digest(target: str, root: Path) -> str:
+    """A digest of what a target computes with, besides torch and the harness; empty for the reference target."""
+    if target == REFERENCE:
+        return ""
+    if target in MODULES:
+        return f"{target} {installed_version(target)} {files_digest(target)}"
+    folders = search_path(root)
+    files = _files(target, folders)
+    imported = sorted(_imported(files) - _SKIPPED - {target.partition(".")[0]})
+    parts = [source_digest(files[0].parent, files) if files else ""]
+    parts += [f"{name} {installed_version(name)} {files_digest(name, folders)}" for name in imported]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _files(target: str, folders: Sequence[str]) -> list[Path]:
+    """The files of the package that the module of a target is in, or the single file; none where there is no module."""
+    names = module_of(target).split(".")
+    top = spec = _top_level(names[0], folders)
+    for at in range(1, len(names)):
+        if spec is None or spec.submodule_search_locations is None:
+            return []
+        spec = PathFinder.find_spec(".".join(names[: at + 1]), list(spec.submodule_search_locations))
+    if spec is None or top is None:
+        return []
+    if top.submodule_search_locations is None:
+        return [Path(top.origin)] if top.origin else []
+    return sorted(path for folder in top.submodule_search_locations for path in Path(folder).rglob("*.py"))
+
+
+def _top_level(name: str, folders: Sequence[str]) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name) or PathFinder.find_spec(name, list(folders))
+    except (ImportError, ValueError):
+        return None
+
+
+def _imported(files: Iterable[Path]) -> set[str]:
+    """Top-level names of everything that these files import."""
+    return {name.partition(".")[0] for path in files for name in _imports(path)}
+
+
+def _imports(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # its own error is what ranks will report
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module

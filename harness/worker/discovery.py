@@ -1,0 +1,98 @@
+"""Finds out what a target has built: linears, conversions, checkpointed and compiled regions, parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
+from torchao.float8.float8_linear import Float8Linear
+
+from harness.matrix.case import Case
+from harness.trace.model import Linear, ModelRecord, Parameter
+from harness.worker.probes.places import held, mesh_axes
+from harness.worker.probes.probe import in_backward
+from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.sketches import clean_fqn
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear of `model` by FQN, converted or not."""
+    return {clean_fqn(fqn): module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def converted_linears(model: nn.Module) -> dict[str, Float8Linear]:
+    """Every Float8Linear of `model` by FQN."""
+    return {fqn: module for fqn, module in linears(model).items() if isinstance(module, Float8Linear)}
+
+
+class Discovery:
+    """What a built model consists of; counts the calls of its linears, in eager runs, from then on."""
+
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        self._model = model
+        self._layout = case.layout
+        self._calls = _Calls()
+        self._recomputed = _Calls()
+        for fqn, linear in linears(model).items() if case.compile == "none" else ():
+            linear.register_forward_pre_hook(self._counting(fqn))
+
+    def _counting(self, fqn: str) -> Any:
+        def count(*_: Any) -> None:
+            (self._recomputed if in_backward() else self._calls).now[fqn] += 1
+
+        return count
+
+    def end_step(self) -> None:
+        """A step is over."""
+        self._calls.end_step()
+        self._recomputed.end_step()
+
+    def record(self) -> ModelRecord:
+        """What was found."""
+        return ModelRecord(
+            linears=tuple(
+                Linear(
+                    fqn=fqn,
+                    in_features=linear.in_features,
+                    out_features=linear.out_features,
+                    converted=isinstance(linear, Float8Linear),
+                )
+                for fqn, linear in linears(self._model).items()
+            ),
+            parameters=tuple(self._parameter(fqn, param) for fqn, param in self._model.named_parameters()),
+            checkpointed=_names(self._model, CheckpointWrapper),
+            compiled=_names(self._model, OptimizedModule),
+            calls=dict(sorted(self._calls.most.items())),
+            recomputed=dict(sorted(self._recomputed.most.items())),
+        )
+
+    def _parameter(self, fqn: str, param: nn.Parameter) -> Parameter:
+        local = held(param)
+        return Parameter(
+            fqn=clean_fqn(fqn),
+            shape=tuple(param.shape),
+            dtype=dtype_name(local.dtype),
+            local_elements=local.numel(),
+            axes=mesh_axes(param.device_mesh, self._layout) if isinstance(param, DTensor) else (),
+            trained=param.requires_grad,
+        )
+
+
+class _Calls:
+    """Calls by FQN: in the step that runs, and the most in any step that is over."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+
+    def end_step(self) -> None:
+        self.most |= self.now
+        self.now.clear()
+
+
+def _names(model: nn.Module, kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(clean_fqn(f"{fqn}.").rstrip(".") for fqn, module in model.named_modules() if isinstance(module, kind))

@@ -1,0 +1,68 @@
+"""The loss of the reference target: cross entropy over the tokens of the global batch, with a padded vocabulary."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import loss_parallel
+
+from harness.matrix.case import Case
+from harness.worker.targets.reference.model import Llama
+from harness.worker.virtual.collectives import unobserved
+
+
+def forward_backward(model: Llama, batch: torch.Tensor, case: Case) -> torch.Tensor:
+    """Accumulate gradients of one batch [local_batch, seq_len + 1]; returns its share of the global loss, detached."""
+    inputs, labels = batch[:, :-1], batch[:, 1:]
+    sharded_loss = case.layout.tp > 1 and case.layout.loss_parallel
+    with loss_parallel() if sharded_loss else contextlib.nullcontext():
+        logits = mask_padded_vocab(model(inputs), case)
+        loss = summed_loss(logits, labels) / global_token_count(case)
+        loss.backward()
+    loss = loss.detach()
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def global_token_count(case: Case) -> int:
+    """Tokens over which the loss of one step is averaged, on all data-parallel ranks."""
+    return case.train.tokens
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy summed over the tokens of this rank, at least in float32, as torchtitan computes it."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum")
+
+
+def mask_padded_vocab(logits: torch.Tensor, case: Case) -> torch.Tensor:
+    """Logits [..., padded vocab] with those of the padding set to -inf, so that its probability is zero."""
+    vocab_size = case.model.vocab_size
+    if vocab_size == case.model.padded_vocab_size:
+        return logits
+    if not isinstance(logits, DTensor):
+        return logits.index_fill(-1, torch.arange(vocab_size, logits.size(-1), device=logits.device), -torch.inf)
+    mesh, placements = logits.device_mesh, logits.placements
+    _, offsets = compute_local_shape_and_global_offset(logits.shape, mesh, placements)
+    local = logits.to_local()
+    first = min(max(vocab_size - offsets[-1], 0), local.size(-1))
+    padding = torch.arange(first, local.size(-1), device=local.device)
+    masked = local.index_fill(-1, padding, -torch.inf)
+    return DTensor.from_local(masked, mesh, placements, shape=logits.shape, stride=logits.stride())
+
+
+@unobserved()
+@torch.no_grad()
+def global_loss(loss: torch.Tensor, *, tp: int) -> torch.Tensor:
+    """The sum of the losses of all data-parallel ranks in rank order, float64. A report, not a part of training.
+
+    Every TP rank adds up the losses of its own position on the TP axis, so that TP ranks that disagree show.
+    """
+    mine = loss.double().reshape(1)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.cat(everyone)[dist.get_rank() % tp :: tp].sum()

@@ -1,0 +1,44 @@
+"""The interface of a target: what the harness trains, and what it tells a target about the run.
+
+A target is a module with `build(case, world) -> Target`, and optionally `preload()`, which is called once before ranks
+are forked: it may import and warm up, and must leave neither threads nor a process group. Weights and tokens come from
+the harness, the same in every layout. Everything else is found out by probes at the seams of torch and torchao.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+# A loss is the mean over the tokens of the global batch, in nats, before the update. A gradient norm is the global L2
+# norm before clipping, None where the target computes none.
+StepResult = tuple[torch.Tensor | float, torch.Tensor | float | None]
+
+
+class World(NamedTuple):
+    """What a rank is told. The process group is initialized; ranks are numbered with `tp` varying fastest.
+
+    The single-rank reference of a layout (solo witness) is built like any other run, with every degree of
+    `case.layout` at 1. It gets the microbatches of all data-parallel ranks in every step and accumulates gradients.
+    """
+
+    device: torch.device
+    fsdp: bool  # apply FSDP2, on a mesh of one rank too: mixed precision and float8 all-gather are FSDP2's
+    dp_rank: int  # which part of the global batch this rank trains on
+    microbatches: int  # how many `step` gets: 1, or those of all data-parallel ranks for the single-rank reference
+    local_batch: int  # sequences of a microbatch
+
+
+class Target(Protocol):
+    """A model that is built: in the dtype of the case, converted, distributed, wrapped, compiled."""
+
+    model: nn.Module
+
+    def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
+        """One optimizer step over `microbatches`, each int64 [local_batch, seq_len + 1]: inputs and shifted labels.
+
+        Returns the loss of the global batch, the same on every rank, and the gradient norm.
+        """
