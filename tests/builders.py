@@ -121,7 +121,7 @@ def with_rank(run: Run, rank: int, change: Callable[[RankTrace], RankTrace]) -> 
     return run_of(*(change(trace) if trace.rank == rank else trace for trace in run.traces), *run.failures)
 
 
-def with_step(run: Run, rank: int, step: int, **changes: float) -> Run:
+def with_step(run: Run, rank: int, step: int, **changes: float | None) -> Run:
     """The run with other numbers in one step of one rank."""
 
     def change(trace: RankTrace) -> RankTrace:

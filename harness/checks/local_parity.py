@@ -15,9 +15,11 @@ from harness.checks.assembly import nan_is_worst
 from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
 from harness.checks.witnesses import Witnesses
 from harness.expect.local_parity import allowed_distance
+from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.replayed import replayed_steps
+from harness.matrix.targets import is_llama
 from harness.trace import Run
 from harness.trace.modules import ModuleDistance
 from harness.verdict import Finding, Verdict
@@ -48,10 +50,13 @@ def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
     if relation is not None and witnesses.expect.stands_for_modules:
         found = _judged(relation.partner, run, witnesses.partner)
         return [replace(each, message=f"in {case_id(relation.partner)}: {each.message}") for each in found]
-    return _judged(case, run, witnesses.replay, with_numbers=True)
+    model = None if is_llama(case.target) else witnesses.expect.model
+    return _judged(case, run, witnesses.replay, with_numbers=True, model=model)
 
 
-def _judged(case: Case, run: Run, replay: Run | None, *, with_numbers: bool = False) -> list[Finding]:
+def _judged(
+    case: Case, run: Run, replay: Run | None, *, with_numbers: bool = False, model: Model | None = None
+) -> list[Finding]:
     """`replay` has the distances of the modules of `case`, and for `with_numbers` the loss and the norm of `run`."""
     if replay is None or not replay.complete:
         message = "cannot be judged: the replay of the modules could not be run"
@@ -61,7 +66,7 @@ def _judged(case: Case, run: Run, replay: Run | None, *, with_numbers: bool = Fa
     for step in range(1, replayed_steps(case) + 1):
         found = [each for each in distances if each.step == step]
         numbers = _numbers(run, replay, step) if with_numbers else []
-        findings = [*_not_compared(found, step), *_too_far(case, found, exact), *numbers]
+        findings = [*_not_compared(found, step), *_too_far(case, found, exact, model), *numbers]
         if findings:
             return findings
     return []
@@ -81,10 +86,10 @@ def _not_compared(found: Sequence[ModuleDistance], step: int) -> Iterator[Findin
         )
 
 
-def _too_far(case: Case, found: Sequence[ModuleDistance], exact: bool) -> Iterator[Finding]:
+def _too_far(case: Case, found: Sequence[ModuleDistance], exact: bool, model: Model | None) -> Iterator[Finding]:
     """The first tensor that is too far off, in the order of execution: no other can be the reason for it."""
     compared = [each for each in found if each.problem is None]
-    limits = [allowed_distance(case, each, exact=exact) for each in compared]
+    limits = [allowed_distance(case, each, exact=exact, model=model) for each in compared]
     wrong = [pair for pair in zip(compared, limits, strict=True) if not pair[0].distance <= pair[1]]  # NaN is wrong
     if wrong:
         first, limit = wrong[0]

@@ -6,6 +6,7 @@ directly, because AdamW hides a gradient of the wrong magnitude.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from harness.checks.assembly import (
@@ -108,9 +109,15 @@ def _tensors(found: Tensors, expected: Tensors, step: int, kind: str, allowed: f
 def _reported_numbers(run: Run, solo: Run, step: int, allowed: float, loss_floor: float) -> list[Finding]:
     """Loss and gradient norm as ranks report them. The norm cannot be further off than the worst gradient."""
     expected = solo.traces[0].steps[step - 1]
+    reported = expected.reported_grad_norm
+    norms = {"grad_norm": expected.grad_norm, **({} if reported is None else {"reported_grad_norm": reported})}
     return [
         *wrong_numbers(NAME, run, step, "loss", expected=expected.loss, allowed=max(allowed * LOSS_SHARE, loss_floor)),
-        *wrong_numbers(NAME, run, step, "grad_norm", expected=expected.grad_norm, allowed=allowed * expected.grad_norm),
+        *(
+            finding
+            for name, norm in norms.items()
+            for finding in wrong_numbers(NAME, run, step, name, expected=norm, allowed=allowed * norm)
+        ),
     ]
 
 
@@ -126,7 +133,8 @@ def wrong_numbers(  # noqa: PLR0913  the number, its place, and what it is compa
 ) -> list[Finding]:
     """A finding of `check` about the first rank that reports this number of a step further off than allowed."""
     found = {trace.rank: getattr(trace.steps[step - 1], name) for trace in run.traces if len(trace.steps) >= step}
-    wrong = {rank: value for rank, value in found.items() if not abs(value - expected) <= allowed}  # NaN is wrong
+    numbers = {rank: math.nan if value is None else value for rank, value in found.items()}
+    wrong = {rank: value for rank, value in numbers.items() if not abs(value - expected) <= allowed}  # NaN is wrong
     if not wrong:
         return []
     rank = min(wrong)

@@ -20,6 +20,7 @@ from harness.matrix.linears import converted_fqns
 from harness.matrix.rules import Rule
 from harness.matrix.rules import explain as explain_rules
 from harness.matrix.scope import SCOPE
+from harness.matrix.targets import is_llama
 from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
 from harness.running.case_judge import known_here
@@ -76,20 +77,27 @@ def _explain_case(project: Project, case: Case) -> None:
     for name, value in axis_values(case).items():
         mark = "" if value == default[name] else "  *"
         click.echo(f"  {name:<18} {_text(value)}{mark}")
-    fqns = converted_fqns(case)
     click.echo("\nrun")
     click.echo(f"  {'world size':<18} {case.world_size}")
     click.echo(f"  {'tokens per rank':<18} {case.tokens_per_rank}")
     click.echo(f"  {'golden family':<18} {family_id(case)}")
     click.echo(f"  {'reference case':<18} {case_id(reference_case(case))}")
+    if is_llama(case.target):
+        _print_linears(case)
+        _print_cost(project, case)
+        _print_fusion_candidates(case)
+    else:
+        click.echo(f"  {'FP8 linears':<18} all that {case.target} is found to have, but for filter_fqns")
+    _print_unverified()
+    _print_rules(project, case)
+
+
+def _print_linears(case: Case) -> None:
+    fqns = converted_fqns(case)
     click.echo(f"  {'scaled matmuls':<18} {executed_scaled_mm_calls(case)} per rank and step")
     click.echo(f"  {'FP8 linears':<18} {len(fqns)}")
     for fqn in fqns:
         click.echo(f"    {fqn}")
-    _print_cost(project, case)
-    _print_fusion_candidates(case)
-    _print_unverified()
-    _print_rules(project, case)
 
 
 def _print_cost(project: Project, case: Case) -> None:

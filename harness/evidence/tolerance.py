@@ -27,6 +27,7 @@ from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 from harness.matrix.case import Case, ModelShape, Train
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import OUTPUT_FQN, is_converted
+from harness.matrix.targets import REFERENCE
 
 SCHEMA = 1
 LOSS_VS_GOLDEN = "loss_vs_golden"  # |loss - golden| in nats
@@ -132,10 +133,11 @@ def parity_key(case: Case) -> str:
 def _training(case: Case) -> str:
     """The model, and the learning rate where it is not the default. A preset with overrides is another model."""
     model, lr = case.model, case.train.lr
+    target = "" if case.target == REFERENCE else f"{case.target.replace('.', '_')}_"
     changed = [
         f"_{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
     ]
-    return f"{model.preset}{''.join(changed)}{'' if lr == Train().lr else f'_lr{lr:g}'}"
+    return f"{target}{model.preset}{''.join(changed)}{'' if lr == Train().lr else f'_lr{lr:g}'}"
 
 
 def tolerance_for(case: Case, root: Path) -> Tolerance:
@@ -174,6 +176,9 @@ def parity_tolerance_for(case: Case, root: Path) -> Tolerance:
 def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance, list[Sample]]:
     """The tolerance of a key, and the samples that support it."""
     entry = _read_table(root).get(check, {}).get(key)
+    if entry is None and key in OF_EVERY_MODEL:  # a project that measured none has those that hold for any
+        root = _own_root()
+        entry = _read_table(root).get(check, {}).get(key)
     fix = f"{MEASURE} with such cases{', or set `loss_tolerance` in the case' if check == LOSS_VS_GOLDEN else ''}."
     if entry is None:
         raise ToleranceMissing(f"there is no {check} tolerance for {key}.", where=TABLE_FILE, fix=fix)
@@ -190,6 +195,12 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
     evidence = f"{len(samples)} samples, {len({sample.seed for sample in samples})} seeds"
     tolerance = Tolerance(name=check, key=key, per_step=per_step[:steps], margin=entry.margin, evidence=evidence)
     return tolerance, samples
+
+
+def _own_root() -> Path:
+    """The project of the harness itself, in an installed package or in a checkout."""
+    package = Path(__file__).parents[1]
+    return package / "_project" if (package / "_project").is_dir() else package.parent
 
 
 def validate_tolerances(root: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns
 from harness.trace.modules import ModuleDistance
@@ -28,8 +29,11 @@ EXACT = 0.0
 NEIGHBOUR = 0.05
 
 
-def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool) -> float:
+def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool, model: Model | None = None) -> float:
     """The largest relative distance of this tensor to its replay, which rounding explains.
+
+    `model`: of one that is not known. Between its linears, whatever it consists of, roundings of all sums over TP
+    ranks may come together, because no tensor is replaced there.
 
     `exact`: equal operations on equal operands give equal bits, and a scaled matmul gives the same bits whatever part
     of its result a rank computes, as on the virtual device.
@@ -38,8 +42,13 @@ def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool) -> float
         return NEIGHBOUR
     if found.kind == "param":
         return _rounding("float32")  # the optimizer's arithmetic is the same, whatever ranks hold
-    if found.kind == "grad":
+    if found.kind == "grad" and model is None:
         return _gradient(case, found)
+    return _of_module(case, found, exact=exact) if model is None else _of_unknown_model(case, found, model, exact=exact)
+
+
+def _of_module(case: Case, found: ModuleDistance, *, exact: bool) -> float:
+    """Of an operand or a result of a module of the Llama."""
     if exact and (case.layout.tp == 1 or _is_repeated_exactly(case, found)):
         return EXACT
     dtype = found.dtype
@@ -48,6 +57,19 @@ def allowed_distance(case: Case, found: ModuleDistance, *, exact: bool) -> float
     if found.parts > 1:
         return _rounding(dtype, spread=found.spread, parts=found.parts)
     return _rounding(dtype, spread=1.0, parts=case.layout.tp)  # what modules before it summed over TP ranks
+
+
+def _of_unknown_model(case: Case, found: ModuleDistance, model: Model, *, exact: bool) -> float:
+    tp, dp = case.layout.tp, case.layout.dp
+    if tp == 1:
+        summed = _rounding("float32", spread=max(1.0, found.spread), parts=dp)
+        divides_exactly = dp & (dp - 1) == 0  # where the loss is divided by it on one side and gradients on the other
+        same = EXACT if exact and divides_exactly else _rounding(case.train.dtype)
+        return summed if found.kind == "grad" else same
+    rounded = found.parts > 1 and found.fqn in model.converted and case.float8.traits.writes_bfloat16
+    sums = tp * max(1, sum(model.calls.values()))
+    dtype = "bfloat16" if rounded else case.train.dtype
+    return _rounding(dtype, spread=max(1.0, found.spread), parts=found.parts + sums)
 
 
 def _gradient(case: Case, found: ModuleDistance) -> float:

@@ -73,7 +73,7 @@ def stands_for_modules(case: Case, relation: Relation | None) -> bool:
 
     Every bit of the partner is promised to be that of the case. `relation`: the one to this partner.
     """
-    if case.compile == "none" or relation is None:
+    if case.compile == "none" or relation is None or not is_llama(case.target):
         return False
     return relation.promise == "bitwise" and relation.steps is None and replayed_steps(relation.partner) > 0
 

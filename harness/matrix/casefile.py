@@ -113,7 +113,7 @@ def write_case(case: Case, *, schema: str, command: str) -> str:
 
 
 def _assignment(name: str, value: object) -> str:
-    one_of = f" ({', '.join(map(str, choices(name)))})" if axis_type(name) is str else ""
+    one_of = f" ({', '.join(map(str, choices(name)))})" if axis_type(name) is str and choices(name) else ""
     return f"{f'{name} = {_toml(value)}':<34} # {MEANINGS[name]}{one_of}"
 
 

@@ -23,10 +23,13 @@ def drifts(case: Case) -> bool:
 def replayed_steps(case: Case) -> int:
     """The number of steps, from the first, whose modules are recorded and replayed; 0 for none.
 
-    In eager runs that drift: of large models so many as fit into a message.
+    In eager runs that drift: of large models so many as fit into a message. How large a model is that is not known
+    shows in the run (`worker/probes/module_tensors.py`).
     """
-    if not drifts(case) or case.compile != "none" or not is_llama(case.target):
+    if not drifts(case) or case.compile != "none":
         return 0
+    if not is_llama(case.target):
+        return 0 if case.float8.tp_styles == "float8" else min(case.train.steps, RECORDED_STEPS)
     return min(case.train.steps, RECORDED_STEPS, RECORDED_BYTES // _recorded_bytes(case))
 
 

@@ -26,6 +26,7 @@ class ModuleShard(Record, frozen=True, kw_only=True):
 
     step: int  # 1-based
     fqn: str  # of the module, or of the parameter for grad and param
+    call: int = 0  # of the module in this step, from 0
     kind: ModuleTensorKind
     dtype: str
     shape: tuple[int, ...]  # of the logical tensor
@@ -46,6 +47,7 @@ class ModuleDistance(Record, frozen=True, kw_only=True):
     step: int  # 1-based
     part: int | None  # the data-parallel rank whose tokens it belongs to; None for gradients and parameters
     fqn: str
+    call: int = 0
     kind: ModuleTensorKind
     dtype: str
     distance: float

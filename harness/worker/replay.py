@@ -9,23 +9,23 @@ data-parallel ranks and the optimizer's step.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.matrix.case import Case
+from harness.matrix.case import Case, Checkpointing
 from harness.matrix.replayed import replayed_steps
 from harness.trace import RankTrace, StepTrace
 from harness.trace.modules import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
 from harness.worker.discovery import converted_linears
-from harness.worker.probes.module_tensors import MODULES, is_wide
+from harness.worker.probes.module_tensors import MODULES, NORMS, is_wide
 from harness.worker.probes.places import held
-from harness.worker.probes.probe import in_backward
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.train import Prepared, prepare, software
@@ -37,6 +37,7 @@ class Key(NamedTuple):
     step: int
     part: int | None
     fqn: str
+    call: int
     kind: ModuleTensorKind
 
 
@@ -55,7 +56,7 @@ def assembled(case: Case, ranks: Sequence[Sequence[ModuleShard]], device: torch.
     for rank, recorded in enumerate(ranks):
         for shard in recorded:
             part = None if shard.kind in ("grad", "param") else rank // case.layout.tp
-            shards[Key(shard.step, part, shard.fqn, shard.kind)].append(shard)
+            shards[Key(shard.step, part, shard.fqn, shard.call, shard.kind)].append(shard)
     return {key: _whole(found, device) for key, found in shards.items()}
 
 
@@ -95,37 +96,49 @@ def _problem(shards: Sequence[ModuleShard], covered: int, wanted: int) -> str | 
     return None if covered == wanted else f"the ranks hold {covered} of {wanted} elements"
 
 
+class Call(NamedTuple):
+    """One call of a module: the data-parallel rank whose tokens it is for, and its number among those for it."""
+
+    part: int | None
+    number: int
+
+
+_OF_PARAMETER = Call(None, 0)
+
+
 class Replay:
     """Compares as the solo witness trains, and replaces what it computed by what the run had."""
 
-    def __init__(self, recorded: dict[Key, Recorded | None]) -> None:
+    def __init__(self, recorded: dict[Key, Recorded | None], dp: int) -> None:
         self._recorded = recorded
+        self._dp = dp
+        self._gradient_factor = 0.0  # not known before the first gradient
         self._left = set(recorded)
-        self._step, self._part = 0, -1
+        self._step = 0
+        self._boundaries: list[_ModuleBoundary] = []
         self.distances: list[ModuleDistance] = []
 
     def attach(self, model: nn.Module) -> None:
         """Compare and replace the tensors before and behind every module."""
-        model.register_forward_pre_hook(self._next_part)
+        calls = Counter(key.fqn for key in self._recorded if key[:2] == (1, 0) and key.kind == "output")
         for name, module in model.named_modules():
             if isinstance(module, MODULES):
-                boundary = _ModuleBoundary(clean_fqn(name), self, in_place=isinstance(module, nn.RMSNorm))
+                fqn = clean_fqn(name)
+                boundary = _ModuleBoundary(fqn, self, max(1, calls[fqn]), in_place=isinstance(module, NORMS))
+                self._boundaries.append(boundary)
                 module.register_forward_pre_hook(boundary.before)
                 module.register_forward_hook(boundary.after)
 
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step."""
-        self._step, self._part = step, -1
-
-    def _next_part(self, *_: Any) -> None:
-        """The model is called: for the tokens of the next data-parallel rank, unless checkpointing calls it again."""
-        if not in_backward():
-            self._part += 1
+        self._step = step
+        for boundary in self._boundaries:
+            boundary.calls = 0
 
     @torch.no_grad()
-    def replaced(self, fqn: str, kind: ModuleTensorKind, computed: torch.Tensor) -> torch.Tensor:
+    def replaced(self, fqn: str, call: Call, kind: ModuleTensorKind, computed: torch.Tensor) -> torch.Tensor:
         """What the run had in place of `computed`, which is compared with it the first time."""
-        key = Key(self._step, None if kind in ("grad", "param") else self._part, fqn, kind)
+        key = Key(self._step, call.part, fqn, call.number, kind)
         if key not in self._recorded:
             if not (kind == "grad_input" and self._recorded.get(key._replace(kind="input"), key) is None):
                 self._note(key, computed, problem="the run did not record it")
@@ -134,11 +147,23 @@ class Replay:
         self._left.discard(key)
         if recorded is None:
             return computed
+        if kind in ("grad_output", "grad_input"):
+            recorded = self._of_mean(recorded, computed)
         alike = recorded.tensor.dtype == computed.dtype and recorded.tensor.shape == computed.shape
-        if first:  # not when checkpointing computes it again
+        if first:
             form = None if alike else f"it is {_form(recorded.tensor)}, the replay's is {_form(computed)}"
             self._note(key, computed, recorded, form or recorded.problem)
         return recorded.tensor if alike else computed
+
+    def _of_mean(self, recorded: Recorded, computed: torch.Tensor) -> Recorded:
+        """A recorded gradient as one rank has it, which divides the loss by the number of data-parallel ranks.
+
+        Ranks divide it too, or leave that to FSDP2, which averages gradients of parameters: the first gradient tells.
+        """
+        if not self._gradient_factor:
+            norms = recorded.tensor.double().norm().item(), computed.double().norm().item()
+            self._gradient_factor = min((1.0, float(self._dp)), key=lambda factor: abs(norms[0] - factor * norms[1]))
+        return recorded._replace(tensor=recorded.tensor / self._gradient_factor)
 
     def finish(self) -> None:
         """What the run recorded and the replay never computed is a problem of its own."""
@@ -165,9 +190,11 @@ class Replay:
 
 def replay(case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShard]]) -> RankTrace:
     """The distances of a recorded run, and the loss and gradient norm of its own logits and gradients at every step."""
+    # Recomputation repeats what forward computed, and would be taken for another call of a module.
+    case = msgspec.structs.replace(case, checkpointing=Checkpointing())
     prepared = prepare(case, device, solo_witness=True)
     model = prepared.target.model
-    watching = Replay(assembled(case, ranks, device))
+    watching = Replay(assembled(case, ranks, device), case.layout.dp)
     watching.attach(model)
     steps = tuple(_replay_step(prepared, watching, step) for step in range(1, replayed_steps(case) + 1))
     watching.finish()
@@ -212,7 +239,7 @@ def _replace(watching: Replay, fqn: str, kind: ModuleTensorKind, tensor: torch.T
     if tensor is None:
         return math.nan
     local = held(tensor)
-    local.copy_(watching.replaced(fqn, kind, local))
+    local.copy_(watching.replaced(fqn, _OF_PARAMETER, kind, local))
     return local.double().square().sum().item()
 
 
@@ -223,25 +250,33 @@ class _ModuleBoundary:
     what the run had as well, and so that gradients are summed in the order in which the run summed them.
     """
 
-    def __init__(self, fqn: str, watching: Replay, *, in_place: bool) -> None:
+    def __init__(self, fqn: str, watching: Replay, calls_per_part: int, *, in_place: bool) -> None:
         self._fqn = fqn
         self._watching = watching
+        self._calls_per_part = calls_per_part
         self._in_place = in_place
+        self.calls = 0  # in this step, those that are complete
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         given = args[0]
         if not is_wide(given):
             return None  # tokens
         if self._in_place:
-            given.data.copy_(self._watching.replaced(self._fqn, "input", given))
+            given.data.copy_(self._watching.replaced(self._fqn, self._call, "input", given))
             return None
         return (self._replaced("input", given, "grad_input"), *args[1:])
 
     def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return self._replaced("output", output, "grad_output")
+        replaced = self._replaced("output", output, "grad_output")
+        self.calls += 1
+        return replaced
+
+    @property
+    def _call(self) -> Call:
+        return Call(*divmod(self.calls, self._calls_per_part))
 
     def _replaced(self, kind: ModuleTensorKind, computed: torch.Tensor, gradient: ModuleTensorKind) -> torch.Tensor:
-        recorded: torch.Tensor = _Replace.apply(computed, self._fqn, kind, gradient, self._watching)
+        recorded: torch.Tensor = _Replace.apply(computed, self._fqn, self._call, (kind, gradient), self._watching)
         return recorded
 
 
@@ -249,14 +284,22 @@ class _Replace(torch.autograd.Function):
     """Hands on the tensor of the run in the forward pass, and its gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, computed: torch.Tensor, fqn: str, kind: Any, gradient: Any, watching: Replay) -> torch.Tensor:
-        ctx.gradient = fqn, gradient, watching
-        return watching.replaced(fqn, kind, computed).clone()
+    def forward(
+        ctx: Any,
+        computed: torch.Tensor,
+        fqn: str,
+        call: Call,
+        kinds: tuple[ModuleTensorKind, ModuleTensorKind],
+        watching: Replay,
+    ) -> torch.Tensor:
+        kind, gradient = kinds
+        ctx.gradient = fqn, call, gradient, watching
+        return watching.replaced(fqn, call, kind, computed).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        fqn, gradient, watching = ctx.gradient
-        return watching.replaced(fqn, gradient, grads[0]).clone(), None, None, None, None
+        fqn, call, gradient, watching = ctx.gradient
+        return watching.replaced(fqn, call, gradient, grads[0]).clone(), None, None, None, None
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

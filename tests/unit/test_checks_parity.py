@@ -217,3 +217,17 @@ def test_tokens_of_another_data_parallel_rank_are_found(digests: tuple[str | Non
 def test_nan_is_the_worst_distance_whichever_gradient_has_it() -> None:
     assert math.isnan(worst_distance(run(grad_a_1=math.nan), solo(), step=1))
     assert math.isnan(worst_distance(run(grad_b_1=math.nan), solo(), step=1))
+
+
+@pytest.mark.parametrize("norm", [1.1, math.nan, None])
+def test_a_norm_that_a_target_reports_is_compared_with_the_one_on_one_rank(norm: float | None) -> None:
+    def reporting(found: Run, value: float | None) -> Run:
+        for rank in range(len(found.traces)):
+            for step in (1, 2):
+                found = with_step(found, rank, step, reported_grad_norm=1.0 if step == 1 else value)
+        return found
+
+    expected = reporting(solo(), 1.0)
+    assert check(reporting(run(), 1.001), expected) == []
+    findings = check(reporting(run(), norm), expected)
+    assert ["reported_grad_norm" in finding.message for finding in findings] == [True]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
-from harness.matrix.replayed import replayed_steps
+from harness.matrix.replayed import RECORDED_BYTES, replayed_steps
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.own import own
@@ -23,22 +23,28 @@ from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 
-MODULES = (nn.Linear, nn.RMSNorm, nn.Embedding)  # everything between them is repeated from their results
+NORMS = (nn.RMSNorm, nn.LayerNorm)
+MODULES = (nn.Linear, *NORMS, nn.Embedding)  # everything between them is repeated from their results
 
 
 class _Seen(NamedTuple):
     fqn: str
+    call: int  # of the module in this step
     kind: ModuleTensorKind
     tensor: torch.Tensor | None  # None: the module got it in float8
 
 
 class ModuleTensorProbe(Probe):
-    """Records a `ModuleShard` of every tensor of every module; nothing where the case is not replayed."""
+    """Records a `ModuleShard` of every tensor of every module; nothing where the case is not replayed.
+
+    How large a model is that is not known shows in the first step: if a replay cannot be given it, nothing is kept.
+    """
 
     def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__(case, device)
         self._steps = replayed_steps(case)
         self._seen: list[_Seen] = []
+        self._hooks: list[_Hooks] = []
         self._shards: list[ModuleShard] = []
         self._activations = Places(case.layout, ("tp",))  # every data-parallel rank has its own
         self._parameters = Places(case.layout)
@@ -50,6 +56,7 @@ class ModuleTensorProbe(Probe):
         for name, module in model.named_modules():
             if isinstance(module, MODULES):
                 hooks = _Hooks(clean_fqn(name), self._seen, uses_input_once=isinstance(module, nn.Linear))
+                self._hooks.append(hooks)
                 module.register_forward_pre_hook(hooks.before)
                 module.register_forward_hook(hooks.after, prepend=True)
 
@@ -62,11 +69,13 @@ class ModuleTensorProbe(Probe):
         """Copy what was seen, and the gradients."""
         if self._recording:
             for seen in self._seen:
-                self._add(seen.fqn, seen.kind, seen.tensor, self._activations)
+                self._add(seen.fqn, seen.kind, seen.tensor, self._activations, seen.call)
             for name, param in model.named_parameters():
                 if param.grad is not None:
                     self._add(clean_fqn(name), "grad", param.grad, self._parameters)
         self._seen.clear()
+        for hooks in self._hooks:
+            hooks.calls = 0
 
     @torch.no_grad()
     def after_update(self, model: nn.Module) -> None:
@@ -74,10 +83,20 @@ class ModuleTensorProbe(Probe):
         if self._recording:
             for name, param in model.named_parameters():
                 self._add(clean_fqn(name), "param", param, self._parameters)
+            self._stop_if_too_large()
 
-    def _add(self, fqn: str, kind: ModuleTensorKind, tensor: torch.Tensor | None, places: Places) -> None:
+    def _stop_if_too_large(self) -> None:
+        """Of a Llama it is known before."""
+        held_bytes = sum(len(shard.data or b"") for shard in self._shards)
+        if held_bytes * self._case.world_size / self._step * self._steps > RECORDED_BYTES:
+            self._steps = 0
+            self._shards.clear()
+
+    def _add(
+        self, fqn: str, kind: ModuleTensorKind, tensor: torch.Tensor | None, places: Places, call: int = 0
+    ) -> None:
         if tensor is None or not is_wide(tensor):
-            self._shards.append(_cast_before(self._step, fqn, kind))
+            self._shards.append(_cast_before(self._step, fqn, kind, call))
             return
         place, local = places(tensor), held(tensor).contiguous()
         summed = isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
@@ -85,6 +104,7 @@ class ModuleTensorProbe(Probe):
             ModuleShard(
                 step=self._step,
                 fqn=fqn,
+                call=call,
                 kind=kind,
                 dtype=dtype_name(local.dtype),
                 shape=place.shape,
@@ -101,12 +121,13 @@ class ModuleTensorProbe(Probe):
         return tuple(self._shards) if self._steps else None
 
 
-def _cast_before(step: int, fqn: str, kind: ModuleTensorKind) -> ModuleShard:
+def _cast_before(step: int, fqn: str, kind: ModuleTensorKind, call: int) -> ModuleShard:
     """Says that the module got this tensor in float8, so that it cast nothing itself."""
     nothing: tuple[int, ...] = ()
     return ModuleShard(
         step=step,
         fqn=fqn,
+        call=call,
         kind=kind,
         dtype=FLOAT8,
         shape=nothing,
@@ -125,6 +146,7 @@ class _Hooks:
         self._fqn = fqn
         self._seen = seen
         self._uses_input_once = uses_input_once
+        self.calls = 0  # in this step, those that are complete
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Give the input of a linear a place of its own in the graph: several linears may share one tensor.
@@ -145,13 +167,15 @@ class _Hooks:
     def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> None:
         """The output as the module computed it, before it is redistributed."""
         self._keep("output", output, "grad_output")
+        self.calls += not in_backward()
 
     def _keep(self, kind: ModuleTensorKind, tensor: torch.Tensor, gradient: ModuleTensorKind | None = None) -> None:
         if in_backward():
             return
-        self._seen.append(_Seen(self._fqn, kind, own(tensor.detach()) if is_wide(tensor) else None))
+        call = self.calls
+        self._seen.append(_Seen(self._fqn, call, kind, own(tensor.detach()) if is_wide(tensor) else None))
         if gradient is not None and tensor.requires_grad:
-            tensor.register_hook(lambda grad: self._seen.append(_Seen(self._fqn, gradient, grad)))
+            tensor.register_hook(lambda grad: self._seen.append(_Seen(self._fqn, call, gradient, grad)))
 
 
 class _Own(torch.autograd.Function):

@@ -1,0 +1,249 @@
+"""torchtitan's job configurations: what a TOML file or flags of torchtitan 0.2 ask for, as a case.
+
+A case keeps how a job is parallel, converted, checkpointed and compiled, and trains a small model for a few steps. What
+was made smaller is a note, and so is what no case has and changes no FP8 number. What cannot be left out is an error
+that names it. The options and their defaults are those of torchtitan/config/job_config.py in 0.2.2.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from harness.errors import HarnessError
+from harness.matrix.axes import case_from_axes
+from harness.matrix.case import MODEL_PRESETS, Case
+from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
+from harness.matrix.targets import TORCHTITAN
+
+MAX_RANKS = 8  # that fit on two cores
+
+# The section of the float8 options, under its names from the oldest to the newest.
+_FLOAT8 = ("float8", "quantize.dense.float8", "quantize.linear.float8")
+_DEGREES = {
+    "parallelism.pipeline_parallel_degree": "pipeline parallelism: every rank has all layers of the model",
+    "parallelism.context_parallel_degree": "context parallelism: every rank computes attention over whole sequences",
+    "parallelism.expert_parallel_degree": "expert parallelism: the model is a dense Llama",
+    "parallelism.expert_tensor_parallel_degree": "expert parallelism: the model is a dense Llama",
+}
+
+
+class Imported(NamedTuple):
+    """The case of a configuration, and what of it the case does not have."""
+
+    case: Case
+    notes: tuple[str, ...]
+
+
+class _Config:
+    """Values by dotted name, and which of them were read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.read: set[str] = set()
+
+    def __call__(self, name: str, default: Any) -> Any:
+        self.read.add(name)
+        return self.values.get(name, default)
+
+
+def import_toml(text: str, *, where: str, ranks: int | None = None) -> Imported:
+    """The case of a TOML file. `ranks`: of the whole job, for `data_parallel_shard_degree = -1`."""
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise HarnessError(f"not a TOML file: {error}.", where=where, fix="give a file of torchtitan.") from error
+    return _imported(_Config(dict(_flat(tree))), where=where, ranks=ranks)
+
+
+def import_flags(text: str, *, where: str, ranks: int | None = None) -> Imported:
+    """The case of flags such as `--parallelism.tensor_parallel_degree 4 --compile.enable`."""
+    values: dict[str, Any] = {}
+    words = [part for word in shlex.split(text) for part in (word.split("=", 1) if word[:2] == "--" else [word])]
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].replace("-", "_")
+            values[name] = True
+        elif name:
+            values[name] = _value(word)
+        else:
+            fix = 'write "--section.option value …".'
+            raise HarnessError(f"'{word}' belongs to no flag.", where=where, fix=fix)
+    for name in [name for name in values if re.search(r"(^|\.)no_", name)]:
+        values[re.sub(r"(^|\.)no_", r"\1", name)] = not values.pop(name)
+    return _imported(_Config(values), where=where, ranks=ranks)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _value(word: str) -> Any:
+    """A flag's value as TOML would have it: lists are separated by commas."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word.split(",") if "," in word else word
+
+
+def _imported(config: _Config, *, where: str, ranks: int | None) -> Imported:
+    if not any("." in name for name in config.values):
+        raise HarnessError("holds no option of torchtitan.", where=where, fix="give sections such as [parallelism].")
+    notes: list[str] = []
+    _refuse(config, where)
+    values: dict[str, object] = {"target": TORCHTITAN, **_layout(config, notes, ranks, where)}
+    values |= _model(config, notes, int(str(values["tp"])))
+    values |= _float8(config, notes, where)
+    values |= _checkpointing(config, where)
+    values |= _compile(config, notes, values)
+    values |= _training(config, notes, values)
+    unread = sorted(name for name in config.values if name not in config.read and not name.startswith(_NEUTRAL))
+    notes += [f"{name} = {config.values[name]}: no case has it" for name in unread]
+    return Imported(case_from_axes(values), tuple(notes))
+
+
+# What changes neither what is computed nor how.
+_NEUTRAL = ("job.", "profiling.", "metrics.", "checkpoint.", "comm.", "memory_estimation.", "validation.", "debug.")
+
+
+def _refuse(config: _Config, where: str) -> None:
+    for name, reason in _DEGREES.items():
+        degree = config(name, 1)
+        if degree not in (1, -1):
+            raise HarnessError(f"{name} = {degree}: no case has {reason}.", where=where, fix=f"set {name} to 1.")
+    model = config("model.name", "llama3")
+    if model != "llama3":
+        fix = "write a target of your own for it: docs/your-own-trainer.md."
+        raise HarnessError(f"model.name = {model}: a case of torchtitan trains its llama3.", where=where, fix=fix)
+
+
+def _layout(config: _Config, notes: list[str], ranks: int | None, where: str) -> dict[str, object]:
+    replicate = int(config("parallelism.data_parallel_replicate_degree", 1))
+    shard = int(config("parallelism.data_parallel_shard_degree", -1))
+    tp = int(config("parallelism.tensor_parallel_degree", 1))
+    if shard == -1:
+        shard = 2 if ranks is None else ranks // (replicate * tp)
+        if ranks is None:
+            notes.append(
+                "parallelism.data_parallel_shard_degree = -1, all other ranks: 2 here; --ranks N says how many"
+            )
+        elif shard * replicate * tp != ranks:
+            what = f"{ranks} ranks are no multiple of {replicate} replicas x {tp} TP ranks."
+            raise HarnessError(what, where=where, fix="give another --ranks.")
+    asked = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+    kept = _fitting(asked)
+    notes += [f"{name} {degree} is {kept[name]} here" for name, degree in asked.items() if kept[name] != degree]
+    return {
+        **kept,
+        "loss_parallel": not config("parallelism.disable_loss_parallel", False),
+        "async_tp": bool(config("parallelism.enable_async_tensor_parallel", False)) and tp > 1,
+    }
+
+
+def _fitting(degrees: Mapping[str, int]) -> dict[str, int]:
+    """The degrees, halved from the largest on until the ranks fit; what is above 1 stays above 1."""
+    kept = dict(degrees)
+    while kept["dp_replicate"] * kept["dp_shard"] * kept["tp"] > MAX_RANKS:
+        largest = max(kept, key=lambda name: kept[name])
+        kept[largest] = max(2, kept[largest] // 2)
+        if max(kept.values()) <= 2:
+            break
+    return kept
+
+
+def _model(config: _Config, notes: list[str], tp: int) -> dict[str, object]:
+    flavor = config("model.flavor", "debugmodel")
+    config("model.hf_assets_path", ""), config("model.tokenizer_path", "")
+    if any(word in flavor for word in ("flex", "varlen")):
+        notes.append(f"model.flavor = {flavor}: attention is torch's scaled_dot_product_attention here")
+    tiny = MODEL_PRESETS["tiny"]
+    notes.append(f"model.flavor = {flavor}: {tiny.layers} layers of dim {tiny.dim} here, of the same kind")
+    heads = max(tiny.heads, tp)
+    return {"heads": heads, "kv_heads": heads} if heads != tiny.heads else {}
+
+
+def _float8(config: _Config, notes: list[str], where: str) -> dict[str, object]:
+    converters = config("model.converters", [])
+    converters = [converters] if isinstance(converters, str) else list(converters)
+    others = [name for name in converters if not name.endswith("float8")]
+    if others:
+        fix = "leave it out; cases convert linears to float8."
+        raise HarnessError(f"model.converters = {', '.join(others)}: no case has it.", where=where, fix=fix)
+    if not converters:
+        notes.append("model.converters has no float8: the case is BF16")
+        return {}
+    option = {name.rpartition(".")[2]: config(name, None) for name in list(config.values) if _is_float8(name)}
+    if option.get("emulate"):
+        notes.append("emulate: FP8 is never emulated; the virtual device runs the real path")
+    filters = option.get("filter_fqns") or []
+    filters = [filters] if isinstance(filters, str) else list(filters)
+    known = [f"layers.0.{name}" for name in BLOCK_LINEARS]
+    kept = [entry for entry in filters if any(entry in fqn for fqn in known)]
+    lost = [entry for entry in filters if entry not in kept and entry not in OUTPUT_FQN]
+    notes += [f"filter_fqns {entry}: matches no linear of the Llama" for entry in lost]
+    gathers = bool(option.get("enable_fsdp_float8_all_gather"))
+    return {
+        "recipe": option.get("recipe_name") or "tensorwise",
+        "fp8_all_gather": gathers,
+        "precompute_scale": gathers and bool(option.get("precompute_float8_dynamic_scale_for_fsdp")),
+        "filter_fqns": kept,
+        "output_layer": not any(entry in OUTPUT_FQN for entry in filters),
+    }
+
+
+def _is_float8(name: str) -> bool:
+    return name.rpartition(".")[0] in _FLOAT8
+
+
+def _checkpointing(config: _Config, where: str) -> dict[str, object]:
+    mode = config("activation_checkpoint.mode", "selective")
+    option = str(config("activation_checkpoint.selective_ac_option", "2"))
+    if mode == "memory_budget":
+        what = "activation_checkpoint.mode = memory_budget: the compiler chooses what is computed again."
+        raise HarnessError(what, where=where, fix="choose selective, full or none.")
+    if mode != "selective":
+        return {"checkpointing": mode}
+    if option == "op":
+        return {"checkpointing": "selective_op"}
+    return {"checkpointing": "selective_layer", "checkpoint_every": min(int(option), MODEL_PRESETS["tiny"].layers)}
+
+
+def _compile(config: _Config, notes: list[str], layout: Mapping[str, object]) -> dict[str, object]:
+    components = config("compile.components", ["model", "loss"])
+    backend = config("compile.backend", "inductor")
+    if not config("compile.enable", False) or "model" not in components:
+        if layout["async_tp"]:
+            notes.append("async TP without compiled blocks is plain TP")
+        return {"async_tp": False}
+    if backend == "inductor":
+        notes.append("compile.backend = inductor: graphs are executed here; `--compile inductor` generates code")
+    # torchtitan hands a compiled block the output of the embedding while it is still being gathered.
+    return {"compile": "graph", "wait_for_embedding": False} if layout["tp"] != 1 else {"compile": "graph"}
+
+
+def _training(config: _Config, notes: list[str], layout: Mapping[str, object]) -> dict[str, object]:
+    wide = config("training.dtype", "float32")
+    narrow = config("training.mixed_precision_param", "bfloat16")
+    for name in ("steps", "local_batch_size", "global_batch_size", "seq_len", "mixed_precision_reduce"):
+        config(f"training.{name}", None)
+    for name in ("lr", "name", "eps", "beta1", "beta2", "weight_decay", "implementation"):
+        config(f"optimizer.{name}", None)
+    for name in [name for name in config.values if name.startswith(("lr_scheduler.", "training.dataset"))]:
+        config(name, None)
+    if config("training.max_norm", 1.0):
+        notes.append("training.max_norm: out of reach here, because active clipping amplifies rounding")
+    notes.append("data, steps, batch, sequence length and learning rate are those of a case")
+    dp = int(str(layout["dp_replicate"])) * int(str(layout["dp_shard"]))
+    return {"dtype": "bfloat16" if "bfloat16" in (wide, narrow) else "float32", "global_batch": max(8, dp)}

@@ -1,0 +1,108 @@
+"""The rules of traffic that hold for any model: each is broken by one planted change and by nothing else."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from harness.checks.traffic_rules import check_any_model
+from harness.expect.expectations import Expectations
+from harness.expect.model import found_model
+from harness.matrix.caseid import parse_case_id
+from harness.trace import RankTrace, Run
+from harness.trace.model import Linear, ModelRecord, Parameter
+from harness.trace.operands import OperandTrace
+from harness.trace.traffic import TrafficRecord
+from tests.builders import make_cast, make_trace, run_of
+
+CASE = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8-v2048-s1-f32")
+SHARD = 64  # elements of the one weight on every rank
+
+
+def traffic(
+    axis: str, kind: str, elements: int, *, op: str = "", dtype: str = "float32", times: int = 1
+) -> TrafficRecord:
+    return TrafficRecord(
+        step=1,
+        axis=axis,
+        group_size=2,
+        kind=kind,
+        op=op,
+        dtype=dtype,
+        payload_bytes=elements * times * (1 if dtype == "uint8" else 4),
+        sizes={elements: times},
+    )
+
+
+MODEL = ModelRecord(
+    linears=(Linear(fqn="up", in_features=16, out_features=32, converted=True),),
+    parameters=(
+        Parameter(
+            fqn="up.weight",
+            shape=(32, 16),
+            dtype="float32",
+            local_elements=SHARD,
+            axes=("dp_replicate", "dp_shard", "tp"),
+            trained=True,
+        ),
+    ),
+    checkpointed=(),
+    compiled=(),
+    calls={"up": 2},
+    recomputed={},
+)
+GOOD = (
+    traffic("dp_shard", "reduce_scatter", 2 * SHARD, op="sum"),
+    traffic("dp_replicate", "all_reduce", SHARD, op="sum"),
+    traffic("dp_shard", "all_gather", SHARD, dtype="uint8", times=2),
+    traffic("tp", "all_reduce", 1, op="max", dtype="float64"),
+    traffic("world", "all_reduce", 1, op="sum"),
+)
+
+
+def run(*records: TrafficRecord) -> Run:
+    cast = make_cast(fqn="up", role="input", phase="forward", placements=("Shard(1)",), mesh_axes=("tp",))
+    gathered = make_cast(fqn="up", role="weight", phase="all_gather")
+
+    def trace(rank: int) -> RankTrace:
+        operands = OperandTrace(casts=(cast, gathered, gathered), matmuls=())
+        return make_trace(rank=rank, traffic=records or GOOD, operands=operands, model=MODEL)
+
+    return run_of(*(trace(rank) for rank in range(8)))
+
+
+def messages(*records: TrafficRecord) -> list[str]:
+    expect = Expectations(CASE, found_model(CASE, replace(MODEL, calls={"up": 8}), MODEL))
+    return [finding.message for finding in check_any_model(expect, run(*records))]
+
+
+def changed(index: int, record: TrafficRecord) -> tuple[TrafficRecord, ...]:
+    return (*GOOD[:index], record, *GOOD[index + 1 :])
+
+
+def test_what_must_be_sent_is_enough() -> None:
+    assert messages() == []
+    assert messages(*GOOD, traffic("dp_shard+tp", "broadcast", 3)) == []
+
+
+def test_gradients_that_are_not_reduced_are_found() -> None:
+    (message,) = messages(*changed(0, traffic("dp_shard", "reduce_scatter", 2 * SHARD - 1, op="sum")))
+    assert "gradients are not summed over all ranks of dp_shard" in message
+    (message,) = messages(*GOOD[:1], *GOOD[2:])
+    assert "gradients are not summed over all ranks of dp_replicate" in message
+
+
+def test_weights_gathered_in_high_precision_are_found() -> None:
+    (message,) = messages(*changed(2, traffic("dp_shard", "all_gather", SHARD, times=2)))
+    assert "gathered in high precision" in message
+
+
+def test_a_missing_amax_reduction_is_found() -> None:
+    (message,) = messages(*GOOD[:3], *GOOD[4:])
+    assert "1 amax reduction is missing along tp" in message
+    (message,) = messages(*changed(3, traffic("tp", "all_reduce", 256, op="max", dtype="float64")))
+    assert "missing along tp" in message, "the largest logits of tokens are no amax"
+
+
+def test_ranks_that_no_axis_joins_are_found() -> None:
+    (message,) = messages(*GOOD, traffic("ranks 0,3", "all_reduce", 1, op="sum"))
+    assert "over ranks that no axis of the mesh joins" in message

@@ -1,0 +1,86 @@
+"""Targets are found without being imported, and everything they are made of is part of the key of their witnesses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.running import target_source
+from harness.running.target_source import check_targets, search_path, target_digest
+
+
+@pytest.fixture(autouse=True)
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def digest(target: str, root: Path) -> str:
+    target_digest.cache_clear()
+    return target_digest(target, root)
+
+
+def write(path: Path, text: str = "raise AssertionError('imported')\n") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("file", ["mine.py", "mine/__init__.py"])
+def test_a_target_is_found_in_the_project_and_never_imported(tmp_path: Path, file: str) -> None:
+    root = tmp_path / "project"
+    write(root / file)
+    check_targets(["mine", "reference"], root)
+    assert digest("mine", root)
+    assert str(root) in search_path(root)
+
+
+def test_a_module_inside_of_a_package_is_found_by_its_dotted_name(tmp_path: Path) -> None:
+    write(tmp_path / "mine" / "__init__.py")
+    write(tmp_path / "mine" / "deep" / "__init__.py")
+    write(tmp_path / "mine" / "deep" / "target.py")
+    check_targets(["mine.deep.target"], tmp_path)
+    for missing in ("mine.target", "mine.deep.other", "mine.deep.target.more", "other"):
+        with pytest.raises(HarnessError, match=f"there is no module {missing}") as raised:
+            check_targets([missing], tmp_path)
+        assert str(tmp_path) in (raised.value.fix or "")
+
+
+def test_a_built_in_target_needs_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_source.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(HarnessError, match="torchtitan is not installed") as raised:
+        check_targets(["torchtitan"], tmp_path)
+    assert "pip install 'fp8-harness[torchtitan]'" in (raised.value.fix or "")
+
+
+def test_every_file_of_the_package_of_a_target_counts(tmp_path: Path) -> None:
+    write(tmp_path / "mine" / "__init__.py", "")
+    write(tmp_path / "mine" / "target.py", "from mine import model\n")
+    model = write(tmp_path / "mine" / "model.py", "width = 1\n")
+    first = digest("mine.target", tmp_path)
+    assert digest("mine.target", tmp_path) == first
+    model.write_text("width = 2\n")
+    assert digest("mine.target", tmp_path) != first
+
+
+@pytest.mark.parametrize("text", ["import trainer\n", "def build(case, world):\n    from trainer import loop\n"])
+@pytest.mark.parametrize("file", ["trainer.py", "trainer/loop.py"])
+def test_what_a_target_imports_counts_too(tmp_path: Path, text: str, file: str) -> None:
+    write(tmp_path / "mine.py", text)
+    trainer = write(tmp_path / file, "steps = 1\n")
+    write(tmp_path / "unused.py", "steps = 1\n")
+    first = digest("mine", tmp_path)
+    write(tmp_path / "unused.py", "steps = 12\n")
+    assert digest("mine", tmp_path) == first
+    trainer.write_text("steps = 12\n")
+    assert digest("mine", tmp_path) != first
+
+
+def test_a_target_that_is_no_python_has_a_digest(tmp_path: Path) -> None:
+    write(tmp_path / "mine.py", "def build(:\n")
+    assert digest("mine", tmp_path)
+
+
+def test_the_reference_target_is_part_of_the_harness(tmp_path: Path) -> None:
+    assert digest("reference", tmp_path) == ""
