@@ -55,6 +55,17 @@ def update_missing_goldens(asked: Sequence[str]) -> str:
     return _command("golden", "update", *asked, "--missing", "--reason", "first goldens")
 
 
+def update_signature(case_id: str, *, root: Path) -> str:
+    """Records what a run of a case does, by which later runs are judged."""
+    where = (*_root(root), "--device", "cpu")
+    return _command("signature", "update", *where, "--case", case_id, "--reason", "why it changes")
+
+
+def update_missing_signatures(asked: Sequence[str]) -> str:
+    """Records the signatures that are not stored; `asked` are the words that selected the cases."""
+    return _command("signature", "update", *asked, "--missing", "--reason", "first signatures")
+
+
 def save_trace(case_id: str, folder: Path) -> str:
     """Writes the saved trace of a case."""
     return _command("run", "--case", case_id, "--save-trace", str(folder))

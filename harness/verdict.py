@@ -84,7 +84,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class NotJudged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A check that was not executed, and why.
 
-    `unverified`: it applies to the case, but its formula was not verified with the installed versions.
+    `unverified`: it applies to the case, but its formula was not verified with the installed versions, or nothing was
+    recorded with them.
     """
 
     check: str

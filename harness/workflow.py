@@ -17,7 +17,7 @@ import msgspec
 
 from harness.durable import WriteFailed
 from harness.errors import HarnessError
-from harness.hints import update_missing_goldens
+from harness.hints import update_missing_goldens, update_missing_signatures
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
@@ -166,16 +166,20 @@ class _Storing:
 
 
 def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:
-    """Say before the run, not after it, which cases have no stored golden, and how to store one where that can be."""
-    families = judge.missing_goldens
-    if not families:
-        return
+    """Say before the run, not after it, what is not stored that cases are compared with, and how to store it."""
     root = () if plan.root_option is None else ("--root", plan.root_option)
     device = () if plan.given.device is None else ("--device", plan.given.device)
-    fix = f" To store them: `{update_missing_goldens((*root, *query.words, *device))}`." if store else ""
-    progress.note(
-        f"goldens not stored: {len(families)}. BF16 references are run on this machine in their place and kept.{fix}"
-    )
+    asked = (*root, *query.words, *device)
+    families, signatures = judge.missing_goldens, judge.missing_signatures
+    if families:
+        fix = f" To store them: `{update_missing_goldens(asked)}`." if store else ""
+        progress.note(
+            f"goldens not stored: {len(families)}. "
+            f"BF16 references are run on this machine in their place and kept.{fix}"
+        )
+    if signatures and "traffic" in plan.probes:
+        fix = f" To record them: `{update_missing_signatures(asked)}`." if store else ""
+        progress.note(f"signatures not recorded: {len(signatures)}. What these cases send and keep is not judged.{fix}")
 
 
 def _provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:

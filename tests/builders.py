@@ -30,6 +30,7 @@ from harness.trace.graphs import GraphTrace, PartitionRecord
 from harness.trace.modules import ModuleDistance
 from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from harness.trace.traffic import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
 from harness.verdict import Verdict
 
 SOFTWARE = {"torch": "2.13.0+cpu", "torchao": "0.18.0"}  # what the formulas were verified with
@@ -128,6 +129,52 @@ def with_step(run: Run, rank: int, step: int, **changes: float | None) -> Run:
         return replace(trace, steps=tuple(replace(s, **changes) if s.step == step else s for s in trace.steps))
 
     return with_rank(run, rank, change)
+
+
+# Traffic and memory
+
+
+def make_sent(step: int, *, kind: str = "all_gather", op: str = "", times: int = 4, **changes: Any) -> TrafficRecord:
+    """Collectives of 512 bytes each along dp_shard in one step."""
+    sizes = changes.pop("sizes", {512: times})
+    sent = TrafficRecord(
+        step=step,
+        axis="dp_shard",
+        group_size=2,
+        kind=kind,
+        op=op,
+        dtype="uint8",
+        payload_bytes=sum(size * count for size, count in sizes.items()),
+        sizes=sizes,
+    )
+    return replace(sent, **changes)
+
+
+def make_saved(step: int, saved_bytes: int) -> SavedMemory:
+    """What is saved in one step, and two tensors that are alive before backward."""
+    alive = LiveTensor(dtype="float32", shape=(16,), nbytes=64, holder="")
+    live = (
+        LiveMemory(moment="forward", scalars=2, tensors=(alive, alive)),
+        LiveMemory(moment="step", scalars=1, tensors=()),
+    )
+    by_dtype = {"float32": saved_bytes}
+    return SavedMemory(step=step, saved_bytes=saved_bytes, float8_bytes=0, by_dtype=by_dtype, live=live)
+
+
+def with_sent(run: Run, rank: int, *more: TrafficRecord) -> Run:
+    """The run in which one rank sent more."""
+    return with_rank(run, rank, lambda trace: replace(trace, traffic=(*(trace.traffic or ()), *more)))
+
+
+def make_signed_run(*, steps: int, **changes: Any) -> Run:
+    """A run of two ranks that do the same in every step, and recorded it."""
+    given = {
+        "losses": tuple(8.0 - step for step in range(steps)),
+        "calls": 4,
+        "traffic": tuple(make_sent(step) for step in range(1, steps + 1)),
+        "saved_memory": tuple(make_saved(step, 128) for step in range(1, steps + 1)),
+    }
+    return run_of(*(make_trace(rank=rank, **(given | changes)) for rank in (0, 1)))
 
 
 # Operands

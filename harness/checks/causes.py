@@ -28,6 +28,7 @@ from harness.checks import (
     parity,
     recompute,
     scales,
+    signature,
     traffic,
 )
 from harness.verdict import Finding, Verdict
@@ -102,7 +103,7 @@ CAUSES = (
     Stage(
         "collectives",
         "what ranks send decides what they compute next",
-        (Told(traffic.NAME),),
+        (Told(traffic.NAME), Told(signature.NAME)),
     ),
     Stage(
         "matmuls, graphs and recomputation",
@@ -111,7 +112,13 @@ CAUSES = (
     ),
 )
 
-_MEMORY = (memory.NAME, live_memory.NAME, live_memory.LEAKS)
+_MEMORY = (
+    Told(memory.NAME),
+    Told(live_memory.NAME),
+    Told(live_memory.LEAKS),
+    Told(signature.NAME, " saved for backward"),
+    Told(signature.NAME, " alive "),
+)
 
 # What is wrong because something else is, or the only sign of a fault that no rule above describes.
 EFFECTS = (
@@ -127,7 +134,7 @@ EFFECTS = (
     Stage(
         "memory",
         "what is kept for too long may be used again",
-        tuple(map(Told, _MEMORY)),
+        _MEMORY,
     ),
     Stage(
         "results of the whole model",
@@ -180,4 +187,5 @@ def _may_be_cause(finding: Finding, wrong_from: float) -> bool:
 def _first_wrong_number(findings: Iterable[Finding]) -> float:
     """The first step in which a number is wrong; infinite where none is. What is kept in memory is no number."""
     effects = (each for each in findings if each.judged and _place(each)[0] >= len(CAUSES))
-    return min((each.step for each in effects if each.step is not None and each.check not in _MEMORY), default=math.inf)
+    numbers = (each for each in effects if not any(told.matches(each) for told in _MEMORY))
+    return min((each.step for each in numbers if each.step is not None), default=math.inf)

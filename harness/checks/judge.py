@@ -15,7 +15,7 @@ What recorded upstream faults explain of a failure is decided afterwards, in `re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -34,6 +34,7 @@ from harness.checks import (
     parity,
     recompute,
     scales,
+    signature,
     traffic,
 )
 from harness.checks.causes import by_cause
@@ -63,6 +64,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     record: str | None = None  # the field of `RankTrace` that it reads
     compiled_record: str | None = None  # the one that it reads of compiled runs, where it is another
     formula: str | None = None  # the formula of `expect/` that it relies on
+    needs_signature: bool = False  # it compares with what was recorded, where that was done with these versions
     needs_relation: bool = False  # it compares with a partner, which not every case has
     judges_partner: bool = False  # it judges the partner of a compiled case, whose modules cannot be recorded
 
@@ -102,6 +104,7 @@ CHECKS: tuple[Check, ...] = (
         record="saved_memory",
         formula="live memory",
     ),
+    Check(name=signature.NAME, function=signature.check_signature, record="traffic", needs_signature=True),
     Check(name=live_memory.LEAKS, function=live_memory.check_leaks, record="saved_memory"),
     Check(name=graphs.NAME, function=graphs.check_graphs, record="graphs", formula="fusion"),
     Check(
@@ -198,10 +201,17 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
     reason = _inapplicable(check, run, witnesses)
     if reason is not None:
         return NotJudged(check=check.name, reason=reason)
-    if check.formula is None or not run.traces:
-        return None
-    gap = version_gap(check.formula, run.traces[0].software)
-    return None if gap is None else NotJudged(check=check.name, reason=gap, unverified=True)
+    reason = _unverified(check, run.traces[0].software, witnesses) if run.traces else None
+    return None if reason is None else NotJudged(check=check.name, reason=reason, unverified=True)
+
+
+def _unverified(check: Check, software: Mapping[str, str], witnesses: Witnesses) -> str | None:
+    """Why what a check compares with says nothing of runs with this software."""
+    if not check.needs_signature:
+        return None if check.formula is None else version_gap(check.formula, software)
+    recorded, command = witnesses.signature, witnesses.update_signature
+    gap = "no signature is recorded" if recorded is None else recorded.version_gap(software)
+    return None if gap is None else f"{gap}; `{command}` records one"
 
 
 def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
@@ -216,7 +226,7 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
     if check.needs_relation and witnesses.expect.relation is None:
         return "no option of this case must be neutral, or parity already leaves no room for rounding"
     of_partner = check.needs_relation or (check.judges_partner and witnesses.expect.stands_for_modules)
-    if of_partner and witnesses.partner_has_fix:
+    if (of_partner or check.needs_signature) and witnesses.partner_has_fix:
         return "judged in the second run, with the candidate fix"
     return None
 

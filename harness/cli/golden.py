@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
+import msgspec
 
 from harness.cli.options import plan_parameter, query_parameter, root_option
 from harness.errors import HarnessError
@@ -96,7 +97,7 @@ def check_command(*, query: Query, device: str, root: str | None) -> int:
     errors = _damage(project)
     for text in errors:
         click.echo(text)
-    cases = _cases(project, query)
+    cases = asked_cases(project, query)
     missing = () if errors else prepare_judge(project, cases, hardware=hardware(resolve_device(device))).missing_goldens
     for family in missing:
         click.echo(f"missing: {family}")
@@ -134,10 +135,10 @@ def update_command(  # noqa: PLR0913  one parameter per option
     if not dry_run:
         project.check_writable()
     plan = plan_for()
-    references = needed_references(_cases(project, query))
+    references = needed_references(asked_cases(project, query))
     references = _chosen(project, references, families, hardware(plan.device), missing=missing)
     if not dry_run:
-        _warn_of_changes(project)
+        warn_of_changed_files(project, "goldens")
     with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
         made = make_goldens(
             project, references, plan, progress, reason=reason, command=shlex.join(["fp8-harness", *sys.argv[1:]])
@@ -156,7 +157,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
     return ExitCode.FAILED if made.failed else ExitCode.GOOD
 
 
-def _warn_of_changes(project: Project) -> None:
+def warn_of_changed_files(project: Project, made: str) -> None:
     """Say before the run that nobody will be able to check out what the goldens were made from."""
     changed = changed_files(project.root)
     if not changed:
@@ -166,7 +167,7 @@ def _warn_of_changes(project: Project) -> None:
     differ = "differs" if len(changed) == 1 else "differ"
     click.echo(
         f"fp8-harness: warning: {project.root}: {counted(len(changed), 'tracked file')} {differ} from the commit: "
-        f'{names}. The provenance of these goldens will end in "-dirty", and nobody can check out what made them. '
+        f'{names}. The provenance of these {made} will end in "-dirty", and nobody can check out what made them. '
         f"Fix: press Ctrl-C, commit the changes or put them aside by `{_stash(project)}`, and run this again.",
         err=True,
     )
@@ -176,10 +177,10 @@ def _stash(project: Project) -> str:
     return shlex.join(["git", "-C", str(project.root), "stash"])
 
 
-def _cases(project: Project, query: Query) -> tuple[Case, ...]:
+def asked_cases(project: Project, query: Query) -> tuple[Case, ...]:
     """The cases of a query; those of all tiers if it names none."""
     if not query.sources and not query.case_ids:
-        query = Query(sources=project.tiers, expressions=query.expressions)
+        query = msgspec.structs.replace(query, sources=project.tiers)
     return select_cases(project, query)
 
 

@@ -23,6 +23,7 @@ _COMMANDS = {
     "coverage": "harness.cli.coverage:coverage_command",
     "run": "harness.cli.run:run_command",
     "golden": "harness.cli.golden:golden",
+    "signature": "harness.cli.signature:signature",
     "tolerance": "harness.cli.tolerance:tolerance",
     "conformance": "harness.cli.conformance:conformance_command",
     "power": "harness.cli.power:power_command",

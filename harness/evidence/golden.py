@@ -4,7 +4,8 @@ Owns their file format (sealed JSON under `golden/<hardware class>/<family>.json
 the comparison of an old one with a new one. `checks/loss_vs_golden.py` compares runs with goldens.
 
 Public names: `Golden`, `Provenance`, `hardware_class`, `make_golden`, `load_golden`, `write_golden`, `list_goldens`,
-`compare_goldens`, `update_command`, `tree_commit`, `changed_files`, `GoldenMissing`, `GoldenDamaged`.
+`compare_goldens`, `update_command`, `provenance_of`, `missing_reason`, `tree_commit`, `changed_files`,
+`GoldenMissing`, `GoldenDamaged`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from harness.hints import list_goldens as stored_goldens
 from harness.hints import update_golden
 from harness.matrix.caseid import case_id as id_of_case
 from harness.matrix.caseid import family_case
-from harness.trace import Run
+from harness.trace import RankTrace, Run
 
 SCHEMA = 1
 
@@ -37,7 +38,7 @@ class GoldenDamaged(HarnessError):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where a golden comes from. `software` is what the rank reported: torch, torchao, numpy, python, …
+    """Where a golden or a signature comes from. `software` is what the rank reported: torch, torchao, numpy, python, …
 
     Goldens of earlier versions say nothing of the CPU; what is not said is not written, so their digests stay.
     """
@@ -118,15 +119,26 @@ def make_golden(run: Run, *, family: str, case_id: str, command: str, reason: st
         losses=tuple(step.loss for step in trace.steps),
         grad_norms=tuple(step.grad_norm for step in trace.steps),
         data_digest=trace.data_digest,
-        provenance=Provenance(
-            software=dict(sorted(trace.software.items())),
-            device=trace.device,
-            commit=commit,
-            command=command,
-            reason=reason,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        ),
+        provenance=provenance_of(trace, command=command, reason=reason, commit=commit),
     )
+
+
+def provenance_of(trace: RankTrace, *, command: str, reason: str, commit: str) -> Provenance:
+    """Where something comes from that is made now of what this rank recorded."""
+    return Provenance(
+        software=dict(sorted(trace.software.items())),
+        device=trace.device,
+        commit=commit,
+        command=command,
+        reason=reason,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def missing_reason(provenance: Provenance) -> str | None:
+    """What is wrong with a provenance that does not say why it was made; None when it does."""
+    said = any(letter.isalnum() for letter in provenance.reason)
+    return None if said else 'no reason is given; add --reason "why it changes"'
 
 
 def tree_commit(root: Path) -> str:
@@ -184,8 +196,8 @@ def write_golden(root: Path, golden: Golden) -> Path:
 
 
 def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
-    """The goldens that are stored under the project root, sorted, without the evidence of tolerances."""
-    found = (path for path in (root / "golden").glob("*/*.json") if path.parent.name != "evidence")
+    """The goldens that are stored under the project root, sorted, without evidence and signatures."""
+    found = (path for path in (root / "golden").glob("*/*.json") if path.parent.name not in ("evidence", "signatures"))
     return tuple(sorted(GoldenKey(hardware=path.parent.name, family=path.stem) for path in found))
 
 
@@ -210,8 +222,9 @@ def compare_goldens(old: Golden | None, new: Golden) -> tuple[GoldenRow, ...]:
 
 def _problem(golden: Golden) -> str | None:
     """Why a golden must not be stored, or None."""
-    if not any(letter.isalnum() for letter in golden.provenance.reason):
-        return 'no reason is given; add --reason "why it changes"'
+    unexplained = missing_reason(golden.provenance)
+    if unexplained:
+        return unexplained
     if not golden.losses or len(golden.losses) != len(golden.grad_norms):
         return f"it has {len(golden.losses)} losses and {len(golden.grad_norms)} gradient norms"
     if not all(math.isfinite(value) for value in (*golden.losses, *golden.grad_norms)):

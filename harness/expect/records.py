@@ -30,7 +30,7 @@ def not_judged(case: Case, *, model_found: bool = True) -> Mapping[str, str]:
     if case.compile == "inductor":
         reasons["graph_scales"] = "generated code casts inside of its kernels, where no probe sees it"
     if is_llama(case.target):
-        return reasons
+        return {**reasons, "signature": "formulas say what the model sends, multiplies and keeps"}
     reasons |= dict.fromkeys(("memory", "live_memory"), f"no formula for the model of {case.target}; see `signature`")
     if not model_found:
         reasons |= dict.fromkeys(_OF_LINEARS, "the single-rank reference, which tells the linears, did not run")

@@ -32,6 +32,12 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(found) or None
 
 
+def exactly(software: Mapping[str, str]) -> Verified:
+    """The versions of what was recorded with this software, however torch and torchao were built."""
+    found = {name: Version(software[name]).base_version for name in ("torch", "torchao") if name in software}
+    return Verified(**{name: f"=={version}" for name, version in found.items()})
+
+
 def is_within(version: str, limits: str) -> bool:
     """True when a version is within the limits. A source build "2.13.0a0+git12" counts as 2.13.0."""
     try:

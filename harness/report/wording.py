@@ -6,7 +6,6 @@ Text from ranks may contain anything; `printable` removes what would break a ter
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Sequence
 from textwrap import indent
 
@@ -15,7 +14,7 @@ from harness.plural import counted
 from harness.report.document import check_totals, verdict_totals
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding, NotJudged, Verdict
 
 # ANSI escape sequences, and all characters that XML 1.0 does not allow.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -102,19 +101,25 @@ def left_out_text(run: RunResult) -> str:
 
 
 def unverified_text(run: RunResult) -> str:
-    """The checks that were not judged for want of a verified formula, each on a line; empty when all were."""
-    found = Counter(
-        (skipped.check, skipped.reason) for result in run.results for skipped in result.not_judged if skipped.unverified
-    )
-    lines = "".join(f"  {check} in {counted(count, 'case')}: {why}\n" for (check, why), count in found.items())
-    return printable(f"not judged with these versions:\n{lines}\n") if lines else ""
+    """The checks that were not judged for want of a verified formula or signature, each on a line; or nothing."""
+    skipped = [each for result in run.results for each in result.not_judged if each.unverified]
+    return _grouped("not judged here", skipped)
 
 
 def not_judged_text(run: RunResult) -> str:
     """Every check that was not judged somewhere, with its reason and the number of cases; empty when all were."""
-    found = Counter((each.check, each.reason) for result in run.results for each in result.not_judged)
-    lines = "".join(f"  {check} in {counted(count, 'case')}: {why}\n" for (check, why), count in sorted(found.items()))
-    return printable(f"not judged:\n{lines}\n") if lines else ""
+    return _grouped("not judged", [each for result in run.results for each in result.not_judged])
+
+
+def _grouped(title: str, skipped: Sequence[NotJudged]) -> str:
+    """Every check with its reason and the number of cases. Reasons that differ in what to do alone share a line."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for each in sorted(skipped, key=lambda each: (each.check, each.reason)):
+        reasons.setdefault((each.check, each.reason.partition("; `")[0]), []).append(each.reason)
+    lines = "".join(
+        f"  {check} in {counted(len(found), 'case')}: {found[0]}\n" for (check, _), found in reasons.items()
+    )
+    return printable(f"{title}:\n{lines}\n") if lines else ""
 
 
 def references_text(run: RunResult) -> str:

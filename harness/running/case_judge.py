@@ -23,6 +23,7 @@ from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobStatus
 from harness.evidence.golden import Golden, GoldenMissing, load_golden, make_golden
+from harness.evidence.signature import Signature, SignatureMissing, load_signature, needs_signature
 from harness.evidence.tolerance import (
     Tolerance,
     ToleranceMissing,
@@ -33,6 +34,7 @@ from harness.evidence.tolerance import (
 )
 from harness.expect.expectations import Expectations
 from harness.expect.model import found_model
+from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.known import PACKAGES, KnownFault, matching
@@ -59,6 +61,11 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
         """True when the case is compared with a golden that is not there."""
         return self.witnesses.expect.refusal is None and self.witnesses.golden is None
 
+    @property
+    def needs_signature(self) -> bool:
+        """True when the case is compared with a signature that is not there."""
+        return needs_signature(self.witnesses.expect.case) and self.witnesses.signature is None
+
 
 class CaseJudge:
     """Judges the cases of a run by everything the project knows of them. It is the `Judge` of `case_runner.py`."""
@@ -70,6 +77,11 @@ class CaseJudge:
     def missing_goldens(self) -> tuple[str, ...]:
         """Families that a case is compared with and that have no golden, sorted."""
         return tuple(sorted({each.family for each in self._judged_by.values() if each.needs_golden}))
+
+    @property
+    def missing_signatures(self) -> tuple[str, ...]:
+        """The ids of the cases that are compared with a signature and have none, sorted."""
+        return tuple(sorted(name for name, each in self._judged_by.items() if each.needs_signature))
 
     def expectation(self, case: Case) -> str | None:
         """Name of the known fault or the refusal that the case must show, if any."""
@@ -169,9 +181,10 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
 class _EvidenceReader:
     """Reads each golden and each tolerance of a project once."""
 
-    def __init__(self, root: Path, hardware: str) -> None:
+    def __init__(self, root: Path, hardware: str, *, signatures: bool) -> None:
         self._root = root
         self._hardware = hardware
+        self._signatures = signatures
         self._goldens: dict[str, Golden | None] = {}
         self._parity: dict[tuple[str, int], Tolerance | None] = {}
         self._tolerances: dict[tuple[str, int, float | None], Tolerance | None] = {}
@@ -184,6 +197,17 @@ class _EvidenceReader:
             except GoldenMissing:
                 self._goldens[family] = None
         return self._goldens[family]
+
+    def signature(self, case: Case) -> Signature | None:
+        if not self._signatures or not needs_signature(case):
+            return None
+        try:
+            return load_signature(self._root, case_id(case))
+        except SignatureMissing:
+            return None
+
+    def update_signature(self, case: Case) -> str:
+        return update_signature(case_id(case), root=self._root)
 
     def parity_tolerance(self, case: Case) -> Tolerance | None:
         key = (parity_key(case), case.train.steps)
@@ -205,13 +229,14 @@ class _EvidenceReader:
 
 
 def prepare_judge(
-    project: Project, cases: Iterable[Case], *, hardware: str, records: tuple[str, ...] = ()
+    project: Project, cases: Iterable[Case], *, hardware: str, records: tuple[str, ...] = (), signatures: bool = True
 ) -> CaseJudge:
     """The judge of these cases on one hardware class (`golden.hardware_class`), whose ranks must leave these records.
 
-    Raises `HarnessError` for a damaged golden, an unfounded tolerance or an unreadable record of known faults.
+    `signatures`: it compares with those that are recorded. Raises `HarnessError` for a damaged golden or signature, an
+    unfounded tolerance or an unreadable record of known faults.
     """
-    evidence = _EvidenceReader(project.root, hardware)
+    evidence = _EvidenceReader(project.root, hardware, signatures=signatures)
     known = known_here(project)
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
     return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes, records) for case in cases})
@@ -236,6 +261,8 @@ def _judged_by(
         expect=expect,
         records=records,
         golden=evidence.golden(case) if trains else None,
+        signature=evidence.signature(case),
+        update_signature=evidence.update_signature(case),
         tolerance=evidence.tolerance(case) if trains else None,
         parity_tolerance=evidence.parity_tolerance(case) if trains else None,
     )

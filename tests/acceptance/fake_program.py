@@ -18,9 +18,10 @@ import msgspec
 from harness.engine.program import RankContext
 from harness.matrix.case import Case
 from harness.matrix.rules import expected_refusal
+from harness.matrix.targets import REFERENCE, is_llama
 from harness.request import RunRequest
 from harness.trace import RankTrace
-from tests.builders import SOFTWARE, make_trace
+from tests.builders import SOFTWARE, make_saved, make_sent, make_trace
 
 REFUSAL = "Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])"
 RAISES, HANGS, NAN, FAR, EXITS, SLOW, UNVERIFIED = 1, 2, 3, 4, 5, 6, 7
@@ -72,13 +73,24 @@ def _behave(case: Case, rank: int) -> None:
 def _trace(case: Case, rank: int) -> RankTrace:
     unverified = _planted(case) == UNVERIFIED
     return make_trace(
-        case,
+        msgspec.structs.replace(case, target=REFERENCE),
         rank,
         losses=[_loss(case, step) for step in range(1, case.train.steps + 1)],
         calls=1 if unverified else None,
         data_digest=f"data-{case.model.vocab_size}-{case.train.seed}",
         software=SOFTWARE | {"torch": "2.99.0"} if unverified else SOFTWARE,
+        **({} if is_llama(case.target) else _records(case.train.steps)),
     )
+
+
+def _records(steps: int) -> dict[str, object]:
+    """What a signature is made of; with MORE_TRAFFIC in the environment, one collective more."""
+    numbers = range(1, steps + 1)
+    times = 5 if "MORE_TRAFFIC" in os.environ else 4
+    return {
+        "traffic": tuple(make_sent(step, times=times) for step in numbers),
+        "saved_memory": tuple(make_saved(step, 128) for step in numbers),
+    }
 
 
 def _loss(case: Case, step: int) -> float:

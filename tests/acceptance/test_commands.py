@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "golden show", "golden check"]
 COMMANDS += ["new", "diff", "golden update", "tolerance", "tolerance measure", "tolerance show", "cache", "version", ""]
+COMMANDS += ["signature", "signature list", "signature check", "signature update"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -107,6 +107,23 @@ def no_goldens(project: Command) -> str:
     return next(line for line in done.stderr.splitlines() if line.startswith("goldens not stored"))
 
 
+def with_target(project: Command) -> None:
+    """A tier of one case that a module of the user trains."""
+    (project.folder / "mine.py").write_text("")
+    project.tier("mine", f'[[case]]\naxes = {{{PASSES}, target = "mine"}}\n')
+
+
+def no_signatures(project: Command) -> str:
+    with_target(project)
+    done = project.run("run", "mine", *CPU)
+    return next(line for line in done.stderr.splitlines() if line.startswith("signatures not recorded"))
+
+
+def no_signature(project: Command) -> str:
+    with_target(project)
+    return next(line for line in project.run("run", "mine", *CPU).stdout.splitlines() if "no signature" in line)
+
+
 def stale_choice(project: Command) -> str:
     project.tier("pr", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2]\nrecipe = ["bf16", "rowwise"]\n')
     chosen = project.folder / "cases" / "chosen" / "pr.toml"
@@ -143,6 +160,8 @@ SITUATIONS: dict[str, Callable[[Command], str]] = {
     "rerun_failed": stopped,
     "update_golden": damaged_golden,
     "update_missing_goldens": no_goldens,
+    "update_signature": no_signature,
+    "update_missing_signatures": no_signatures,
     "save_trace": damaged_trace,
     "choose_tier": stale_choice,
     "fit_costs": no_costs,

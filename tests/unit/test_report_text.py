@@ -235,7 +235,7 @@ def test_checks_without_a_verified_formula_are_named_once() -> None:
     inapplicable = NotJudged(check="graphs", reason="no rank recorded graphs")
     found = run(*(make_result(name, not_judged=(inapplicable, skipped)) for name in ("a", "b")))
     line = "  traffic in 2 cases: the formula for traffic was not verified: torch 2.99"
-    assert f"not judged with these versions:\n{line}\n" in text_report(found)
+    assert f"not judged here:\n{line}\n" in text_report(found)
     assert line in markdown_report(found)
     assert "not judged" not in text_report(run(make_result("a", not_judged=(inapplicable,))))
 

@@ -1,0 +1,264 @@
+"""Signatures: what a run of one case sent, multiplied, kept and fused, where no formula says what it must be.
+
+Owns their file format (sealed JSON under `golden/signatures/<case id>.json`, one line a kind, so that a change shows in
+a review) and the conditions for storing one. `checks/signature.py` compares runs with signatures.
+
+Public names: `Signature`, `RanksSeen`, `Change`, `needs_signature`, `seen_in`, `make_signature`, `load_signature`,
+`write_signature`, `list_signatures`, `compare_signatures`, `SignatureMissing`, `SignatureDamaged`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.evidence.golden import Provenance, missing_reason, provenance_of
+from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.expect.versions import exactly
+from harness.hints import update_signature
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.rules import expected_refusal
+from harness.matrix.targets import is_llama
+from harness.trace import RankTrace, Run
+from harness.trace.graphs import GraphCast
+from harness.trace.operands import CastRecord
+from harness.trace.traffic import Moment
+
+SCHEMA = 1
+SETTLED = 2  # the step that all later ones repeat: the first one also builds optimizer state and what is kept
+
+Seen = Mapping[str, str]  # by what is counted, such as "all_reduce (max) in float32 along tp", in the order of the file
+
+_MOMENTS: dict[Moment, str] = {"forward": "between forward and backward", "step": "at the end of the step"}
+
+
+class SignatureMissing(HarnessError):
+    """No signature is recorded of this case."""
+
+
+class SignatureDamaged(HarnessError):
+    """A signature file was edited by hand, truncated, moved, or written by another version."""
+
+
+class RanksSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each of these ranks did in one step."""
+
+    ranks: str  # "0 1 2 3"
+    seen: dict[str, str]
+
+
+class Signature(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one run was seen to do: in its first step and, the same in each of them, in later ones."""
+
+    case_id: str
+    first_step: tuple[RanksSeen, ...]
+    later_steps: tuple[RanksSeen, ...]  # empty where there is one step
+    provenance: Provenance
+
+    def seen(self, *, step: int, rank: int) -> Seen:
+        """What `rank` did in `step` (1-based); nothing where it was not there."""
+        groups = self.first_step if step < SETTLED else self.later_steps
+        return next((group.seen for group in groups if str(rank) in group.ranks.split()), {})
+
+    def version_gap(self, software: Mapping[str, str]) -> str | None:
+        """Why it says nothing of these package versions; None when it was recorded with them."""
+        gap = exactly(self.provenance.software).gap(software)
+        return None if gap is None else f"the signature was recorded with other versions: {gap}"
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What some ranks did otherwise in an old and a new signature; None: not at all."""
+
+    step: str  # "step 1", "later steps"
+    ranks: tuple[int, ...]
+    what: str
+    old: str | None
+    new: str | None
+
+
+def needs_signature(case: Case) -> bool:
+    """True when no formula says what a run of the case must be seen to do."""
+    return not is_llama(case.target) and expected_refusal(case) is None
+
+
+def seen_in(trace: RankTrace, step: int) -> Seen:
+    """What one rank did in one step (1-based), one entry for every kind."""
+    kinds = (_matmuls, _casts, _collectives, _memory, _graphs)
+    return {what: value for kind in kinds for what, value in sorted(kind(trace, step))}
+
+
+def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit: str) -> Signature:
+    """The signature of a run. Raises `HarnessError` for a missing record, and for a step that differs from the second.
+
+    Only the first step may: otherwise a signature would say nothing of the next step.
+    """
+
+    def refused(what: str, fix: str) -> HarnessError:
+        return HarnessError(f"no signature of this run: {what}.", where=case_id, fix=fix)
+
+    if not run.complete or any(trace.traffic is None or trace.saved_memory is None for trace in run.traces):
+        raise refused("not every rank finished and recorded traffic and saved memory", "run it on the virtual device.")
+    traces = sorted(run.traces, key=lambda trace: trace.rank)
+    restless = next((found for trace in traces for found in _restless(trace)), None)
+    if restless is not None:
+        raise refused(restless, "give the case fewer steps, or do the same in every step after the first.")
+    return Signature(
+        schema=SCHEMA,
+        case_id=case_id,
+        first_step=_grouped(traces, 1),
+        later_steps=_grouped(traces, SETTLED) if len(traces[0].steps) >= SETTLED else (),
+        provenance=provenance_of(traces[0], command=command, reason=reason, commit=commit),
+    )
+
+
+def signature_path(root: Path, case_id: str) -> Path:
+    """The path of the signature of a case."""
+    return root / "golden" / "signatures" / f"{case_id}.json"
+
+
+def load_signature(root: Path, case_id: str) -> Signature:
+    """The recorded signature. Raises `SignatureMissing` or `SignatureDamaged` with the file and the fix."""
+    path = signature_path(root, case_id)
+    remake = f"run `{update_signature(case_id, root=root)}`." if _can_record(case_id) else "remove it."
+    try:
+        found = read_sealed(path, Signature, schema=SCHEMA, damaged=SignatureDamaged, fix=f"restore it or {remake}")
+    except FileNotFoundError as error:
+        raise SignatureMissing("no signature is recorded of this case.", where=str(path), fix=remake) from error
+    except OSError as error:
+        raise SignatureDamaged(f"cannot be read: {error.strerror}.", where=str(path), fix=remake) from error
+    if found.case_id != case_id:
+        what = f"holds the signature of {found.case_id}: it was copied or renamed by hand."
+        raise SignatureDamaged(what, where=str(path), fix=f"restore it or {remake}")
+    return found
+
+
+def write_signature(root: Path, signature: Signature) -> Path:
+    """Store a signature and return its path. Raises `HarnessError` for one without a reason."""
+    problem = missing_reason(signature.provenance)
+    if problem:
+        raise HarnessError(f"this signature is refused: {problem}.", where=signature.case_id)
+    path = signature_path(root, signature.case_id)
+    write_sealed(path, signature)
+    return path
+
+
+def list_signatures(root: Path) -> tuple[str, ...]:
+    """The ids of the cases whose signatures are stored under the project root, sorted."""
+    return tuple(sorted(path.stem for path in (root / "golden" / "signatures").glob("*.json")))
+
+
+def compare_signatures(old: Signature, new: Signature) -> tuple[Change, ...]:
+    """What changed, ranks with the same change together."""
+    ranks: defaultdict[tuple[str, str, str | None, str | None], list[int]] = defaultdict(list)
+    for title, step, rank in _places(old, new):
+        before, now = old.seen(step=step, rank=rank), new.seen(step=step, rank=rank)
+        for what in dict.fromkeys((*before, *now)):
+            if before.get(what) != now.get(what):
+                ranks[title, what, before.get(what), now.get(what)].append(rank)
+    return tuple(
+        Change(step=title, ranks=tuple(found), what=what, old=before, new=now)
+        for (title, what, before, now), found in ranks.items()
+    )
+
+
+def _places(*signatures: Signature) -> Iterator[tuple[str, int, int]]:
+    """("later steps", step, rank) for everything that one of the signatures has seen."""
+    for title, step in (("step 1", 1), ("later steps", SETTLED)):
+        groups = (group for each in signatures for group in (each.first_step if step == 1 else each.later_steps))
+        for rank in sorted({int(rank) for group in groups for rank in group.ranks.split()}):
+            yield title, step, rank
+
+
+def _can_record(case_id: str) -> bool:
+    """True for the id of a case that needs one; false for a file of another name."""
+    try:
+        return needs_signature(parse_case_id(case_id))
+    except HarnessError:
+        return False
+
+
+def _restless(trace: RankTrace) -> Iterator[str]:
+    """In words, what a step does otherwise than the second."""
+    expected = seen_in(trace, SETTLED)
+    for step in trace.steps[SETTLED:]:
+        found = seen_in(trace, step.step)
+        for what in dict.fromkeys((*expected, *found)):
+            if expected.get(what) != found.get(what):
+                values = f"{found.get(what, 'none')} instead of {expected.get(what, 'none')}"
+                yield f"step {step.step} of rank {trace.rank} is not like step {SETTLED}: {what}: {values}"
+
+
+def _grouped(traces: Iterable[RankTrace], step: int) -> tuple[RanksSeen, ...]:
+    """What ranks did in one step, ranks that did the same together."""
+    groups: defaultdict[tuple[tuple[str, str], ...], list[int]] = defaultdict(list)
+    for trace in traces:
+        groups[tuple(seen_in(trace, step).items())].append(trace.rank)
+    return tuple(RanksSeen(ranks=" ".join(map(str, ranks)), seen=dict(seen)) for seen, ranks in groups.items())
+
+
+def _matmuls(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
+    yield from (("scaled matmuls", str(each.scaled_mm_calls)) for each in trace.steps if each.step == step)
+
+
+def _casts(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
+    """Of eager runs the casts of operands, of compiled ones those in graphs; generated code shows none."""
+    eager = trace.operands.casts if trace.operands is not None else ()
+    compiled = (trace.graphs.casts or ()) if trace.graphs is not None else ()
+    yield from _counted(f"casts of {_form(each, each.role)}" for each in eager if each.step == step)
+    yield from _counted(
+        f"casts of {_form(each, 'weight' if each.is_weight else 'input or grad_output')}"
+        for each in compiled
+        if each.step == step
+    )
+
+
+def _form(cast: CastRecord | GraphCast, role: str) -> str:
+    return f"{role} to {cast.target_dtype} in {cast.phase}"
+
+
+def _collectives(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
+    payload: Counter[str] = Counter()
+    sizes: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for each in trace.traffic or ():
+        if each.step == step:
+            kind = f"{each.kind}{f' ({each.op})' if each.op else ''} in {each.dtype} along {each.axis}"
+            payload[kind] += each.payload_bytes
+            sizes[kind].update(each.sizes)
+    for kind, counts in sizes.items():
+        elements = ", ".join(f"{times} of {size}" for size, times in sorted(counts.items()))
+        yield kind, f"{counts.total()} with {payload[kind]} bytes ({elements} elements)"
+
+
+def _memory(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
+    for record in trace.saved_memory or ():
+        if record.step == step:
+            yield from ((f"{dtype} bytes saved for backward", str(count)) for dtype, count in record.by_dtype.items())
+            for live in record.live:
+                when = f"alive {_MOMENTS[live.moment]}"
+                yield f"scalars {when}", str(live.scalars)
+                yield from _counted(f"{each.dtype} tensors of {each.nbytes} bytes {when}" for each in live.tensors)
+
+
+def _graphs(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
+    """The fused operators that a step executed, and what the graphs of all steps leave unfused."""
+    if trace.graphs is None:
+        return
+    graphs = trace.graphs.graphs
+    yield from _counted(f"graphs of {each.phase}" for each in graphs)
+    yield from _counted(
+        f"{each.collective} along {each.axis} not fused in {graph.phase}" for graph in graphs for each in graph.unfused
+    )
+    calls = [
+        (f"{each.operator} executed in {each.phase}", each.times) for each in trace.graphs.calls if each.step == step
+    ]
+    yield from _counted(what for what, times in calls for _ in range(times))
+
+
+def _counted(kinds: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Every kind, and how often it occurs."""
+    yield from ((kind, str(count)) for kind, count in Counter(kinds).items())

@@ -1,0 +1,134 @@
+"""Recorded signatures as a user of their own target meets them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.acceptance.conftest import Command
+
+CASE = "target.mine-fsdp2-rowwise-v2048-s3-f32-tol.0.05"
+MORE = {"MORE_TRAFFIC": "1"}
+UPDATE = ("signature", "update", "mine", "--device", "cpu", "--reason")
+
+
+@pytest.fixture
+def mine(project: Command) -> Command:
+    """The project with a tier of one case that a module of the user trains."""
+    (project.folder / "mine.py").write_text("from harness.worker.targets.reference.build import build as build\n")
+    axes = 'recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, target = "mine"'
+    project.tier("mine", f"[[case]]\naxes = {{{axes}}}\n")
+    return project
+
+
+def with_environment(project: Command, more: Mapping[str, str]) -> Command:
+    return Command(project.folder, {**project.environment, **more})
+
+
+def result(project: Command, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code of a run of the case, and its result."""
+    done = project.run("run", "mine", "--device", "cpu", "--json", "result.json", *options)
+    (case,) = json.loads((project.folder / "result.json").read_text())["cases"]
+    return done.returncode, case
+
+
+def test_without_a_signature_the_check_is_not_judged_by_name(mine: Command) -> None:
+    done = mine.run("run", "mine", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "signatures not recorded: 1. What these cases send and keep is not judged." in done.stderr
+    assert "not judged here:\n  signature in 1 case: no signature is recorded; `fp8-harness signature" in done.stdout
+    check = mine.run("signature", "check", "mine")
+    assert (check.returncode, check.stdout.splitlines()[0]) == (1, f"missing: {CASE}")
+    assert "0 damaged, 1 missing" in check.stdout
+
+
+def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Command) -> None:
+    first = mine.run(*UPDATE, "first", "--missing")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert f"{CASE}: new\n  stored in " in first.stdout and "1 signature stored, 0 cases failed" in first.stdout
+    assert mine.run("signature", "check", "mine").stdout == "1 signature, 0 damaged, 0 missing, 0 of other versions\n"
+    (listed,) = mine.run("signature", "list").stdout.splitlines()
+    assert listed.startswith(f"{CASE}  20") and listed.endswith("  torch 2.13.0+cpu  first")
+    code, good = result(mine)
+    assert (code, good["verdict"]) == (0, "passed") and "signature" in good["checks"]
+    code, bad = result(with_environment(mine, MORE))
+    assert (code, bad["verdict"]) == (1, "invariant")
+    (finding,) = bad["findings"]
+    assert (finding["check"], finding["step"], finding["rank"]) == ("signature", 1, 0)
+    assert finding["expected"] == "4 with 2048 bytes (4 of 512 elements), as recorded"
+    assert finding["found"] == "5 with 2560 bytes (5 of 512 elements)"
+    assert "on ranks 0-1; if it is intended, `fp8-harness signature update" in finding["message"]
+
+
+def test_an_update_shows_what_changes(mine: Command) -> None:
+    assert mine.run(*UPDATE, "first").returncode == 0
+    stored = next((mine.folder / "golden" / "signatures").iterdir())
+    before, changed = stored.read_text(), with_environment(mine, MORE)
+    shown = changed.run(*UPDATE, "look", "--dry-run")
+    assert shown.returncode == 0 and stored.read_text() == before
+    line = "ranks 0-1: all_gather in uint8 along dp_shard: 4 with 2048 bytes (4 of 512 elements) -> 5 with 2560"
+    assert f"{CASE}: changed\n  step 1, {line}" in shown.stdout and f"\n  later steps, {line}" in shown.stdout
+    assert "1 signature not stored (--dry-run), 0 cases failed" in shown.stdout
+    assert changed.run(*UPDATE, "it is meant to").returncode == 0
+    assert result(changed)[0] == 0 and result(mine)[0] == 1
+    assert f"{CASE}: unchanged" in changed.run(*UPDATE, "again").stdout
+
+
+def test_what_fails_another_check_is_not_recorded(mine: Command) -> None:
+    axes = 'recipe = "tensorwise", seed = 4, steps = 3, loss_tolerance = 0.05, target = "mine"'
+    mine.tier("mine", f"[[case]]\naxes = {{{axes}}}\n")
+    done = mine.run(*UPDATE, "first")
+    assert done.returncode == 1
+    assert "loss_vs_golden" in done.stdout and "0 signatures stored, 1 case failed" in done.stdout
+    assert mine.run("signature", "list").stdout == ""
+
+
+def test_errors_are_one_line_with_a_fix(mine: Command) -> None:
+    assert mine.run(*UPDATE, "first").returncode == 0
+    for words, code, message in (
+        (("update", "mine"), 2, "--reason is missing. Fix: add --reason"),
+        (("update", "mine", "--missing", "--device", "cpu", "--reason", "x"), 3, "no signature is missing."),
+        (("update", "smoke", "--device", "cpu", "--reason", "x"), 3, "formulas describe the models"),
+        (("update", "mine", "--target", "none", "--device", "cpu", "--reason", "x"), 2, "there is no module none."),
+    ):
+        done = mine.run("signature", *words)
+        assert done.returncode == code and message in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_damaged_signature_ends_a_run_before_it_begins(mine: Command) -> None:
+    assert mine.run(*UPDATE, "first").returncode == 0
+    stored = next((mine.folder / "golden" / "signatures").iterdir())
+    stored.write_text(stored.read_text().replace("4 with", "5 with"))
+    done = mine.run("run", "mine", "--device", "cpu")
+    assert done.returncode == 2 and "was changed after the tool wrote it" in done.stderr
+    assert "1 damaged, 0 missing" in mine.run("signature", "check", "mine").stdout
+    again = mine.run(*UPDATE, "repaired")
+    assert again.returncode == 0 and "replaces a damaged signature" in again.stdout
+    assert result(mine)[0] == 0
+
+
+KEEPS_WEIGHTS = """
+import functools
+from harness.worker.targets.reference import parallel
+
+def apply():
+    parallel.fully_shard = functools.partial(parallel.fully_shard, reshard_after_forward=False)
+"""
+
+
+def test_real_ranks_that_keep_gathered_weights_are_found_by_what_they_send_and_keep(mine: Command) -> None:
+    """No number is wrong, and no rule that holds for every model is broken."""
+    real = with_environment(mine, {"FP8_HARNESS_PROGRAM": ""})
+    (mine.folder / "keeps.py").write_text(KEEPS_WEIGHTS)
+    done = real.run(*UPDATE, "first", timeout_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert result(real)[1]["verdict"] == "passed"
+    code, found = result(real, "--inject", "keeps.py:apply")
+    assert (code, {each["check"] for each in found["findings"]}) == (1, {"signature"})
+    kinds = {each["message"].partition(" on ranks")[0].partition(" of ")[2] for each in found["findings"]}
+    assert "all_gather in float32 along dp_shard" in kinds
+    assert any("alive between forward and backward" in kind for kind in kinds)

@@ -1,0 +1,228 @@
+"""Signatures: what is recorded is what is read, a restless run makes none, and every change has a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.errors import HarnessError
+from harness.evidence.golden import list_goldens
+from harness.evidence.signature import (
+    Signature,
+    SignatureDamaged,
+    SignatureMissing,
+    compare_signatures,
+    list_signatures,
+    load_signature,
+    make_signature,
+    needs_signature,
+    seen_in,
+    write_signature,
+)
+from harness.matrix.caseid import parse_case_id
+from harness.trace import RankTrace, Run
+from harness.trace.graphs import FusedCall, GraphCast, GraphRecord, Unfused
+from harness.trace.operands import OperandTrace
+from tests.builders import (
+    SOFTWARE,
+    make_cast,
+    make_failure,
+    make_graphs,
+    make_saved,
+    make_sent,
+    make_signed_run,
+    make_trace,
+    run_of,
+    with_rank,
+    with_sent,
+)
+
+NAME = "target.my_pkg.my_target-fsdp2-tensorwise-v2048-s3-f32"
+RUN = make_signed_run(steps=3)
+
+
+def signature(run: Run = RUN, reason: str = "first one") -> Signature:
+    return make_signature(run, case_id=NAME, command="cmd", reason=reason, commit="abc")
+
+
+def seen(**records: object) -> dict[str, str]:
+    """What a rank that left these records did in step 2, but for matmuls."""
+    found = dict(seen_in(make_trace(losses=(8.0, 7.0), calls=4, **records), 2))
+    assert found.pop("scaled matmuls") == "4"
+    return found
+
+
+def test_every_kind_has_a_line() -> None:
+    traffic = (make_sent(1), make_sent(2, sizes={512: 2, 4096: 1}), make_sent(2, kind="all_reduce", op="max"))
+    assert seen(traffic=traffic) == {
+        "all_gather in uint8 along dp_shard": "3 with 5120 bytes (2 of 512, 1 of 4096 elements)",
+        "all_reduce (max) in uint8 along dp_shard": "4 with 2048 bytes (4 of 512 elements)",
+    }
+    assert seen(saved_memory=(make_saved(1, 64), make_saved(2, 128))) == {
+        "float32 bytes saved for backward": "128",
+        "float32 tensors of 64 bytes alive between forward and backward": "2",
+        "scalars alive at the end of the step": "1",
+        "scalars alive between forward and backward": "2",
+    }
+    casts = (make_cast(step=1), make_cast(step=2), make_cast(step=2, role="weight"))
+    assert seen(operands=OperandTrace(casts=casts, matmuls=())) == {
+        "casts of input to float8_e4m3fn in forward": "1",
+        "casts of weight to float8_e4m3fn in forward": "1",
+    }
+
+
+def test_compiled_runs_have_lines_for_graphs_and_fused_operators() -> None:
+    unfused = Unfused(collective="all_gather", axis="tp", shape=(4,), dtype="float32", reason="no matmul")
+    graph = GraphRecord(phase="forward", fused=(), unfused=(unfused,) * 2, matmuls=1)
+    fused = FusedCall(
+        step=2,
+        phase="backward",
+        operator="fused_matmul_reduce_scatter",
+        collective="reduce_scatter",
+        times=3,
+        matmuls=1,
+        scaled=False,
+        rows=8,
+        worst=0.0,
+        wrong_rows=0,
+        example=None,
+    )
+    numbers = {name: getattr(make_cast(), name) for name in GraphCast.__struct_fields__ if hasattr(make_cast(), name)}
+    cast = GraphCast(**{**numbers, "step": 2, "order": 1, "phase": "forward", "is_weight": True})
+    graphs = make_graphs(graphs=(graph, graph), calls=(fused, replace(fused, step=1)), casts=(cast,))
+    assert seen(graphs=graphs) == {
+        "casts of weight to float8_e4m3fn in forward": "1",
+        "graphs of forward": "2",
+        "all_gather along tp not fused in forward": "4",
+        "fused_matmul_reduce_scatter executed in backward": "3",
+    }
+
+
+def test_equal_ranks_are_together_and_later_steps_are_one() -> None:
+    more = with_sent(RUN, 1, make_sent(1, op="sum"))
+    found = signature(more)
+    assert [each.ranks for each in found.first_step] == ["0", "1"]
+    assert [each.ranks for each in found.later_steps] == ["0 1"]
+    for trace in more.traces:
+        for step in (1, 2, 3):
+            assert found.seen(step=step, rank=trace.rank) == seen_in(trace, step)
+    assert found.seen(step=1, rank=2) == {} and found.seen(step=1, rank=10) == {}
+
+
+def test_one_step_is_enough() -> None:
+    assert signature(make_signed_run(steps=1)).later_steps == ()
+
+
+def without_traffic(trace: RankTrace) -> RankTrace:
+    return replace(trace, traffic=None)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        run_of(),
+        run_of(*RUN.traces, make_failure(2)),
+        with_rank(RUN, 1, without_traffic),
+        with_rank(RUN, 0, lambda trace: replace(trace, saved_memory=None)),
+    ],
+)
+def test_a_run_that_lacks_something_makes_none(run: Run) -> None:
+    with pytest.raises(HarnessError, match="not every rank finished and recorded"):
+        signature(run)
+
+
+def test_a_run_whose_steps_differ_makes_none_and_says_where() -> None:
+    late = with_sent(RUN, 1, make_sent(3, op="sum"))
+    with pytest.raises(HarnessError) as caught:
+        signature(late)
+    assert "step 3 of rank 1 is not like step 2: all_gather (sum) in uint8 along dp_shard: 4 with" in caught.value.what
+    assert caught.value.what.endswith("instead of none.")
+
+
+def test_the_file_has_one_line_a_kind_and_is_what_is_read(tmp_path: Path) -> None:
+    path = write_signature(tmp_path, signature())
+    text = path.read_text()
+    assert path.name == f"{NAME}.json" and list(path.parent.iterdir()) == [path]
+    assert load_signature(tmp_path, NAME).seen(step=2, rank=1) == seen_in(RUN.traces[1], 2)
+    assert '        "all_gather in uint8 along dp_shard": "4 with 2048 bytes (4 of 512 elements)",\n' in text
+    assert json.loads(text)["first_step"][0]["ranks"] == "0 1"
+    assert json.loads(text)["provenance"]["software"] == SOFTWARE
+    again = replace(signature(), provenance=load_signature(tmp_path, NAME).provenance)
+    assert write_signature(tmp_path, again).read_text() == text
+    assert list_signatures(tmp_path) == (NAME,) and list_goldens(tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by"),
+    [("4 with", "5 with"), ('"0 1"', '"0"'), ("first one", "another"), ('"schema": 1', '"schema": 2'), ("ranks", "r")],
+)
+def test_an_edit_by_hand_is_found_and_named(tmp_path: Path, pattern: str, by: str) -> None:
+    path = write_signature(tmp_path, signature())
+    path.write_text(re.sub(pattern, by, path.read_text(), count=1))
+    with pytest.raises(SignatureDamaged) as caught:
+        load_signature(tmp_path, NAME)
+    assert caught.value.where == str(path)
+    assert f"`fp8-harness signature update --root {tmp_path} --device cpu --case {NAME} " in (caught.value.fix or "")
+
+
+def test_a_renamed_signature_is_damaged_and_a_missing_one_names_the_command(tmp_path: Path) -> None:
+    path = write_signature(tmp_path, signature())
+    path.rename(path.with_name("other.json"))
+    with pytest.raises(SignatureDamaged, match=r"renamed by hand\. Fix: restore it or remove it"):
+        load_signature(tmp_path, "other")
+    with pytest.raises(SignatureMissing, match="fp8-harness signature update"):
+        load_signature(tmp_path, NAME)
+    path.mkdir()
+    with pytest.raises(SignatureDamaged, match="cannot be read"):
+        load_signature(tmp_path, NAME)
+
+
+@settings(max_examples=20)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_damaged_and_nothing_worse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    root = tmp_path_factory.mktemp("root")
+    write_signature(root, signature()).write_bytes(content)
+    with pytest.raises(SignatureDamaged):
+        load_signature(root, NAME)
+
+
+@pytest.mark.parametrize("reason", ["", " \n", '"…"'])
+def test_without_a_reason_nothing_is_stored(tmp_path: Path, reason: str) -> None:
+    with pytest.raises(HarnessError, match="no reason is given"):
+        write_signature(tmp_path, signature(reason=reason))
+    assert list_signatures(tmp_path) == ()
+
+
+def test_it_says_nothing_of_other_versions() -> None:
+    made = signature()
+    for same in (SOFTWARE, {"torch": "2.13.0+cu130", "torchao": "0.18.0", "numpy": "9"}, {}):
+        assert made.version_gap(same) is None
+    assert made.version_gap(SOFTWARE | {"torch": "2.13.1"}) == (
+        "the signature was recorded with other versions: torch 2.13.1 is installed, verified with torch==2.13.0"
+    )
+    assert "torchao 0.17.0 is installed" in (made.version_gap(SOFTWARE | {"torchao": "0.17.0"}) or "")
+
+
+def test_it_is_for_models_without_formulas_that_train() -> None:
+    assert needs_signature(parse_case_id(NAME))
+    assert not needs_signature(parse_case_id("fsdp2-tensorwise-v2048-s3-f32"))
+
+
+def test_old_and_new_are_compared_by_step_and_ranks() -> None:
+    assert compare_signatures(signature(), signature()) == ()
+    five = (make_sent(2, times=5), make_sent(3, times=5))
+    changed = with_rank(RUN, 1, lambda trace: replace(trace, traffic=(make_sent(1), *five)))
+    (found,) = compare_signatures(signature(), signature(changed))
+    assert (found.step, found.ranks, found.what) == ("later steps", (1,), "all_gather in uint8 along dp_shard")
+    assert (found.old, found.new) == (
+        "4 with 2048 bytes (4 of 512 elements)",
+        "5 with 2560 bytes (5 of 512 elements)",
+    )
+    every = with_rank(changed, 0, lambda trace: replace(trace, traffic=()))
+    assert {each.new for each in compare_signatures(signature(), signature(every)) if each.ranks == (0,)} == {None}
