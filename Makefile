@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# torchtitan and what it imports stay out of .venv
+TITAN_VENV := .venv-torchtitan
+TITAN_READY := $(TITAN_VENV)/.ready
 
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke test sweep unit lint format clean
+.PHONY: smoke test sweep unit torchtitan lint format clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
@@ -20,6 +23,9 @@ sweep: $(READY)  ## run the sweeps: long tests of compiled runs, for every night
 
 unit: $(READY)  ## run the tests that need no torch
 	$(BIN)/python -m pytest -q -n 2 tests/unit
+
+torchtitan: $(TITAN_READY)  ## run the tests of the torchtitan target, in an environment of its own
+	$(TITAN_VENV)/bin/python -m pytest -q tests/torchtitan
 
 lint: $(READY)  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff check .
@@ -35,5 +41,10 @@ $(READY): pyproject.toml ci/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[dev]'
 	touch $@
 
+$(TITAN_READY): pyproject.toml ci/constraints.txt
+	$(PYTHON) -m venv $(TITAN_VENV)
+	$(TITAN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[torchtitan,dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TITAN_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
     fp8-harness run nightly --select 'fp8_all_gather=true tp>1' --inject cases/fixes/scale_of_whole_weight.py:apply
 
 `fsdp_pre_all_gather` knows the FSDP mesh only, so the maximum is not taken over the TP ranks, although the weight is
-one tensor for everything that multiplies it. Here it is taken over both axes of the mesh that they are part of.
+one tensor for everything that multiplies it. Here it is taken over both: the TP mesh is that of the parallel styles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import RowwiseParallel
 from torchao.float8 import fsdp_utils
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import amax_to_scale
@@ -21,13 +23,13 @@ def apply() -> None:
     """Patch the weight subclass in this process."""
     weights: Any = fsdp_utils.WeightWithDynamicFloat8CastTensor
     stock = weights.fsdp_pre_all_gather
+    tp = _meshes_of_styles()
 
     def with_one_scale(self: Any, mesh: Any) -> Any:
-        root = mesh._get_root_mesh()
-        if self._precomputed_scale is not None or "tp" not in (root.mesh_dim_names or ()):
+        if self._precomputed_scale is not None or not tp:
             return stock(self, mesh)
         amax = torch.max(torch.abs(self._tensor))
-        for axis in (mesh, root["tp"]):
+        for axis in (mesh, tp[-1]):
             amax = all_reduce(amax, "MAX", axis.get_group()).wait()
         cast = fsdp_utils.hp_tensor_and_scale_to_float8(
             self._tensor, amax_to_scale(amax, self._dtype), self._dtype, self._linear_mm_config, GemmInputRole.WEIGHT
@@ -35,3 +37,16 @@ def apply() -> None:
         return (cast._data,), (cast._scale,)
 
     weights.fsdp_pre_all_gather = with_one_scale
+
+
+def _meshes_of_styles() -> list[DeviceMesh]:
+    """The meshes over which modules are sharded from now on. The embedding has this style in every plan."""
+    style: Any = RowwiseParallel
+    stock, seen = style._apply, []
+
+    def noting(self: Any, module: Any, device_mesh: DeviceMesh) -> Any:
+        seen.append(device_mesh)
+        return stock(self, module, device_mesh)
+
+    style._apply = noting
+    return seen

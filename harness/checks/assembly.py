@@ -64,10 +64,32 @@ def relative_distance(found: Assembled, expected: Assembled) -> float:
 
 
 def relative_distances(
-    found: Mapping[SketchKey, Assembled], expected: Mapping[SketchKey, Assembled]
+    found: Mapping[SketchKey, Assembled], expected: Mapping[SketchKey, Assembled], *, ignored: float = 0.0
 ) -> dict[SketchKey, float]:
-    """The relative distance of every tensor that both sides sketched."""
-    return {key: relative_distance(found[key], expected[key]) for key in expected if key in found}
+    """The relative distance of every tensor that both sides sketched.
+
+    A distance of at most `ignored` of the norm of all tensors of that step and kind is none. Some gradients are sums
+    whose terms cancel, and consist of rounding errors alone: that of the bias of attention's keys, which softmax does
+    not see.
+    """
+    norms: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for key, tensor in expected.items():
+        norms[key.step, key.kind].append(tensor.norm)
+    totals = {of: math.hypot(*found) for of, found in norms.items()}
+    return {
+        key: 0.0
+        if _apart(found[key], expected[key]) <= ignored * totals[key.step, key.kind] < math.inf
+        else relative_distance(found[key], expected[key])
+        for key in expected
+        if key in found
+    }
+
+
+def _apart(found: Assembled, expected: Assembled) -> float:
+    """The larger of the distance and the difference of norms; NaN when either is not finite."""
+    if not (math.isfinite(found.norm) and math.isfinite(expected.norm)):
+        return math.nan
+    return max(math.dist(found.sums, expected.sums) / math.sqrt(SKETCH_SIZE), abs(found.norm - expected.norm))
 
 
 def nan_is_worst(distance: float) -> float:

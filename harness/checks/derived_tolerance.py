@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 
 from harness.checks.assembly import largest, nan_is_worst
-from harness.checks.parity import worst_distances
-from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, Tolerance, parity_key, tolerance_key
+from harness.checks.parity import ROUNDED, worst_distances
+from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, SAME_ORDER, Tolerance, parity_key, tolerance_key
 from harness.matrix.case import Case
 from harness.trace import Run
 
@@ -23,6 +23,8 @@ DRAWS = 4
 # errors from step to step, which random errors do not. Measured distances are at most 6 of these.
 LOSS_MARGIN = 12.0
 FIRST_STEPS = 3  # they share one number, from all their distances: each has few, and they are close to each other
+
+ADDED = 1e-6  # sums of the same gradients in float32, in two orders: 6e-8 apart for eight of them
 
 PARITY_MARGIN = 3.0  # of the largest distance; it is that of the tolerances that were measured
 
@@ -41,10 +43,12 @@ def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Toler
 
 def derived_parity_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Tolerance:
     """How far any gradient may be from that of one rank, relative to its norm: two roundings are as far apart."""
-    steps = range(1, case.train.steps + 1)
-    drawn = zip(*(worst_distances(draw, reference, steps=steps) for draw in draws), strict=True)
-    per_step = _never_less([max(_without_farthest(distances)) for distances in drawn])
-    return _tolerance(PARITY, parity_key(case), [PARITY_MARGIN * each for each in per_step], PARITY_MARGIN)
+    steps, ignored = range(1, case.train.steps + 1), ROUNDED["bfloat16"]
+    drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=ignored) for draw in draws), strict=True)
+    per_step = _never_less([PARITY_MARGIN * max(_without_farthest(distances)) for distances in drawn])
+    if parity_key(case) == SAME_ORDER:  # equal gradients, added up in the order that the target chose
+        per_step[0] = ADDED
+    return _tolerance(PARITY, parity_key(case), per_step, PARITY_MARGIN)
 
 
 def _without_farthest(distances: Sequence[float]) -> list[float]:

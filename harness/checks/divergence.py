@@ -66,9 +66,22 @@ class _Comparison:
         self._sharp = case.train.dtype == "float64" and not self._scales_per_tp_rank
         self._casts = {trace.rank: casts_by_key(trace) for trace in run.traces}
         self._witness_casts, self._witness_matmuls = casts_by_key(witness), matmuls_by_key(witness)
+        self._factor = self._gradient_factor()
         # casts may be fewer on a rank than in a replay: float8 styles cast an output gradient once for both matmuls
         self._witness_counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in self._witness_casts)
         self._witness_counts.update(key for key, _ in self._witness_matmuls)
+
+    def _gradient_factor(self) -> float:
+        """By what gradients of outputs are larger than in the witness, which divides its loss by `dp` as well.
+
+        Ranks divide by it too, or leave that to FSDP2, which averages gradients of parameters: the first tells.
+        """
+        for key, occurrence in self._casts[0]:
+            expected = self._witness_casts.get((key, occurrence))
+            if key.role == "grad_output" and expected is not None and expected.amax > 0:
+                ratio = largest(shard.amax for shard in self._shards(0, (key, occurrence))) / expected.amax
+                return min((1.0, float(self._case.layout.dp)), key=lambda factor: abs(ratio - factor))
+        return 1.0
 
     def of(self, trace: RankTrace) -> Iterator[Mismatch]:
         """Every divergence of one rank, in execution order."""
@@ -131,17 +144,22 @@ class _Comparison:
 
     def _differences(self, found: CastRecord, expected: CastRecord, shards: list[CastRecord]) -> Iterator[Difference]:
         """What differs between a cast and the same cast in the witness."""
-        tolerance = self._tolerance(found.role, found.step)
+        tolerance, factor = self._tolerance(found.role, found.step), self._factor_of(found.role)
         if found.phase != "gathered":
             amax = largest(shard.amax for shard in shards)
-            if not _close(amax, expected.amax, tolerance):
-                yield "amax", f"{expected.amax!r} ± {tolerance:g} of it", f"{amax!r}"
+            if not _close(amax, factor * expected.amax, tolerance):
+                yield "amax", f"{factor * expected.amax!r} ± {tolerance:g} of it", f"{amax!r}"
+        if factor != 1:
+            return  # scales and data follow from it: from another number, they are rounded to others
         if scaled_dim(found) is None and not _close(found.scale.maximum, expected.scale.maximum, tolerance):
             yield "scale", f"{format_scale(expected.scale)} ± {tolerance:g} of it", format_scale(found.scale)
         if scaled_dim(found) is not None:
             yield from _exponents(found, expected, shards, EXPONENT_TOLERANCE if tolerance > ROUNDING else 0.0)
         if self._same_data(found) and found.data_digest != expected.data_digest:
             yield "float8 data", expected.data_digest, found.data_digest
+
+    def _factor_of(self, role: str) -> float:
+        return self._factor if role == "grad_output" else 1.0
 
     def _shards(self, rank: int, key: tuple[CastKey, int]) -> list[CastRecord]:
         """The cast on every TP rank that holds a shard of the tensor; on this rank alone where it is replicated."""
@@ -155,7 +173,7 @@ class _Comparison:
             yield Mismatch(key.step, found.index, rank, key.fqn, f"matmul {key.gemm}", "no such matmul", "a matmul")
             return
         for side, role in zip("ab", GEMM_OPERANDS[key.gemm], strict=True):
-            values = self._operand(side, role, found, expected)
+            values = self._operand(side, role, found, expected) if self._factor_of(role) == 1 else None
             if values:
                 yield Mismatch(key.step, found.index, rank, key.fqn, f"{role} of matmul {key.gemm}", *values)
 

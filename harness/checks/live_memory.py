@@ -1,7 +1,7 @@
 """Is anything alive that no saved tensor explains? Two checks of the census in the record of saved memory.
 
-`live_memory` compares every storage with `expect/live_memory.py`: what is alive between forward and backward, and that
-nothing outlives a step. `leaks` needs no formula: from step 2 on, no later step may have anything more or less alive.
+`live_memory` compares every storage with `expect/live_memory.py`: what is alive between forward and backward, and what
+outlives a step. `leaks` needs no formula: from step 2 on, no later step may have anything more or less alive.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_leaks(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 def _unexpected(expect: Expectations, trace: RankTrace) -> Iterable[Finding]:
     census = _census(trace)
     for moment, when in MOMENTS.items():
-        expected = expect.live_storages(rank=trace.rank) if moment == "forward" else ()
+        expected = expect.live_storages(rank=trace.rank, moment=moment)
         scalars = expect.live_scalars(moment)
         for step in range(1, expect.case.train.steps + 1):
             found = census.get((moment, step))

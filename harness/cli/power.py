@@ -28,11 +28,13 @@ Examples:
   fp8-harness power --list                             list the faults and their cases
   fp8-harness power pr --carriers 1                    all faults, each in the cheapest case of tier pr
   fp8-harness power pr --select dtype=bfloat16         in bfloat16 cases only
+  fp8-harness power --target my_pkg.my_target          which of them reach a target of your own
   fp8-harness run pr --inject fault:amax_without_abs   plant a fault in every case of a tier
 
 \b
-Exit codes: 0 all faults were detected, 1 a fault was not detected or a clean run failed, 2 usage error or bad input,
-3 no fault applies to the cases, 130 interrupted.
+Exit codes: 0 all faults that reached the target were detected, 1 a fault was not detected, did not reach the reference
+target, or a clean run failed, 2 usage error or bad input, 3 no fault applies to the cases or reaches the target,
+130 interrupted.
 """
 
 
@@ -64,7 +66,7 @@ def power_command(  # noqa: PLR0913  one parameter per option
     from harness.studies.power import carriers_among, run_power
 
     faults, project = _chosen(names, groups), find_project(root)
-    found = carriers_among(project, faults, query if query != Query() else None, at_most=carriers)
+    found = carriers_among(project, faults, query, at_most=carriers)
     if listed:
         for fault in faults:
             click.echo(_line(fault, found[fault.name]))
@@ -77,9 +79,9 @@ def power_command(  # noqa: PLR0913  one parameter per option
         write_whole(json_file, power_json(power))
     if power.interrupted:
         return ExitCode.INTERRUPTED
-    if not power.trials:
-        return ExitCode.NOTHING_RAN
-    return ExitCode.FAILED if power.undetected or power.false_positives else ExitCode.GOOD
+    if len(power.trials) == len(power.not_reached):
+        return ExitCode.FAILED if power.unplantable else ExitCode.NOTHING_RAN
+    return ExitCode.FAILED if power.undetected or power.unplantable or power.false_positives else ExitCode.GOOD
 
 
 def _chosen(names: Sequence[str], groups: Sequence[str]) -> tuple[Fault, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness.errors import HarnessError
-from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.evidence.sealed import Sealed, own_root, read_sealed, write_sealed
 from harness.expect.relations import partner
 from harness.hints import fit_costs
 from harness.matrix.case import Case
@@ -62,8 +62,10 @@ def costs_path(root: Path) -> Path:
 
 
 def read_costs(root: Path) -> Costs:
-    """The costs of a project. Raises `CostsDamaged`."""
+    """The costs of a project, else those that the harness measured. Raises `CostsDamaged`."""
     path, fix = costs_path(root), f"restore it, or run `{fit_costs()}`."
+    if not path.exists():
+        path = costs_path(own_root())
     try:
         return read_sealed(path, Costs, schema=SCHEMA, damaged=CostsDamaged, fix=fix)
     except OSError as error:

@@ -61,3 +61,9 @@ class _Header(msgspec.Struct):
 def _digest(document: Sealed) -> str:
     content = msgspec.json.encode(msgspec.structs.replace(document, digest=""), order="deterministic")
     return hashlib.sha256(content).hexdigest()
+
+
+def own_root() -> Path:
+    """The project of the harness itself, in an installed package or in a checkout."""
+    package = Path(__file__).parents[1]
+    return package / "_project" if (package / "_project").is_dir() else package.parent

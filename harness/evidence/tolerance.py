@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.evidence.sealed import Sealed, own_root, read_sealed, write_sealed
 from harness.matrix.case import Case, ModelShape, Train
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import OUTPUT_FQN, is_converted
@@ -177,7 +177,7 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
     """The tolerance of a key, and the samples that support it."""
     entry = _read_table(root).get(check, {}).get(key)
     if entry is None and key in OF_EVERY_MODEL:  # a project that measured none has those that hold for any
-        root = _own_root()
+        root = own_root()
         entry = _read_table(root).get(check, {}).get(key)
     fix = f"{MEASURE} with such cases{', or set `loss_tolerance` in the case' if check == LOSS_VS_GOLDEN else ''}."
     if entry is None:
@@ -195,12 +195,6 @@ def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance,
     evidence = f"{len(samples)} samples, {len({sample.seed for sample in samples})} seeds"
     tolerance = Tolerance(name=check, key=key, per_step=per_step[:steps], margin=entry.margin, evidence=evidence)
     return tolerance, samples
-
-
-def _own_root() -> Path:
-    """The project of the harness itself, in an installed package or in a checkout."""
-    package = Path(__file__).parents[1]
-    return package / "_project" if (package / "_project").is_dir() else package.parent
 
 
 def validate_tolerances(root: Path) -> None:

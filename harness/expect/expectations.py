@@ -60,7 +60,9 @@ class Expectations:
         self._saved_limits = functools.cache(
             lambda step, rank: compiled_memory.saved_limits(case, step=step, rank=rank)
         )
-        self._live_storages = functools.cache(lambda rank: live_memory.expected_live(case, rank=rank))
+        self._live_storages = functools.cache(
+            lambda rank, moment: live_memory.expected_live(case, rank=rank, moment=moment)
+        )
 
     @functools.cached_property
     def not_recorded(self) -> Mapping[str, str]:
@@ -147,9 +149,9 @@ class Expectations:
         """The fewest and most bytes that `rank` saves for the backward pass of `step`. Compiled cases only."""
         return self._saved_limits(min(step, 2), rank)
 
-    def live_storages(self, *, rank: int) -> tuple[LiveStorage, ...]:
-        """What else is alive on `rank` between forward and backward."""
-        return self._live_storages(rank)
+    def live_storages(self, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
+        """What else is alive on `rank` at this moment of a step."""
+        return self._live_storages(rank, moment)
 
     def live_scalars(self, moment: Moment) -> int:
         """How many scalars are alive besides."""

@@ -1,8 +1,9 @@
 """What is alive besides what the model, the optimizer, the data and autograd explain, under torch 2.13.
 
-At the end of a step: nothing. Between forward and backward: the logits, the states of the random number generator that
-checkpointing restores before it computes again, and the weights that FSDP2 does not free after forward. And scalars of
-the loss. The terms hold for the CPU. A compiled block keeps no state of the generator: its graph draws no number.
+At the end of a step: nothing, or the gradients where a target frees them when the next step begins. Between forward and
+backward: the logits where a name still holds them, the states of the random number generator that checkpointing
+restores before it computes again, and the weights that FSDP2 does not free after forward. And scalars of the loss. The
+terms hold for the CPU. A compiled block keeps no state of the generator: its graph draws no number.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from harness.expect.traffic import fsdp_units
+from harness.expect.habits import habits_of
+from harness.expect.traffic import Unit, fsdp_units
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import shard_sizes
@@ -33,23 +35,53 @@ class LiveStorage(msgspec.Struct, frozen=True, kw_only=True):
 
 def expected_scalars(case: Case, *, moment: Moment) -> int:
     """Storages of one element: the loss; before backward also its sum over tokens, which loss parallel reduces."""
+    habits = habits_of(case)
     if moment == "step":
-        return 1
-    return 3 if case.layout.tp > 1 and case.layout.loss_parallel else 2
+        return 0 if habits.logs else 1  # what is logged is a Python number
+    sharded = case.layout.tp > 1 and case.layout.loss_parallel
+    if habits.counts_tokens_in:
+        # loss, sum, the gradient that backward starts with and the number of tokens; a sharded sum that is divided by a
+        # Python number has a gradient of its own
+        return 4 + (sharded and case.layout.dp > 1)
+    return 2 + sharded
 
 
-def expected_live(case: Case, *, rank: int) -> tuple[LiveStorage, ...]:
-    """The storages that are alive on `rank` between the forward and the backward of every step."""
+def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
+    """The storages that are alive on `rank` at this moment of every step."""
+    habits = habits_of(case)
+    if moment == "step":
+        return tuple(_gradients(case, rank)) if habits.keeps_gradients else ()
+    return (
+        *((_logits(case, rank),) if habits.keeps_logits else ()),
+        *_generator_states(case),
+        *(_gathered(case, rank) if case.uses_fsdp else ()),
+    )
+
+
+def _logits(case: Case, rank: int) -> LiveStorage:
     dtype = case.train.dtype
     vocab, tp = case.model.padded_vocab_size, case.layout.tp
     if tp > 1 and case.layout.loss_parallel:
         vocab = shard_sizes(vocab, tp)[rank % tp]
-    logits = case.tokens_per_rank * vocab * ITEM_BYTES[dtype]
-    return (
-        LiveStorage(dtype=dtype, nbytes=logits, purpose="the logits"),
-        *_generator_states(case),
-        *(_gathered(case, rank) if case.uses_fsdp else ()),
-    )
+    nbytes = case.tokens_per_rank * vocab * ITEM_BYTES[dtype]
+    return LiveStorage(dtype=dtype, nbytes=nbytes, purpose="the logits")
+
+
+def _gradients(case: Case, rank: int) -> Iterator[LiveStorage]:
+    """FSDP2 reduces the gradients of a unit into one storage, padded as shards are; otherwise each has its own."""
+    for unit in fsdp_units(case, rank):
+        for fqns, elements in _gradient_storages(case, unit):
+            nbytes = elements * ITEM_BYTES[case.wide_dtype]
+            yield LiveStorage(dtype=case.wide_dtype, nbytes=nbytes, purpose=f"the gradient of {fqns}")
+
+
+def _gradient_storages(case: Case, unit: Unit) -> list[tuple[str, int]]:
+    ranks = case.layout.dp_shard
+    if case.uses_fsdp:
+        return [(unit.name, sum(-(-weight.rows // ranks) * weight.columns for weight in unit.weights))]
+    # TP ranks all compute the gradient of the whole embedding, and use their rows of it
+    rows = {"tok_embeddings": case.model.padded_vocab_size}
+    return [(weight.fqn, rows.get(weight.fqn, weight.rows) * weight.columns) for weight in unit.weights]
 
 
 def _generator_states(case: Case) -> Iterator[LiveStorage]:

@@ -12,6 +12,7 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, converted_fqns, is_checkpointed
+from harness.matrix.targets import is_llama
 from harness.trace.model import ModelRecord
 
 # The names under which an output layer is left out unless a case converts it too.
@@ -53,6 +54,13 @@ def found_model(case: Case, reference: ModelRecord, run: ModelRecord) -> Model:
             fqn for fqn in fqns if (weight := weights.get(f"{fqn}.weight")) is not None and "tp" in weight.axes
         ),
     )
+
+
+def accumulates(case: Case, model: Model | None) -> bool:
+    """True where data-parallel ranks add up the gradients of several calls before they add up theirs, or may do so."""
+    if is_llama(case.target) or model is None or case.layout.dp == 1:
+        return False
+    return any(calls != 1 for calls in model.calls.values())  # in compiled runs calls are not counted: 0
 
 
 def _is_asked_for(case: Case, fqn: str) -> bool:

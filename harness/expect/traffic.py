@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from harness.expect.fusion import fusion_candidates
+from harness.expect.habits import habits_of
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import (
@@ -27,7 +28,7 @@ from harness.matrix.linears import (
     local_features,
     shard_sizes,
 )
-from harness.matrix.mesh import axis_size
+from harness.matrix.mesh import DP_AXES, axis_size
 from harness.matrix.recipes import ITEM_BYTES
 
 VERIFIED = CURRENT
@@ -62,7 +63,8 @@ def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, .
         *_loss(case),
         *_norm_gradients(case),
     )
-    return tuple(term for term in terms if term.times and axis_size(case.layout, term.axis) > 1)
+    sent = tuple(term for term in terms if term.times and axis_size(case.layout, term.axis) > 1)
+    return (*sent, *reports(case)) if habits_of(case).logs else sent
 
 
 # Data parallel: FSDP2 and HSDP
@@ -221,8 +223,10 @@ def _activations(case: Case) -> Iterator[Transfer]:
     dtype = case.train.dtype
     if case.layout.sequence_parallel:
         yield from _gathers(case, layers, checkpointed)
-        # w2 ends the block: recomputing stops before its reduce-scatter. selective_op saves results of reduce-scatters.
+        # w2 ends the block: recomputing may stop before its reduce-scatter. selective_op saves what that gives.
         again = 0 if case.checkpointing.mode == "selective_op" else checkpointed
+        if habits_of(case).recomputes_whole_blocks and case.compile == "none":
+            again *= 2
         fused = _all_to_alls(case)
         times = 2 * layers + 1 + again - fused
         yield _sum_of_partials(case, "reduce_scatter", times, dtype, "outputs of wo, w2, embedding")
@@ -385,8 +389,10 @@ def _norm_gradients(case: Case) -> Iterator[Transfer]:
     """Sequence parallelism: the gradient of a norm is Partial over TP ranks.
 
     FSDP2 redistributes it in backward, in the dtype of the gradient. Without FSDP2 it stays Partial until AdamW, where
-    each of the three operators that read it reduces it: the first moment once, the second moment twice.
+    each of the three operators that read it reduces it: the first moment once, the second moment twice. So does a norm
+    of all gradients before.
     """
+    readers = 3 + habits_of(case).clips
     if case.layout.sequence_parallel:
         yield Transfer(
             axis="tp",
@@ -394,6 +400,37 @@ def _norm_gradients(case: Case) -> Iterator[Transfer]:
             op="sum",
             dtype=case.train.dtype,
             elements=case.model.shape.dim,
-            times=(2 * case.model.shape.layers + 1) * (1 if case.uses_fsdp else 3),
+            times=(2 * case.model.shape.layers + 1) * (1 if case.uses_fsdp else readers),
             purpose="gradients of norms",
         )
+
+
+# What a target reports
+
+
+def reports(case: Case) -> Iterator[Transfer]:
+    """Numbers that are summed to be logged, and the norm by which gradients would be clipped.
+
+    Data-parallel ranks form one group, whatever the number of their axes. The norm of every gradient is summed over the
+    axes that shard it.
+    """
+    layout, wide = case.layout, case.wide_dtype
+    used = [axis for axis in DP_AXES if axis_size(layout, axis) > 1]
+    joined = "world" if len(used) > 1 and layout.tp == 1 else "+".join(used)
+    for op, dtype, times, purpose in (
+        ("sum", "int64", 2, "tokens of this step, and of all steps"),
+        ("sum", wide, 1, "loss"),
+        ("max", wide, 1, "largest loss of a rank"),
+    ):
+        if used:
+            yield Transfer(axis=joined, kind="all_reduce", op=op, dtype=dtype, elements=1, times=times, purpose=purpose)
+    for axis in ("dp_shard", "tp"):
+        if axis_size(layout, axis) > 1:
+            count = parameter_tensors(case)
+            purpose = "norms of all gradients"
+            yield Transfer(axis=axis, kind="all_reduce", op="sum", dtype=wide, elements=count, purpose=purpose)
+
+
+def parameter_tensors(case: Case) -> int:
+    """How many parameters the model has: linears and norms of blocks, embedding, final norm and output layer."""
+    return case.model.shape.layers * (len(BLOCK_LINEARS) + 2) + 3

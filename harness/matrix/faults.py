@@ -21,6 +21,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
 from harness.matrix.selector import parse_selector
+from harness.matrix.targets import REFERENCE, is_llama
 
 FaultClass = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I"]
 FAULT_CLASSES: dict[FaultClass, str] = {
@@ -42,6 +43,13 @@ FAULT_CLASSES: dict[FaultClass, str] = {
 #   crash    a rank raises                 trains   a refused case trains                         nothing  equivalent
 Shows = Literal["numbers", "matmuls", "data", "operands", "traffic", "memory", "graphs", "crash", "trains", "nothing"]
 
+# What a fault needs, by its `model`: not every one can be planted at a seam of torch, torchao or the harness.
+NEEDS = {
+    "any": "a case that it applies to",
+    "llama": "a target that trains the Llama of the cases",
+    "reference": "the reference target, whose code it changes",
+}
+
 PREFIX = "fault:"  # `fault:NAME` is the injection that plants a fault
 
 
@@ -49,7 +57,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One planted fault.
 
     `where`: selectors, one of which a case must match. `since_step`: the first step in which anything can differ.
-    `equivalent`: why the fault has no observable effect (an equivalent mutant); None if it must be detected.
+    `model`: which targets have what it changes. `equivalent`: why the fault has no observable effect (an equivalent
+    mutant); None if it must be detected.
     """
 
     name: str
@@ -57,6 +66,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     title: str
     link: str  # the bug report, fix or project that it comes from
     where: tuple[str, ...]
+    model: Literal["any", "llama", "reference"] = "any"
     shows: Shows = "numbers"
     since_step: int = 1
     equivalent: str | None = None
@@ -66,12 +76,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """The injection that plants it in a rank."""
         return f"{PREFIX}{self.name}"
 
+    def fits(self, target: str) -> bool:
+        """True when a target has what the fault changes."""
+        return {"any": True, "llama": is_llama(target), "reference": target == REFERENCE}[self.model]
+
     def applies(self, case: Case) -> bool:
         """True if the fault can be planted in this case and has its effect there.
 
         Faults of class H need compiled blocks; all others patch code that compiled blocks do not call.
         """
-        if (case.compile != "none") != (self.group == "H"):
+        if (case.compile != "none") != (self.group == "H") or not self.fits(case.target):
             return False
         return any(parse_selector(text).matches(case) for text in self.where)
 

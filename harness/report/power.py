@@ -14,9 +14,9 @@ from harness.studies.kill_matrix import LOSS_ONLY_NATS, SQNR_DB, Power, Trial
 
 _COLUMNS = ("", "fault", "case", "verdict", "step", "x limit", "loss", "sqnr", "detected by")
 _TOTALS = f"""\
-Detected faults, of those that must be detected. A fault counts if it was detected in every case it was planted in.
-Two baselines judge the same runs: loss detects |loss - BF16| > {LOSS_ONLY_NATS} nats, sqnr a gradient of step 1 below
-{SQNR_DB:.0f} dB against one rank. Both detect a run that does not finish."""
+Detected faults, of those that reached the target and must be detected. A fault counts if it was detected in every case
+that it reached. Two baselines judge the same runs: loss detects |loss - BF16| > {LOSS_ONLY_NATS} nats, sqnr a gradient
+of step 1 below {SQNR_DB:.0f} dB against one rank. Both detect a run that does not finish."""
 
 
 def power_text(power: Power) -> str:
@@ -28,6 +28,7 @@ def power_text(power: Power) -> str:
         _by_kind(power.trials),
         _by_check(power.trials),
         _listed("undetected", power.undetected),
+        _not_reached(power.not_reached),
         _equivalents(power.trials),
         _not_planted(power),
         _listed("clean runs that failed, so detections in these cases prove nothing", power.false_positives),
@@ -51,13 +52,19 @@ def _row(trial: Trial) -> tuple[str, ...]:
         "" if trial.excess is None else f"{trial.excess:.2g}",
         "yes" if trial.baseline.by_loss else "-",
         "yes" if trial.baseline.by_sqnr else "-",
-        " ".join(trial.checks) or ("equivalent" if trial.equivalent else "UNDETECTED"),
+        _detected_by(trial),
     )
+
+
+def _detected_by(trial: Trial) -> str:
+    if trial.not_reached:
+        return "DID NOT REACH"
+    return " ".join(trial.checks) or ("equivalent" if trial.equivalent else "UNDETECTED")
 
 
 def _totals(power: Power) -> str:
     lines = [_TOTALS]
-    required = [trial for trial in power.trials if not trial.equivalent]
+    required = [trial for trial in power.trials if trial.is_proof]
     groups: list[FaultClass | None] = [*FAULT_CLASSES, None]
     for group in groups:
         own = [trial for trial in required if group in (None, trial.group)]
@@ -75,7 +82,7 @@ def _by_kind(trials: Iterable[Trial]) -> str:
     """Detected faults for every dtype and kind of layout of their carriers."""
     kinds: dict[CarrierKind, list[Trial]] = {}
     for trial in trials:
-        if not trial.equivalent:
+        if trial.is_proof:
             kinds.setdefault(carrier_kind(parse_case_id(trial.case_id)), []).append(trial)
     rows = [
         (f"  {kind.dtype}", kind.layout, _share(found, lambda trial: trial.detected))
@@ -92,7 +99,7 @@ def _share(trials: Sequence[Trial], detected: Callable[[Trial], bool]) -> str:
 
 
 def _by_check(trials: Iterable[Trial]) -> str:
-    required = [trial for trial in trials if not trial.equivalent and trial.detected]
+    required = [trial for trial in trials if trial.is_proof and trial.detected]
     runs = Counter(check for trial in required for check in trial.checks)
     alone = Counter(trial.checks[0] for trial in required if len(trial.checks) == 1)
     rows = [(f"  {check}", str(count), f"({alone[check]})") for check, count in runs.most_common()]
@@ -108,9 +115,14 @@ def _listed(title: str, trials: Sequence[Trial]) -> str:
     return "\n".join([f"{title} ({len(trials)})", *lines]) if trials else ""
 
 
+def _not_reached(trials: Sequence[Trial]) -> str:
+    lines = [f"  {trial.fault} in {trial.case_id}: {trial.not_reached}" for trial in trials]
+    return "\n".join([f"did not reach the target, so they prove nothing ({len(lines)})", *lines]) if lines else ""
+
+
 def _not_planted(power: Power) -> str:
-    lines = [f"  {name}: {all_faults()[name].title}" for name in power.not_planted]
-    return "\n".join([f"not planted: they apply to none of the cases ({len(lines)})", *lines]) if lines else ""
+    lines = [f"  {name}: {all_faults()[name].title} (needs {need})" for name, need in power.not_planted.items()]
+    return "\n".join([f"not planted ({len(lines)})", *lines]) if lines else ""
 
 
 def _equivalents(trials: Iterable[Trial]) -> str:

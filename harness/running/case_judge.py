@@ -25,6 +25,7 @@ from harness.engine.messages import JobStatus
 from harness.evidence.golden import Golden, GoldenMissing, load_golden, make_golden
 from harness.evidence.signature import Signature, SignatureMissing, load_signature, needs_signature
 from harness.evidence.tolerance import (
+    SAME_ORDER,
     Tolerance,
     ToleranceMissing,
     parity_key,
@@ -33,7 +34,7 @@ from harness.evidence.tolerance import (
     tolerance_key,
 )
 from harness.expect.expectations import Expectations
-from harness.expect.model import found_model
+from harness.expect.model import accumulates, found_model
 from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, reference_case
@@ -162,6 +163,8 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
     The one of parity only for a run that was `sketched`. Where a run for it did not finish, the checks say so.
     """
     loss, parity_of = witnesses.tolerance, witnesses.parity_tolerance
+    if parity_of is not None and parity_of.key == SAME_ORDER and accumulates(case, witnesses.expect.model):
+        parity_of = None  # one rank adds up what several accumulated before they added it up
     if (loss is not None and (parity_of is not None or not sketched)) or witnesses.expect.model is None:
         return witnesses
     converted = witnesses.expect.converted_fqns

@@ -79,7 +79,7 @@ def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
         if source not in project.tiers:
             _refuse_case_id(source)
     selections = select_sources(project, query)
-    cases = _trained_by(query.target, [*named, *(case for selection in selections for case in selection.cases)])
+    cases = trained_by(query.target, [*named, *(case for selection in selections for case in selection.cases)])
     chosen = tuple(filter(_wanted(query.expressions), cases))
     if not chosen:
         raise NothingSelected(
@@ -116,7 +116,7 @@ def _wanted(expressions: Sequence[str]) -> Callable[[Case], bool]:
     return lambda case: all(selector.matches(case) for selector in selectors)
 
 
-def _trained_by(target: str | None, cases: Sequence[Case]) -> tuple[Case, ...]:
+def trained_by(target: str | None, cases: Sequence[Case]) -> tuple[Case, ...]:
     """The cases, each once, with this target in place of their own; without those that it excludes."""
     if target is not None:
         if not NAME.fullmatch(target):

@@ -9,7 +9,9 @@ import math
 
 import msgspec
 
+from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import FaultClass
+from harness.matrix.targets import REFERENCE
 from harness.verdict import Verdict
 
 LOSS_ONLY_NATS = 0.01  # what counts as a difference when loss curves are compared
@@ -53,12 +55,18 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     excess: float | None  # the largest found/allowed of the findings that state both
     message: str  # of the first finding
     baseline: BaselineDetection = msgspec.field(name="sight")
+    not_reached: str = ""  # why it is not a trial of the checks: the fault changed nothing, or broke when planted
 
     @property
     def detected(self) -> bool:
         """True if a check, or the engine, failed that does not fail in the clean run of the case."""
         judged = not self.verdict.good and self.verdict not in (Verdict.INFRA, Verdict.NOT_RUN)
-        return judged and bool(self.checks)
+        return judged and bool(self.checks) and not self.not_reached
+
+    @property
+    def is_proof(self) -> bool:
+        """True if the checks are to detect it."""
+        return not self.equivalent and not self.not_reached
 
 
 class Power(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +74,7 @@ class Power(msgspec.Struct, frozen=True, kw_only=True):
 
     trials: tuple[Trial, ...]
     clean: tuple[Trial, ...]
-    not_planted: tuple[str, ...] = ()  # faults that apply to none of the cases
+    not_planted: dict[str, str] = msgspec.field(default_factory=dict)  # faults, and what they need
     wall_s: float
     interrupted: bool
 
@@ -78,4 +86,14 @@ class Power(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def undetected(self) -> tuple[Trial, ...]:
         """Trials of faults that must be detected and were not."""
-        return tuple(trial for trial in self.trials if not trial.equivalent and not trial.detected)
+        return tuple(trial for trial in self.trials if trial.is_proof and not trial.detected)
+
+    @property
+    def not_reached(self) -> tuple[Trial, ...]:
+        """Trials of faults that did not reach the target."""
+        return tuple(trial for trial in self.trials if trial.not_reached)
+
+    @property
+    def unplantable(self) -> tuple[Trial, ...]:
+        """Of them those in cases that the list names for the fault: there it must have an effect."""
+        return tuple(trial for trial in self.not_reached if parse_case_id(trial.case_id).target == REFERENCE)

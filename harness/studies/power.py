@@ -22,7 +22,7 @@ from harness.evidence.golden import Golden, GoldenMissing, load_golden
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
 from harness.matrix.choice import carries
-from harness.matrix.faults import Fault, carriers_of
+from harness.matrix.faults import CARRIER_IDS, NEEDS, Fault, carriers_of
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.case_judge import CaseJudge, known_here, prepare_judge
@@ -33,9 +33,10 @@ from harness.running.machine import hardware
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
-from harness.running.selection import Query, select_cases
+from harness.running.selection import Query, select_cases, trained_by
 from harness.running.witnesses import WitnessCache, open_witnesses
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
+from harness.studies.reach import NO_EFFECT, Reached, reached_in
 from harness.trace import Run
 from harness.verdict import Finding
 from harness.workflow import check_fits
@@ -43,13 +44,20 @@ from harness.workflow import check_fits
 Carriers = Mapping[str, Sequence[Case]]  # by the name of a fault
 
 
-def carriers_among(project: Project, faults: Sequence[Fault], query: Query | None, *, at_most: int) -> Carriers:
-    """The cases to plant every fault in, by its name: the cheapest that `query` selects, or those of the catalogue."""
-    if query is None:
-        return {fault.name: carriers_of(fault, at_most=at_most) for fault in faults}
-    known, costs = known_here(project), read_costs(project.root)
-    cheapest = sorted(select_cases(project, query), key=costs.case_s)
-    return {fault.name: [case for case in cheapest if carries(case, fault, known)][:at_most] for fault in faults}
+def carriers_among(project: Project, faults: Sequence[Fault], query: Query, *, at_most: int) -> Carriers:
+    """The cases to plant every fault in, by its name: the cheapest that `query` selects, or those of the catalogue.
+
+    Those of the catalogue are trained by the target of the query.
+    """
+    known = known_here(project)
+    if msgspec.structs.replace(query, target=None) == Query():
+        usual = {fault.name: trained_by(query.target, carriers_of(fault, at_most=len(CARRIER_IDS))) for fault in faults}
+    else:
+        cheapest = tuple(sorted(select_cases(project, query), key=read_costs(project.root).case_s))
+        usual = dict.fromkeys((fault.name for fault in faults), cheapest)
+    return {
+        fault.name: [case for case in usual[fault.name] if carries(case, fault, known)][:at_most] for fault in faults
+    }
 
 
 def run_power(project: Project, faults: Sequence[Fault], carriers: Carriers, plan: Plan, progress: Progress) -> Power:
@@ -64,15 +72,16 @@ def run_power(project: Project, faults: Sequence[Fault], carriers: Carriers, pla
         work = _TrialWork(project, used, plan, executor, progress)
         ended = run_schedule(plantings, work, _TrialObserver(progress), jobs=plan.jobs)
     tried = [outcome for outcome in ended.results if outcome is not None]
-    failing_clean = {
-        each.result.case_id: _checks(each.result)
-        for each in tried
-        if each.fault is None and not each.result.verdict.good  # what a record explains is not ignored: it has limits
-    }
+    without = {each.result.case_id: each for each in tried if each.fault is None}
+    targets = {case.target for case in used}
     return Power(
-        trials=tuple(_trial(each, failing_clean) for each in tried if each.fault is not None),
-        clean=tuple(_trial(each, {}) for each in tried if each.fault is None),
-        not_planted=tuple(fault.name for fault in faults if not carriers[fault.name]),
+        trials=tuple(_trial(each, without.get(each.result.case_id)) for each in tried if each.fault is not None),
+        clean=tuple(_trial(each, None) for each in without.values()),
+        not_planted={
+            fault.name: NEEDS["any" if any(map(fault.fits, targets)) else fault.model]
+            for fault in faults
+            if not carriers[fault.name]
+        },
         wall_s=time.monotonic() - started_s,
         interrupted=ended.interrupted,
     )
@@ -101,6 +110,7 @@ class _Tried(msgspec.Struct, frozen=True, kw_only=True):
     planting: _Planting
     result: CaseResult
     baseline: BaselineDetection
+    reached: Mapping[bool, Reached]  # by whether the run had the candidate fixes of a recorded fault
 
     @property
     def fault(self) -> Fault | None:
@@ -130,7 +140,7 @@ class _TrialWork:
         result = runner.run(planting.case)
         if result is None:
             return None
-        return _Tried(planting=planting, result=result, baseline=recording.baseline)
+        return _Tried(planting=planting, result=result, baseline=recording.baseline, reached=recording.reached)
 
     def stop(self) -> None:
         """Start nothing any more and kill what runs."""
@@ -163,6 +173,7 @@ class _RecordingJudge:
         self.expectation = judge.expectation
         self.fixes = judge.fixes
         self.baseline = UNFINISHED
+        self.reached: dict[bool, Reached] = {}
         self._judge = judge
         self._golden = golden
 
@@ -171,6 +182,7 @@ class _RecordingJudge:
     ) -> Judgement:
         """The judgement of the other judge."""
         judgement = self._judge.judge(case, run, status, cache, fixes)
+        self.reached[bool(fixes)] = reached_in(run)
         if run.complete:
             self.baseline = baseline_detection(run, self._golden, cache.solo(case))
         return judgement
@@ -210,10 +222,13 @@ def _checks(result: CaseResult) -> frozenset[str]:
     return frozenset(finding.check for finding in result.findings)
 
 
-def _trial(tried: _Tried, failing_clean: Mapping[str, frozenset[str]]) -> Trial:
-    """The trial, without the checks that fail in the clean run of the case too."""
+def _trial(tried: _Tried, clean: _Tried | None) -> Trial:
+    """The trial, without the checks that fail in the clean run of the case too.
+
+    What a record explains in a clean run is not ignored: it has limits.
+    """
     fault, result = tried.fault, tried.result
-    ignored = failing_clean.get(result.case_id, frozenset())
+    ignored = _checks(clean.result) if clean is not None and not clean.result.verdict.good else frozenset()
     findings = [finding for finding in result.findings if finding.check not in ignored]
     steps = [finding.step for finding in findings if finding.step is not None]
     excesses = [value for value in map(_excess, findings) if value is not None]
@@ -228,7 +243,16 @@ def _trial(tried: _Tried, failing_clean: Mapping[str, frozenset[str]]) -> Trial:
         excess=max(excesses, key=nan_is_worst, default=None),
         message=findings[0].message.splitlines()[0] if findings else "",
         baseline=tried.baseline,
+        not_reached=_not_reached(tried, clean),
     )
+
+
+def _not_reached(tried: _Tried, clean: _Tried | None) -> str:
+    """Why a planting says nothing about the checks; empty where it does, and for a fault that must have no effect."""
+    broken = next((reached.broken for reached in tried.reached.values() if reached.broken), "")
+    if broken or clean is None or tried.fault is None or tried.fault.equivalent is not None:
+        return broken
+    return NO_EFFECT if tried.reached == clean.reached else ""
 
 
 _LIMIT = re.compile(r"<= ([0-9.e+-]+)$")

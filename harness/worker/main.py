@@ -20,7 +20,7 @@ from harness.worker.replay import replay
 from harness.worker.train import train
 from harness.worker.virtual import collectives
 from harness.worker.virtual import device as virtual_device
-from harness.worker.warmup import warm_up
+from harness.worker.warmup import warm_up, without_progress_thread
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
@@ -36,6 +36,7 @@ def preload(options: Mapping[str, str]) -> None:
     Leaves the process single-threaded and without a CUDA context, so that it can be forked.
     """
     torch.set_num_threads(1)
+    without_progress_thread()
     if options.get("device", "cpu") == "cpu":
         virtual_device.install()
         if options.get("warmup", "on") == "on":

@@ -47,8 +47,9 @@ def add_noise(model: nn.Module, noise: Noise) -> None:
 
 def _make_noisy(linear: nn.Linear, bits: _Bits, generator: torch.Generator) -> None:
     def forward(given: torch.Tensor) -> torch.Tensor:
-        operands = (_with_errors(each, generator, forward=bits.operand) for each in (given, linear.weight))
-        return _with_errors(F.linear(*operands), generator, forward=BFLOAT16_BITS, backward=bits.gradient)
+        operand, weight = (_with_errors(each, generator, forward=bits.operand) for each in (given, linear.weight))
+        output = _with_errors(F.linear(operand, weight), generator, forward=BFLOAT16_BITS, backward=bits.gradient)
+        return output if linear.bias is None else output + linear.bias  # its gradient sums what no cast has rounded
 
     linear.forward = forward  # type: ignore[method-assign, assignment]
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.replayed import replayed_steps
@@ -213,17 +213,28 @@ def replay(case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShar
 
 
 def _replay_step(prepared: Prepared, watching: Replay, step: int) -> StepTrace:
-    """One step in which the optimizer gets the gradients of the run, and leaves the parameters of the run."""
+    """One step in which the optimizer gets the gradients of the run, and leaves the parameters of the run.
+
+    A parameter may belong to an optimizer and to another that drives it: the first of them counts.
+    """
     model, squares = prepared.target.model, 0.0
+    replaced: set[tuple[str, ModuleTensorKind]] = set()
 
-    def before(*_: object) -> None:
+    def waiting(optimizer: Optimizer, kind: ModuleTensorKind) -> Iterator[tuple[str, nn.Parameter]]:
+        mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for name, param in model.named_parameters():
+            if id(param) in mine and (name, kind) not in replaced:
+                replaced.add((name, kind))
+                yield clean_fqn(name), param
+
+    def before(optimizer: Optimizer, *_: object) -> None:
         nonlocal squares
-        for name, param in model.named_parameters():
-            squares += _replace(watching, clean_fqn(name), "grad", param.grad)
+        for fqn, param in waiting(optimizer, "grad"):
+            squares += _replace(watching, fqn, "grad", param.grad)
 
-    def after(*_: object) -> None:
-        for name, param in model.named_parameters():
-            _replace(watching, clean_fqn(name), "param", param)
+    def after(optimizer: Optimizer, *_: object) -> None:
+        for fqn, param in waiting(optimizer, "param"):
+            _replace(watching, fqn, "param", param)
 
     watching.begin_step(step)
     hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
+import importlib.util
 import warnings
 
 import torch
@@ -47,6 +49,15 @@ COMPILED_CASE = Case(
     compile="graph",
     train=Train(steps=1, global_batch=4, seq_len=16, dtype="bfloat16"),
 )
+
+
+def without_progress_thread() -> None:
+    """Keep tqdm, where it is installed, from starting a thread with its first progress bar, which inductor shows.
+
+    A process with threads cannot be forked safely.
+    """
+    if importlib.util.find_spec("tqdm") is not None:
+        importlib.import_module("tqdm").tqdm.monitor_interval = 0
 
 
 def warm_up(*, compiled: bool = False) -> None:

@@ -10,6 +10,7 @@ from harness.matrix.faults import Fault, all_faults, carrier_kind, carriers_of
 from harness.project import find_project
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
+from harness.running.selection import Query
 from harness.studies.kill_matrix import Power
 from harness.studies.power import carriers_among, run_power
 
@@ -27,7 +28,7 @@ def on_one_rank(fault: Fault) -> bool:
 def kill_matrix(faults: tuple[Fault, ...]) -> Power:
     """These faults, each in its first carrier, and the carriers clean."""
     project = find_project()
-    carriers = carriers_among(project, faults, None, at_most=1)
+    carriers = carriers_among(project, faults, Query(), at_most=1)
     return run_power(project, faults, carriers, make_plan(device="cpu"), SilentProgress())
 
 
@@ -35,7 +36,8 @@ def assert_all_found(power: Power) -> None:
     """Every fault that has an effect is found by a check, and no check fails in a clean run."""
     assert {trial.case_id: trial.message for trial in power.false_positives} == {}
     assert {trial.fault: trial.message for trial in power.undetected} == {}
-    assert power.not_planted == ()
+    assert {trial.fault: trial.not_reached for trial in power.not_reached} == {}
+    assert power.not_planted == {}
     assert not power.interrupted
 
 

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.assembly import Assembled, SketchKey, assemble, relative_distance, unequal_replicas
+from harness.checks.assembly import (
+    Assembled,
+    SketchKey,
+    assemble,
+    relative_distance,
+    relative_distances,
+    unequal_replicas,
+)
 from harness.trace import RankTrace
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from tests.builders import make_trace
@@ -103,6 +110,28 @@ def test_equal_tensors_are_at_no_distance() -> None:
 def test_nothing_is_close_to_zero_but_zero() -> None:
     values = values_of()
     assert relative_distance(whole(values), whole(0 * values)) == math.inf
+
+
+def distances(found: dict[str, Matrix], expected: dict[str, Matrix], *, ignored: float) -> list[float]:
+    sides = ({SketchKey(1, "grad", fqn): whole(values) for fqn, values in side.items()} for side in (found, expected))
+    return list(relative_distances(*sides, ignored=ignored).values())
+
+
+def test_a_distance_below_a_share_of_all_norms_is_none() -> None:
+    """Terms of a sum cancel, and what is left is rounding: one side may be anything, if it is small."""
+    values, noise, other = values_of(), 1e-9 * values_of(1), 1e-9 * values_of(2)
+    expected, found = {"a": values, "b": noise}, {"a": values, "b": other}
+    assert distances(found, expected, ignored=1e-8) == [0.0, 0.0]
+    exact, far = distances(found, expected, ignored=1e-10)
+    assert exact == 0.0 and far > 0.5
+    assert distances({"a": 1.1 * values, "b": noise}, expected, ignored=1e-8)[0] == pytest.approx(0.1, rel=0.5)
+
+
+def test_no_share_of_what_is_not_finite_is_ignored() -> None:
+    broken, noise, other = values_of(), 1e-9 * values_of(1), 1e-9 * values_of(2)
+    broken[0, 0] = math.inf
+    found = distances({"a": broken, "b": other}, {"a": broken, "b": noise}, ignored=1e-8)
+    assert not any(distance <= 0.5 for distance in found)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

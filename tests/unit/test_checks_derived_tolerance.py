@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checks.derived_tolerance import (
+    ADDED,
     DRAWS,
     LOSS_MARGIN,
     PARITY_MARGIN,
@@ -83,3 +84,10 @@ def test_the_largest_distance_of_a_gradient_counts_up_to_every_step() -> None:
     noisy = [gradients(1.1, 1.0, 1.3, 1.0), gradients(1.0, 0.8, 1.0, 1.0), gradients(9.0, 9.0, 9.0, 9.0)]
     found = derived_parity_tolerance(CASE, reference, noisy)
     assert found.per_step == pytest.approx([PARITY_MARGIN * each for each in (0.1, 0.2, 0.3, 0.3)], rel=1e-5)
+
+
+def test_equal_gradients_added_in_another_order_are_as_far_apart_as_that_rounds() -> None:
+    of = parse_case_id("target.mine-fsdp2-tensorwise-v2048-s3-b16")
+    reference, noisy = gradients(1.0, 1.0, 1.0), gradients(1.1, 1.2, 1.1)
+    found = derived_parity_tolerance(of, reference, [noisy] * 4).per_step
+    assert found == pytest.approx([ADDED, 0.6, 0.6], rel=1e-5)

@@ -184,3 +184,28 @@ def test_replays_are_counted_by_what_the_witness_casts() -> None:
     twice = tuple(again for one in mine.casts for again in (one, one))
     doubled = run_of(make_trace(operands=OperandTrace(casts=twice, matmuls=mine.matmuls)))
     assert first_divergence(of, run, doubled) is None
+
+
+@pytest.mark.parametrize(("factor", "diverges"), [(1.0, False), (2.0, False), (1.5, True)])
+def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(factor: float, diverges: bool) -> None:
+    """Then the loss of a rank is divided by the number of its own tokens, and that of the witness by all."""
+    of = case(Layout(dp_shard=2))
+    run, witness = runs(of)
+
+    def backward(one: CastRecord, by: float) -> CastRecord:
+        amax = by * one.amax
+        changes = {"amax": amax, "scale": make_scale(448 / amax, digest=f"{amax}"), "data_digest": f"{by}"}
+        return replace(one, role="grad_output", phase="backward", **changes)
+
+    for rank in range(2):
+        run = with_casts(run, lambda one: backward(one, factor), rank=rank)
+    witness = with_casts(witness, lambda one: backward(one, 1.0), rank=0)
+    run, witness = (replace(each, traces=tuple(map(_without_matmuls, each.traces))) for each in (run, witness))
+    found = first_divergence(of, run, witness)
+    assert (found is not None) is diverges
+    assert found is None or "amax of grad_output" in found.message
+
+
+def _without_matmuls(trace: RankTrace) -> RankTrace:
+    assert trace.operands is not None
+    return replace(trace, operands=replace(trace.operands, matmuls=()))

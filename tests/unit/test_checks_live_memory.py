@@ -27,7 +27,7 @@ def records(case: Case, rank: int = 0) -> Records:
     """What a correct run records."""
     alive = tuple(
         LiveTensor(dtype=each.dtype, shape=(each.nbytes,), nbytes=each.nbytes, holder="")
-        for each in expected_live(case, rank=rank)
+        for each in expected_live(case, rank=rank, moment="forward")
     )
     live = (
         LiveMemory(moment="forward", scalars=expected_scalars(case, moment="forward"), tensors=alive),
@@ -83,7 +83,7 @@ def test_one_storage_less_is_found(step: int, data: st.DataObject) -> None:
     fewer = (*live.tensors[:lost], *live.tensors[lost + 1 :])
     formula, _ = check(FSDP, changed(right, step, 0, replace(live, tensors=fewer)), right)
     assert places(formula) == [(0, step)]
-    assert expected_live(FSDP, rank=0)[lost].purpose in formula[0].message
+    assert expected_live(FSDP, rank=0, moment="forward")[lost].purpose in formula[0].message
 
 
 @settings(max_examples=20)
@@ -122,7 +122,7 @@ def test_what_was_not_recorded_is_a_finding() -> None:
 
 @given(EAGER_CASES, st.integers(0, 7))
 def test_the_formula_fits_every_eager_case(case: Case, rank: int) -> None:
-    live = expected_live(case, rank=rank)
+    live = expected_live(case, rank=rank, moment="forward")
     assert all(each.nbytes > 0 and each.purpose for each in live)
     wrapped = sum(case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers))
     assert len(live) == 1 + wrapped + 2 * case.uses_fsdp

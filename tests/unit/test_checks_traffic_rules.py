@@ -59,20 +59,20 @@ GOOD = (
 )
 
 
-def run(*records: TrafficRecord) -> Run:
+def run(*records: TrafficRecord, compiled: bool = False) -> Run:
     cast = make_cast(fqn="up", role="input", phase="forward", placements=("Shard(1)",), mesh_axes=("tp",))
     gathered = make_cast(fqn="up", role="weight", phase="all_gather")
 
     def trace(rank: int) -> RankTrace:
-        operands = OperandTrace(casts=(cast, gathered, gathered), matmuls=())
+        operands = None if compiled else OperandTrace(casts=(cast, gathered, gathered), matmuls=())
         return make_trace(rank=rank, traffic=records or GOOD, operands=operands, model=MODEL)
 
     return run_of(*(trace(rank) for rank in range(8)))
 
 
-def messages(*records: TrafficRecord) -> list[str]:
+def messages(*records: TrafficRecord, compiled: bool = False) -> list[str]:
     expect = Expectations(CASE, found_model(CASE, replace(MODEL, calls={"up": 8}), MODEL))
-    return [finding.message for finding in check_any_model(expect, run(*records))]
+    return [finding.message for finding in check_any_model(expect, run(*records, compiled=compiled))]
 
 
 def changed(index: int, record: TrafficRecord) -> tuple[TrafficRecord, ...]:
@@ -94,6 +94,8 @@ def test_gradients_that_are_not_reduced_are_found() -> None:
 def test_weights_gathered_in_high_precision_are_found() -> None:
     (message,) = messages(*changed(2, traffic("dp_shard", "all_gather", SHARD, times=2)))
     assert "gathered in high precision" in message
+    often = changed(2, traffic("dp_shard", "all_gather", SHARD, dtype="uint8", times=8))
+    assert messages(*often, compiled=True) == [], "a compiled run does not say how often weights are gathered"
 
 
 def test_a_missing_amax_reduction_is_found() -> None:

@@ -17,7 +17,10 @@ from harness.matrix.faults import (
 )
 from harness.matrix.rules import expected_refusal
 from harness.matrix.selector import parse_selector
+from harness.project import find_project
 from harness.running.injection import parse_injection
+from harness.running.selection import Query
+from harness.studies.power import carriers_among
 
 FAULTS = tuple(all_faults().values())
 
@@ -75,6 +78,15 @@ def test_carriers_are_of_different_kinds_and_start_with_both_dtypes_of_one_layou
         "single-tensorwise-v2048-b16",
         "fsdp2-tensorwise-v2048-f64",
     ]
+
+
+def test_the_carriers_of_a_foreign_target_are_the_usual_ones_trained_by_it():
+    faults = [fault_named(name) for name in ("amax_without_abs", "rope_base_of_another_model")]
+    found = carriers_among(find_project(), faults, Query(target="my_pkg.net"), at_most=2)
+    ids = {name: [case_id(case) for case in cases] for name, cases in found.items()}
+    usual = [case_id(case) for case in carriers_of(faults[0], at_most=2)]
+    assert ids["amax_without_abs"] == [f"target.my_pkg.net-{name}" for name in usual]
+    assert ids["rope_base_of_another_model"] == []  # only the reference target has what it changes
 
 
 def test_a_fault_can_be_injected_by_name():

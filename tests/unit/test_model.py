@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from harness.expect.casts import CastSite
 from harness.expect.expectations import Expectations
-from harness.expect.model import Model, found_model, llama_model
+from harness.expect.model import Model, accumulates, found_model, llama_model
 from harness.matrix.caseid import parse_case_id
 from harness.trace.model import Linear, ModelRecord, Parameter
 
@@ -89,3 +89,13 @@ def test_of_a_llama_all_follows_from_the_case() -> None:
     model = llama_model(case)
     assert set(model.calls.values()) == set(model.recomputed.values()) == {1}
     assert Expectations(replace(case, target="torchtitan")).model == model
+
+
+def test_ranks_accumulate_where_a_linear_is_not_called_once() -> None:
+    """Calls of compiled blocks are not counted: they may."""
+    text = "target.mine-fsdp2-tensorwise-v2048-f32"
+    fsdp = parse_case_id(text)
+    assert [accumulates(fsdp, found(text, calls=calls)) for calls in (2, 4, 0)] == [False, True, True]
+    assert not accumulates(parse_case_id("target.mine-tp2-tensorwise-v2048-f32"), found(calls=4))
+    assert not accumulates(parse_case_id("fsdp2-tensorwise-v2048-f32"), found(calls=4))
+    assert not accumulates(fsdp, None)

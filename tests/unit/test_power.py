@@ -8,12 +8,14 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from harness.matrix.faults import NEEDS
 from harness.report.power import power_json, power_text
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
 from harness.studies.power import baseline_detection
+from harness.studies.reach import NO_EFFECT, reached_in
 from harness.trace import Run
 from harness.verdict import Verdict
-from tests.builders import make_golden, make_sketch, make_trace, run_of
+from tests.builders import make_failure, make_golden, make_sketch, make_trace, run_of
 
 SEES_NOTHING = BaselineDetection(loss_gap=0.0, sqnr_db=math.inf)
 
@@ -34,8 +36,8 @@ def trial(fault: str | None = "amax_without_abs", **changes: object) -> Trial:
     return replace(sound, **changes)
 
 
-def power(*trials: Trial, clean: tuple[Trial, ...] = ()) -> Power:
-    return Power(trials=trials, clean=clean, wall_s=1.0, interrupted=False)
+def power(*trials: Trial, clean: tuple[Trial, ...] = (), not_planted: dict[str, str] | None = None) -> Power:
+    return Power(trials=trials, clean=clean, not_planted=not_planted or {}, wall_s=1.0, interrupted=False)
 
 
 def run(losses: list[float], gradient: float) -> Run:
@@ -70,6 +72,67 @@ def test_what_escaped_and_what_is_no_proof():
     matrix = power(trial(), escaped, equivalent, clean=(unsound, trial(None, verdict=Verdict.PASSED)))
     assert matrix.undetected == (escaped,)
     assert matrix.false_positives == (unsound,)
+
+
+def test_what_did_not_reach_the_target_is_neither_detected_nor_missed():
+    idle = trial(not_reached=NO_EFFECT, verdict=Verdict.PASSED, checks=())
+    broken = trial(not_reached="AssertionError: no norm", verdict=Verdict.CRASH, checks=("engine",))
+    foreign = replace(idle, case_id="target.my_pkg.net-single-tensorwise-v2048-f64")
+    matrix = power(trial(), idle, broken, foreign)
+    assert not broken.detected
+    assert matrix.undetected == ()
+    assert matrix.not_reached == (idle, broken, foreign)
+    assert matrix.unplantable == (idle, broken)  # the list says that they have an effect there
+    text = power_text(matrix)
+    assert "did not reach the target, so they prove nothing (3)" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("  all"))
+    assert line.split()[1] == "1/1"
+
+
+def test_a_fault_that_cannot_be_planted_is_named_with_what_it_needs():
+    text = power_text(power(trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]}))
+    assert "rope_base_of_another_model: base of RoPE" in text
+    assert "(needs the reference target" in text
+
+
+def test_only_what_a_run_records_tells_it_from_another():
+    clean = run([8.0], 1.0)
+    slower = run_of(
+        replace(clean.traces[0], peak_memory_bytes=1, steps=(replace(clean.traces[0].steps[0], seconds=9),))
+    )
+    assert reached_in(slower) == reached_in(clean)
+    assert reached_in(run([8.0], 1.5)) != reached_in(clean)
+    assert reached_in(run_of(*clean.traces, make_failure(rank=1))) != reached_in(clean)
+
+
+_OWN = """\
+Traceback (most recent call last):
+  File "/x/harness/worker/train.py", line 1, in prepare
+    built()
+  File "/x/harness/worker/faults/parts.py", line 2, in norms
+    assert found
+AssertionError: no module has an eps
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/x/torch/_dynamo/output_graph.py", line 3, in compile
+    compiled()
+BackendCompilerFailed: no module has an eps
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        ({"traceback": _OWN}, "AssertionError: no module has an eps"),
+        ({"traceback": _OWN.replace("faults", "probes")}, ""),
+        ({"traceback": _OWN, "consequence": True}, ""),
+        ({"phase": "injection fault:eps_lost", "message": "InjectionError: x"}, "InjectionError: x"),
+    ],
+)
+def test_what_the_code_of_a_fault_raises_is_told_from_what_it_causes(failure, said):
+    assert reached_in(run_of(make_failure(**failure))).broken == said
 
 
 @pytest.mark.parametrize(("gap", "seen"), [(0.0, False), (0.01, False), (0.0101, True), (math.nan, True)])

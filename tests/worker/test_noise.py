@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.evidence.tolerance import noise, parity_key, read_evidence, tolerance_key
 from harness.matrix.caseid import parse_case_id, reference_case
 from harness.matrix.linears import converted_fqns
-from harness.request import noise_of
+from harness.matrix.recipes import E5M2
+from harness.request import Noise, noise_of
+from harness.worker.noise import add_noise
 from tests.worker.runs import numbers, sweep
 
 PROJECT = Path(__file__).parents[2]
@@ -47,3 +50,11 @@ def test_a_draw_is_the_same_every_time_and_another_one_differs(trained, train):
     again = train(reference_case(case), noise=noise_of(case, 1, converted_fqns(case)))
     assert numbers(first.traces) == numbers(again)
     assert numbers(again) != numbers(train(reference_case(case), noise=noise_of(case, 2, converted_fqns(case))))
+
+
+def test_a_linear_keeps_its_bias():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    with torch.no_grad():
+        model[0].bias.fill_(100.0)
+    add_noise(model, Noise(draw=1, float8_fqns=(), grad_output_dtype=E5M2))
+    assert model(torch.zeros(1, 16)).min() > 99

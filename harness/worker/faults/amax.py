@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torchao.float8 import (
     float8_tensor_parallel,
     float8_training_tensor,
     float8_utils,
+    fsdp_utils,
 )
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import GemmInputRole
@@ -23,14 +25,17 @@ from harness.worker.faults.hooks import (
     after_build,
     float8_part,
     gathered_copies,
+    layout_of_run,
     local,
-    module_in_last_block,
     on_odd_rank,
     role_of,
     wrap,
     wrap_casts,
+    wrap_everywhere,
 )
-from harness.worker.targets.reference import build
+from harness.worker.faults.parts import narrowing_linear
+from harness.worker.probes.places import mesh_axes
+from harness.worker.targets.target import Target
 
 Change = Callable[..., torch.Tensor]
 
@@ -125,9 +130,15 @@ def weight_amax_over_world() -> None:
 def weight_amax_over_replicas() -> None:
     """The amax for the fp8 all-gather of HSDP is reduced over the replicas instead of the shards."""
 
+    layout = layout_of_run()
+
+    def replicas(device_mesh: Any) -> Any:
+        mesh = device_mesh._get_root_mesh()
+        group = mesh.get_group(mesh_axes(mesh, layout()).index("dp_replicate"))
+        return SimpleNamespace(get_group=lambda: group)
+
     def change(stock: Any, x: torch.Tensor, reduce_amax: bool, device_mesh: Any, *rest: Any) -> torch.Tensor:
-        wrong = device_mesh._get_root_mesh()["dp_replicate"] if reduce_amax else device_mesh
-        return stock(x, reduce_amax, wrong, *rest)
+        return stock(x, reduce_amax, replicas(device_mesh) if reduce_amax else device_mesh, *rest)
 
     _amax(change)
 
@@ -145,16 +156,16 @@ def precomputed_amax_not_reduced() -> None:
     """Precomputed scales are those of the local shard."""
 
     def make(stock: Any) -> Any:
-        def after_optimizer_step(model: torch.nn.Module, float8: Any) -> None:
-            stock(model, float8)
+        def precompute(model: torch.nn.Module) -> None:
+            stock(model)
             for linear in converted_linears(model).values():
                 shard: Any = local(linear.weight)
                 amax = shard._tensor.abs().max()
                 shard._precomputed_scale = float8_utils.amax_to_scale(amax, shard._dtype)
 
-        return after_optimizer_step
+        return precompute
 
-    wrap(build, "after_optimizer_step", make)
+    wrap_everywhere(fsdp_utils, "precompute_float8_dynamic_scale_for_fsdp", make)
 
 
 def amax_reduction_missing_on_one_rank() -> None:
@@ -214,9 +225,14 @@ def scale_margin() -> None:
 
 
 def one_linear_scaled_with_margin() -> None:
-    """A margin of one bit in one linear alone: w2 of the last block maps its amax to half of the maximum."""
+    """A margin of one bit in one linear alone: the last that narrows maps its amax to half of the maximum."""
     state: dict[str, Any] = {"linear": None, "running": False}
-    after_build(lambda target: state.update(linear=module_in_last_block(target.model, "feed_forward.w2")))
+
+    def choose(target: Target) -> None:
+        found = converted_linears(target.model)
+        state["linear"] = found[narrowing_linear(found)]
+
+    after_build(choose)
 
     def make(stock: Any) -> Any:
         def forward(linear: float8_linear.Float8Linear, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchao.float8 import float8_linear, fsdp_utils
+from torchao.float8.float8_tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
 
-from harness.worker.faults.hooks import after_backward, counted_steps, on_last_rank, on_odd_rank, wrap
-from harness.worker.targets.reference import parallel
-from harness.worker.targets.reference.parallel import _Styles
+from harness.worker.faults.hooks import after_backward, counted_steps, layout_of_run, on_last_rank, on_odd_rank, wrap
 
 
 def fp8_all_gather_subclass_dropped() -> None:
@@ -26,8 +30,10 @@ def fp8_all_gather_subclass_dropped() -> None:
 
 def fp8_tp_styles_lost() -> None:
     """Plain TP styles are used, so activations are gathered in high precision."""
-    stock = (parallel.ColwiseParallel, parallel.RowwiseParallel, parallel.PrepareModuleInput)
-    wrap(parallel, "_styles", lambda _: lambda case: _Styles(*stock))
+    for style in (Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput):
+        for method in ("_prepare_input_fn", "_prepare_output_fn", "_prepare_input_arg", "_apply"):
+            if method in vars(style):
+                delattr(style, method)  # leaves that of the plain style
 
 
 def gathered_shards_swapped() -> None:
@@ -59,37 +65,50 @@ def sequence_shards_swapped() -> None:
     wrap(Shard, "_to_replicate_tensor", make)
 
 
-def _partial_activations(change: Callable[..., torch.Tensor]) -> None:
-    """Replace the reduce-scatter of partial sums by `change(reduce, tensor, dim, rank, size)`."""
+def _partial_activations(reduced: Callable[..., torch.Tensor], scattered: Callable[..., torch.Tensor]) -> None:
+    """Replace the sum of partial activations: `reduced(sum, tensor, size)`, and `scattered(sum, tensor, size, chunk)`.
 
-    def make(stock: Any) -> Any:
+    `chunk` takes the part of a tensor that this rank keeps.
+    """
+
+    def in_all_reduce(stock: Any) -> Any:
+        def reduce_value(self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int) -> torch.Tensor:
+            total = functools.partial(stock, self, mesh=mesh, mesh_dim=mesh_dim)
+            is_activation = self.reduce_op == "sum" and tensor.dim() > 1
+            return reduced(total, tensor, mesh.size(mesh_dim)) if is_activation else total(tensor)
+
+        return reduce_value
+
+    def in_reduce_scatter(stock: Any) -> Any:
         def reduce_shard_value(self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int, shard: Any) -> torch.Tensor:
-            def reduce(each: torch.Tensor) -> torch.Tensor:
-                return stock(self, each, mesh, mesh_dim, shard)
-
+            total = functools.partial(stock, self, mesh=mesh, mesh_dim=mesh_dim, shard_spec=shard)
             if self.reduce_op != "sum":
-                return reduce(tensor)
-            return change(reduce, tensor, shard.dim, mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
+                return total(tensor)
+            size, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            return scattered(total, tensor, size, lambda whole: whole.chunk(size, shard.dim)[rank])
 
         return reduce_shard_value
 
-    wrap(Partial, "_reduce_shard_value", make)
+    wrap(Partial, "_reduce_value", in_all_reduce)
+    wrap(Partial, "_reduce_shard_value", in_reduce_scatter)
 
 
 def partial_output_not_reduced() -> None:
     """The partial output of a row-parallel linear is used unreduced, without what the other ranks computed."""
 
-    def change(reduce: Any, tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    def scattered(total: Any, tensor: torch.Tensor, size: int, chunk: Any) -> torch.Tensor:
         mine = torch.zeros_like(tensor)
-        mine.chunk(size, dim)[rank].copy_(tensor.chunk(size, dim)[rank])
-        return reduce(mine)
+        chunk(mine).copy_(chunk(tensor))
+        return total(mine)
 
-    _partial_activations(change)
+    _partial_activations(lambda total, tensor, size: tensor, scattered)
 
 
 def partial_output_averaged() -> None:
     """The output of a row-parallel linear is averaged over the ranks instead of summed."""
-    _partial_activations(lambda reduce, tensor, dim, rank, size: reduce(tensor) / size)
+    _partial_activations(
+        lambda total, tensor, size: total(tensor) / size, lambda total, tensor, size, chunk: total(tensor) / size
+    )
 
 
 def norm_gradients_not_reduced() -> None:
@@ -106,8 +125,17 @@ def norm_gradients_not_reduced() -> None:
 
 
 def gradients_divided_by_world() -> None:
-    """FSDP2 averages gradients although the loss is already divided by the global number of tokens."""
-    wrap(FSDPModule, "set_gradient_divide_factor", lambda stock: lambda self, factor: None)
+    """Gradients are divided by the data-parallel degree although the loss is already that of the global batch."""
+    layout = layout_of_run()
+
+    def make(stock: Any) -> Any:
+        def foreach_reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            grads[:] = [grad / layout().dp for grad in grads]
+            return stock(params, grads, *args, **kwargs)
+
+        return foreach_reduce
+
+    wrap(_fsdp_param_group, "foreach_reduce", make)
 
 
 def _all_reduce_of_replicas(change: Callable[[Any, dict[str, Any]], Any]) -> None:
@@ -149,9 +177,11 @@ def gradients_reduced_in_low_precision() -> None:
     """The reduce dtype of the mixed-precision policy is ignored: gradients are summed in bfloat16."""
 
     def make(stock: Any) -> Any:
-        return lambda **kwargs: stock(param_dtype=kwargs.get("param_dtype"))
+        return lambda policy, param_dtype=None, reduce_dtype=None, *rest, **kwargs: stock(
+            policy, param_dtype, None, *rest, **kwargs
+        )
 
-    wrap(parallel, "MixedPrecisionPolicy", make)
+    wrap(MixedPrecisionPolicy, "__init__", make)
 
 
 def amax_strategy_missing() -> None:

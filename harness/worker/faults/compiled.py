@@ -16,8 +16,7 @@ from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 from torch.utils.checkpoint import CheckpointPolicy
 
 from harness.worker.faults import conversion
-from harness.worker.faults.hooks import counted_steps, wrap
-from harness.worker.targets.reference import compiled
+from harness.worker.faults.hooks import after_build, counted_steps, wrap, wrap_everywhere
 from harness.worker.virtual import graph_backend
 from harness.worker.virtual.collectives import resolve_group
 
@@ -29,15 +28,7 @@ def symmetric_memory_not_enabled() -> None:
 
 def fusion_pass_off() -> None:
     """Async TP is requested, but its fusion pass is not enabled."""
-
-    def make(stock: Any) -> Any:
-        def enable_async_tp(*args: Any) -> None:
-            stock(*args)
-            torch._inductor.config._micro_pipeline_tp = False
-
-        return enable_async_tp
-
-    wrap(compiled, "enable_async_tp", make)
+    after_build(lambda target: setattr(torch._inductor.config, "_micro_pipeline_tp", False))
 
 
 def scatters_not_recognized() -> None:
@@ -56,12 +47,12 @@ def _after_match(change: Callable[[Any], None]) -> None:
     """Call `change(matmul)` on every scaled matmul that the pass has matched."""
 
     def make(stock: Any) -> Any:
-        def from_match(match: list[torch.fx.Node]) -> Any:
-            matmul = stock(match)
+        def from_match(kind: Any, match: list[torch.fx.Node]) -> Any:
+            matmul = stock(kind, match)
             change(matmul)
             return matmul
 
-        return staticmethod(from_match)
+        return from_match
 
     wrap(micro_pipeline_tp._ScaledMatmul, "from_match", make)
 
@@ -161,7 +152,8 @@ def produced_chunks_swapped() -> None:
 
 def blocks_not_compiled() -> None:
     """Blocks stay eager although the case compiles them."""
-    wrap(compiled.torch, "compile", lambda _: lambda block, **__: block)
+    eager: Callable[..., Any] = lambda block=None, **_: eager if block is None else block  # noqa: E731
+    wrap_everywhere(torch, "compile", lambda _: eager)
 
 
 def compiled_gradients_in_e4m3() -> None:

@@ -3,43 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchao.float8 import CastConfig, Float8LinearConfig
+from torchao.float8 import CastConfig, Float8LinearConfig, float8_linear_utils
 from torchao.float8.float8_linear import Float8Linear
 
-from harness.worker.discovery import converted_linears
-from harness.worker.faults.hooks import after_build, on_odd_rank, wrap
-from harness.worker.targets.reference import float8 as reference_float8
+from harness.worker.discovery import converted_linears, linears
+from harness.worker.faults.hooks import after_build, on_odd_rank, wrap, wrap_everywhere
+from harness.worker.faults.parts import narrowing_linear
 from harness.worker.targets.target import Target
 
 Filter = Callable[[nn.Module, str], bool]
 
 
-def _filter(change: Callable[[Filter], Filter]) -> None:
-    """Replace the module filter of the conversion by `change(filter)`."""
+def _conversion(convert: Callable[..., nn.Module]) -> None:
+    """Replace the conversion by `convert(stock, model, from_float, filter)`."""
 
     def make(stock: Any) -> Any:
-        def convert(model: nn.Module, *, config: Any, module_filter_fn: Filter) -> nn.Module:
-            return stock(model, config=config, module_filter_fn=change(module_filter_fn))
+        def swap(module: nn.Module, from_float: Any, *, module_filter_fn: Filter | None = None) -> nn.Module:
+            return convert(stock, module, from_float, module_filter_fn or (lambda *_: True))
 
-        return convert
+        return swap
 
-    wrap(reference_float8, "convert_to_float8_training", make)
+    wrap_everywhere(float8_linear_utils, "swap_linear_layers", make)
+
+
+def _filter(change: Callable[[Filter, dict[str, nn.Linear]], Filter]) -> None:
+    """Replace the module filter of the conversion by `change(filter, the linears of the model)`."""
+    _conversion(
+        lambda stock, model, from_float, wanted: stock(
+            model, from_float, module_filter_fn=change(wanted, linears(model))
+        )
+    )
 
 
 def _config(change: Callable[[Float8LinearConfig], Float8LinearConfig]) -> None:
-    """Replace the torchao configuration by `change(config)`."""
-    wrap(reference_float8, "float8_config", lambda stock: lambda float8: change(stock(float8)))
+    """Replace the torchao configuration of every linear by `change(config)`."""
+    changed = functools.cache(change)  # one object for all linears, as it was
+
+    def make(stock: Any) -> Any:
+        def from_float(cls: Any, linear: nn.Linear, config: Float8LinearConfig | None = None) -> Any:
+            return stock(cls, linear, changed(config or Float8LinearConfig()))
+
+        return from_float
+
+    wrap(Float8Linear, "from_float", make)
 
 
 def nothing_converted() -> None:
     """The conversion is never called."""
-    wrap(reference_float8, "convert_to_float8_training", lambda stock: lambda model, **_: model)
+    _conversion(lambda stock, model, *_: model)
 
 
 def conversion_reverted() -> None:
@@ -53,29 +71,48 @@ def conversion_reverted() -> None:
 
 
 def filter_of_a_renamed_module() -> None:
-    """The filter of the output layer names no existing module, so the layer is converted."""
-    reference_float8.OUTPUT_FQN = "lm_head"
+    """The filter of the last linear names no existing module, so the linear is converted."""
+
+    def change(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
+        left_out = [fqn for fqn, linear in found.items() if not stock(linear, fqn)][-1:]
+        return lambda module, fqn: stock(module, fqn) or fqn in left_out
+
+    _filter(change)
 
 
 def filter_split_into_letters() -> None:
     """A filter string is treated as a list of characters, at least one of which is in every name."""
-    _filter(lambda stock: lambda module, fqn: not any(letter in fqn for letter in "output"))
+    _filter(lambda stock, found: lambda module, fqn: not any(letter in fqn for letter in "output"))
 
 
 def filter_of_another_predicate() -> None:
-    """Another filter than the computed one is used: w2 stays in high precision."""
-    _filter(lambda stock: lambda module, fqn: stock(module, fqn) and not fqn.endswith("w2"))
+    """Another filter than the computed one is used: the second linear of every MLP stays in high precision."""
+
+    def change(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
+        name = _module_name(narrowing_linear(found))
+        return lambda module, fqn: stock(module, fqn) and _module_name(fqn) != name
+
+    _filter(change)
 
 
 def filter_sees_single_modules() -> None:
     """The filter is called without the name of the module, so all modules are converted."""
-    _filter(lambda stock: lambda module, fqn: stock(module, ""))
+    _filter(lambda stock, found: lambda module, fqn: stock(module, ""))
 
 
 def one_rank_leaves_a_linear_out() -> None:
-    """One rank numbers layers differently and leaves w2 of the first block in high precision."""
-    left_out = "layers.0.feed_forward.w2"
-    _filter(lambda stock: lambda module, fqn: stock(module, fqn) and not (on_odd_rank() and fqn == left_out))
+    """One rank numbers layers differently and leaves the second linear of the first MLP in high precision."""
+
+    def change(stock: Filter, found: dict[str, nn.Linear]) -> Filter:
+        name = _module_name(narrowing_linear(found))
+        left_out = next(fqn for fqn in found if _module_name(fqn) == name)
+        return lambda module, fqn: stock(module, fqn) and not (on_odd_rank() and fqn == left_out)
+
+    _filter(change)
+
+
+def _module_name(fqn: str) -> str:
+    return fqn.rpartition(".")[2]
 
 
 def linear_bypasses_float8() -> None:
@@ -83,7 +120,8 @@ def linear_bypasses_float8() -> None:
 
     def make(stock: Any) -> Any:
         def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, module.weight) if module.out_features < module.in_features else stock(module, x)
+            narrows = module.out_features < module.in_features
+            return F.linear(x, module.weight, module.bias) if narrows else stock(module, x)
 
         return forward
 

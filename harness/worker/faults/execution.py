@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 from torchao.float8 import float8_ops, float8_utils
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
@@ -18,14 +20,14 @@ from harness.worker.faults.hooks import (
     after_build,
     float8_part,
     local,
-    module_in_last_block,
     on_last_rank,
     role_of,
     wrap,
     wrap_casts,
+    wrap_everywhere,
 )
+from harness.worker.faults.parts import last_block, norms
 from harness.worker.probes.probe import in_backward
-from harness.worker.targets.reference import build, checkpointing, model
 from harness.worker.targets.target import Target
 
 _aten = torch.ops.aten
@@ -53,14 +55,14 @@ def recompute_scale_changed_by_a_power_of_two() -> None:
 def recompute_rounds_norms() -> None:
     """Recomputed norms are rounded differently, as if another kernel were fused."""
 
-    def make(stock: Any) -> Any:
-        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = stock(module, x)
-            return out.to(torch.bfloat16).to(out.dtype) if in_backward() else out
+    def rounded(norm: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor | None:
+        return out.to(torch.bfloat16).to(out.dtype) if in_backward() else None
 
-        return forward
+    def change(target: Target) -> None:
+        for norm in norms(target.model):
+            norm.register_forward_hook(rounded)
 
-    wrap(nn.RMSNorm, "forward", make)
+    after_build(change)
 
 
 def recompute_in_high_precision() -> None:
@@ -68,7 +70,7 @@ def recompute_in_high_precision() -> None:
 
     def make(stock: Any) -> Any:
         def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, module.weight) if in_backward() else stock(module, x)
+            return F.linear(x, module.weight, module.bias) if in_backward() else stock(module, x)
 
         return forward
 
@@ -76,13 +78,34 @@ def recompute_in_high_precision() -> None:
 
 
 def checkpointing_lost() -> None:
-    """Blocks are not wrapped for checkpointing, so nothing is recomputed."""
-    wrap(build, "apply_checkpointing", lambda stock: lambda layers, mode: None)
+    """What is checkpointed runs like everything else, so nothing is recomputed."""
+
+    def make(stock: Any) -> Any:
+        options = {*inspect.signature(stock).parameters, "preserve_rng_state"}
+
+        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
+
+        return checkpoint
+
+    wrap_everywhere(torch.utils.checkpoint, "checkpoint", make)
 
 
 def abs_saved_for_backward() -> None:
     """Selective checkpointing saves the full-size result of abs in addition to its maximum."""
-    checkpointing.SAVED_OPS = checkpointing.SAVED_OPS | {_aten.abs.default}
+
+    def make(stock: Any) -> Any:
+        def contexts(saved: Any, *args: Any, **kwargs: Any) -> Any:
+            def policy(context: Any, operator: Any, *given: Any, **named: Any) -> Any:
+                if operator is _aten.abs.default:
+                    return CheckpointPolicy.MUST_SAVE
+                return saved(context, operator, *given, **named)
+
+            return stock(policy if callable(saved) else [*saved, _aten.abs.default], *args, **kwargs)
+
+        return contexts
+
+    wrap_everywhere(torch.utils.checkpoint, "create_selective_checkpoint_contexts", make)
 
 
 class _Keep(torch.autograd.Function):
@@ -179,8 +202,17 @@ def scale_result_ignored() -> None:
 
 
 def _attention(change: Callable[..., torch.Tensor]) -> None:
-    """Replace attention by `change(stock, q, k, v, **kwargs)`; all are [batch, heads, seq, head_dim]."""
-    wrap(model.F, "scaled_dot_product_attention", lambda stock: functools.partial(change, stock))
+    """Replace attention by `change(stock, q, k, v, **options)`; all are [batch, heads, seq, head_dim]."""
+
+    def make(stock: Any) -> Any:
+        names = ("attn_mask", "dropout_p", "is_causal")
+
+        def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return change(stock, query, key, value, **dict(zip(names, args, strict=False)), **kwargs)
+
+        return attend
+
+    wrap(F, "scaled_dot_product_attention", make)
 
 
 def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:
@@ -188,9 +220,9 @@ def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:
     inside = [False]
 
     def watch(target: Target) -> None:
-        attention = module_in_last_block(target.model, "attention")
-        attention.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
-        attention.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+        block = last_block(target.model)
+        block.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+        block.register_forward_hook(lambda *_: inside.__setitem__(0, False))
 
     def attend(stock: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return change(stock, *args, **kwargs) if inside[0] else stock(*args, **kwargs)
@@ -201,7 +233,11 @@ def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:
 
 def softmax_scale_off() -> None:
     """Attention scales its scores by 0.5 % too much."""
-    _attention(lambda stock, q, *rest, **kwargs: stock(q, *rest, scale=1.005 * q.size(-1) ** -0.5, **kwargs))
+
+    def change(stock: Any, q: torch.Tensor, *rest: Any, scale: float | None = None, **options: Any) -> torch.Tensor:
+        return stock(q, *rest, scale=1.005 * (scale or q.size(-1) ** -0.5), **options)
+
+    _attention(change)
 
 
 class _LastHeadScaled(torch.autograd.Function):
@@ -234,7 +270,11 @@ def last_head_scaled_on_last_rank() -> None:
 
 def causal_mask_lost_in_last_block() -> None:
     """The last block attends to all tokens instead of the past ones."""
-    _attention_of_last_block(lambda stock, *args, is_causal, **kwargs: stock(*args, is_causal=False, **kwargs))
+
+    def change(stock: Any, *args: Any, attn_mask: Any = None, is_causal: Any = False, **options: Any) -> torch.Tensor:
+        return stock(*args, **options)
+
+    _attention_of_last_block(change)
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -261,9 +301,7 @@ def attention_backward_scales_keys() -> None:
 
 def _norm_eps(eps: float) -> None:
     def change(target: Target) -> None:
-        norms = [module for module in target.model.modules() if isinstance(module, nn.RMSNorm)]
-        assert all(norm.eps != eps for norm in norms) and norms, "there is no norm to change"
-        for norm in norms:
+        for norm in norms(target.model):
             norm.eps = eps
 
     after_build(change)
@@ -281,5 +319,7 @@ def norm_eps_of_another_model() -> None:
 
 def rope_base_of_another_model() -> None:
     """The rotary embedding has the base of Llama 2 (10 000) instead of that of Llama 3 (500 000)."""
+    from harness.worker.targets.reference import model
+
     assert model.ROPE_THETA != 10_000.0
     model.ROPE_THETA = 10_000.0

@@ -1,24 +1,27 @@
-"""Hooks for planting faults: wrappers around torch, torchao and the target, and queries of the current state."""
+"""Hooks for planting faults: wrappers around torch, torchao and the harness, and queries of the current state."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torchao.float8 import float8_scaling_utils, fsdp_utils
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+from harness.matrix.case import Layout
 from harness.worker import train
 from harness.worker.probes.probe import in_backward
-from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.target import Target
 from harness.worker.virtual import collectives
 
@@ -26,10 +29,22 @@ ODD_RANK = 1  # the rank of single-rank faults
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the attribute `name` by `make(stock attribute)`; static methods stay static."""
-    static = isinstance(vars(owner).get(name), staticmethod)
-    made = make(getattr(owner, name))
-    setattr(owner, name, staticmethod(made) if static else made)
+    """Replace the attribute `name` by `make(stock attribute)`; static and class methods stay what they are."""
+    found = vars(owner).get(name)
+    if isinstance(found, (staticmethod, classmethod)):
+        setattr(owner, name, type(found)(make(found.__func__)))
+    else:
+        setattr(owner, name, make(getattr(owner, name)))
+
+
+def wrap_everywhere(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """`wrap` a function of a module under every name by which a module has imported it: a target may have, long ago."""
+    stock = getattr(owner, name)
+    made = make(stock)
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for alias in [alias for alias, value in names.items() if value is stock]:
+            names[alias] = made
 
 
 def on_odd_rank() -> bool:
@@ -107,13 +122,15 @@ def after_build(change: Callable[[Any], object]) -> None:
 
 
 def after_backward(change: Callable[[nn.Module, int], None]) -> None:
-    """Call `change(model, step)` when the gradients of a step are complete, before anything reads them."""
-    step, models = counted_steps(), list[nn.Module]()
+    """Call `change(model, step)` once, when the gradients of a step are complete, before anything reads them."""
+    step, models, changed = counted_steps(), list[nn.Module](), set[int]()
     after_build(lambda target: models.append(target.model))
 
     @torch.no_grad()
     def before_update(*_: Any) -> None:
-        change(models[-1], step())
+        if step() not in changed:  # a model may have several optimizers
+            changed.add(step())
+            change(models[-1], step())
 
     register_optimizer_step_pre_hook(before_update)
 
@@ -134,29 +151,82 @@ def counted_steps() -> Callable[[], int]:
 
 
 def around_update(change: Callable[[Callable[[], object], nn.Module, int], object]) -> None:
-    """Replace the step of AdamW by `change(stock, model, step)`. Steps count from 1."""
-    step, models = counted_steps(), list[nn.Module]()
+    """Replace the step of every optimizer by `change(stock, model, step)`. Steps count from 1."""
+    step, models, running = counted_steps(), list[nn.Module](), list[Any]()
     after_build(lambda target: models.append(target.model))
 
     def make(stock: Any) -> Any:
         @torch.no_grad()
         def update(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            change(functools.partial(stock, optimizer, *args, **kwargs), models[-1], step())
+            stepping = functools.partial(stock, optimizer, *args, **kwargs)
+            if running:  # one of several that another one steps
+                stepping()
+                return
+            running.append(optimizer)
+            try:
+                change(stepping, models[-1], step())
+            finally:
+                running.clear()
 
         return update
 
-    wrap(torch.optim.AdamW, "step", make)
+    changed: set[type] = set()
+
+    def in_class(stock: Any) -> Any:  # of every optimizer, when the first one of this class is made
+        def patch_step_function(optimizer: Optimizer) -> None:
+            kind = type(optimizer)
+            if changed.isdisjoint(kind.__mro__):
+                changed.add(kind)
+                wrap(kind, "step", make)
+            stock(optimizer)
+
+        return patch_step_function
+
+    wrap(Optimizer, "_patch_step_function", in_class)
 
 
-def weight_in_last_block(model: nn.Module, name: str) -> nn.Parameter:
-    """The weight of the linear or norm of this name in the last block; IndexError where there is none."""
-    fqns = {clean_fqn(fqn): param for fqn, param in model.named_parameters()}
-    return [param for fqn, param in fqns.items() if fqn.startswith("layers.") and fqn.endswith(f".{name}.weight")][-1]
+def in_parameter_groups(change: Callable[[dict[str, Any]], object]) -> None:
+    """Call `change(group)` on every parameter group that an optimizer gets, with its options."""
+
+    def make(stock: Any) -> Any:
+        def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
+            stock(optimizer, group)
+            change(optimizer.param_groups[-1])
+
+        return add_param_group
+
+    wrap(Optimizer, "add_param_group", make)
 
 
-def module_in_last_block(model: nn.Module, name: str) -> nn.Module:
-    """The module of this name in the last block; IndexError where there is none."""
-    return [module for fqn, module in model.named_modules() if clean_fqn(fqn).endswith(f".{name}")][-1]
+def around_loss(change: Callable[..., torch.Tensor]) -> None:
+    """Replace cross entropy by `change(stock, logits, labels, **options)`."""
+
+    def make(stock: Any) -> Any:
+        signature = inspect.signature(stock)
+
+        def cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = signature.bind(*args, **kwargs).arguments
+            logits, labels = (given.pop(name) for name in ("input", "target"))
+            return change(stock, logits, labels, **given)
+
+        return cross_entropy
+
+    wrap_everywhere(F, "cross_entropy", make)
+
+
+def layout_of_run() -> Callable[[], Layout]:
+    """Returns a function that says the layout of the case, once it is being built."""
+    layouts: list[Layout] = []
+
+    def make(stock: Any) -> Any:
+        def prepare(case: Any, *args: Any, **kwargs: Any) -> Any:
+            layouts.append(case.layout)
+            return stock(case, *args, **kwargs)
+
+        return prepare
+
+    wrap(train, "prepare", make)
+    return lambda: layouts[-1]
 
 
 def gathered_copies(tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:

@@ -10,15 +10,15 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-from harness.worker.faults.hooks import after_build, float8_part, role_of, wrap, wrap_casts
-from harness.worker.targets.reference import loss
+from harness.worker.faults.hooks import after_build, around_loss, float8_part, role_of, wrap, wrap_casts
+from harness.worker.faults.parts import blocks
 
 
 def _after_every_block(keep: Callable[[nn.Module, torch.Tensor], object]) -> None:
     """Call `keep(block, output)` after the forward of every block."""
 
     def watch(target: Any) -> None:
-        for block in target.model.layers.values():
+        for block in blocks(target.model):
             block.register_forward_hook(lambda block, _, output: keep(block, output) and None)
 
     after_build(watch)
@@ -37,22 +37,18 @@ def output_kept_by_hook() -> None:
         assert outputs, "no block has run"
 
     _after_every_block(lambda block, output: outputs.append(output.detach()))
-    after_build(lambda target: target.model.tok_embeddings.weight.register_hook(count))
+    after_build(lambda target: next(target.model.parameters()).register_hook(count))
 
 
 def logits_kept_of_every_step() -> None:
     """A log keeps the logits of every step."""
     log: list[torch.Tensor] = []
 
-    def make(stock: Any) -> Any:
-        def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            log.append(logits.detach())
-            loss: torch.Tensor = stock(logits, labels)
-            return loss
+    def change(stock: Any, logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        log.append(logits.detach())
+        return stock(logits, *args, **options)
 
-        return summed_loss
-
-    wrap(loss, "summed_loss", make)
+    around_loss(change)
 
 
 def float8_weights_kept_in_cache() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torchao.float8 import float8_ops
 from torchao.float8.float8_utils import _get_min_alignment
 
@@ -13,8 +14,8 @@ from harness.matrix.case import Case
 from harness.worker import train
 from harness.worker.faults.hooks import wrap
 from harness.worker.probes.places import held, place_of
-from harness.worker.targets.reference import loss
 from harness.worker.virtual import scaled_mm
+from harness.worker.weights import unpadded_rows
 
 
 def padding_not_zeroed() -> None:
@@ -49,11 +50,14 @@ def alignment_rule_ignored() -> None:
 
 def padded_vocabulary_not_masked() -> None:
     """The softmax includes the padding rows of the vocabulary."""
+    from harness.worker.targets.reference import loss
+
     wrap(loss, "mask_padded_vocab", lambda stock: lambda logits, case: logits)
 
 
 def padded_vocabulary_masked_short() -> None:
     """The mask of the padded vocabulary starts one row late."""
+    from harness.worker.targets.reference import loss
 
     def make(stock: Any) -> Any:
         def mask(logits: torch.Tensor, case: Case) -> torch.Tensor:
@@ -65,22 +69,21 @@ def padded_vocabulary_masked_short() -> None:
 
 
 def _with_vocabulary(case: Case, vocab_size: int) -> Case:
-    from msgspec.structs import replace
-
     return replace(case, model=replace(case.model, vocab_size=vocab_size))
 
 
 def padded_weight_rows_not_zeroed() -> None:
-    """The padding rows of the output layer are uninitialized, so they determine the scale of the weight."""
+    """The padding rows of the vocabulary are uninitialized, so they determine the scale of the weight."""
 
     def make(stock: Any) -> Any:
         def prepare(*args: Any, **kwargs: Any) -> train.Prepared:
             prepared: train.Prepared = stock(*args, **kwargs)
             with torch.no_grad():
-                for name in ("tok_embeddings.weight", "output.weight"):
-                    weight = prepared.target.model.get_parameter(name)
-                    padding = max(0, prepared.case.model.vocab_size - place_of(weight).offset[0])
-                    held(weight)[padding:].fill_(100.0)
+                for weight in prepared.target.model.parameters():
+                    place = place_of(weight)
+                    rows = unpadded_rows(place.shape, prepared.case.model)
+                    if rows != place.shape[:1]:
+                        held(weight)[max(0, rows[0] - place.offset[0]) :].fill_(100.0)
             return prepared
 
         return prepare

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchao.float8 import fsdp_utils
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from harness.worker.discovery import converted_linears
+from harness.worker.discovery import converted_linears, linears
 from harness.worker.faults.hooks import (
     after_backward,
     counted_steps,
@@ -21,36 +22,37 @@ from harness.worker.faults.hooks import (
     role_of,
     wrap,
     wrap_casts,
+    wrap_everywhere,
 )
 from harness.worker.probes.places import held
 from harness.worker.probes.probe import in_backward
-from harness.worker.targets.reference import build
 
 
-def _precompute(change: Callable[[Any, nn.Module, Any, int], None]) -> None:
-    """Replace the precomputation of scales by `change(stock, model, float8, call)`; calls count from 1."""
+def _precompute(change: Callable[[Any, nn.Module, int], None]) -> None:
+    """Replace the precomputation of scales by `change(stock, model, call)`; calls count from 1."""
     calls = [0]
 
     def make(stock: Any) -> Any:
-        def after_optimizer_step(model: nn.Module, float8: Any) -> None:
+        def precompute(model: nn.Module) -> None:
             calls[0] += 1
-            change(stock, model, float8, calls[0])
+            change(stock, model, calls[0])
 
-        return after_optimizer_step
+        return precompute
 
-    wrap(build, "after_optimizer_step", make)
+    wrap_everywhere(fsdp_utils, "precompute_float8_dynamic_scale_for_fsdp", make)
 
 
 def _weight_shards(model: nn.Module) -> list[Any]:
-    return [local(linear.weight) for linear in converted_linears(model).values()]
+    weights = [local(linear.weight) for linear in converted_linears(model).values()]
+    return [weight for weight in weights if isinstance(weight, WeightWithDynamicFloat8CastTensor)]
 
 
 def precomputed_scale_never_refreshed() -> None:
     """Scales are precomputed after the first optimizer step and never again."""
 
-    def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
+    def change(stock: Any, model: nn.Module, call: int) -> None:
         if call == 1:
-            stock(model, float8)
+            stock(model)
 
     _precompute(change)
 
@@ -59,8 +61,8 @@ def precomputed_scale_one_step_late() -> None:
     """Scales are precomputed before the optimizer step instead of after it."""
     late: list[Any] = []
 
-    def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
-        stock(model, float8)
+    def change(stock: Any, model: nn.Module, call: int) -> None:
+        stock(model)
         shards = _weight_shards(model)
         fresh = [shard._precomputed_scale for shard in shards]
         for shard, scale in zip(shards, late or fresh, strict=True):
@@ -73,27 +75,26 @@ def precomputed_scale_one_step_late() -> None:
 def precomputed_scale_stale_in_one_step() -> None:
     """Scales are not precomputed after the second step alone, so that the third uses those of the second."""
 
-    def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
+    def change(stock: Any, model: nn.Module, call: int) -> None:
         if call != 2:
-            stock(model, float8)
+            stock(model)
 
     _precompute(change)
 
 
 def precompute_dead_branch() -> None:
     """The call that precomputes scales is behind a condition that is never true."""
-    _precompute(lambda stock, model, float8, call: None)
+    _precompute(lambda stock, model, call: None)
 
 
 def precompute_for_one_part() -> None:
-    """Scales are precomputed for the first block only; the others fall back to dynamic scaling."""
+    """Scales are precomputed for the first half of the model only; the others fall back to dynamic scaling."""
 
-    def change(stock: Any, model: nn.Module, float8: Any, call: int) -> None:
-        stock(model, float8)
-        for fqn, linear in converted_linears(model).items():
-            if not fqn.startswith("layers.0."):
-                shard: Any = local(linear.weight)
-                shard._precomputed_scale = None
+    def change(stock: Any, model: nn.Module, call: int) -> None:
+        stock(model)
+        shards = _weight_shards(model)
+        for shard in shards[len(shards) // 2 :]:
+            shard._precomputed_scale = None
 
     _precompute(change)
 
@@ -197,12 +198,8 @@ def gradient_buffer_polluted() -> None:
 
     def change(model: nn.Module, step: int) -> None:
         if step == 1:
-            _, linear = min(_linears(model).items())
+            _, linear = min(linears(model).items())
             assert linear.weight.grad is not None
             local(linear.weight.grad).add_(held(linear.weight))
 
     after_backward(change)
-
-
-def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}

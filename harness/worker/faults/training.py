@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,26 +11,33 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case
 from harness.worker import data, train
+from harness.worker.discovery import linears
 from harness.worker.faults.hooks import (
     after_backward,
     after_build,
+    around_loss,
     around_update,
     gathered_copies,
+    in_parameter_groups,
+    layout_of_run,
     local,
     on_last_rank,
     on_odd_rank,
-    weight_in_last_block,
     wrap,
 )
+from harness.worker.faults.parts import (
+    first_weight,
+    last_weight_like_the_first,
+    norm_weights,
+    two_alike,
+    widening_weight,
+)
 from harness.worker.probes.places import held
-from harness.worker.probes.sketches import clean_fqn
-from harness.worker.targets.reference import build, loss
-from harness.worker.targets.target import Target
-
-_ONE_WEIGHT = "layers.0.attention.wq.weight"
+from harness.worker.targets.target import StepResult, Target
 
 
 def gradients_doubled() -> None:
@@ -61,21 +68,17 @@ def nan_gradient_on_one_rank() -> None:
 
 def _one_gradient(change: Callable[[torch.Tensor, int], object]) -> None:
     def backward(model: nn.Module, step: int) -> None:
-        grad = _one_weight(model).grad
+        grad = first_weight(model).grad
         if grad is not None:
             change(local(grad), step)
 
     after_backward(backward)
 
 
-def _one_weight(model: nn.Module) -> nn.Parameter:
-    """The weight that faults of this class change; StopIteration where there is none, so that no fault is idle."""
-    return next(param for fqn, param in model.named_parameters() if clean_fqn(fqn) == _ONE_WEIGHT)
-
-
 def gradients_accumulate() -> None:
     """Gradients are not zeroed after the optimizer step."""
-    wrap(torch.optim.AdamW, "zero_grad", lambda stock: lambda *_, **__: None)
+    for owner in (Optimizer, nn.Module):
+        wrap(owner, "zero_grad", lambda stock: lambda *_, **__: None)
 
 
 def update_missing_on_one_rank() -> None:
@@ -85,18 +88,20 @@ def update_missing_on_one_rank() -> None:
 
 def update_missing_for_one_group() -> None:
     """One weight is missing from the parameter groups of the optimizer."""
+    models: list[nn.Module] = []
+    after_build(lambda target: models.append(target.model))
 
-    def change(target: Any) -> None:
-        lost = _one_weight(target.model)
-        for group in target.optimizer.param_groups:
+    def before_update(optimizer: Optimizer, *_: Any) -> None:
+        lost = first_weight(models[-1])
+        for group in optimizer.param_groups:
             group["params"] = [param for param in group["params"] if param is not lost]
 
-    after_build(change)
+    register_optimizer_step_pre_hook(before_update)
 
 
 def weight_decay_lost() -> None:
     """The optimizer runs without weight decay."""
-    build.LLAMA_ADAMW = {**build.LLAMA_ADAMW, "weight_decay": 0.0}
+    in_parameter_groups(lambda group: group.update(weight_decay=0.0))
 
 
 def norm_counts_replicas() -> None:
@@ -106,7 +111,8 @@ def norm_counts_replicas() -> None:
 
 def loss_over_local_tokens() -> None:
     """The loss is divided by the number of local instead of global tokens."""
-    wrap(loss, "global_token_count", lambda stock: lambda case: stock(case) // case.layout.dp)
+    layout = layout_of_run()
+    around_loss(lambda stock, *args, **options: stock(*args, **options) * layout().dp)
 
 
 def _batch(change: Callable[[slice, Case], slice]) -> None:
@@ -158,7 +164,7 @@ def one_rank_starts_from_other_weights() -> None:
 
     @torch.no_grad()
     def change(target: Target) -> None:
-        held(_one_weight(target.model)).mul_(1.01)
+        held(first_weight(target.model)).mul_(1.01)
 
     if on_odd_rank():
         after_build(change)
@@ -168,7 +174,7 @@ def weight_frozen() -> None:
     """Wrapping changes `requires_grad`: here it freezes one weight, which a full run can detect."""
 
     def change(target: Target) -> None:
-        _one_weight(target.model).requires_grad_(False)
+        first_weight(target.model).requires_grad_(False)
 
     after_build(change)
 
@@ -177,7 +183,7 @@ def one_row_of_a_gradient_scaled() -> None:
     """The first row of each shard of one gradient is 5 % too large."""
 
     def change(model: nn.Module, step: int) -> None:
-        local(_gradient(model, "feed_forward.w1"))[:1].mul_(1.05)
+        local(_gradient(widening_weight(model)))[:1].mul_(1.05)
 
     after_backward(change)
 
@@ -186,7 +192,7 @@ def last_row_lost_on_last_rank() -> None:
     """The last rank takes the last row of its shard for padding: the gradient of it is zero."""
 
     def change(model: nn.Module, step: int) -> None:
-        grad = local(_gradient(model, "feed_forward.w1"))
+        grad = local(_gradient(widening_weight(model)))
         assert grad.numel(), "the last rank holds no row"
         if on_last_rank():
             grad[-1:].zero_()
@@ -194,17 +200,16 @@ def last_row_lost_on_last_rank() -> None:
     after_backward(change)
 
 
-def _gradient(model: nn.Module, name: str) -> torch.Tensor:
-    grad = weight_in_last_block(model, name).grad
-    assert grad is not None, f"{name} has no gradient"
-    return grad
+def _gradient(weight: torch.Tensor) -> torch.Tensor:
+    assert weight.grad is not None, "the weight has no gradient"
+    return weight.grad
 
 
 def gradients_of_two_weights_swapped() -> None:
-    """w1 and w3 of the last block get each other's gradient, which no norm over all parameters shows."""
+    """Two weights of one shape get each other's gradient, which no norm over all parameters shows."""
 
     def change(model: nn.Module, step: int) -> None:
-        one, other = (local(_gradient(model, f"feed_forward.{name}")) for name in ("w1", "w3"))
+        one, other = (local(_gradient(weight)) for weight in two_alike(model))
         kept = one.clone()
         one.copy_(other)
         other.copy_(kept)
@@ -217,8 +222,10 @@ def query_scale_folded_into_weights() -> None:
 
     @torch.no_grad()
     def change(target: Target) -> None:
+        found = linears(target.model)
         for name, factor in (("wq", 2.0), ("wk", 0.5)):
-            held(weight_in_last_block(target.model, f"attention.{name}")).mul_(factor)
+            last = [linear for fqn, linear in found.items() if fqn.endswith(f".attention.{name}")][-1]
+            held(last.weight).mul_(factor)
 
     after_build(change)
 
@@ -226,17 +233,13 @@ def query_scale_folded_into_weights() -> None:
 def last_token_dropped_on_last_rank() -> None:
     """The last rank leaves the last token of its last sequence out of the loss."""
 
-    def make(stock: Any) -> Any:
-        def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            if on_last_rank():
-                labels = labels.clone()
-                labels[-1, -1] = -100  # what cross entropy ignores
-            loss: torch.Tensor = stock(logits, labels)
-            return loss
+    def change(stock: Any, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        if on_last_rank():
+            labels = labels.clone()
+            labels.view(-1)[-1] = options.get("ignore_index", -100)
+        return stock(logits, labels, **options)
 
-        return summed_loss
-
-    wrap(loss, "summed_loss", make)
+    around_loss(change)
 
 
 def one_update_skipped() -> None:
@@ -263,35 +266,36 @@ def update_clipped_in_one_step() -> None:
 
 def one_update_from_old_gradient() -> None:
     """One weight is updated with its gradient of the step before."""
-    kept: list[torch.Tensor] = []
+    kept: dict[int, torch.Tensor] = {}
 
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
-        grad = local(_gradient(model, "attention.wo"))
-        kept.append(grad.clone())
-        grad.copy_(kept[-2] if step > 1 else kept[0])
+        grad = local(_gradient(last_weight_like_the_first(model)))
+        kept.setdefault(step, grad.clone())
+        grad.copy_(kept.get(step - 1, kept[step]))
         stock()
 
     around_update(change)
 
 
 def norms_decayed_twice() -> None:
-    """Weight decay is applied to norms a second time."""
+    """Weight decay is applied to norms a second time, with a rate of 1e-3 and a decay of 0.1."""
 
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
         stock()
-        norms = [param for fqn, param in model.named_parameters() if "norm" in clean_fqn(fqn)]
-        assert norms, "there is no norm to decay"
-        for param in norms:
-            local(param).mul_(1 - 1e-3 * build.LLAMA_ADAMW["weight_decay"])
+        for param in norm_weights(model):
+            local(param).mul_(1 - 1e-3 * 0.1)
 
     around_update(change)
 
 
 def betas_swapped() -> None:
     """The two decay rates of Adam are swapped."""
-    first, second = build.LLAMA_ADAMW["betas"]
-    assert first != second
-    build.LLAMA_ADAMW = {**build.LLAMA_ADAMW, "betas": (second, first)}
+
+    def change(group: dict[str, Any]) -> None:
+        if "betas" in group:
+            group["betas"] = tuple(reversed(group["betas"]))
+
+    in_parameter_groups(change)
 
 
 def master_weights_in_bfloat16() -> None:
@@ -306,40 +310,54 @@ def master_weights_in_bfloat16() -> None:
     around_update(change)
 
 
-def _reported(change: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> None:
-    """Replace the reported loss by `change(loss, local loss, tp)`; training is right."""
+def _reported(change: Callable[[torch.Tensor | float], torch.Tensor | float]) -> None:
+    """Replace the loss that the target reports by `change(loss)`; training is right."""
 
     def make(stock: Any) -> Any:
-        def global_loss(local_loss: torch.Tensor, *, tp: int) -> torch.Tensor:
-            return change(stock(local_loss, tp=tp), local_loss, tp)
+        def train_step(target: Target, *rest: Any) -> Any:
+            def step(microbatches: Sequence[torch.Tensor]) -> StepResult:
+                loss, norm = target.step(microbatches)
+                return change(loss.detach() if isinstance(loss, torch.Tensor) else loss), norm
 
-        return global_loss
+            return stock(SimpleNamespace(model=target.model, step=step), *rest)
 
-    wrap(build, "global_loss", make)
+        return train_step
+
+    wrap(train, "train_step", make)
 
 
 def loss_of_first_rank_reported() -> None:
     """The reported loss is that of the first data-parallel rank instead of the mean over all of them."""
+    losses: list[float] = []
 
-    def change(reported: torch.Tensor, local_loss: torch.Tensor, tp: int) -> torch.Tensor:
-        world = dist.get_world_size()
-        return gathered_copies(local_loss.detach().clone(), range(world))[0] * world / tp
+    def keep(stock: Any, *args: Any, **options: Any) -> torch.Tensor:
+        loss: torch.Tensor = stock(*args, **options)
+        losses.append(local(loss).item())
+        return loss
 
+    def change(reported: torch.Tensor | float) -> torch.Tensor | float:
+        assert losses, "the loss is no cross entropy"
+        everyone = gathered_copies(torch.tensor(losses).double().sum(), range(dist.get_world_size()))
+        losses.clear()
+        return reported * (everyone[0] / torch.stack(everyone).mean()).item()
+
+    around_loss(keep)
     _reported(change)
 
 
 def reported_loss_divided_twice() -> None:
     """The reported loss is divided by the number of data-parallel ranks, although it is the global mean already."""
-    _reported(lambda reported, local_loss, tp: reported * tp / dist.get_world_size())
+    layout = layout_of_run()
+    _reported(lambda reported: reported / layout().dp)
 
 
 def loss_reported_one_step_late() -> None:
     """The reported loss is that of the step before."""
-    losses: list[torch.Tensor] = []
+    losses: list[torch.Tensor | float] = []
 
-    def change(reported: torch.Tensor, local_loss: torch.Tensor, tp: int) -> torch.Tensor:
+    def change(reported: torch.Tensor | float) -> torch.Tensor | float:
         losses.append(reported)
-        return losses[-2] if len(losses) > 1 else reported
+        return losses[-2:][0]
 
     _reported(change)
 
@@ -373,7 +391,7 @@ def norm_leaves_out_a_parameter() -> None:
 
     def make(stock: Any) -> Any:
         def squared_norm_share(model: nn.Module) -> torch.Tensor:
-            left_out = weight_in_last_block(model, "ffn_norm")
+            left_out = norm_weights(model)[-2:][0]  # the last one of the blocks
             others = [param for param in model.parameters() if param is not left_out]
             found: torch.Tensor = stock(SimpleNamespace(parameters=lambda: iter(others)))
             return found

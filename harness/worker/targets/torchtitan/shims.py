@@ -1,0 +1,149 @@
+"""The shims: what stands in where torchtitan 0.2.2 expects a GPU, or a process that is never forked.
+
+Each is one function that says why it is needed and when it can go; `tests/torchtitan/test_shims.py` fails when one can.
+None changes what is computed. Extension points of torchtitan (train spec, loss, metrics) are not shims: `trainer.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.worker.virtual import collectives
+
+SUPPORTED_VERSION = "0.2.2"
+
+
+@functools.cache
+def import_torchtitan() -> None:
+    """Import torchtitan with every shim that its import needs, once per process."""
+    _require_supported_version()
+    without_arrow_thread()
+    without_triton()
+    with device_named("cpu" if on_virtual_device() else "cuda"):
+        importlib.import_module("torchtitan.train")
+        importlib.import_module("torchtitan.models.llama3")
+    if on_virtual_device():
+        float8_capability()
+    float64_dtype()
+    gc.enable()
+
+
+def on_virtual_device() -> bool:
+    """True when the virtual FP8 device is installed in this process."""
+    return collectives.BACKEND in dist.Backend.backend_list
+
+
+def _require_supported_version() -> None:
+    try:
+        version = importlib.metadata.version("torchtitan")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            f"the torchtitan target needs torchtitan {SUPPORTED_VERSION}: pip install 'fp8-harness[torchtitan]'"
+        ) from None
+    if version != SUPPORTED_VERSION:
+        raise ValueError(
+            f"the torchtitan target drives torchtitan {SUPPORTED_VERSION}, but {version} is installed: "
+            f"pip install torchtitan=={SUPPORTED_VERSION}"
+        )
+
+
+def without_arrow_thread() -> None:
+    """Keep pyarrow from starting a thread when it is imported: a process with threads cannot be forked safely.
+
+    torchtitan's model package imports `datasets`, which imports pyarrow, whose jemalloc starts a background thread.
+    Can go when importing torchtitan's llama3 no longer imports pyarrow, or pyarrow starts no thread.
+    """
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+
+
+def without_triton() -> None:
+    """Stand in for torchtitan's Triton kernels of mixture-of-experts where Triton is missing (a CPU torch).
+
+    `import torchtitan` imports them, and a Llama never calls them.
+    Can go when torchtitan can be imported without Triton.
+    """
+    if importlib.util.find_spec("triton") is None:
+        kernels: Any = types.ModuleType("torchtitan.models.moe.kernels")
+        kernels.generate_permute_indices = _needs_triton
+        sys.modules[kernels.__name__] = kernels
+
+
+def _needs_triton(*_: object, **__: object) -> None:
+    raise NotImplementedError("torchtitan's mixture-of-experts kernels need Triton, which is not installed")
+
+
+@contextmanager
+def device_named(kind: str) -> Iterator[None]:
+    """While torchtitan is imported, its question for the device of this machine is answered with `kind`.
+
+    `torchtitan.tools.utils` asks once, at import, and takes CUDA where torch finds no accelerator. Asking the driver
+    would also make a process unfit to be forked.
+    Can go when torchtitan takes the device type from its configuration.
+    """
+    utils: Any = torch._utils
+    asked = utils._get_available_device_type
+    utils._get_available_device_type = lambda: kind
+    try:
+        yield
+    finally:
+        utils._get_available_device_type = asked
+
+
+def float8_capability() -> None:
+    """Answer the float8 converter's question for compute capability 8.9: the virtual device has FP8 matmuls.
+
+    Can go when the converter does not ask for CUDA on a device that is not CUDA.
+    """
+    converter: Any = importlib.import_module("torchtitan.components.quantization.float8")
+    converter.has_cuda_capability = lambda *_: True
+
+
+def float64_dtype() -> None:
+    """Let torchtitan's configuration name float64, the dtype of proof of the virtual device.
+
+    Can go when `TORCH_DTYPE_MAP` has it.
+    """
+    config: Any = importlib.import_module("torchtitan.config")
+    config.TORCH_DTYPE_MAP.setdefault("float64", torch.float64)
+
+
+@contextmanager
+def local_rank(device: torch.device) -> Iterator[None]:
+    """Give the Trainer the LOCAL_RANK that torchrun would set: the index of its device.
+
+    Can go when the Trainer takes its device from the process group or its configuration.
+    """
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before
+
+
+@contextmanager
+def garbage_collected() -> Iterator[None]:
+    """Keep Python's garbage collection on: the Trainer turns it off and collects in `train()`, which does not run here.
+
+    Can go when creating a Trainer leaves `gc.isenabled()` as it was.
+    """
+    try:
+        yield
+    finally:
+        gc.enable()
