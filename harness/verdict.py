@@ -74,6 +74,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     expected: str | None = None
     found: str | None = None
     size: float | None = None  # how far off: relative for gradients and parameters, nats for a loss; None: no distance
+    fix: str | None = None  # what to do about it, where that is known
 
     @property
     def judged(self) -> bool:

@@ -25,10 +25,12 @@ from harness.checks import (
     matmuls,
     memory,
     metamorphic,
+    model,
     parity,
     recompute,
     scales,
     signature,
+    tokens,
     traffic,
 )
 from harness.verdict import Finding, Verdict
@@ -63,12 +65,15 @@ CAUSES = (
             Told(finite.NAME, verdict=Verdict.INVARIANT),
             Told(loss_vs_golden.NAME, " than the golden"),
             Told(parity.NAME, "wrong tokens"),
+            Told(tokens.NAME),
+            Told(model.NAME, "buffer "),
         ),
     ),
     Stage(
         "the model that was built",
         "what is not converted, checkpointed, sharded or compiled as asked casts, sends and keeps something else",
         (
+            Told(model.NAME),
             Told(fp8_on.NAME),
             Told(alignment.NAME),
             Told(recompute.NAME, "was not recomputed"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from harness.checks.advice import advice
 from harness.checks.ranks import format_ranks
-from harness.checks.stacks import Place, main_stack, place_of
+from harness.checks.stacks import OwnFrame, Place, main_stack, own_frame, place_of
 from harness.trace import RankFailure, Run
 from harness.verdict import Finding
 
@@ -16,16 +17,19 @@ _CALLED = ",\n    called from "
 
 
 class _Kind(NamedTuple):
-    """What ranks that failed alike have in common. `place` is that of a rank that is stuck."""
+    """What ranks that failed alike have in common. `place`: of a rank that is stuck; `own`: of one that raised."""
 
     kind: str
     phase: str
     message: str
     place: Place | None
+    own: OwnFrame | None
 
     def __str__(self) -> str:
         backward = ", backward" if self.place is not None and self.place.backward else ""
-        return f"{self.kind}{f' in {self.phase}' if self.phase else ''}{backward}: {self.place or self.message}"
+        at = f", at {self.own}" if self.own is not None else ""
+        what = self.place or f"{advice(self.message).what}{at}"
+        return f"{self.kind}{f' in {self.phase}' if self.phase else ''}{backward}: {what}"
 
     @property
     def found(self) -> str:
@@ -55,6 +59,7 @@ def failures(run: Run, status: str) -> tuple[Finding, ...]:
             rank=ranks[0],
             expected="every rank returns",
             found=kind.found,
+            fix=advice(kind.message).fix,
         )
         for index, (kind, ranks) in enumerate(groups)
     )
@@ -64,7 +69,8 @@ def _groups(causes: Iterable[RankFailure]) -> list[tuple[_Kind, list[int]]]:
     groups: dict[_Kind, list[int]] = {}
     for failure in sorted(causes, key=lambda failure: failure.rank):
         place = place_of(main_stack(failure.traceback)) if failure.kind == "stuck" else None
-        groups.setdefault(_Kind(failure.kind, failure.phase, failure.message, place), []).append(failure.rank)
+        own = own_frame(failure.traceback) if failure.kind == "raised" else None
+        groups.setdefault(_Kind(failure.kind, failure.phase, failure.message, place, own), []).append(failure.rank)
     stuck = any(kind.place for kind in groups)
     return sorted(groups.items(), key=lambda group: (group[0].waits, len(group[1]))) if stuck else list(groups.items())
 

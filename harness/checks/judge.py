@@ -31,10 +31,12 @@ from harness.checks import (
     matmuls,
     memory,
     metamorphic,
+    model,
     parity,
     recompute,
     scales,
     signature,
+    tokens,
     traffic,
 )
 from harness.checks.causes import by_cause
@@ -67,6 +69,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     needs_signature: bool = False  # it compares with what was recorded, where that was done with these versions
     needs_relation: bool = False  # it compares with a partner, which not every case has
     judges_partner: bool = False  # it judges the partner of a compiled case, whose modules cannot be recorded
+    absent: str | None = None  # why ranks may lack the record, where they record it unasked
 
     def record_of(self, expect: Expectations) -> str | None:
         """The field of `RankTrace` that it reads of a run; None where it reads none, or the partner's."""
@@ -78,6 +81,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 CHECKS: tuple[Check, ...] = (
     Check(name=finite.NAME, function=finite.check_finite),
     Check(name=loss_vs_golden.NAME, function=loss_vs_golden.check_loss_vs_golden),
+    Check(name=tokens.NAME, function=tokens.check_tokens, record="inputs", absent="the model is not called as a whole"),
+    Check(name=model.NAME, function=model.check_model, record="model", absent="it is not known what the ranks built"),
     Check(name=fp8_on.NAME, function=fp8_on.check_fp8_on),
     Check(name=matmuls.NAME, function=matmuls.check_matmuls, formula="matmuls"),
     Check(name=parity.NAME, function=parity.check_parity, record="sketches"),
@@ -218,7 +223,7 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
     record = check.record_of(witnesses.expect)
     if record is not None and _is_missing(check, run, witnesses):
         if record not in witnesses.records:
-            return f"the ranks were not asked to record {_noun(record)}"
+            return check.absent or f"the ranks were not asked to record {_noun(record)}"
         if record in witnesses.expect.not_recorded:
             return witnesses.expect.not_recorded[record]
     if check.name in witnesses.expect.not_judged:

@@ -117,7 +117,7 @@ def _disagreement(run: Run) -> list[Finding]:
                     message=f"ranks report different global losses from step {steps[0].step} on",
                     step=steps[0].step,
                     rank=list(groups.values())[1][0],
-                    expected="the same loss on every rank",
+                    expected="the same loss on every rank: the mean over the global batch",
                     found="; ".join(f"{format_ranks(r)}: {float.fromhex(loss)!r}" for loss, r in groups.items()),
                 )
             ]

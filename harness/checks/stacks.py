@@ -13,6 +13,10 @@ from typing import NamedTuple
 LAST_OUTPUT = "last output:"  # ends the stacks in the traceback of a failure; what the rank printed follows
 
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_RAISED_AT = re.compile(r'  File "(.+)", line (\d+), in (.+)')  # as a traceback writes it, not faulthandler
+_FOREIGN = re.compile(
+    r"^<|(^|/)(harness/(engine|worker|matrix|trace|request)|site-packages|dist-packages|python3\.\d+)/"
+)
 _ENGINE = re.compile(r"(^|/)harness/engine/")
 _COLLECTIVES = re.compile(r"(^|/)torch/distributed/(_functional_collectives|distributed_c10d)\.py$")
 _KERNELS = re.compile(r"(^|/)harness/worker/virtual/(collectives|symm_mem)\.py$")
@@ -35,6 +39,18 @@ class Frame(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.function} ({_FOLDER.sub('', _INSTALLED.sub('', self.file))}:{self.line})"
+
+
+class OwnFrame(NamedTuple):
+    """The innermost call of a traceback that is in files of the user. `code`: its line, empty where it is not known."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}" + (f": {self.code}" if self.code else "")
 
 
 class Place(NamedTuple):
@@ -63,6 +79,18 @@ def main_stack(dump: str) -> tuple[Frame, ...]:
         elif found := _FRAME.fullmatch(line):
             threads[-1].append(Frame(found[1], int(found[2]), found[3]))
     return tuple(next((frames for frames in reversed(threads) if frames), ()))
+
+
+def own_frame(traceback: str) -> OwnFrame | None:
+    """The innermost call of a Python traceback that is neither of the harness nor of an installed package."""
+    lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
+    calls = [(index, found) for index, line in enumerate(lines) if (found := _RAISED_AT.fullmatch(line))]
+    own = [(index, found) for index, found in calls if not _FOREIGN.search(found[1])]
+    if not own:
+        return None
+    index, found = own[-1]
+    code = lines[index + 1].strip() if lines[index + 1 : index + 2] and lines[index + 1].startswith("    ") else ""
+    return OwnFrame(file=found[1], line=int(found[2]), function=found[3], code=code)
 
 
 def place_of(stack: Sequence[Frame]) -> Place | None:

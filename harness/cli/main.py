@@ -27,6 +27,7 @@ _COMMANDS = {
     "tolerance": "harness.cli.tolerance:tolerance",
     "conformance": "harness.cli.conformance:conformance_command",
     "power": "harness.cli.power:power_command",
+    "target": "harness.cli.target:target",
     "tier": "harness.cli.tier:tier",
     "diff": "harness.cli.diff:diff_command",
     "cache": "harness.cli.cache:cache",

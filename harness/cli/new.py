@@ -67,18 +67,26 @@ def new_command(*, file: Path | None, as_id: bool, schema: bool, force: bool, **
     if as_id:
         click.echo(case_id(case))
         return
-    if file is None or file.suffix != ".toml":
+    if file is None:
         raise HarnessError("there is no file to write to.", where="new", fix="give FILE.toml, or --id.")
-    if file.exists() and not force:
-        raise HarnessError("this file exists.", where=str(file), fix="name another one, or give --force.")
-    command = shlex.join(["fp8-harness", "run", str(file)])
-    write_whole(file, write_case(case, schema=_schema_of(file), command=command).encode())
+    command = write_new_case(file, case, force=force)
     click.echo(f"{file}: {case_id(case)}")
     refusal = expected_refusal(case)
     if refusal is not None:
         click.echo(f"it must be refused: {refusal.reason}")
     click.echo(f"what it needs: {explain_case(case_id(case))}")
     click.echo(f"run it:        {command}")
+
+
+def write_new_case(file: Path, case: Case, *, force: bool) -> str:
+    """Write a commented file of this case. Returns the command that runs it; HarnessError for a file that exists."""
+    if file.suffix != ".toml":
+        raise HarnessError("there is no file to write to.", where=str(file), fix="give FILE.toml.")
+    if file.exists() and not force:
+        raise HarnessError("this file exists.", where=str(file), fix="name another one, or give --force.")
+    command = shlex.join(["fp8-harness", "run", str(file)])
+    write_whole(file, write_case(case, schema=_schema_of(file), command=command).encode())
+    return command
 
 
 def _case(axes: dict[str, object]) -> Case:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,13 +36,28 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def thread_names() -> tuple[str, ...]:
-    """Names of all threads of this process, including those of C libraries, sorted."""
+def other_threads() -> tuple[str, ...]:
+    """All threads of this process but the main one, sorted: those of C libraries by name, those of Python with code."""
+    python = {thread.native_id: thread for thread in threading.enumerate()}
     names = []
     for task in (_PROC / "self" / "task").iterdir():
+        if int(task.name) == os.getpid():
+            continue
+        thread = python.get(int(task.name))
         with suppress(OSError):
-            names.append((task / "comm").read_text().strip())
+            names.append((task / "comm").read_text().strip() if thread is None else f"{thread.name}{_code_of(thread)}")
     return tuple(sorted(names))
+
+
+def _code_of(thread: threading.Thread) -> str:
+    """Where the outermost call of a thread outside of `threading` is, which tells the library that started it."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    calls = []
+    while frame is not None:
+        calls.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    own = [call for call in calls if not call.startswith(threading.__file__)]
+    return f" ({own[-1]})" if own else ""
 
 
 def open_fds() -> frozenset[int]:

@@ -84,9 +84,9 @@ class Supervisor:
 
     def start(self, keep_fds: frozenset[int]) -> None:
         """Fork all ranks. An error here ends the job as `infra`."""
-        threads = linux.thread_names()
-        if len(threads) > 1:
-            self.abort(f"the zygote must be single-threaded to fork, but it has these threads: {', '.join(threads)}")
+        threads = linux.other_threads()
+        if threads:
+            self.abort(f"the zygote must be single-threaded to fork, but it also has: {', '.join(threads)}")
             return
         try:
             JobFolder(Path(self.job.folder)).prepare()

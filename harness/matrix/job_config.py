@@ -17,6 +17,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import MODEL_PRESETS, Case
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
+from harness.matrix.rules import exclusions
 from harness.matrix.targets import TORCHTITAN
 
 MAX_RANKS = 8  # that fit on two cores
@@ -105,13 +106,17 @@ def _imported(config: _Config, *, where: str, ranks: int | None) -> Imported:
     _refuse(config, where)
     values: dict[str, object] = {"target": TORCHTITAN, **_layout(config, notes, ranks, where)}
     values |= _model(config, notes, int(str(values["tp"])))
-    values |= _float8(config, notes, where)
+    values |= _float8(config, notes, where, shards=values["dp_shard"] != 1)
     values |= _checkpointing(config, where)
     values |= _compile(config, notes, values)
     values |= _training(config, notes, values)
     unread = sorted(name for name in config.values if name not in config.read and not name.startswith(_NEUTRAL))
     notes += [f"{name} = {config.values[name]}: no case has it" for name in unread]
-    return Imported(case_from_axes(values), tuple(notes))
+    case = case_from_axes(values)
+    for rule in exclusions(case):
+        fix = f"change {' or '.join(rule.axes)}."
+        raise HarnessError(f"no case has it: {rule.reason}.", where=where, fix=fix)
+    return Imported(case, tuple(notes))
 
 
 # What changes neither what is computed nor how.
@@ -174,7 +179,7 @@ def _model(config: _Config, notes: list[str], tp: int) -> dict[str, object]:
     return {"heads": heads, "kv_heads": heads} if heads != tiny.heads else {}
 
 
-def _float8(config: _Config, notes: list[str], where: str) -> dict[str, object]:
+def _float8(config: _Config, notes: list[str], where: str, *, shards: bool) -> dict[str, object]:
     converters = config("model.converters", [])
     converters = [converters] if isinstance(converters, str) else list(converters)
     others = [name for name in converters if not name.endswith("float8")]
@@ -194,6 +199,9 @@ def _float8(config: _Config, notes: list[str], where: str) -> dict[str, object]:
     lost = [entry for entry in filters if entry not in kept and entry not in OUTPUT_FQN]
     notes += [f"filter_fqns {entry}: matches no linear of the Llama" for entry in lost]
     gathers = bool(option.get("enable_fsdp_float8_all_gather"))
+    if gathers and not shards:
+        notes.append("enable_fsdp_float8_all_gather: without shards nothing is gathered")
+        gathers = False
     return {
         "recipe": option.get("recipe_name") or "tensorwise",
         "fp8_all_gather": gathers,
@@ -228,7 +236,7 @@ def _compile(config: _Config, notes: list[str], layout: Mapping[str, object]) ->
             notes.append("async TP without compiled blocks is plain TP")
         return {"async_tp": False}
     if backend == "inductor":
-        notes.append("compile.backend = inductor: graphs are executed here; `--compile inductor` generates code")
+        notes.append("compile.backend = inductor: graphs are executed here; compile = inductor generates code")
     # torchtitan hands a compiled block the output of the embedding while it is still being gathered.
     return {"compile": "graph", "wait_for_embedding": False} if layout["tp"] != 1 else {"compile": "graph"}
 

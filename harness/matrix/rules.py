@@ -13,7 +13,7 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, linear_fqns, shard_sizes
-from harness.matrix.targets import is_llama
+from harness.matrix.targets import TORCHTITAN, is_llama
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
@@ -251,6 +251,40 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/fx_passes/micro_pipeline_tp.py",
         axes=("async_tp", "sequence_parallel", "tp"),
         when=lambda case: case.layout.async_tp and not case.layout.sequence_parallel,
+    ),
+    Exclusion(
+        name="torchtitan_shards_sequences",
+        reason="torchtitan's TP plan always shards norms over the sequence: sequence_parallel must be true",
+        source=f"{_TORCHTITAN}/models/llama3/infra/parallelize.py",
+        axes=("target", "sequence_parallel", "tp"),
+        when=lambda case: case.target == TORCHTITAN and not case.layout.sequence_parallel,
+    ),
+    Exclusion(
+        name="torchtitan_pads_no_matmul",
+        reason="torchtitan's float8 converter has no option for pad_inner_dim",
+        source=f"{_TORCHTITAN}/components/quantization/float8.py",
+        axes=("target", "pad_inner_dim", "recipe"),
+        when=lambda case: case.target == TORCHTITAN and case.float8.pad_inner_dim,
+    ),
+    Exclusion(
+        name="torchtitan_chooses_symm_mem",
+        reason="torchtitan has no option for the form of the fused operators: symm_mem keeps its default",
+        source=f"{_TORCHTITAN}/distributed/tensor_parallel.py",
+        axes=("target", "symm_mem", "async_tp", "tp"),
+        when=lambda case: case.target == TORCHTITAN and case.layout.symm_mem == "fallback",
+    ),
+    Exclusion(
+        name="torchtitan_waits_for_no_embedding",
+        reason="torchtitan hands a compiled block the output of the embedding unfinished: wait_for_embedding must be "
+        "false with TP",
+        source=f"{_TORCHTITAN}/models/llama3/infra/parallelize.py",
+        axes=("target", "wait_for_embedding", "compile", "tp"),
+        when=lambda case: (
+            case.target == TORCHTITAN
+            and case.compile != "none"
+            and case.layout.tp > 1
+            and case.layout.wait_for_embedding
+        ),
     ),
 )
 

@@ -41,9 +41,9 @@ def place(finding: Finding) -> str:
 
 
 def finding_text(finding: Finding) -> str:
-    """A finding on several lines: check, place and message, then expected and found."""
+    """A finding on several lines: check, place and message, then expected, found and what to do."""
     where = f" [{place(finding)}]" if place(finding) else ""
-    values = (("expected", finding.expected), ("found", finding.found))
+    values = (("expected", finding.expected), ("found", finding.found), ("fix", finding.fix))
     lines = [
         f"{finding.check}{where}: {finding.message}",
         *(f"  {name}: {value}" for name, value in values if value is not None),

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from harness.checks.advice import advice
 from harness.checks.judge import Judgement, run_from_outcome
 from harness.durable import WriteFailed
 from harness.engine.messages import JobOutcome, JobStatus
@@ -168,7 +169,8 @@ def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement
     """With the engine's own words when the job failed but no rank did: nothing else says why."""
     if outcome.status == "ok" or run.failures or not outcome.message:
         return judgement
-    return msgspec.structs.replace(judgement, findings=(Finding(check="engine", message=outcome.message),))
+    told = advice(outcome.message)
+    return msgspec.structs.replace(judgement, findings=(Finding(check="engine", message=told.what, fix=told.fix),))
 
 
 def _broken_judgement(error: Exception) -> Judgement:

@@ -5,7 +5,8 @@ Owns how the sources combine. Reading files and expanding the matrix is `matrix/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -74,12 +75,7 @@ def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
 
 def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
     """The cases a query asks for, each once, in the order of its sources; HarnessError when there are none."""
-    named = [_runnable_case(text) for text in query.case_ids]
-    for source in query.sources:
-        if source not in project.tiers:
-            _refuse_case_id(source)
-    selections = select_sources(project, query)
-    cases = trained_by(query.target, [*named, *(case for selection in selections for case in selection.cases)])
+    cases = trained_by(query.target, _asked(project, query))
     chosen = tuple(filter(_wanted(query.expressions), cases))
     if not chosen:
         raise NothingSelected(
@@ -88,6 +84,24 @@ def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
             fix=f"widen the selection; `{list_cases(query.effective_sources)}` shows it.",
         )
     return chosen
+
+
+def excluded_by_target(project: Project, query: Query) -> Mapping[str, int]:
+    """By the reason, the number of cases that a query asks for and its target cannot train."""
+    if query.target is None:
+        return {}
+    found = (exclusions(case) for case in _with_target(query.target, _asked(project, query)))
+    return Counter(rules[0].reason for rules in found if rules)
+
+
+def _asked(project: Project, query: Query) -> list[Case]:
+    """The cases of the ids and sources of a query, whatever trains them."""
+    named = [_runnable_case(text) for text in query.case_ids]
+    for source in query.sources:
+        if source not in project.tiers:
+            _refuse_case_id(source)
+    selections = select_sources(project, query)
+    return [*named, *(case for selection in selections for case in selection.cases)]
 
 
 def _runnable_case(text: str) -> Case:
@@ -119,12 +133,15 @@ def _wanted(expressions: Sequence[str]) -> Callable[[Case], bool]:
 def trained_by(target: str | None, cases: Sequence[Case]) -> tuple[Case, ...]:
     """The cases, each once, with this target in place of their own; without those that it excludes."""
     if target is not None:
-        if not NAME.fullmatch(target):
-            fix = f"use one of {', '.join(MODULES)}, or the dotted name of a module."
-            raise HarnessError("not the name of a target.", where=f"--target {target}", fix=fix)
-        cases = [msgspec.structs.replace(case, target=target) for case in cases]
-        cases = [case for case in cases if not exclusions(case)]
+        cases = [case for case in _with_target(target, cases) if not exclusions(case)]
     return tuple({case_id(case): case for case in cases}.values())
+
+
+def _with_target(target: str, cases: Sequence[Case]) -> tuple[Case, ...]:
+    if not NAME.fullmatch(target):
+        fix = f"use one of {', '.join(MODULES)}, or the dotted name of a module."
+        raise HarnessError("not the name of a target.", where=f"--target {target}", fix=fix)
+    return tuple({replaced: None for case in cases if (replaced := msgspec.structs.replace(case, target=target))})
 
 
 def _describe(query: Query) -> str:

@@ -45,6 +45,14 @@ def check_targets(targets: Iterable[str], root: Path) -> None:
             )
 
 
+def target_file(target: str, root: Path) -> str:
+    """The file of the module of a target; the name of the module where it is found in no file."""
+    names = module_of(target).split(".")
+    folders = search_path(root)
+    endings = ("/".join(names) + ".py", "/".join((*names, "__init__.py")))
+    return next((str(path) for path in _files(target, folders) if path.as_posix().endswith(endings)), target)
+
+
 @functools.cache
 def target_digest(target: str, root: Path) -> str:
     """A digest of what a target computes with, besides torch and the harness; empty for the reference target."""

@@ -129,6 +129,11 @@ class WitnessCache:
         self._made_here.append(WitnessMade(name=f"replay {case_id(case)}", cpu_s=outcome.cpu_s))
         return run_from_outcome(outcome) if outcome.status == "ok" else None
 
+    def unprobed(self, case: Case) -> Run | None:
+        """The run of this case without probes; never kept. None when it did not finish."""
+        outcome = self._executor.execute_plain(case)
+        return None if outcome is None or outcome.status != "ok" else run_from_outcome(outcome)
+
     def _witness(
         self,
         witness: Case,

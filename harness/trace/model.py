@@ -26,6 +26,18 @@ class Parameter(Record, frozen=True, kw_only=True):
     local_elements: int
     axes: tuple[str, ...]  # mesh axes that it is distributed over, sharded or replicated
     trained: bool  # requires_grad
+    offset: tuple[int, ...] = ()  # of what this rank holds
+    built: str = ""  # digest of what the target had put there before the harness wrote its own weights
+    updated: bool = True  # training changed it
+
+
+class Buffer(Record, frozen=True, kw_only=True):
+    """One buffer, as the target built it: the harness writes parameters only."""
+
+    fqn: str
+    shape: tuple[int, ...]  # of what this rank holds
+    dtype: str
+    digest: str
 
 
 class ModelRecord(Record, frozen=True, kw_only=True):
@@ -41,3 +53,4 @@ class ModelRecord(Record, frozen=True, kw_only=True):
     compiled: tuple[str, ...]
     calls: dict[str, int]
     recomputed: dict[str, int]
+    buffers: tuple[Buffer, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.trace.graphs import GraphTrace
+from harness.trace.inputs import StateChange, StepInputs
 from harness.trace.model import ModelRecord
 from harness.trace.modules import ModuleDistance, ModuleShard
 from harness.trace.operands import OperandTrace
@@ -25,6 +26,7 @@ class StepTrace(Record, frozen=True, kw_only=True):
     grad_norm: float  # global L2 norm over all gradients, as the optimizer gets them
     reported_grad_norm: float | None = None  # what the target itself reports, before clipping
     scaled_mm_calls: int  # scaled matmuls executed by this rank: forward, dgrad, wgrad and recompute
+    optimizer_steps: int | None = None  # of the torch optimizer that took most; 0 where none took any
     seconds: float
 
 
@@ -42,6 +44,8 @@ class RankTrace(Record, frozen=True, kw_only=True):
     batch_digests: tuple[str, ...] = ()  # of the tokens of every data-parallel rank that this rank stands for
     virtual: tuple[str, ...]  # parts of the virtual FP8 device that were installed, sorted
     model: ModelRecord | None = None
+    inputs: tuple[StepInputs, ...] | None = None  # None where the model is not called as a whole, or compiled whole
+    state: tuple[StateChange, ...] = ()
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
     traffic: tuple[TrafficRecord, ...] | None = None
@@ -56,7 +60,17 @@ class RankTrace(Record, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **dict.fromkeys(_RECORDS))
 
 
-_RECORDS = ("model", "sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors", "module_distances")
+_RECORDS = (
+    "model",
+    "inputs",
+    "sketches",
+    "operands",
+    "traffic",
+    "saved_memory",
+    "graphs",
+    "module_tensors",
+    "module_distances",
+)
 
 
 class RankFailure(Record, frozen=True, kw_only=True):

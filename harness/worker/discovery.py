@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -12,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
 
 from harness.matrix.case import Case
-from harness.trace.model import Linear, ModelRecord, Parameter
-from harness.worker.probes.places import held, mesh_axes
+from harness.trace.model import Buffer, Linear, ModelRecord, Parameter
+from harness.worker.probes.digests import ordered_digest
+from harness.worker.probes.places import held, mesh_axes, place_of
 from harness.worker.probes.probe import in_backward
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
@@ -29,11 +31,25 @@ def converted_linears(model: nn.Module) -> dict[str, Float8Linear]:
     return {fqn: module for fqn, module in linears(model).items() if isinstance(module, Float8Linear)}
 
 
-class Discovery:
-    """What a built model consists of; counts the calls of its linears, in eager runs, from then on."""
+Digests = dict[str, str]  # by FQN
 
-    def __init__(self, model: nn.Module, case: Case) -> None:
+
+def parameter_digests(model: nn.Module) -> Digests:
+    """What this rank holds of every parameter now."""
+    return {clean_fqn(fqn): ordered_digest(held(parameter)) for fqn, parameter in model.named_parameters()}
+
+
+class Discovery:
+    """What a built model consists of; counts the calls of its linears, in eager runs, from then on.
+
+    `built`: what its parameters were before the harness wrote its weights.
+    """
+
+    def __init__(self, model: nn.Module, case: Case, built: Digests) -> None:
         self._model = model
+        self._built = built
+        self._initial = parameter_digests(model)
+        self._buffers = tuple(_buffer(fqn, buffer) for fqn, buffer in model.named_buffers())
         self._layout = case.layout
         self._calls = _Calls()
         self._recomputed = _Calls()
@@ -68,18 +84,29 @@ class Discovery:
             compiled=_names(self._model, OptimizedModule),
             calls=dict(sorted(self._calls.most.items())),
             recomputed=dict(sorted(self._recomputed.most.items())),
+            buffers=self._buffers,
         )
 
     def _parameter(self, fqn: str, param: nn.Parameter) -> Parameter:
-        local = held(param)
+        local, name = held(param), clean_fqn(fqn)
         return Parameter(
-            fqn=clean_fqn(fqn),
+            fqn=name,
             shape=tuple(param.shape),
             dtype=dtype_name(local.dtype),
             local_elements=local.numel(),
             axes=mesh_axes(param.device_mesh, self._layout) if isinstance(param, DTensor) else (),
             trained=param.requires_grad,
+            offset=place_of(param).offset,
+            built=self._built.get(name, ""),
+            updated=ordered_digest(local) != self._initial.get(name),
         )
+
+
+def _buffer(fqn: str, buffer: torch.Tensor) -> Buffer:
+    local = held(buffer)
+    return Buffer(
+        fqn=clean_fqn(fqn), shape=tuple(local.shape), dtype=dtype_name(local.dtype), digest=ordered_digest(local)
+    )
 
 
 class _Calls:

@@ -17,6 +17,7 @@ from harness.matrix.targets import REFERENCE, module_of
 from harness.request import RunRequest
 from harness.worker.injection import inject
 from harness.worker.replay import replay
+from harness.worker.state import STATE
 from harness.worker.train import train
 from harness.worker.virtual import collectives
 from harness.worker.virtual import device as virtual_device
@@ -42,9 +43,11 @@ def preload(options: Mapping[str, str]) -> None:
         if options.get("warmup", "on") == "on":
             warm_up(compiled=options.get("compile", "off") == "on")
     sys.path += [folder for folder in options.get("path", "").split(os.pathsep) if folder and folder not in sys.path]
+    STATE.restart()
     target = importlib.import_module(module_of(options.get("target", REFERENCE)))
     if hasattr(target, "preload"):
         target.preload()
+    STATE.look("import")
 
 
 def rank_main(context: RankContext) -> bytes:

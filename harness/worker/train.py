@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -19,11 +19,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.mesh import DP_AXES, axis_size, coordinates
-from harness.matrix.targets import module_of
 from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
 from harness.worker import data
-from harness.worker.discovery import Discovery
+from harness.worker.discovery import Digests, Discovery, parameter_digests
+from harness.worker.inputs import InputWatch
 from harness.worker.noise import add_noise
 from harness.worker.probes.graphs import GraphProbe
 from harness.worker.probes.matmuls import ScaledMMCounter
@@ -35,6 +35,8 @@ from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.sketches import SketchProbe
 from harness.worker.probes.traffic import TrafficProbe
 from harness.worker.reduction import gradient_norm, squared_norm_share
+from harness.worker.state import STATE
+from harness.worker.targets.contract import build_target, require_process_group, require_result
 from harness.worker.targets.target import Target, World
 from harness.worker.weights import write_weights
 
@@ -62,6 +64,8 @@ class Prepared(NamedTuple):
     target: Target
     tokens: torch.Tensor  # [steps, microbatches, local_batch, seq_len + 1]
     data_digest: str
+    built: Digests  # the parameters as the target built them
+    inputs: InputWatch
 
 
 def train(  # noqa: PLR0913  what a request may ask for
@@ -76,6 +80,7 @@ def train(  # noqa: PLR0913  what a request may ask for
 ) -> RankTrace:
     """Build and train one case on this rank. Returns its trace."""
     base_memory = _peak_memory_bytes(device)
+    STATE.restart()
     report_phase("build")
     steps = []
     if case.compile != "none":
@@ -88,13 +93,16 @@ def train(  # noqa: PLR0913  what a request may ask for
         model = prepared.target.model
         if noise is not None:
             add_noise(model, noise)
-        discovery = Discovery(model, prepared.case)
+        STATE.look("build")
+        discovery = Discovery(model, prepared.case, prepared.built)
         watching.attach(model)
         for step, microbatches in enumerate(prepared.tokens, start=1):
             report_phase(f"step {step}")
             watching.begin_step(step)
             steps.append(train_step(prepared.target, step, microbatches, scaled_mm, watching))
+            STATE.look(f"step {step}")
             discovery.end_step()
+            prepared.inputs.end_step(step)
     found = discovery.record()
     return RankTrace(
         rank=dist.get_rank(),
@@ -108,6 +116,8 @@ def train(  # noqa: PLR0913  what a request may ask for
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         virtual=virtual,
         model=found,
+        inputs=prepared.inputs.record(),
+        state=STATE.changes,
         **watching.results(),
     )
 
@@ -127,22 +137,19 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False) -> 
     )
     built = _as_built(case, solo_witness)
     target = build_target(built, world)
+    digests = parameter_digests(target.model)
     weights = write_weights(target.model, case)
     tokens = data.global_tokens(case)
-    mine = tokens if solo_witness else tokens[:, data.batch_slice(case, world.dp_rank)]
-    mine = mine.reshape(len(tokens), dp, case.local_batch, -1)
+    part = slice(None) if solo_witness else data.batch_slice(case, world.dp_rank)
+    mine = tokens[:, part].reshape(len(tokens), dp, case.local_batch, -1)
     return Prepared(
         case=built,
         target=target,
         tokens=given_tokens(mine, device),
         data_digest=data.digest({"tokens": tokens, **weights}),
+        built=digests,
+        inputs=InputWatch(target.model, tokens, part),
     )
-
-
-def build_target(case: Case, world: World) -> Target:
-    """The target of a case, built by its module."""
-    target: Target = importlib.import_module(module_of(case.target)).build(case, world)
-    return target
 
 
 def given_tokens(tokens: data.Tokens, device: torch.device) -> torch.Tensor:
@@ -161,8 +168,10 @@ def train_step(
         watching.after_backward(target.model)
         shares.append(own(squared_norm_share(target.model)))
 
-    with _BeforeFirstUpdate(see_gradients):
-        loss, norm = target.step(tuple(microbatches))
+    with _BeforeFirstUpdate(see_gradients) as updates:
+        result = target.step(tuple(microbatches))
+    require_process_group("step")
+    loss, norm = require_result(result)
     if not shares:  # an optimizer that did not step: what it would have got is what there is
         see_gradients()
     watching.after_update(target.model)
@@ -172,27 +181,34 @@ def train_step(
         grad_norm=gradient_norm(shares[0]),
         reported_grad_norm=None if norm is None else _number(norm),
         scaled_mm_calls=scaled_mm.calls - calls_before,
+        optimizer_steps=updates.most,
         seconds=time.perf_counter() - started,
     )
 
 
 class _BeforeFirstUpdate:
-    """Calls a function when an optimizer takes its first step inside of this context."""
+    """Calls a function when an optimizer takes its first step inside of this context; counts the steps of each."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
-        self._waits = True
+        self._steps: Counter[int] = Counter()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._handle = register_optimizer_step_pre_hook(self._before)
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._handle.remove()
 
     def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._waits:
-            self._waits = False
+        if not self._steps:
             self._call()
+        self._steps[id(optimizer)] += 1
+
+    @property
+    def most(self) -> int:
+        """The steps of the optimizer that took most of them."""
+        return max(self._steps.values(), default=0)
 
 
 def _as_built(case: Case, solo_witness: bool) -> Case:

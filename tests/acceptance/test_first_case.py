@@ -6,12 +6,12 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.acceptance.conftest import REPOSITORY, Command
+from tests.acceptance.documents import steps
 
 DOCUMENT = (REPOSITORY / "docs" / "first-case.md").read_text()
 FAILS = "fp8-harness run my.toml --inject wrong_scale.py:apply"
@@ -24,18 +24,12 @@ SAYS = {
 }
 
 
-def steps() -> Iterator[tuple[str, str]]:
-    """("sh", a command) and ("python", a file), in the order of the document."""
-    for kind, block in re.findall(r"^```(sh|python)\n(.*?)^```", DOCUMENT, flags=re.MULTILINE | re.DOTALL):
-        yield from ((kind, line) for line in block.splitlines()) if kind == "sh" else [(kind, block)]
-
-
 @pytest.mark.sweep  # seven runs of the command, five of them with ranks
 def test_the_document_is_what_happens(tmp_path: Path) -> None:
     for name in ("cases", "golden"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
     user, said = Command(tmp_path), dict(SAYS)
-    for kind, text in steps():
+    for kind, text in steps(DOCUMENT):
         if kind == "python":
             (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
         elif text.startswith("make "):
@@ -50,7 +44,9 @@ def test_the_document_is_what_happens(tmp_path: Path) -> None:
     assert said == {}, "the document lost a command"
 
 
-@pytest.mark.parametrize("command", [text for kind, text in steps() if kind == "sh" and text.startswith("fp8-harness")])
+@pytest.mark.parametrize(
+    "command", [text for kind, text in steps(DOCUMENT) if kind == "sh" and text.startswith("fp8-harness")]
+)
 def test_every_command_of_the_document_is_understood(shared: Command, command: str) -> None:
     """What it starts is not run: the options exist, and files that are missing are what it complains about."""
     words = [word for word in shlex.split(command)[1:] if word != "--rerun-failed"]

@@ -120,22 +120,3 @@ def test_model_has_exactly_the_sizes_of_the_case(axes: dict[str, Any]) -> None:
     for fqn in linear_fqns(case):
         linear = model.get_submodule(fqn)
         assert (linear.in_features, linear.out_features) == linear_features(case, fqn.split(".", 2)[-1])
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ({"dp_replicate": 2}, "replicate without sharding"),
-        ({"tp": 2, "sequence_parallel": False}, "without sequence parallelism"),
-        ({"tp": 2, "compile": "graph"}, "wait for the embedding"),
-        (
-            {"tp": 2, "compile": "graph", "wait_for_embedding": False, "async_tp": True, "symm_mem": "fallback"},
-            "choose the implementation of symmetric memory",
-        ),
-        ({"recipe": "rowwise", "pad_inner_dim": True}, "pad the inner dimension"),
-        ({"recipe": "rowwise", "dp_shard": 2, "fp8_all_gather": True}, "with a named recipe"),
-    ],
-)
-def test_what_it_cannot_say_is_refused_by_name(axes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"torchtitan 0.2.2 cannot .*{message}.*: "):
-        _config(make_case(**axes))

@@ -107,6 +107,10 @@ def test_flags(given: str, expected: str) -> None:
         ("--model.name qwen3", "trains its llama3"),
         ("--model.converters quantize.linear.mx", "quantize.linear.mx: no case has it"),
         ("--activation_checkpoint.mode memory_budget", "the compiler chooses"),
+        (
+            "--model.converters float8 --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
+            "only supports tensorwise",
+        ),
         ("tensor_parallel_degree", "belongs to no flag"),
         ("--tp", "holds no option of torchtitan"),
     ],

@@ -39,6 +39,7 @@ findings = st.builds(
     expected=st.none() | texts,
     found=st.none() | texts,
     size=st.none() | floats,
+    fix=st.none() | texts,
 )
 with_fixes = st.builds(
     WithFix,

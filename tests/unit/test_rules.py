@@ -86,12 +86,26 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
         "async_tp_needs_sequence_parallel",
         {"async_tp": True, "tp": 2, "compile": "graph", "sequence_parallel": False},
     ),
+    ("torchtitan_shards_sequences", {"target": "torchtitan", "tp": 2, "sequence_parallel": False}),
+    ("torchtitan_pads_no_matmul", {"target": "torchtitan", "recipe": "tensorwise", "pad_inner_dim": True}),
+    (
+        "torchtitan_chooses_symm_mem",
+        {"target": "torchtitan", "tp": 2, "async_tp": True, "compile": "graph", "symm_mem": "fallback"},
+    ),
+    ("torchtitan_waits_for_no_embedding", {"target": "torchtitan", "tp": 2, "compile": "graph"}),
 ]
 
 
 @pytest.mark.parametrize(("name", "axes"), EXAMPLES)
 def test_each_exclusion(name: str, axes: dict[str, object]) -> None:
     assert name in excluded_by(**axes)
+
+
+def test_rules_of_shapes_say_nothing_of_a_model_that_is_not_known() -> None:
+    axes: dict[str, object] = {"tp": 3, "recipe": "rowwise", "filter_fqns": ["w9"]}
+    assert excluded_by(**axes)
+    assert not excluded_by(target="mine", **axes)
+    assert "async_tp_needs_tp" in excluded_by(target="mine", async_tp=True, compile="graph")
 
 
 def test_every_exclusion_has_an_example() -> None:

@@ -5,7 +5,7 @@ What torchtitan 0.2.2 cannot be asked for is a ValueError that names it, never s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
@@ -13,8 +13,6 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerMode
 from harness.matrix.linears import OUTPUT_FQN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from harness.matrix.case import Case
     from harness.worker.targets.target import World
 
@@ -24,56 +22,8 @@ GRAPH_BACKEND = "fp8_harness_graph"  # the name under which dynamo knows the bac
 MAX_NORM = 1e30
 
 
-class _Unsayable(NamedTuple):
-    asked: Callable[[Case], bool]
-    what: str
-    why: str
-
-
-_UNSAYABLE = (
-    _Unsayable(
-        lambda case: case.layout.dp_replicate > 1 and case.layout.dp_shard == 1,
-        "replicate without sharding by FSDP2",
-        "dp_replicate with dp_shard = 1 is DDP there, which has no CPU path; use dp_shard, or both (HSDP)",
-    ),
-    _Unsayable(
-        lambda case: not case.layout.sequence_parallel,
-        "apply TP without sequence parallelism",
-        "its TP plan always shards norms over the sequence; leave sequence_parallel at true",
-    ),
-    _Unsayable(
-        lambda case: case.layout.symm_mem == "fallback",
-        "choose the implementation of symmetric memory",
-        "it never enables symmetric memory for the TP group; leave symm_mem at its default",
-    ),
-    _Unsayable(
-        lambda case: case.compile != "none" and case.layout.tp > 1 and case.layout.wait_for_embedding,
-        "wait for the embedding before a compiled block",
-        "a compiled block gets the output of the embedding unfinished; set wait_for_embedding = false",
-    ),
-    _Unsayable(
-        lambda case: case.float8.pad_inner_dim,
-        "pad the inner dimension of FP8 matmuls",
-        "its float8 converter has no such option; leave pad_inner_dim at false",
-    ),
-    _Unsayable(
-        lambda case: case.float8.fp8_all_gather and case.float8.recipe != "tensorwise",
-        "gather weights in float8 with a named recipe",
-        "its float8 converter asserts it; use the tensorwise recipe",
-    ),
-)
-
-
-def refuse(case: Case) -> None:
-    """Raise ValueError for the first thing that a case asks for and torchtitan has no words for."""
-    for entry in _UNSAYABLE:
-        if entry.asked(case):
-            raise ValueError(f"torchtitan 0.2.2 cannot {entry.what}: {entry.why}")
-
-
 def job_config(case: Case, world: World) -> JobConfig:
     """The configuration that a user of torchtitan would write for this case. Raises ValueError where none exists."""
-    refuse(case)
     config = JobConfig()
     config.model.name, config.model.flavor = "llama3", FLAVOR
     config.debug.seed = case.train.seed  # without one, rank 0 draws a seed and broadcasts it

@@ -1,0 +1,359 @@
+"""Is the model that was built the same on every rank and on one rank, and is all of it trained?
+
+Compares what the harness found out about every rank with the single-rank reference: names, shapes, what is trained,
+which linears run. Also finds what no comparison of numbers names: buffers that differ between ranks, parameters that
+get no gradient or that no optimizer changes, settings of torch that the target left changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from harness.checks.ranks import format_ranks, traces_by_rank
+from harness.checks.witnesses import Witnesses
+from harness.matrix.case import Case
+from harness.matrix.mesh import peers
+from harness.plural import counted
+from harness.trace import RankTrace, Run
+from harness.trace.model import Buffer, ModelRecord
+from harness.verdict import Finding
+
+NAME = "model"
+
+# Below this part of the largest gradient an update may be lost in the rounding of its parameter.
+_WORTH_AN_UPDATE = 1e-3
+_WIDE = ("float32", "float64")
+
+_HARMFUL = {
+    "default dtype": "set it only for the construction of the model, and set it back",
+    "default device": "use `with torch.device(world.device):` around the construction of the model",
+    "gradients": "use `with torch.no_grad():` around what needs it instead of torch.set_grad_enabled(False)",
+}
+
+_finding = partial(Finding, check=NAME)
+
+# Of a model from another one with this name.
+_Difference = Callable[[ModelRecord, ModelRecord, str], Iterable[Finding]]
+
+
+def check_model(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """Findings about the model of every rank; those of the comparison only where the single-rank reference ran."""
+    traces = [trace for trace in traces_by_rank(run) if trace.model is not None]
+    solo = None if witnesses.solo is None else witnesses.solo.traces[0]
+    return [
+        *_settings(traces),
+        *_dtypes(case, traces),
+        *_built(case, traces, solo),
+        *_buffers(case, traces, solo),
+        *_gradients(traces),
+        *_steps(traces, solo),
+        *_updates(traces),
+    ]
+
+
+def _record(trace: RankTrace) -> ModelRecord:
+    assert trace.model is not None, "traces without a model are left out"
+    return trace.model
+
+
+# What was built
+
+
+def _built(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
+    """The first difference between a rank and the single-rank reference, or else the first rank."""
+    other, who = (solo, "one rank") if solo is not None and solo.model is not None else (traces[0], "the first rank")
+    kinds: tuple[_Difference, ...] = (_parameters, _linears)
+    found = (finding for kind in kinds for trace in traces for finding in kind(_record(trace), _record(other), who))
+    return [*itertools.islice(found, 1), *_calls(case, traces, solo)]
+
+
+def _dtypes(case: Case, traces: list[RankTrace]) -> list[Finding]:
+    """Trained parameters of another dtype than the case asks for; bfloat16 may have master weights."""
+    asked = case.train.dtype
+    if asked == "bfloat16":
+        return []
+    records = [(trace.rank, each) for trace in traces for each in _record(trace).parameters if each.trained]
+    wrong = {each.fqn: (rank, each.dtype) for rank, each in records if each.dtype != asked}
+    return [
+        _finding(
+            message=f"parameter {fqn} is {dtype}, and the case asks for {asked} ({counted(len(wrong), 'parameter')})",
+            rank=rank,
+            module=fqn,
+            expected=asked,
+            found=dtype,
+            fix="convert the model to the dtype of case.train.dtype before it is distributed: "
+            "`model.to(getattr(torch, case.train.dtype))` where it is not bfloat16.",
+        )
+        for fqn, (rank, dtype) in list(wrong.items())[:1]
+    ]
+
+
+def _parameters(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Finding]:
+    ours, theirs = ({each.fqn: each for each in record.parameters} for record in (mine, other))
+    for fqn in sorted(ours.keys() ^ theirs.keys()):
+        here = fqn in ours
+        yield _finding(
+            message=f"this layout builds {'a' if here else 'no'} parameter {fqn}, and {who} builds "
+            f"{'none' if here else 'one'} ({counted(len(ours.keys() ^ theirs.keys()), 'such name')})",
+            module=fqn,
+            expected=f"the {counted(len(theirs), 'parameter')} of {who}",
+            found=counted(len(ours), "parameter"),
+            fix="build the same modules in every layout: weights, gradients and checkpoints of two layouts are matched "
+            "by FQN. Wrappers of torch are known; a wrapper of your own must not add a name.",
+        )
+    for fqn in sorted(ours.keys() & theirs.keys()):
+        if ours[fqn].shape != theirs[fqn].shape:
+            yield _finding(
+                message=f"parameter {fqn} has another shape than on {who}",
+                module=fqn,
+                expected=str(list(theirs[fqn].shape)),
+                found=str(list(ours[fqn].shape)),
+                fix="distribute it as a DTensor (fully_shard, parallelize_module, distribute_tensor), whose shape is "
+                "that of the whole weight: of a plain tensor the harness cannot tell which part of it this rank has.",
+            )
+        elif ours[fqn].trained != theirs[fqn].trained:
+            yield _finding(
+                message=f"parameter {fqn} is {'trained' if ours[fqn].trained else 'frozen'} here, unlike on {who}",
+                module=fqn,
+                fix="set requires_grad the same way in every layout.",
+            )
+
+
+def _linears(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Finding]:
+    ours, theirs = ({each.fqn: each for each in record.linears} for record in (mine, other))
+    for fqn in sorted(ours.keys() ^ theirs.keys()):
+        here = fqn in ours
+        yield _finding(
+            message=f"{fqn} is {'a' if here else 'no'} linear here, and {'none' if here else 'one'} on {who}",
+            module=fqn,
+            fix="keep nn.Linear under tensor parallelism and distribute its weight (ColwiseParallel, RowwiseParallel): "
+            "only nn.Linear is converted to float8.",
+        )
+
+
+def _calls(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
+    """Linears that run in this layout as often as in every microbatch of the reference."""
+    if solo is None or solo.model is None:
+        return []
+    dp = case.layout.dp
+    for trace in traces:
+        ours, theirs = _record(trace).calls, solo.model.calls
+        wrong = [fqn for fqn in ours if fqn in theirs and ours[fqn] * dp != theirs[fqn]]
+        if wrong:
+            fqn = wrong[0]
+            return [
+                _finding(
+                    message=f"{fqn} runs {counted(ours[fqn], 'time')} a step, and {counted(theirs[fqn], 'time')} "
+                    f"for the {dp} microbatches of the single-rank reference ({counted(len(wrong), 'such linear')})",
+                    rank=trace.rank,
+                    module=fqn,
+                    expected=f"{ours[fqn]} x {dp} times",
+                    found=f"{theirs[fqn]} times",
+                    fix="run the model once for every microbatch that step() is given, and do not join them: a float8 "
+                    "scale is that of one microbatch.",
+                )
+            ]
+    return []
+
+
+# Buffers
+
+
+def _buffers(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
+    """Buffers that ranks with the same tensor-parallel coordinate hold differently, or that one rank has otherwise."""
+    by_rank = {trace.rank: {each.fqn: each for each in _record(trace).buffers} for trace in traces}
+    reference = {} if solo is None or solo.model is None else {each.fqn: each for each in solo.model.buffers}
+    found = []
+    for fqn in sorted({fqn for buffers in by_rank.values() for fqn in buffers}):
+        held = {rank: buffers[fqn] for rank, buffers in by_rank.items() if fqn in buffers}
+        unequal = _unequal_pair(case, held, reference.get(fqn))
+        if unequal:
+            found.append((fqn, unequal))
+    return [
+        _finding(
+            message=f"buffer {fqn} differs between {pair} ({counted(len(found), 'such buffer')})",
+            module=fqn,
+            fix="initialise buffers the same way on every rank and in every layout: seed alike, by case.train.seed and "
+            "not by the rank, or broadcast them. The harness writes parameters only, so such a buffer changes what "
+            "this rank computes, and what your own training computes too.",
+        )
+        for fqn, pair in found[:1]
+    ]
+
+
+def _unequal_pair(case: Case, held: Mapping[int, Buffer], reference: Buffer | None) -> str:
+    for rank, buffer in held.items():
+        for other in peers(case.layout, rank, ("dp_replicate", "dp_shard")):
+            if other in held and held[other].digest != buffer.digest:
+                return f"rank {rank} and rank {other}"
+        kind = (buffer.shape, buffer.dtype)
+        if reference is not None and kind == (reference.shape, reference.dtype) and buffer.digest != reference.digest:
+            return f"rank {rank} and the single-rank reference"
+    return ""
+
+
+# Training
+
+
+def _gradients(traces: list[RankTrace]) -> list[Finding]:
+    """Trained parameters that no rank got a gradient of in any step."""
+    if not traces or any(trace.sketches is None for trace in traces):
+        return []
+    graded = {sketch.fqn for trace in traces for sketch in trace.sketches or () if sketch.kind == "grad"}
+    trained = [each.fqn for each in _record(traces[0]).parameters if each.trained]
+    idle = [fqn for fqn in trained if fqn not in graded]
+    if not idle:
+        return []
+    if len(idle) == len(trained) and not _stepped(traces):
+        return _unseen_gradients(traces)
+    if len(idle) == len(trained):
+        fix = "call loss.backward() before optimizer.step(), and optimizer.zero_grad() only after it."
+    else:
+        fix = (
+            "leave it out or freeze it (requires_grad_(False)) if it is not used. Otherwise the loss loses sight of "
+            "it: look for .detach(), .item(), torch.no_grad() or a copy of the weight in the forward."
+        )
+    return [
+        _finding(
+            message=f"{len(idle)} of {counted(len(trained), 'trained parameter')} got no gradient in any step: "
+            f"{', '.join(idle[:3])}{', …' if len(idle) > 3 else ''}",
+            module=idle[0],
+            expected="a gradient of every parameter that is trained",
+            found="none",
+            fix=fix,
+        )
+    ]
+
+
+def _stepped(traces: list[RankTrace]) -> bool:
+    """False where no optimizer of torch took a step."""
+    return any(step.optimizer_steps != 0 for trace in traces for step in trace.steps)
+
+
+def _unseen_gradients(traces: list[RankTrace]) -> list[Finding]:
+    """What is told of an optimizer that is none of torch's; of one that does nothing `_updates` tells."""
+    if not any(each.updated for trace in traces for each in _record(trace).parameters):
+        return []
+    return [
+        _finding(
+            message="parameters change, but no torch optimizer steps, so their gradients cannot be seen",
+            expected="gradients when an optimizer steps",
+            found="none after step()",
+            fix="derive the optimizer from torch.optim.Optimizer, or leave the gradients in place until step() returns "
+            "and clear them at its beginning.",
+        )
+    ]
+
+
+def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
+    """Optimizers that step more than once in a step, here or in the reference with its many microbatches."""
+    runs = [("an optimizer steps", trace) for trace in traces[:1]]
+    runs += [] if solo is None else [("for all microbatches, an optimizer of the single-rank reference steps", solo)]
+    for what, trace in runs:
+        several = [step for step in trace.steps if (step.optimizer_steps or 0) > 1]
+        if several:
+            return [
+                _finding(
+                    message=f"{what} {several[0].optimizer_steps} times in one step()",
+                    step=several[0].step,
+                    expected="1 step",
+                    found=f"{several[0].optimizer_steps} steps",
+                    fix="call backward() for every microbatch, divided by len(microbatches), and then "
+                    "optimizer.step() once.",
+                )
+            ]
+    return []
+
+
+def _updates(traces: list[RankTrace]) -> list[Finding]:
+    """Parameters with a gradient that training did not change on any rank."""
+    if not traces or not traces[0].steps:
+        return []
+    changed = {each.fqn for trace in traces for each in _record(trace).parameters if each.updated}
+    trained = [each for each in _record(traces[0]).parameters if each.trained]
+    norms = _gradient_norms(traces)
+    worth = _WORTH_AN_UPDATE * max(norms.values(), default=0.0)
+    still = [
+        each.fqn
+        for each in trained
+        if each.fqn not in changed and each.dtype in _WIDE and norms.get(each.fqn, 0.0) > worth
+    ]
+    if not trained or not (still or not changed):
+        return []
+    if changed:
+        message = f"{len(still)} of {counted(len(trained), 'trained parameter')} got gradients and never changed: "
+        message += f"{', '.join(still[:3])}{', …' if len(still) > 3 else ''}"
+        fix = "pass every parameter of `model` to the optimizer."
+    elif any(step.optimizer_steps for step in traces[0].steps):
+        message = "the optimizer steps, but no parameter of the model ever changes"
+        fix = (
+            "make the optimizer after fully_shard() and parallelize_module(), which replace the parameters, and let "
+            "`model` be the module that `step` trains."
+        )
+    else:
+        message = "no optimizer ever steps, and no parameter changes"
+        fix = "end step() with optimizer.step() and optimizer.zero_grad()."
+    return [
+        _finding(
+            message=message,
+            module=still[0] if still and changed else None,
+            expected="parameters that training changes",
+            found="the values that the harness wrote",
+            fix=fix,
+        )
+    ]
+
+
+def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
+    """The largest norm of a gradient on any rank in any step, by FQN; empty where none were sketched."""
+    norms: dict[str, float] = {}
+    for trace in traces:
+        for sketch in trace.sketches or ():
+            if sketch.kind == "grad":
+                norms[sketch.fqn] = max(norms.get(sketch.fqn, 0.0), sketch.norm_squared**0.5)
+    return norms
+
+
+# The process
+
+
+def _settings(traces: list[RankTrace]) -> list[Finding]:
+    """Settings of torch that were left changed and that change what others compute."""
+    changes = {change: None for trace in traces for change in trace.state if change.name in _HARMFUL}
+    return [
+        _finding(
+            message=f"the target leaves torch's {change.name} changed after {change.phase}",
+            expected=change.before,
+            found=change.after,
+            fix=f"{_HARMFUL[change.name]}: it belongs to the whole process.",
+        )
+        for change in changes
+    ]
+
+
+def unequal_initial_weights(run: Run) -> list[Finding]:
+    """Parameters that ranks hold the same part of, and that the target had built differently there.
+
+    The harness has written its own weights, so nothing in this run is wrong. The target's own training would be.
+    """
+    holders: dict[tuple[str, tuple[int, ...], int], dict[str, int]] = {}
+    for trace in traces_by_rank(run):
+        for each in trace.model.parameters if trace.model is not None else ():
+            place = (each.fqn, each.offset, each.local_elements)
+            holders.setdefault(place, {}).setdefault(each.built, trace.rank)
+    unequal = {fqn: sorted(built.values()) for (fqn, _, _), built in holders.items() if len(built) > 1}
+    return [
+        _finding(
+            message=f"{counted(len(unequal), 'parameter')} that {format_ranks(ranks)} hold alike "
+            f"{'was' if len(unequal) == 1 else 'were'} built with different values: {fqn}. Here the harness writes the "
+            "weights; your own training would start from different ones on every rank",
+            module=fqn,
+            expected="the same values on every rank that holds this part",
+            found=f"others on {format_ranks(ranks[1:])}",
+            fix="seed alike on every rank before the model is built (torch.manual_seed(case.train.seed), not seed + "
+            "rank), or broadcast the parameters, or load a checkpoint.",
+        )
+        for fqn, ranks in sorted(unequal.items())[:1]
+    ]

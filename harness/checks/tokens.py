@@ -1,0 +1,115 @@
+"""Is the model called with the tokens that `step` was given, and every rank with its own part of them?
+
+Looks at the integer tensors of every forward of the whole model. A target that trains its single-rank reference on
+wrong tokens too would show in no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+from harness.checks.ranks import format_ranks, traces_by_rank
+from harness.checks.witnesses import Witnesses
+from harness.matrix.case import Case
+from harness.matrix.mesh import peers
+from harness.trace import RankTrace, Run
+from harness.trace.inputs import StepInputs
+from harness.verdict import Finding
+
+NAME = "tokens"
+
+# A model may get its tokens in a form that is not recognised: packed, with special tokens, every tensor-parallel rank a
+# piece. Their neighbours are still neighbours. Of 31 pairs, 8 pieces of a sequence keep 24.
+_COVERED = 0.75
+
+_finding = partial(Finding, check=NAME)
+
+_OWN = (
+    "train on the microbatches that step() is given, all of them: they are the part of this rank already, so use no "
+    "data loader, sampler or slice of your own."
+)
+_SHIFTED = "call the model with `batch[:, :-1]`, and compare its logits with `batch[:, 1:]`."
+
+
+class _Wrong(NamedTuple):
+    """What the model got in place of what it should have got."""
+
+    message: str
+    expected: str
+    found: str
+    fix: str
+
+
+def check_tokens(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """A finding for the first step in which ranks, or the single-rank reference, train on other tokens."""
+    solo = witnesses.solo
+    whole = range(case.train.global_batch)
+    of_reference = [] if solo is None else _of_ranks([(solo.traces[0], whole)], {}, "the single-rank reference")
+    parts = [(trace, _part(case, trace.rank)) for trace in traces_by_rank(run)]
+    return [*_of_ranks(parts, _covered(case, run)), *of_reference]
+
+
+def _part(case: Case, rank: int) -> range:
+    """The sequences of the global batch that a rank trains on."""
+    first = rank // case.layout.tp * case.local_batch
+    return range(first, first + case.local_batch)
+
+
+def _covered(case: Case, run: Run) -> dict[tuple[int, int], float]:
+    """By rank and step: how much of its tokens a rank gets together with its tensor-parallel peers."""
+    own = {(trace.rank, each.step): each.covered for trace in run.traces for each in trace.inputs or ()}
+    return {
+        (rank, step): sum(own.get((peer, step), 0.0) for peer in peers(case.layout, rank, ("tp",)))
+        for rank, step in own
+    }
+
+
+def _of_ranks(
+    parts: Iterable[tuple[RankTrace, range]], covered: dict[tuple[int, int], float], who: str = ""
+) -> list[Finding]:
+    wrong: dict[tuple[int, _Wrong], list[int]] = {}
+    for trace, part in parts:
+        for each in trace.inputs or ():
+            found = _wrong(each, part, covered.get((trace.rank, each.step), each.covered))
+            if found is not None:
+                wrong.setdefault((each.step, found), []).append(trace.rank)
+    if not wrong:
+        return []
+    first = min(step for step, _ in wrong)
+    return [
+        _finding(
+            message=f"{who or format_ranks(ranks)}: {found.message}",
+            step=step,
+            rank=None if who else ranks[0],
+            expected=found.expected,
+            found=found.found,
+            fix=found.fix,
+        )
+        for (step, found), ranks in wrong.items()
+        if step == first
+    ]
+
+
+def _wrong(found: StepInputs, part: range, covered: float) -> _Wrong | None:
+    """What is wrong with the inputs of one rank in one step; None for a form that is not recognised, too."""
+    missing, foreign = set(part) - set(found.inputs), sorted(set(found.inputs) - set(part))
+    expected = f"sequences {_spelled(part)} of the global batch"
+    if missing and missing <= set(found.labels):
+        return _Wrong("the model is called with the labels (tokens shifted by one)", expected, "labels", _SHIFTED)
+    if foreign:
+        message = "the model is called with tokens of another data-parallel rank"
+        return _Wrong(message, expected, f"sequences {_spelled(found.inputs)}", _OWN)
+    if missing and len(missing) < len(part):
+        message = f"the model is called with {len(part) - len(missing)} of {len(part)} sequences only"
+        return _Wrong(message, expected, f"sequences {_spelled(found.inputs)}", _OWN)
+    if missing and covered < _COVERED:
+        shapes = ", ".join(f"{list(shape)}" for shape in dict.fromkeys(found.shapes))
+        message = "the model is called with tokens that are not those of this step"
+        return _Wrong(message, expected, f"tokens of none of them, in tensors {shapes}", _OWN)
+    return None
+
+
+def _spelled(sequences: Iterable[int]) -> str:
+    return format_ranks(sequences).removeprefix("ranks ").removeprefix("rank ")

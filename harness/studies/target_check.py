@@ -1,0 +1,362 @@
+"""The check of a target: does a user's own training code work under the harness, and what can be judged of it?
+
+Runs a few tiny cases: on one rank and in every layout, in BF16 and in FP8, in float64 for sharp comparisons and in
+bfloat16 as users run it, each also without probes. What is wrong is found by the checks of any run and by the three
+questions here: do probes change a bit, do ranks start from different weights, is the loss a mean over tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from harness.checks.factors import explain_scale
+from harness.checks.judge import Judgement
+from harness.checks.model import unequal_initial_weights
+from harness.checks.stacks import own_frame
+from harness.engine.messages import JobStatus
+from harness.errors import HarnessError
+from harness.matrix.axes import case_from_axes
+from harness.matrix.case import Case, Dtype, Float8, Layout, Train
+from harness.matrix.caseid import case_id, id_words
+from harness.matrix.recipes import Recipe
+from harness.matrix.rules import exclusions
+from harness.matrix.words import WORDS, hint, values_of
+from harness.project import Project
+from harness.result import CaseResult
+from harness.running.case_judge import CaseJudge, prepare_judge
+from harness.running.injection import Injection
+from harness.running.machine import hardware
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.target_source import check_targets, target_file
+from harness.running.witnesses import WitnessCache
+from harness.trace import RankFailure, RankTrace, Run
+from harness.trace.inputs import StateChange
+from harness.trace.model import ModelRecord
+from harness.verdict import Finding, NotJudged, Verdict
+from harness.workflow import check_fits, run_cases
+
+DEFAULT_RECIPE: Recipe = "tensorwise"
+DEFAULT_LAYOUTS = ("fsdp2", "tp2", "hsdp2x2")
+TIMEOUT_S = 60.0  # of one tiny case; the slowest takes below 10 s on two busy cores
+
+TARGET = "target"  # the `check` of findings of the questions here
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be checked. `base`: a case to take model, training and options from."""
+
+    target: str
+    recipe: Recipe | None = None
+    layouts: tuple[Layout, ...] = ()
+    base: Case | None = None
+
+
+class Ran(msgspec.Struct, frozen=True, kw_only=True):
+    """One case as it was run. `refused`: the words in which the target says that it does not support the layout."""
+
+    case_id: str
+    layout: str
+    recipe: str
+    dtype: str
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    checks: tuple[str, ...]
+    not_judged: tuple[NotJudged, ...]
+    refused: str | None
+    probes_neutral: bool | None  # None: not compared
+    command: str
+    seconds: float
+
+
+class Built(msgspec.Struct, frozen=True, kw_only=True):
+    """What the harness found in a layout. `on_axes`: parameters by the mesh axes that they are distributed over."""
+
+    layout: str
+    linears: int
+    converted: int
+    checkpointed: int
+    compiled: int
+    parameters: int
+    elements: int
+    buffers: int
+    on_axes: dict[str, int]
+
+
+class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a check of a target."""
+
+    schema: int
+    target: str
+    file: str
+    runs: tuple[Ran, ...]
+    built: tuple[Built, ...]
+    notes: tuple[str, ...]
+    software: dict[str, str]
+    interrupted: bool
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """True when nothing has to be mended."""
+        return not self.interrupted and all(run.refused is not None or not run.findings for run in self.runs)
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout of words of case ids, `fsdp2-tp2`. Raises HarnessError for any other word."""
+    values: dict[str, object] = {}
+    layouts = [word for word in WORDS if word.part == "layout"]
+    for token in id_words(text):
+        found = values_of(token)
+        if found is None or not any(word.pattern.fullmatch(token) for word in layouts):
+            fix = hint(token) if found is None else "use words of a layout, such as fsdp2, tp2, fsdp2-tp2 or hsdp2x2."
+            raise HarnessError(f"'{token}' is no layout.", where=f"--layout {text}", fix=fix)
+        values |= found
+    return case_from_axes(values).layout
+
+
+def cases_of(asked: Asked, *, device: str) -> tuple[Case, ...]:
+    """The cases that are run, each once; those that a rule excludes only where their layout was asked for.
+
+    Raises HarnessError for a layout that was asked for and that no case may have.
+    """
+    base = asked.base or Case(train=Train(lr=4e-3))
+    recipe = asked.recipe or (base.float8.recipe if base.float8.enabled else DEFAULT_RECIPE)
+    layouts = asked.layouts or _layouts(asked.base)
+    sharp: Dtype = "float64" if device == "cpu" else "float32"
+    float8 = msgspec.structs.replace(base.float8, recipe=recipe)
+    plan: list[tuple[Layout, Float8, Dtype]] = [(Layout(), Float8(), "bfloat16"), (Layout(), float8, sharp)]
+    first = next((layout for layout in layouts if layout.world_size > 1), None)
+    plan += [] if first is None else [(first, Float8(), "bfloat16")]
+    plan += [(layout, float8, sharp) for layout in layouts]
+    plan += [] if first is None else [(first, float8, "bfloat16")]
+    cases = [_case(base, asked.target, *each) for each in dict.fromkeys(plan)]
+    for case in cases:
+        for rule in exclusions(case):
+            raise HarnessError(
+                f"rule {rule.name} excludes {case_id(case)}: {rule.reason}",
+                where=f"target {asked.target}",
+                fix="give another --layout or --case.",
+            )
+    return tuple({case_id(case): case for case in cases}.values())
+
+
+def _layouts(base: Case | None) -> tuple[Layout, ...]:
+    if base is not None:
+        return (base.layout,)
+    return tuple(parse_layout(text) for text in DEFAULT_LAYOUTS)
+
+
+def _case(base: Case, target: str, layout: Layout, float8: Float8, dtype: Dtype) -> Case:
+    train = msgspec.structs.replace(base.train, dtype=dtype)
+    return msgspec.structs.replace(base, target=target, layout=layout, float8=float8, train=train)
+
+
+def check_target(project: Project, asked: Asked, plan: Plan, progress: Progress) -> TargetReport:
+    """Run the cases and gather what they say. Raises HarnessError when the module is not there."""
+    check_targets([asked.target], project.root)
+    cases = cases_of(asked, device=plan.device)
+    check_fits(cases, plan)
+    inner = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
+    judge = _TargetJudge(inner, progress.note)
+    plan = msgspec.structs.replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S)
+    result = run_cases(project, cases, plan, judge, progress)
+    runs = tuple(_ran(case, each, judge) for case, each in zip(cases, result.results, strict=True))
+    return TargetReport(
+        schema=1,
+        target=asked.target,
+        file=target_file(asked.target, project.root),
+        runs=_without_unsupported(runs, [each.run for each in result.results]),
+        built=_built(cases, judge),
+        notes=_notes(result.results),
+        software=result.provenance,
+        interrupted=result.interrupted,
+        seconds=result.wall_s,
+    )
+
+
+class _Seen(NamedTuple):
+    """What the judge saw of one case besides its verdict."""
+
+    findings: tuple[Finding, ...]
+    probes_neutral: bool | None
+    models: tuple[ModelRecord | None, ...]  # of every rank
+
+
+class _TargetJudge:
+    """The judge of any run, which also asks the questions of this study. It is a `Judge` of `case_runner.py`."""
+
+    def __init__(self, inner: CaseJudge, note: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._note = note
+        self._lock = threading.Lock()
+        self.seen: dict[str, _Seen] = {}
+
+    def expectation(self, case: Case) -> str | None:
+        """As in any run."""
+        return self._inner.expectation(case)
+
+    def fixes(self, case: Case) -> tuple[Injection, ...]:
+        """As in any run."""
+        return self._inner.fixes(case)
+
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        """The judgement of any run; keeps what else was seen."""
+        judgement = self._inner.judge(case, run, status, cache, fixes)
+        if run.complete:
+            changed = _changed_by_probes(case, run, cache)
+            neutral = None if changed is None else not changed
+            findings = (*(changed or ()), *unequal_initial_weights(run), *_scale(case, run))
+            models = tuple(trace.model for trace in run.traces)
+            with self._lock:
+                self.seen[case_id(case)] = _Seen(findings, neutral, models)
+        return judgement
+
+
+def _changed_by_probes(case: Case, run: Run, cache: WitnessCache) -> list[Finding] | None:
+    """A finding when the run without probes has other numbers; None when it did not finish."""
+    again = cache.unprobed(case)
+    if again is None:
+        return None
+    step = _first_difference(run, again)
+    if step is None:
+        return []
+    third = cache.unprobed(case)
+    random = third is not None and _first_difference(again, third) is not None
+    what = "two equal runs differ" if random else "a run with probes differs from one without"
+    fix = (
+        "seed every source of randomness in build() by case.train.seed (torch.manual_seed), switch dropout off, and "
+        "use no time, process id or unordered set."
+        if random
+        else "find what depends on hooks or on who calls a module: patches of torch or torchao by the target, "
+        "`torch.nn.Module.__call__` replaced, or losses read before they are complete."
+    )
+    return [
+        Finding(
+            check=TARGET,
+            message=f"{what} in losses or gradient norms from step {step} on",
+            step=step,
+            expected="the same numbers, bit for bit",
+            fix=fix,
+        )
+    ]
+
+
+def _first_difference(one: Run, other: Run) -> int | None:
+    """The first step whose loss or gradient norm is not bitwise the same on every rank; None where there is none."""
+    for mine, theirs in zip(_numbers(one), _numbers(other), strict=False):
+        if mine != theirs:
+            return mine[0]
+    return None
+
+
+def _numbers(run: Run) -> list[tuple[int, int, str, str]]:
+    rows = [(step.step, trace.rank, step.loss, step.grad_norm) for trace in run.traces for step in trace.steps]
+    return sorted((step, rank, loss.hex(), norm.hex()) for step, rank, loss, norm in rows)
+
+
+def _scale(case: Case, run: Run) -> list[Finding]:
+    """A finding when the first loss of one rank looks like a sum over tokens: then every reference has the same."""
+    if case.world_size > 1 or case.float8.enabled or not run.traces[0].steps:
+        return []
+    found = explain_scale(case, run.traces[0].steps[0].loss)
+    return [] if found is None else [Finding(check=TARGET, message=found.what, step=1, fix=found.fix)]
+
+
+def _ran(case: Case, result: CaseResult, judge: _TargetJudge) -> Ran:
+    seen = judge.seen.get(result.case_id)
+    return Ran(
+        case_id=result.case_id,
+        layout=layout_name(case),
+        recipe=case.float8.recipe,
+        dtype=case.train.dtype,
+        verdict=result.verdict,
+        findings=(*result.findings, *(seen.findings if seen is not None else ())),
+        checks=result.checks,
+        not_judged=result.not_judged,
+        refused=None,
+        probes_neutral=None if seen is None else seen.probes_neutral,
+        command=result.command,
+        seconds=result.seconds,
+    )
+
+
+def layout_name(case: Case) -> str:
+    """The words of its id for the layout of a case."""
+    bare = Case(layout=case.layout)
+    return case_id(bare).split("-bf16", maxsplit=1)[0]
+
+
+def _without_unsupported(runs: tuple[Ran, ...], recorded: Sequence[Run | None]) -> tuple[Ran, ...]:
+    """The runs, with those that the target refused by itself marked, where it works on one rank."""
+    works = any(run.layout == "single" and run.verdict is not Verdict.CRASH for run in runs)
+    if not works:
+        return runs
+    words = [None if run is None else refusal_words(run.failures) for run in recorded]
+    return tuple(msgspec.structs.replace(run, refused=said) for run, said in zip(runs, words, strict=True))
+
+
+def refusal_words(failures: Iterable[RankFailure]) -> str | None:
+    """What a target says that refuses a layout: every rank that failed first ran into a `raise` of its own in build."""
+    causes = [failure for failure in failures if not failure.consequence]
+    return causes[0].message.partition(": ")[2] if causes and all(map(_is_refusal, causes)) else None
+
+
+def _is_refusal(failure: RankFailure) -> bool:
+    own = own_frame(failure.traceback)
+    calls = [line for line in failure.traceback.splitlines() if line.startswith('  File "')]
+    last = bool(calls) and own is not None and f'"{own.file}", line {own.line},' in calls[-1]
+    return failure.phase == "build" and last and own is not None and own.code.startswith(("raise ", "assert "))
+
+
+def _built(cases: Sequence[Case], judge: _TargetJudge) -> tuple[Built, ...]:
+    """What was found in every layout with FP8."""
+    found: dict[str, Built] = {}
+    for case in cases:
+        seen = judge.seen.get(case_id(case))
+        model = seen.models[0] if seen is not None else None
+        if model is not None and case.float8.enabled:
+            found.setdefault(layout_name(case), _facts(layout_name(case), model))
+    return tuple(found.values())
+
+
+def _facts(layout: str, model: ModelRecord) -> Built:
+    axes: dict[str, int] = {}
+    for parameter in model.parameters:
+        name = " and ".join(axis for axis in parameter.axes if axis != "self") or "none"
+        axes[name] = axes.get(name, 0) + 1
+    return Built(
+        layout=layout,
+        linears=len(model.linears),
+        converted=sum(linear.converted for linear in model.linears),
+        checkpointed=len(model.checkpointed),
+        compiled=len(model.compiled),
+        parameters=len(model.parameters),
+        elements=sum(_elements(parameter.shape) for parameter in model.parameters),
+        buffers=len(model.buffers),
+        on_axes=axes,
+    )
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _notes(results: Iterable[CaseResult]) -> tuple[str, ...]:
+    """Settings of torch that a target changes and that change no number of this run."""
+    traces: list[RankTrace] = [trace for each in results if each.run is not None for trace in each.run.traces]
+    changes: dict[StateChange, None] = {change: None for trace in traces for change in trace.state}
+    told = {change.name: change for change in changes if change.name in ("deterministic algorithms", "threads")}
+    return tuple(
+        f"the target leaves torch's {name} at {change.after} instead of {change.before} after {change.phase}"
+        for name, change in told.items()
+    )

@@ -1,0 +1,113 @@
+"""Watches what the model is really called with, and finds the sequences of the run in it.
+
+A target may take the tokens of another rank, of its own data loader, or the labels in place of the inputs: no global
+number shows that where its single-rank reference does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from harness.trace.inputs import StepInputs
+from harness.worker.data import Tokens
+from harness.worker.probes.probe import in_backward
+
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+
+
+class InputWatch:
+    """The integer tensors of every forward of the whole model.
+
+    `tokens`: of the whole run [steps, sequences, seq_len + 1]; `mine`: which sequences are meant for this rank.
+    """
+
+    def __init__(self, model: nn.Module, tokens: Tokens, mine: slice) -> None:
+        self._tokens = tokens
+        self._mine = mine
+        self._now: list[Tokens] = []
+        self._steps: list[StepInputs] = []
+        self._called = self._whole = True
+        compiled = isinstance(model, OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None
+        if not compiled:  # a hook would be compiled with it
+            model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or in_backward():
+            return
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.dtype in _INTEGERS and leaf.dim() > 0:
+                self._add(leaf)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            self._whole = self._whole and all(placement.is_replicate() for placement in tensor.placements)
+            tensor = tensor.to_local()
+        self._now.append(tensor.detach().cpu().long().numpy().copy())
+
+    def end_step(self, step: int) -> None:
+        """A step is over."""
+        self._called = self._called and bool(self._now)
+        if self._called:
+            self._steps.append(_found(step, self._now, self._tokens[step - 1], self._mine))
+        self._now = []
+
+    def record(self) -> tuple[StepInputs, ...] | None:
+        """What was found in every step; None where not every step called the whole model with whole tensors."""
+        return tuple(self._steps) if self._called and self._whole and self._steps else None
+
+
+def _found(step: int, seen: Sequence[Tokens], tokens: Tokens, mine: slice) -> StepInputs:
+    """The sequences of one step `tokens` [sequences, seq_len + 1] in the tensors that were seen."""
+    inputs = {row.tobytes(): number for number, row in enumerate(np.ascontiguousarray(tokens[:, :-1]))}
+    labels = {row.tobytes(): number for number, row in enumerate(np.ascontiguousarray(tokens[:, 1:]))}
+    rows = [row for tensor in seen for row in _rows(tensor, tokens.shape[1] - 1, inputs.keys() | labels.keys())]
+    return StepInputs(
+        step=step,
+        inputs=tuple(inputs[row] for row in rows if row in inputs),
+        labels=tuple(labels[row] for row in rows if row in labels),
+        others=sum(row not in inputs and row not in labels for row in rows),
+        covered=_covered(tokens[mine, :-1], seen),
+        shapes=tuple(tensor.shape for tensor in seen),
+    )
+
+
+def _rows(tensor: Tokens, length: int, known: set[bytes]) -> list[bytes]:
+    """The rows of this length in a tensor, in whichever of its forms most of them are known."""
+    return max(
+        ([row.tobytes() for row in np.ascontiguousarray(form)] for form in _forms(tensor, length)),
+        key=lambda rows: sum(row in known for row in rows),
+        default=[],
+    )
+
+
+def _forms(tensor: Tokens, length: int) -> list[Tokens]:
+    """Its readings as sequences: batch first, sequence first, packed, with or without the token after the last."""
+    matrices = [tensor.reshape(-1, tensor.shape[-1])]
+    if tensor.ndim == 2:
+        matrices.append(tensor.T)
+    forms = [matrix[:, :length] for matrix in matrices if matrix.shape[1] in (length, length + 1)]
+    if tensor.size % length == 0:
+        forms.append(tensor.reshape(-1, length))
+    if tensor.size % (length + 1) == 0:
+        forms.append(tensor.reshape(-1, length + 1)[:, :length])
+    return forms
+
+
+def _covered(given: Tokens, seen: Sequence[Tokens]) -> float:
+    """The share of the neighbouring tokens of `given` that are neighbours along a dim of something that was seen."""
+    wanted = set(_neighbours(given))
+    found = {pair for tensor in seen for form in (tensor, tensor.T) for pair in _neighbours(form)}
+    return len(wanted & found) / len(wanted) if wanted else 1.0
+
+
+def _neighbours(tensor: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    return list(zip(tensor[..., :-1].ravel().tolist(), tensor[..., 1:].ravel().tolist(), strict=True))

@@ -1,0 +1,54 @@
+"""Settings of torch that belong to the whole process: which of them a target leaves changed, and when.
+
+Another default dtype, say, is that of every tensor which the harness or another library makes from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from harness.trace.inputs import StateChange
+
+_SETTINGS: Mapping[str, Callable[[], object]] = {
+    "default dtype": torch.get_default_dtype,
+    "default device": torch.get_default_device,
+    "gradients": torch.is_grad_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "threads": torch.get_num_threads,
+}
+
+
+class GlobalState:
+    """What has changed since the last look. A forked rank goes on with what was seen before the fork."""
+
+    def __init__(self) -> None:
+        self._last = _now()
+        self._changes: list[StateChange] = []
+
+    def restart(self) -> None:
+        """Forget what has changed since the last look: it was the harness."""
+        self._last = _now()
+
+    def look(self, phase: str) -> None:
+        """Keep what the target has changed in this phase."""
+        now = _now()
+        self._changes += [
+            StateChange(name=name, phase=phase, before=self._last[name], after=value)
+            for name, value in now.items()
+            if value != self._last[name]
+        ]
+        self._last = now
+
+    @property
+    def changes(self) -> tuple[StateChange, ...]:
+        """Everything that was found changed, in order."""
+        return tuple(self._changes)
+
+
+def _now() -> dict[str, str]:
+    return {name: str(setting()).removeprefix("torch.") for name, setting in _SETTINGS.items()}
+
+
+STATE = GlobalState()  # of this process

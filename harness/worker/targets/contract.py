@@ -1,0 +1,115 @@
+"""The contract of a target: what its module, what it builds and what its step returns must be, and how to mend it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.matrix.case import Case
+from harness.matrix.targets import module_of
+from harness.worker.targets.target import Target, World
+
+
+class TargetMisfit(Exception):
+    """A target does not keep to the interface. The text says where, what is wrong and how to mend it."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what} Fix: {fix}")
+
+
+_INTERFACE = "see the interface in harness/worker/targets/target.py."
+
+
+def build_target(case: Case, world: World) -> Target:
+    """The target of a case, built by its module. Raises TargetMisfit where one of them is none."""
+    name = module_of(case.target)
+    module = importlib.import_module(name)
+    if not callable(getattr(module, "build", None)):
+        raise TargetMisfit(
+            f"module {name} has no function `build`.",
+            f"define `def build(case, world)` that returns an object with `model` and `step`; {_INTERFACE}",
+        )
+    built = module.build(case, world)
+    require_process_group("build")
+    _require_parts(built)
+    _require_parameters(built.model)
+    target: Target = built
+    return target
+
+
+def _require_parts(built: Any) -> None:
+    what = f"build() returned {_kind(built)}"
+    if not isinstance(getattr(built, "model", None), nn.Module):
+        held = f", whose `model` is {_kind(built.model)}" if hasattr(built, "model") else " without `model`"
+        raise TargetMisfit(
+            f"{what}{held}.",
+            f"return an object whose `model` is the nn.Module that `step` trains; {_INTERFACE}",
+        )
+    if not callable(getattr(built, "step", None)):
+        raise TargetMisfit(
+            f"{what} without a method `step`.",
+            f"give it `def step(self, microbatches)` that returns `loss, grad_norm`; {_INTERFACE}",
+        )
+
+
+def _require_parameters(model: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise TargetMisfit(
+            f"the model ({type(model).__name__}) has no parameters.",
+            "`model` must be the module whose parameters `step` trains, not a wrapper that hides it.",
+        )
+    empty = [fqn for fqn, parameter in parameters.items() if parameter.is_meta]
+    if empty:
+        raise TargetMisfit(
+            f"{len(empty)} of {len(parameters)} parameters are on the meta device, {empty[0]} first.",
+            "call `model.to_empty(device=world.device)` before build() returns; the harness writes the weights.",
+        )
+
+
+def require_process_group(where: str) -> None:
+    """Raises TargetMisfit when the target has destroyed the process group."""
+    if not dist.is_initialized():
+        raise TargetMisfit(
+            f"{where}() destroyed the process group.",
+            "leave out dist.destroy_process_group(): the harness made the group and needs it until the last step.",
+        )
+
+
+def require_result(result: Any) -> tuple[Any, Any]:
+    """Loss and gradient norm that `step` returned. Raises TargetMisfit for anything else."""
+    if not (isinstance(result, tuple) and len(result) == 2):
+        what = f"{_kind(result)} of {len(result)}" if isinstance(result, tuple | list) else _kind(result)
+        raise TargetMisfit(
+            f"step() returned {what}, not the pair (loss, grad_norm).",
+            "end it with `return loss, grad_norm`, or with `return loss, None` where it computes no norm.",
+        )
+    loss, norm = result
+    _require_number("loss", loss)
+    if norm is not None:
+        _require_number("gradient norm", norm)
+    return loss, norm
+
+
+def _require_number(name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise TargetMisfit(
+                f"step() returned a {name} of shape {list(value.shape)}.",
+                "return one number: the mean over the tokens of the global batch."
+                if name == "loss"
+                else "return one number: the global L2 norm before clipping.",
+            )
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TargetMisfit(
+            f"step() returned {_kind(value)} as its {name}.",
+            "return a tensor with one element, or a float" + ("." if name == "loss" else ", or None."),
+        )
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

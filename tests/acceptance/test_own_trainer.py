@@ -1,0 +1,214 @@
+"""A trainer of a user: `examples/tiny_gpt`, installed in an environment of its own, run outside of the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.conftest import REPOSITORY
+
+EXAMPLE = REPOSITORY / "examples" / "tiny_gpt"
+QUICK = """
+[base]
+target = "fp8_target"
+dtype = "float64"
+recipe = "tensorwise"
+steps = 2
+sequence_parallel = false
+loss_parallel = false
+loss_tolerance = 0.05
+
+[[case]]
+axes = {tp = 2}
+
+[[case]]
+axes = {dp_shard = 2, fp8_all_gather = true}
+"""
+TP = "target.fp8_target-tp2-nosp-nolp-tensorwise-v2048-s2-f64"
+
+
+@dataclass
+class User:
+    """A user's environment with `tiny_gpt`, and a project with cases and the target module."""
+
+    python: Path
+    project: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def run(self, *words: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
+        """`fp8-harness WORDS` in the project."""
+        return self.execute("-m", "harness", *words, timeout_s=timeout_s)
+
+    def execute(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run the user's interpreter in the project."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "FP8_HARNESS_STATE": str(self.project.parent / "state"),
+            **self.environment,
+        }
+        return subprocess.run(
+            [self.python, *words],
+            cwd=self.project,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def with_change(self, folder: Path, file: str, right: str, wrong: str) -> User:
+        """The same user with a changed copy of the package."""
+        package = folder / "tiny_gpt"
+        shutil.copytree(EXAMPLE / "tiny_gpt", package, ignore=shutil.ignore_patterns("__pycache__"))
+        text = (package / file).read_text()
+        assert text.count(right) == 1, f"{file} has no {right}"
+        (package / file).write_text(text.replace(right, wrong))
+        return User(self.python, self.project, {"PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"})
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    folder = tmp_path_factory.mktemp("user")
+    source = folder / "source"
+    shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    python = make_environment(folder / "env")
+    offline = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", *offline, str(source)]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    project = folder / "project"
+    for name in ("cases", "golden"):
+        shutil.copytree(EXAMPLE / name, project / name)
+    shutil.copy(EXAMPLE / "fp8_target.py", project)
+    (project / "cases" / "quick.toml").write_text(QUICK)
+    yield User(python, project)
+
+
+def make_environment(folder: Path) -> Path:
+    """A virtual environment that sees what is installed here, torch above all; returns its interpreter."""
+    venv.create(folder, symlinks=True)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    packages = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
+    here = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    (packages / "torch.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in sorted(here)))
+    return Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / "python"
+
+
+def test_a_sound_trainer_passes_and_a_planted_fault_is_found(user: User) -> None:
+    where = user.execute("-c", "import tiny_gpt; print(tiny_gpt.__file__)").stdout
+    assert str(user.python.parents[1]) in where, "the package is the installed one"
+    done = user.run("run", "quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 cases: 2 passed" in done.stdout
+    done = user.run("run", "--case", TP, "--inject", "fault:amax_not_reduced_over_tp")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "scales [step 1, rank 0, module blocks.0.attention.query]: scale does not match the amax" in done.stdout
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A mistake in the user's package: the text that it changes, where it shows, and what is said about it."""
+
+    file: str
+    right: str
+    wrong: str
+    case: str
+    says: str
+
+
+FSDP = "target.fp8_target-fsdp2-tensorwise-ag.fp8-v2048-s2-f64"
+PRECOMPUTED = "target.fp8_target-fsdp2-tensorwise-ag.fp8pre-v2048-s3-f64"
+HSDP = "target.fp8_target-hsdp2x2-tensorwise-v2048-s2-f64"
+BUGS = {
+    "every_rank_reports_its_own_loss": Bug(
+        "trainer.py", "    dist.all_reduce(total)\n", "", FSDP, "ranks report different global losses"
+    ),
+    "losses_of_microbatches_are_not_averaged": Bug(
+        "trainer.py",
+        "self._loss(batch) / len(microbatches)",
+        "self._loss(batch)",
+        FSDP,
+        "gradients differ from the single-rank reference",
+    ),
+    "norm_of_the_shards_of_one_rank": Bug(
+        "trainer.py",
+        "nn.utils.get_total_norm([parameter.grad for",
+        "nn.utils.get_total_norm([getattr(parameter.grad, '_local_tensor', parameter.grad) for",
+        FSDP,
+        "reported_grad_norm differs",
+    ),
+    "scales_of_the_weights_before_the_update": Bug(
+        "trainer.py",
+        """        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.config.float8 is not None and self.config.float8.precompute_scale:
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
+""",
+        """        if self.config.float8 is not None and self.config.float8.precompute_scale:
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+""",
+        PRECOMPUTED,
+        "scale does not match the amax",
+    ),
+    "hsdp_forgets_the_replicas": Bug(
+        "parallel.py",
+        'mesh["dp_replicate", "dp_shard"] if config.dp_replicate > 1 else mesh["dp_shard"]',
+        'mesh["dp_shard"]',
+        HSDP,
+        "replicas of a shard are not bitwise equal: grad of",
+    ),
+    "checkpointing_is_lost": Bug(
+        "parallel.py",
+        "if config.checkpoint_blocks:",
+        "if config.checkpoint_blocks and config.tp == 1:",
+        "target.fp8_target-tp2-nosp-nolp-tensorwise-ac.full-v2048-s2-f64",
+        "checkpointed forward was not recomputed",
+    ),
+    "a_linear_is_not_converted": Bug(
+        "parallel.py",
+        'kept = ("lm_head", *float8.filter_fqns)',
+        'kept = ("lm_head", "value", *float8.filter_fqns)',
+        FSDP,
+        "blocks.0.attention.value",
+    ),
+}
+
+
+QUICK_BUG = "every_rank_reports_its_own_loss"
+
+
+@pytest.mark.parametrize(
+    "name", [QUICK_BUG, *(pytest.param(name, marks=pytest.mark.sweep) for name in BUGS if name != QUICK_BUG)]
+)
+def test_a_bug_of_the_user_is_found(user: User, tmp_path: Path, name: str) -> None:
+    bug = BUGS[name]
+    done = user.with_change(tmp_path, bug.file, bug.right, bug.wrong).run("run", "--case", bug.case)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert bug.says in done.stdout, done.stdout
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("tier", ["smoke", "all"])
+def test_every_case_of_the_example_passes(user: User, tier: str) -> None:
+    done = user.run("run", tier)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "BF16 references that were run here" not in done.stdout, "a golden of the example is not stored"
+
+
+def test_it_trains_without_the_harness(user: User) -> None:
+    done = user.execute("-m", "tiny_gpt", timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 3

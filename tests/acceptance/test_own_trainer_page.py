@@ -1,0 +1,53 @@
+"""`docs/your-own-trainer.md`: every command in it is run, on real ranks, and does what the text says."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.conftest import REPOSITORY, Command
+from tests.acceptance.documents import changed, steps
+
+DOCUMENT = (REPOSITORY / "docs" / "your-own-trainer.md").read_text()
+FAULT = "fp8-harness run --inject fault:amax_without_abs"
+
+# What `fp8-harness run` says, every time that it stands in the document: exit code and words.
+RUNS = [
+    (1, "ranks report different global losses from step 1 on"),
+    (0, "1 case: 1 passed"),
+    (0, "1 case: 1 passed"),
+    (0, "5 cases: 5 passed"),
+]
+
+
+@pytest.mark.sweep  # nine commands, six of them with ranks
+def test_the_document_is_what_happens(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    here, file, runs = tmp_path, tmp_path, list(RUNS)
+    for kind, text in steps(DOCUMENT):
+        if kind == "python":
+            file = here / text.splitlines()[0].removeprefix("# ")
+            file.write_text(text)
+        elif kind == "diff":
+            file.write_text(changed(file.read_text(), text))
+        elif text.startswith("cd "):
+            here = (here / text.removeprefix("cd ")).resolve()
+        else:
+            code, words = runs.pop(0) if text == "fp8-harness run" else (0, "")
+            code, words = (1, "module 1]: scale does not match the amax") if text == FAULT else (code, words)
+            done = Command(here, {"FP8_HARNESS_STATE": str(tmp_path / "state")}).shell(text)
+            assert done.returncode == code, f"{text}\n{done.stdout}{done.stderr}"
+            assert words in done.stdout, done.stdout
+            assert "cannot be judged" not in done.stdout
+    assert runs == [], "the document lost a command"
+
+
+@pytest.mark.parametrize(
+    "command", [text for kind, text in steps(DOCUMENT) if kind == "sh" and text.startswith("fp8-harness")]
+)
+def test_every_command_of_the_document_is_understood(shared: Command, command: str) -> None:
+    done = shared.run(*shlex.split(command)[1:], "--help")
+    assert done.returncode == 0, done.stderr

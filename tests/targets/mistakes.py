@@ -1,0 +1,136 @@
+"""Typical mistakes of a target: every class is the sound one with one of them, and can stand for `build`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import toy
+from torch import nn
+
+
+class NoTensorParallelism(toy.Toy):
+    """No mistake: it says what it does not support."""
+
+    def parallelize(self) -> None:
+        if self.case.layout.tp > 1:
+            raise NotImplementedError("no tensor parallelism yet")
+        super().parallelize()
+
+
+class OneLoss(toy.Toy):
+    def step(self, microbatches: Any) -> Any:
+        return super().step(microbatches)[0]
+
+
+class OwnError(toy.Toy):
+    def step(self, microbatches: Any) -> Any:
+        raise RuntimeError("disk quota")
+
+
+class SummedLoss(toy.Toy):
+    def reported(self, loss: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(loss)
+        return loss
+
+
+class OwnLoss(toy.Toy):
+    def reported(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+
+class NotAveraged(toy.Toy):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(batch) * self.world.microbatches
+
+
+class SumOfTokens(toy.Toy):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(batch) * batch[:, 1:].numel()
+
+
+class Divided(toy.Toy):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(batch) / self.case.layout.dp
+
+
+class Shifted(toy.Toy):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(batch[:, 1:]).double().flatten(0, 1), batch[:, :-1].flatten())
+
+
+class OwnTokens(toy.Toy):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        drawn = torch.Generator().manual_seed(7)
+        return super().loss(torch.randint(0, self.case.model.vocab_size, batch.shape, generator=drawn))
+
+
+class Sliced(toy.Toy):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().loss(batch[: len(batch) // self.case.layout.dp])
+
+
+class RankBuffer(toy.Toy):
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.tilt += dist.get_rank()
+        return model
+
+
+class RankWeights(toy.Toy):
+    def parallelize(self) -> None:
+        super().parallelize()
+        for block in self.model.blocks:
+            nn.init.constant_(block.gain, dist.get_rank())
+
+
+class EarlyOptimizer(toy.Toy):
+    def parallelize(self) -> None:
+        self.early = super().make_optimizer()
+        super().parallelize()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return self.early
+
+
+class NoUpdate(toy.Toy):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        made = super().make_optimizer()
+        made.step = lambda: None
+        return made
+
+
+class Detached(toy.Toy):
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.embed.register_forward_hook(lambda module, given, output: output.detach())
+        return model
+
+
+class DefaultDtype(toy.Toy):
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        torch.set_default_dtype(torch.float64)
+        return model
+
+
+class OnlyFloat32(toy.Toy):
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.double = lambda: model
+        return model
+
+
+class GroupGone(toy.Toy):
+    def step(self, microbatches: Any) -> Any:
+        found = super().step(microbatches)
+        dist.destroy_process_group()
+        return found
+
+
+class Dropout(toy.Toy):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        torch.seed()
+        return super().loss(batch) * F.dropout(torch.ones(64), 0.5).mean()

@@ -1,0 +1,136 @@
+"""The check `model`: what differs between ranks, or from one rank, and what is not trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.checks.model import check_model, unequal_initial_weights
+from harness.trace import RankTrace, Run
+from harness.trace.inputs import StateChange
+from harness.trace.model import Buffer, Linear, ModelRecord, Parameter
+from harness.verdict import Finding
+from tests.builders import make_case, make_sketch, make_steps, make_trace, make_witnesses, run_of
+
+CASE = make_case(dp_shard=2, steps=1)
+
+
+def parameter(fqn: str, **changes: Any) -> Parameter:
+    made = Parameter(fqn=fqn, shape=(4, 4), dtype="float32", local_elements=8, axes=("dp_shard",), trained=True)
+    return replace(made, **{"built": "b", **changes})
+
+
+def model(*parameters: Parameter, **changes: Any) -> ModelRecord:
+    made = ModelRecord(
+        linears=(Linear(fqn="up", in_features=4, out_features=4, converted=True),),
+        parameters=parameters or (parameter("up.weight"), parameter("gain")),
+        checkpointed=(),
+        compiled=(),
+        calls={"up": 1},
+        recomputed={},
+        buffers=(Buffer(fqn="tilt", shape=(4,), dtype="float32", digest="t"),),
+    )
+    return replace(made, **changes)
+
+
+def trace(rank: int = 0, built: ModelRecord | None = None, **changes: Any) -> RankTrace:
+    sketches = tuple(make_sketch(fqn) for fqn in ("up.weight", "gain"))
+    return make_trace(rank=rank, losses=[8.0], model=built or model(), **{"sketches": sketches, **changes})
+
+
+def solo(built: ModelRecord | None = None, **changes: Any) -> Run:
+    return run_of(trace(0, built or model(calls={"up": 2}), **changes))
+
+
+def check(*traces: RankTrace, reference: Run | None = None) -> list[Finding]:
+    run = run_of(*(traces or (trace(0), trace(1))))
+    return check_model(CASE, run, make_witnesses(CASE, solo=reference or solo()))
+
+
+def test_a_model_that_is_the_same_everywhere_has_no_findings() -> None:
+    assert check() == []
+    assert check_model(CASE, run_of(trace(0), trace(1)), make_witnesses(CASE)) == []
+
+
+TILTED = model(buffers=(Buffer(fqn="tilt", shape=(4,), dtype="float32", digest="u"),))
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"built": model(parameter("inner.up.weight"), parameter("gain"))}, "builds a parameter inner.up.weight"),
+        ({"built": model(parameter("up.weight", shape=(2, 4)), parameter("gain"))}, "another shape than on one rank"),
+        ({"built": model(parameter("up.weight"), parameter("gain", trained=False))}, "gain is frozen here"),
+        ({"built": model(linears=())}, "up is no linear here"),
+        ({"built": model(parameter("up.weight", dtype="float64"), parameter("gain"))}, "the case asks for float32"),
+        ({"built": TILTED}, "buffer tilt differs between rank 0 and rank 1"),
+        (
+            {"state": (StateChange(name="default dtype", phase="build", before="float32", after="float64"),)},
+            "leaves torch's default dtype changed after build",
+        ),
+    ],
+)
+def test_one_rank_that_differs_is_found_with_what_to_do(second: dict[str, Any], words: str) -> None:
+    (finding,) = check(trace(0), trace(1, **second))
+    assert words in finding.message
+    assert finding.fix
+
+
+def test_buffers_are_compared_with_one_rank_too() -> None:
+    (finding,) = check(trace(0, TILTED), trace(1, TILTED))
+    assert "rank 0 and the single-rank reference" in finding.message
+
+
+def test_a_reference_that_joins_its_microbatches_is_found() -> None:
+    (finding,) = check(reference=solo(model(calls={"up": 1})))
+    assert "up runs 1 time a step, and 1 time for the 2 microbatches" in finding.message
+
+
+def both(**changes: Any) -> list[Finding]:
+    return check(trace(0, **changes), trace(1, **changes))
+
+
+def test_parameters_without_gradients_are_named() -> None:
+    (finding,) = both(sketches=(make_sketch("up.weight"),))
+    assert "1 of 2 trained parameters got no gradient in any step: gain" in finding.message
+    (finding,) = both(sketches=())
+    assert finding.fix is not None and "loss.backward() before optimizer.step()" in finding.fix
+
+
+def test_optimizers_that_step_too_often_or_train_nothing() -> None:
+    often = tuple(replace(step, optimizer_steps=2) for step in make_steps([8.0]))
+    (finding,) = check(reference=solo(steps=often))
+    assert "2 times in one step()" in finding.message
+    still = model(*(parameter(fqn, updated=False) for fqn in ("up.weight", "gain")))
+    once = tuple(replace(step, optimizer_steps=1) for step in make_steps([8.0]))
+    (finding,) = both(built=still, steps=once)
+    assert "the optimizer steps, but no parameter of the model ever changes" in finding.message
+    (finding,) = both(built=still)
+    assert "no optimizer ever steps" in finding.message
+    (finding,) = both(built=model(parameter("up.weight"), parameter("gain", updated=False)))
+    assert "1 of 2 trained parameters got gradients and never changed: gain" in finding.message
+
+
+def test_gradients_that_no_hook_of_torch_sees() -> None:
+    never = tuple(replace(step, optimizer_steps=0) for step in make_steps([8.0]))
+    (finding,) = both(sketches=(), steps=never)
+    assert "no torch optimizer steps, so their gradients cannot be seen" in finding.message
+    still = model(*(parameter(fqn, updated=False) for fqn in ("up.weight", "gain")))
+    (finding,) = both(sketches=(), steps=never, built=still)
+    assert "no optimizer ever steps" in finding.message, "told once"
+
+
+def test_a_parameter_whose_gradient_is_lost_in_rounding_is_no_finding() -> None:
+    small = (make_sketch("up.weight"), make_sketch("gain", value=1e-6))
+    assert both(built=model(parameter("up.weight"), parameter("gain", updated=False)), sketches=small) == []
+
+
+def test_weights_that_the_target_built_differently_on_ranks_that_hold_the_same() -> None:
+    def held(rank: int, built: str, offset: int) -> RankTrace:
+        return trace(rank, model(replace(parameter("gain", offset=(offset,)), built=built)))
+
+    assert unequal_initial_weights(run_of(held(0, "a", 0), held(1, "b", 8))) == []
+    (finding,) = unequal_initial_weights(run_of(held(0, "a", 0), held(1, "b", 0)))
+    assert "ranks 0-1 hold alike was built with different values: gain" in finding.message

@@ -1,0 +1,147 @@
+"""The check of a target: which cases it runs, what counts as a refusal, and how its report groups what it found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.matrix.caseid import case_id
+from harness.report.target import WIDTH, problems_of, target_exit_code, target_text
+from harness.studies.target_check import Asked, Ran, TargetReport, cases_of, parse_layout, refusal_words
+from harness.verdict import Finding, NotJudged, Verdict
+from tests.builders import make_case, make_failure
+
+
+def ids(**asked: Any) -> list[str]:
+    cases = cases_of(Asked(target="mine", **asked), device=asked.pop("device", "cpu"))
+    return [case_id(case).removeprefix("target.mine-").replace("-v2048-lr0.004", "") for case in cases]
+
+
+def test_every_layout_in_float64_and_one_as_users_run_it() -> None:
+    assert ids() == [
+        "single-bf16-b16",
+        "single-tensorwise-f64",
+        "fsdp2-bf16-b16",
+        "fsdp2-tensorwise-f64",
+        "tp2-tensorwise-f64",
+        "hsdp2x2-tensorwise-f64",
+        "fsdp2-tensorwise-b16",
+    ]
+
+
+def test_recipe_and_layouts_are_those_that_are_asked_for() -> None:
+    layouts = (parse_layout("fsdp2-tp2"),)
+    found = ids(recipe="rowwise", layouts=layouts)
+    assert found[2:] == ["fsdp2-tp2-bf16-b16", "fsdp2-tp2-rowwise-f64", "fsdp2-tp2-rowwise-b16"]
+
+
+def test_a_case_gives_model_and_options() -> None:
+    base = make_case(tp=2, recipe="rowwise", checkpointing="full", steps=3)
+    found = ids(base=base)
+    assert "tp2-rowwise-ac.full-v2048-s3-f64" in found
+    assert len(found) == 5
+
+
+def test_no_float64_on_a_gpu() -> None:
+    assert not any(case.train.dtype == "float64" for case in cases_of(Asked(target="mine"), device="cuda"))
+
+
+@pytest.mark.parametrize("text", ["rowwise", "fdsp2", "f64"])
+def test_words_that_are_no_layout(text: str) -> None:
+    with pytest.raises(HarnessError, match="is no layout"):
+        parse_layout(text)
+
+
+def test_an_impossible_layout_names_the_rule() -> None:
+    with pytest.raises(HarnessError, match="excludes"):
+        ids(layouts=(parse_layout("fsdp3"),))
+
+
+RAISED = """Traceback (most recent call last):
+  File "/x/harness/worker/targets/contract.py", line 40, in build_target
+    built = module.build(case, world)
+  File "/home/me/mine.py", line 7, in build
+    raise ValueError("tp must be 1")
+ValueError: tp must be 1
+"""
+
+
+def test_only_a_raise_of_the_target_itself_in_build_is_a_refusal() -> None:
+    refused = make_failure(message="ValueError: tp must be 1", traceback=RAISED, phase="build")
+    assert refusal_words([refused]) == "tp must be 1"
+    assert refusal_words([]) is None
+    in_step = make_failure(message="ValueError: tp must be 1", traceback=RAISED, phase="step 1")
+    assert refusal_words([refused, in_step]) is None
+    deeper = RAISED.replace(
+        "ValueError: tp", '  File "/v/site-packages/torch/x.py", line 1, in f\n    x\nValueError: tp'
+    )
+    assert refusal_words([make_failure(message="ValueError: x", traceback=deeper, phase="build")]) is None
+    fault = make_failure(message="TypeError: x", traceback=RAISED.replace("raise ValueError", "call"), phase="build")
+    assert refusal_words([fault]) is None
+
+
+def ran(layout: str = "single", *findings: Finding, **changes: Any) -> Ran:
+    values: dict[str, Any] = {
+        "case_id": f"{layout}-id",
+        "layout": layout,
+        "recipe": "tensorwise",
+        "dtype": "float64",
+        "verdict": Verdict.NUMERIC if findings else Verdict.PASSED,
+        "findings": findings,
+        "checks": ("finite",),
+        "not_judged": (NotJudged(check="graphs", reason="nothing is compiled"),),
+        "refused": None,
+        "probes_neutral": True,
+        "command": "fp8-harness run --case x",
+        "seconds": 1.0,
+    }
+    return Ran(**{**values, **changes})
+
+
+def report(*runs: Ran) -> TargetReport:
+    return TargetReport(
+        schema=1,
+        target="mine",
+        file="/mine.py",
+        runs=runs,
+        built=(),
+        notes=(),
+        software={},
+        interrupted=False,
+        seconds=9.0,
+    )
+
+
+CAUSE = Finding(check="parity", message="loss is twice as large", fix="divide it")
+EFFECT = Finding(check="loss_vs_golden", message="the loss is off")
+
+
+def test_one_mistake_in_many_runs_is_told_once_and_its_effects_by_name() -> None:
+    found = report(ran(), ran("fsdp2", CAUSE, EFFECT), ran("tp2", CAUSE))
+    cause, effect = problems_of(found)
+    assert (cause.cases, cause.likely_effect) == (("fsdp2-id", "tp2-id"), False)
+    assert (effect.check, effect.likely_effect) == ("loss_vs_golden", True)
+    text = target_text(found)
+    assert "also failed, likely effects: loss_vs_golden" in text and "1 thing to mend in mine." in text
+    assert target_exit_code(found) == 1
+
+
+def test_what_follows_from_nothing_that_is_known_is_told_in_full() -> None:
+    (problem,) = problems_of(report(ran(), ran("fsdp2", EFFECT)))
+    assert not problem.likely_effect
+
+
+def test_whatever_is_wrong_follows_from_a_reference_that_is_wrong() -> None:
+    _, effect = problems_of(report(ran("single", CAUSE), ran("fsdp2", EFFECT)))
+    assert effect.likely_effect
+
+
+def test_a_refusal_is_no_problem_and_lines_fit() -> None:
+    refused = ran("tp2", Finding(check="engine", message="x"), verdict=Verdict.CRASH, refused="no tp " * 20)
+    found = report(ran(), refused)
+    assert problems_of(found) == () and target_exit_code(found) == 0
+    text = target_text(found)
+    assert "Not supported by it: tp2." in text and "not supported: no tp" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
