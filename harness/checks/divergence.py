@@ -26,6 +26,7 @@ from harness.checks.scale_rules import format_scale
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.mesh import coordinates, peers
+from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding, Verdict
@@ -74,8 +75,11 @@ class _Comparison:
     def _gradient_factor(self) -> float:
         """By what gradients of outputs are larger than in the witness, which divides its loss by `dp` as well.
 
-        Ranks divide by it too, or leave that to FSDP2, which averages gradients of parameters: the first tells.
+        Ranks divide by it too, or leave that to FSDP2, which averages gradients of parameters: the first tells. Those
+        of a Llama divide by all tokens.
         """
+        if is_llama(self._case.target):
+            return 1.0
         for key, occurrence in self._casts[0]:
             expected = self._witness_casts.get((key, occurrence))
             if key.role == "grad_output" and expected is not None and expected.amax > 0:

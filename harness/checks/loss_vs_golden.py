@@ -23,6 +23,7 @@ from harness.trace import RankTrace, Run
 from harness.verdict import Finding, Verdict
 
 NAME = "loss_vs_golden"
+COARSE = "its losses were rounded to bfloat16: compute the loss from logits in float32"
 SHOWN_ROWS = 12  # of the table in a message
 
 _finding = partial(Finding, check=NAME)
@@ -138,11 +139,16 @@ def _learning(run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
     if all(moved <= allowed for moved, allowed in zip(progress, tolerance.per_step, strict=True)):
         message = (
             "cannot be judged: the golden moves less than the tolerance allows, so a model that never trains would "
-            "pass; train more steps"
+            f"pass; {COARSE if all(map(_is_bfloat16, golden.losses)) else 'train more steps'}"
         )
         expected, found = f"allowed below {max(progress):g}", f"{max(tolerance.per_step):g}"
         findings.append(_finding(message=message, expected=expected, found=found))
     return findings
+
+
+def _is_bfloat16(loss: float) -> bool:
+    """True for a number that bfloat16 has: a mantissa of 8 bits."""
+    return math.isfinite(loss) and (math.frexp(loss)[0] * 256).is_integer()
 
 
 def _distance(run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:

@@ -252,7 +252,9 @@ def _not_reached(tried: _Tried, clean: _Tried | None) -> str:
     broken = next((reached.broken for reached in tried.reached.values() if reached.broken), "")
     if broken or clean is None or tried.fault is None or tried.fault.equivalent is not None:
         return broken
-    return NO_EFFECT if tried.reached == clean.reached else ""
+    if tried.reached != clean.reached:
+        return ""
+    return f"without it, the case {clean.result.verdict.phrase} too" if clean.baseline == UNFINISHED else NO_EFFECT
 
 
 _LIMIT = re.compile(r"<= ([0-9.e+-]+)$")

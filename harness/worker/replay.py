@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.replayed import replayed_steps
+from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, StepTrace
 from harness.trace.modules import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
 from harness.worker.discovery import converted_linears
@@ -159,6 +160,7 @@ class Replay:
         """A recorded gradient as one rank has it, which divides the loss by the number of data-parallel ranks.
 
         Ranks divide it too, or leave that to FSDP2, which averages gradients of parameters: the first gradient tells.
+        Those of a Llama divide by all tokens: `dp` is 1.
         """
         if not self._gradient_factor:
             norms = recorded.tensor.double().norm().item(), computed.double().norm().item()
@@ -194,7 +196,7 @@ def replay(case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShar
     case = msgspec.structs.replace(case, checkpointing=Checkpointing())
     prepared = prepare(case, device, solo_witness=True)
     model = prepared.target.model
-    watching = Replay(assembled(case, ranks, device), case.layout.dp)
+    watching = Replay(assembled(case, ranks, device), 1 if is_llama(case.target) else case.layout.dp)
     watching.attach(model)
     steps = tuple(_replay_step(prepared, watching, step) for step in range(1, replayed_steps(case) + 1))
     watching.finish()

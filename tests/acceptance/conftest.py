@@ -66,7 +66,7 @@ class Command:
         )
 
     def shell(self, line: str, *, fake: bool = False) -> subprocess.CompletedProcess[str]:
-        """Run a printed command line as it is; only PATH leads to this `fp8-harness`.
+        """Run a printed command line as it is; only PATH leads to this `fp8-harness` and this `python`.
 
         The line must name the rank program itself, unless it is to be the `fake` one.
         """
@@ -74,7 +74,8 @@ class Command:
         program.parent.mkdir(exist_ok=True)
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -m harness "$@"\n')
         program.chmod(0o755)
-        environment = {**self.environment_of_runs(), "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+        path = (str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"])
+        environment = {**self.environment_of_runs(), "PATH": os.pathsep.join(path)}
         if not fake:
             environment.pop("FP8_HARNESS_PROGRAM")
         return subprocess.run(

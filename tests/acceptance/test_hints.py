@@ -133,7 +133,10 @@ def stale_choice(project: Command) -> str:
     return project.run("list", "pr").stderr
 
 
-def no_costs(project: Command) -> str:
+def damaged_costs(project: Command) -> str:
+    costs = project.folder / "golden" / "evidence" / "costs.json"
+    costs.parent.mkdir(exist_ok=True)
+    costs.write_text("{}")
     project.tier("pr", f"[[case]]\naxes = {{{PASSES}}}\n")
     return project.run("run", "smoke", *CPU, "--budget-s", "60").stderr
 
@@ -164,7 +167,7 @@ SITUATIONS: dict[str, Callable[[Command], str]] = {
     "update_missing_signatures": no_signatures,
     "save_trace": damaged_trace,
     "choose_tier": stale_choice,
-    "fit_costs": no_costs,
+    "fit_costs": damaged_costs,
 }
 
 

@@ -12,7 +12,10 @@ from tests.acceptance.conftest import REPOSITORY, Command
 from tests.acceptance.documents import changed, steps
 
 DOCUMENT = (REPOSITORY / "docs" / "your-own-trainer.md").read_text()
-FAULT = "fp8-harness run --inject fault:amax_without_abs"
+SAYS = {
+    "fp8-harness run --inject fault:amax_without_abs": (1, "module 1]: scale does not match the amax"),
+    "fp8-harness target check my_target": (0, "my_target works under the harness. Not supported by it:"),
+}
 
 # What `fp8-harness run` says, every time that it stands in the document: exit code and words.
 RUNS = [
@@ -23,7 +26,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.sweep  # nine commands, six of them with ranks
+@pytest.mark.sweep  # eleven commands, eight of them with ranks
 def test_the_document_is_what_happens(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     here, file, runs = tmp_path, tmp_path, list(RUNS)
@@ -37,7 +40,7 @@ def test_the_document_is_what_happens(tmp_path: Path) -> None:
             here = (here / text.removeprefix("cd ")).resolve()
         else:
             code, words = runs.pop(0) if text == "fp8-harness run" else (0, "")
-            code, words = (1, "module 1]: scale does not match the amax") if text == FAULT else (code, words)
+            code, words = SAYS.get(text, (code, words))
             done = Command(here, {"FP8_HARNESS_STATE": str(tmp_path / "state")}).shell(text)
             assert done.returncode == code, f"{text}\n{done.stdout}{done.stderr}"
             assert words in done.stdout, done.stdout

@@ -28,7 +28,9 @@ def checked(project: Command, name: str, *arguments: str) -> tuple[int, str]:
     """Exit code and the report with every run of spaces as one."""
     done = project.run("target", "check", name, "-q", *arguments, timeout_s=300)
     assert done.stdout, done.stderr
-    assert all(len(line) <= 60 for line in done.stdout.splitlines() if "reproduce: " not in line), done.stdout
+    whole = ("reproduce: ", str(project.folder))  # what is to be copied is never broken
+    lines = [line for line in done.stdout.splitlines() if not any(words in line for words in whole)]
+    assert all(len(line) <= 60 for line in lines), done.stdout
     return done.returncode, " ".join(done.stdout.split())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.checks.alignment import check_alignment
 from harness.matrix.rules import Refusal
@@ -114,3 +115,9 @@ def test_a_run_that_trains_as_it_should_has_no_findings() -> None:
 def test_the_order_of_ranks_does_not_matter(ends: list[RankFailure | RankTrace]) -> None:
     told = {finding.message for finding in check(*ends)}
     assert told == {finding.message for finding in check(*reversed(ends))}
+
+
+def test_of_a_model_that_is_not_known_nobody_says_that_it_is_aligned() -> None:
+    case = replace(CASE, target="mine")
+    (found,) = check_alignment(case, run_of(failure(0)), make_witnesses(case, refusal=None))
+    assert "no multiples of 16" in found.message and "aligned" not in found.message

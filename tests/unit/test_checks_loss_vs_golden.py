@@ -231,3 +231,11 @@ def test_a_long_table_shows_the_first_bad_step() -> None:
     assert found.step == 70
     assert "(88 more steps)" in found.message
     assert any(line.split()[0] == "70" and line.endswith("<") for line in found.message.splitlines())
+
+
+@pytest.mark.parametrize(("size", "fix"), [(1.0, "rounded to bfloat16"), (1.001, "train more steps")])
+def test_a_golden_of_coarse_losses_says_so(size: float, fix: str) -> None:
+    """A bfloat16 near 8 is a multiple of 1/16 or 1/32: the tolerance that is derived from it is wide as well."""
+    losses = tuple(size * loss for loss in GOLDEN)
+    (found,) = check(*both(losses), against=golden(losses), within=make_tolerance(*(2.0 for _ in GOLDEN)))
+    assert "never trains" in found.message and fix in found.message

@@ -71,7 +71,6 @@ def test_under_fsdp_and_tp_the_amax_of_a_gathered_weight_is_reduced_over_both_on
             "all_gather in float8_e4m3fn along tp",
         ),
         ("norm_gradients_not_reduced", "tp2-bf16-v2048-gb4-s2-f32", "all_reduce (sum) in float32 along tp"),
-        ("gradients_divided_by_world", "fsdp2-tensorwise-v2048-gb4-s2-f32", "reduce_scatter (avg)"),
         (
             "replicas_reduced_over_shards",
             "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f32",

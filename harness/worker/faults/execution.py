@@ -301,7 +301,9 @@ def attention_backward_scales_keys() -> None:
 
 def _norm_eps(eps: float) -> None:
     def change(target: Target) -> None:
-        for norm in norms(target.model):
+        found = [norm for norm in norms(target.model) if hasattr(norm, "eps")]
+        assert found, "no norm of the model has an eps"
+        for norm in found:
             norm.eps = eps
 
     after_build(change)

@@ -76,15 +76,16 @@ def two_alike(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def norms(model: nn.Module) -> list[Any]:
-    """The modules with an epsilon."""
-    found = [module for module in model.modules() if hasattr(module, "eps")]
-    assert found, "no module of the model has an eps"
+    """The modules with a vector of their own, but for linears: norms, of whatever class."""
+    found = [module for module in model.modules() if not isinstance(module, nn.Linear) and _vectors(module)]
+    assert found, "the model has no norm with a weight"
     return found
 
 
 def norm_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The vectors that do not belong to a linear: the weights of norms, of whatever class."""
-    in_linears = {id(param) for linear in linears(model).values() for param in linear.parameters()}
-    found = [param for param in model.parameters() if param.dim() == 1 and id(param) not in in_linears]
-    assert found, "the model has no norm with a weight"
-    return found
+    """The vectors of norms."""
+    return [param for norm in norms(model) for param in _vectors(norm)]
+
+
+def _vectors(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters(recurse=False) if param.dim() == 1]
