@@ -208,7 +208,8 @@ def test_every_case_of_the_example_passes(user: User, tier: str) -> None:
 
 
 def test_it_trains_without_the_harness(user: User) -> None:
-    done = user.execute("-m", "tiny_gpt", timeout_s=120)
+    alone = User(user.python, user.project, {"OMP_NUM_THREADS": "1"})
+    done = alone.execute("-m", "tiny_gpt", "--steps", "6", timeout_s=120)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
-    assert len(losses) == 20 and losses[-1] < losses[0] - 3
+    assert len(losses) == 6 and losses[-1] < losses[0] - 2
