@@ -186,10 +186,15 @@ def test_replays_are_counted_by_what_the_witness_casts() -> None:
     assert first_divergence(of, run, doubled) is None
 
 
-@pytest.mark.parametrize(("factor", "diverges"), [(1.0, False), (2.0, False), (1.5, True)])
-def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(factor: float, diverges: bool) -> None:
+@pytest.mark.parametrize(
+    ("target", "factor", "diverges"),
+    [("mine", 1.0, False), ("mine", 2.0, False), ("mine", 1.5, True), ("reference", 2.0, True)],
+)
+def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(
+    target: str, factor: float, diverges: bool
+) -> None:
     """Then the loss of a rank is divided by the number of its own tokens, and that of the witness by all."""
-    of = case(Layout(dp_shard=2))
+    of = case(Layout(dp_shard=2), target=target)
     run, witness = runs(of)
 
     def backward(one: CastRecord, by: float) -> CastRecord:
