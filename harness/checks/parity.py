@@ -26,6 +26,7 @@ from harness.checks.ranks import format_ranks
 from harness.checks.witnesses import Witnesses
 from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Case
+from harness.matrix.mesh import dp_rank
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
 
@@ -210,7 +211,7 @@ def _missing(found: Tensors, expected: Tensors) -> list[Finding]:
 def _batches(case: Case, run: Run, solo: Run) -> list[Finding]:
     """Ranks that trained on other tokens than those of their data-parallel rank, which no global number shows."""
     expected = solo.traces[0].batch_digests
-    parts = {trace.rank: trace.rank // case.layout.tp for trace in run.traces}
+    parts = {trace.rank: dp_rank(case.layout, trace.rank) for trace in run.traces}
     wrong = [trace for trace in run.traces if trace.batch_digests != expected[parts[trace.rank] :][:1]]
     if not wrong:
         return []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from harness.checks.ranks import format_ranks, traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
-from harness.matrix.mesh import peers
+from harness.matrix.mesh import dp_rank, peers
 from harness.trace import RankTrace, Run
 from harness.trace.inputs import StepInputs
 from harness.verdict import Finding
@@ -53,7 +53,7 @@ def check_tokens(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def _part(case: Case, rank: int) -> range:
     """The sequences of the global batch that a rank trains on."""
-    first = rank // case.layout.tp * case.local_batch
+    first = dp_rank(case.layout, rank) * case.local_batch
     return range(first, first + case.local_batch)
 
 

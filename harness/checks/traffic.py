@@ -18,6 +18,7 @@ from harness.matrix.case import Case
 from harness.matrix.targets import is_llama
 from harness.plural import counted
 from harness.trace import RankTrace, Run
+from harness.trace.traffic import collective_words
 from harness.verdict import Finding
 
 NAME = traffic_rules.NAME
@@ -37,7 +38,7 @@ class CollectiveKey(NamedTuple):
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.kind}{f' ({self.op})' if self.op else ''} in {self.dtype} along {self.axis}"
+        return collective_words(**self._asdict())
 
 
 class Volume(NamedTuple):

@@ -27,7 +27,7 @@ from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import GraphCast
 from harness.trace.operands import CastRecord
-from harness.trace.traffic import Moment
+from harness.trace.traffic import Moment, collective_words
 
 SCHEMA = 1
 SETTLED = 2  # the step that all later ones repeat: the first one also builds optimizer state and what is kept
@@ -226,7 +226,7 @@ def _collectives(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
     sizes: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for each in trace.traffic or ():
         if each.step == step:
-            kind = f"{each.kind}{f' ({each.op})' if each.op else ''} in {each.dtype} along {each.axis}"
+            kind = collective_words(axis=each.axis, kind=each.kind, op=each.op, dtype=each.dtype)
             payload[kind] += each.payload_bytes
             sizes[kind].update(each.sizes)
     for kind, counts in sizes.items():

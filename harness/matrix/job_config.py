@@ -110,7 +110,8 @@ def _imported(config: _Config, *, where: str, ranks: int | None) -> Imported:
     values |= _checkpointing(config, where)
     values |= _compile(config, notes, values)
     values |= _training(config, notes, values)
-    unread = sorted(name for name in config.values if name not in config.read and not name.startswith(_NEUTRAL))
+    others = (name for name in config.values if not name.startswith((*_NEUTRAL, *_OF_CASES)))
+    unread = sorted(name for name in others if name not in config.read)
     notes += [f"{name} = {config.values[name]}: no case has it" for name in unread]
     case = case_from_axes(values)
     for rule in exclusions(case):
@@ -121,6 +122,14 @@ def _imported(config: _Config, *, where: str, ranks: int | None) -> Imported:
 
 # What changes neither what is computed nor how.
 _NEUTRAL = ("job.", "profiling.", "metrics.", "checkpoint.", "comm.", "memory_estimation.", "validation.", "debug.")
+# What a case has numbers of its own for, which one note tells together.
+_OF_CASES = (
+    *(f"training.{name}" for name in ("steps", "local_batch_size", "global_batch_size", "seq_len", "dataset")),
+    "training.mixed_precision_reduce",
+    *(f"optimizer.{name}" for name in ("lr", "name", "eps", "beta1", "beta2", "weight_decay", "implementation")),
+    "lr_scheduler.",
+    *(f"model.{name}" for name in ("hf_assets_path", "tokenizer_path")),
+)
 
 
 def _refuse(config: _Config, where: str) -> None:
@@ -170,7 +179,6 @@ def _fitting(degrees: Mapping[str, int]) -> dict[str, int]:
 
 def _model(config: _Config, notes: list[str], tp: int) -> dict[str, object]:
     flavor = config("model.flavor", "debugmodel")
-    config("model.hf_assets_path", ""), config("model.tokenizer_path", "")
     if any(word in flavor for word in ("flex", "varlen")):
         notes.append(f"model.flavor = {flavor}: attention is torch's scaled_dot_product_attention here")
     tiny = MODEL_PRESETS["tiny"]
@@ -244,12 +252,6 @@ def _compile(config: _Config, notes: list[str], layout: Mapping[str, object]) ->
 def _training(config: _Config, notes: list[str], layout: Mapping[str, object]) -> dict[str, object]:
     wide = config("training.dtype", "float32")
     narrow = config("training.mixed_precision_param", "bfloat16")
-    for name in ("steps", "local_batch_size", "global_batch_size", "seq_len", "mixed_precision_reduce"):
-        config(f"training.{name}", None)
-    for name in ("lr", "name", "eps", "beta1", "beta2", "weight_decay", "implementation"):
-        config(f"optimizer.{name}", None)
-    for name in [name for name in config.values if name.startswith(("lr_scheduler.", "training.dataset"))]:
-        config(name, None)
     if config("training.max_norm", 1.0):
         notes.append("training.max_norm: out of reach here, because active clipping amplifies rounding")
     notes.append("data, steps, batch, sequence length and learning rate are those of a case")

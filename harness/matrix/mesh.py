@@ -29,6 +29,11 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
     return found
 
 
+def dp_rank(layout: Layout, rank: int) -> int:
+    """Which part of the global batch `rank` trains on: TP ranks, which vary fastest, share one."""
+    return rank // layout.tp
+
+
 def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
     """The ranks that differ from `rank` only on these axes, including itself, ascending."""
     mine = coordinates(layout, rank)

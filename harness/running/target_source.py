@@ -13,13 +13,13 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from harness.errors import HarnessError
 from harness.matrix.targets import MODULES, REFERENCE, TORCHTITAN, module_of
 from harness.running.machine import installed_version
-from harness.running.witness_key import PACKAGES, files_digest, source_digest
+from harness.running.witness_key import PACKAGES, files_digest, source_digest, top_level_spec
 
 _SKIPPED = {"harness", *PACKAGES, *sys.stdlib_module_names}
 
@@ -71,7 +71,7 @@ def target_digest(target: str, root: Path) -> str:
 def _files(target: str, folders: Sequence[str]) -> list[Path]:
     """The files of the package that the module of a target is in, or the single file; none where there is no module."""
     names = module_of(target).split(".")
-    top = spec = _top_level(names[0], folders)
+    top = spec = top_level_spec(names[0], folders)
     for at in range(1, len(names)):
         if spec is None or spec.submodule_search_locations is None:
             return []
@@ -81,13 +81,6 @@ def _files(target: str, folders: Sequence[str]) -> list[Path]:
     if top.submodule_search_locations is None:
         return [Path(top.origin)] if top.origin else []
     return sorted(path for folder in top.submodule_search_locations for path in Path(folder).rglob("*.py"))
-
-
-def _top_level(name: str, folders: Sequence[str]) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(name) or PathFinder.find_spec(name, list(folders))
-    except (ImportError, ValueError):
-        return None
 
 
 def _imported(files: Iterable[Path]) -> set[str]:

@@ -18,7 +18,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,15 +114,20 @@ def source_digest(root: Path, files: Iterable[Path]) -> str:
     return state.hexdigest()
 
 
+def top_level_spec(name: str, folders: Sequence[str] = ()) -> ModuleSpec | None:
+    """Where a top-level package or module is, in `folders` too, without importing it; None when it is nowhere."""
+    try:
+        return importlib.util.find_spec(name) or PathFinder.find_spec(name, list(folders))
+    except (ImportError, ValueError):
+        return None
+
+
 def _places(name: str, folders: Sequence[str] = ()) -> list[Path]:
     """The folders of a top-level package, or the file of a top-level module, without importing it; empty if none.
 
     Looked for in `folders` too.
     """
-    try:
-        spec = importlib.util.find_spec(name) or PathFinder.find_spec(name, list(folders))
-    except (ImportError, ValueError):
-        return []
+    spec = top_level_spec(name, folders)
     if spec is None:
         return []
     if spec.submodule_search_locations is not None:

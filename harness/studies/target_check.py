@@ -7,6 +7,7 @@ questions here: do probes change a bit, do ranks start from different weights, i
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -338,17 +339,10 @@ def _facts(layout: str, model: ModelRecord) -> Built:
         checkpointed=len(model.checkpointed),
         compiled=len(model.compiled),
         parameters=len(model.parameters),
-        elements=sum(_elements(parameter.shape) for parameter in model.parameters),
+        elements=sum(math.prod(parameter.shape) for parameter in model.parameters),
         buffers=len(model.buffers),
         on_axes=axes,
     )
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _notes(results: Iterable[CaseResult]) -> tuple[str, ...]:

@@ -11,6 +11,11 @@ from typing import Literal
 from harness.trace.record import Record
 
 
+def collective_words(*, axis: str, kind: str, op: str, dtype: str) -> str:
+    """What collectives are counted by, in words: "all_reduce (max) in float64 along tp"."""
+    return f"{kind}{f' ({op})' if op else ''} in {dtype} along {axis}"
+
+
 class TrafficRecord(Record, frozen=True, kw_only=True):
     """The collectives of one kind over one mesh axis in one step.
 

@@ -70,12 +70,14 @@ def _found(step: int, seen: Sequence[Tokens], tokens: Tokens, mine: slice) -> St
     inputs = {row.tobytes(): number for number, row in enumerate(np.ascontiguousarray(tokens[:, :-1]))}
     labels = {row.tobytes(): number for number, row in enumerate(np.ascontiguousarray(tokens[:, 1:]))}
     rows = [row for tensor in seen for row in _rows(tensor, tokens.shape[1] - 1, inputs.keys() | labels.keys())]
+    found = tuple(inputs[row] for row in rows if row in inputs)
+    complete = set(range(*mine.indices(len(tokens)))) <= set(found)
     return StepInputs(
         step=step,
-        inputs=tuple(inputs[row] for row in rows if row in inputs),
+        inputs=found,
         labels=tuple(labels[row] for row in rows if row in labels),
         others=sum(row not in inputs and row not in labels for row in rows),
-        covered=_covered(tokens[mine, :-1], seen),
+        covered=1.0 if complete else _covered(tokens[mine, :-1], seen),
         shapes=tuple(tensor.shape for tensor in seen),
     )
 

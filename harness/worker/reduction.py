@@ -12,12 +12,17 @@ from harness.worker.virtual.collectives import unobserved
 
 @unobserved()
 @torch.no_grad()
-def gradient_norm(squared_share: torch.Tensor) -> float:
-    """The global gradient norm from the share of every rank, summed in rank order."""
-    mine = squared_share.reshape(1)
+def of_all_ranks(number: torch.Tensor) -> torch.Tensor:
+    """The number of every rank in rank order: [world size]. A report, not a part of training."""
+    mine = number.reshape(1)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    return torch.cat(everyone).sum().sqrt().item()
+    return torch.cat(everyone)
+
+
+def gradient_norm(squared_share: torch.Tensor) -> float:
+    """The global gradient norm from the share of every rank, summed in rank order."""
+    return of_all_ranks(squared_share).sum().sqrt().item()
 
 
 def reduced_gradient(param: nn.Parameter) -> torch.Tensor | None:

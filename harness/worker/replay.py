@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Checkpointing
+from harness.matrix.mesh import dp_rank
 from harness.matrix.replayed import replayed_steps
 from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, StepTrace
@@ -56,7 +57,7 @@ def assembled(case: Case, ranks: Sequence[Sequence[ModuleShard]], device: torch.
     shards: dict[Key, list[ModuleShard]] = defaultdict(list)
     for rank, recorded in enumerate(ranks):
         for shard in recorded:
-            part = None if shard.kind in ("grad", "param") else rank // case.layout.tp
+            part = None if shard.kind in ("grad", "param") else dp_rank(case.layout, rank)
             shards[Key(shard.step, part, shard.fqn, shard.call, shard.kind)].append(shard)
     return {key: _whole(found, device) for key, found in shards.items()}
 

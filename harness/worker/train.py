@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Layout
-from harness.matrix.mesh import DP_AXES, axis_size, coordinates
+from harness.matrix.mesh import dp_rank
 from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
 from harness.worker import data
@@ -131,7 +131,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False) -> 
     world = World(
         device=device,
         fsdp=case.uses_fsdp,
-        dp_rank=0 if solo_witness else _dp_rank(case.layout),
+        dp_rank=0 if solo_witness else dp_rank(case.layout, dist.get_rank()),
         microbatches=dp,
         local_batch=case.local_batch,
     )
@@ -214,13 +214,6 @@ class _BeforeFirstUpdate:
 def _as_built(case: Case, solo_witness: bool) -> Case:
     """The case that is built: the single-rank reference of a layout has no layout."""
     return msgspec.structs.replace(case, layout=Layout()) if solo_witness else case
-
-
-def _dp_rank(layout: Layout) -> int:
-    mine, rank = coordinates(layout, dist.get_rank()), 0
-    for axis in DP_AXES:
-        rank = rank * axis_size(layout, axis) + mine[axis]
-    return rank
 
 
 def _number(value: torch.Tensor | float) -> float:

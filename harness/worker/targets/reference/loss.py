@@ -12,8 +12,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.matrix.case import Case
+from harness.worker.reduction import of_all_ranks
 from harness.worker.targets.reference.model import Llama
-from harness.worker.virtual.collectives import unobserved
 
 
 def forward_backward(model: Llama, batch: torch.Tensor, case: Case) -> torch.Tensor:
@@ -55,14 +55,9 @@ def mask_padded_vocab(logits: torch.Tensor, case: Case) -> torch.Tensor:
     return DTensor.from_local(masked, mesh, placements, shape=logits.shape, stride=logits.stride())
 
 
-@unobserved()
-@torch.no_grad()
 def global_loss(loss: torch.Tensor, *, tp: int) -> torch.Tensor:
     """The sum of the losses of all data-parallel ranks in rank order, float64. A report, not a part of training.
 
     Every TP rank adds up the losses of its own position on the TP axis, so that TP ranks that disagree show.
     """
-    mine = loss.double().reshape(1)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return torch.cat(everyone)[dist.get_rank() % tp :: tp].sum()
+    return of_all_ranks(loss.double())[dist.get_rank() % tp :: tp].sum()
