@@ -73,13 +73,20 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Names of the tiers of this project, sorted."""
         return tuple(sorted(path.stem for path in self.cases.glob("*.toml") if path.name not in _RECORD_FILES))
 
+    @property
+    def bugs(self) -> Path:
+        """The folder of bug files, whose cases are run by its name, like a tier; may not exist."""
+        return self.cases / "bugs"
+
     def case_file(self, name_or_path: str) -> Path:
-        """The path of a tier (`pr`) or a case file (`my/cases.toml`). Raises HarnessError if it does not exist."""
+        """The path of a tier (`pr`), of a case file, or of the folder of bugs. HarnessError if it does not exist."""
         if name_or_path.endswith(".toml") or os.sep in name_or_path:
             path = Path(name_or_path)
-            if not path.is_file():
+            if not path.is_file() and path.resolve() != self.bugs:
                 raise HarnessError("this case file does not exist.", where=name_or_path, fix="check the path.")
             return path
+        if name_or_path == self.bugs.name and self.bugs.is_dir():
+            return self.bugs
         if name_or_path not in self.tiers:
             raise HarnessError(
                 f"{self.cases} has no tier of this name.",

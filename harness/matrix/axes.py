@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.case import Case, ModelShape
+from harness.matrix.case import Case, Model, ModelShape
 from harness.matrix.scope import out_of_scope
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -101,6 +101,17 @@ def axis_values(case: Case) -> dict[str, object]:
     return {
         name: getattr(shape, name) if name in ModelShape.__struct_fields__ else _value_at(case, path)
         for name, path in AXES.items()
+    }
+
+
+def own_axes(case: Case) -> dict[str, object]:
+    """The axes of a case that are not at their defaults, in the order of `AXES`: what a case file must say."""
+    values, default = axis_values(case), axis_values(Case(model=Model(preset=case.model.preset)))
+    preset = case.model.preset != Case().model.preset
+    return {
+        name: value
+        for name, value in values.items()
+        if (value is not None and value != default[name]) or (name == "model" and preset)
     }
 
 

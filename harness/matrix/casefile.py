@@ -39,9 +39,10 @@ from harness.matrix.axes import (
     checked_value,
     choices,
     ignored_axes,
+    own_axes,
     suggestion,
 )
-from harness.matrix.case import Case, Model
+from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.rules import exclusions
 from harness.matrix.tomlfile import KeyPath, TomlFile, parse_toml, read_toml_file
@@ -102,10 +103,8 @@ def write_case(case: Case, *, schema: str, command: str) -> str:
 
     `schema` is where editors find the schema, `command` what runs the file.
     """
-    values, default = axis_values(case), axis_values(Case(model=Model(preset=case.model.preset)))
-    own = {name for name, value in values.items() if value not in (None, default[name])}
-    own |= {"model"} if case.model.preset != Case().model.preset else set()
-    chosen = [_assignment(name, values[name]) for name in AXES if name in own]
+    values, own = axis_values(case), own_axes(case)
+    chosen = [_assignment(name, value) for name, value in own.items()]
     others = [f"# {_assignment(name, _shown(values[name]))}" for name in AXES if name not in own]
     head = [f"#:schema {schema}", f"# Run it by `{command}`.", f"description = {_toml(case_id(case))}"]
     rest = "# Every other axis has its default. To change one, remove the # before it."
@@ -140,7 +139,9 @@ def _case_file(toml: TomlFile, *, name: str) -> CaseFile:
         strength=strength,
         max_world_size=max_world_size,
         blocks=_blocks(toml, base),
-        cases=tuple(_case(toml, table, base, path=("case", index)) for index, table in enumerate(toml.tables("case"))),
+        cases=tuple(
+            case_of_table(toml, table, base, path=("case", index)) for index, table in enumerate(toml.tables("case"))
+        ),
     )
 
 
@@ -239,7 +240,8 @@ def _axes(toml: TomlFile, table: object, *, path: KeyPath) -> dict[str, object]:
     return known
 
 
-def _case(toml: TomlFile, table: object, base: dict[str, object], *, path: KeyPath) -> Case:
+def case_of_table(toml: TomlFile, table: object, base: dict[str, object], *, path: KeyPath) -> Case:
+    """The case of a table with an `id`, or with `axes` that add to those of `base`."""
     known = toml.check_keys(*path, table=table, known=("id", "axes"))
     if len(known) != 1:
         raise toml.error(*path, what="a case needs either an id or axes.", fix='add id = "..." or axes = {...}.')

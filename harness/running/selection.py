@@ -13,6 +13,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.hints import explain_case, list_cases
+from harness.matrix.bugfile import cases_of_bugs, holds_bugs
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, parse_case_id
@@ -62,7 +63,12 @@ def select_sources(project: Project, query: Query) -> tuple[Selection, ...]:
 
 
 def select_file(project: Project, path: Path) -> Selection:
-    """The selection of one case file of a project: the chosen cases where there is a choice, else a covering array."""
+    """The selection of one case file of a project: the chosen cases where there is a choice, else a covering array.
+
+    Of a bug file or a folder of them: their cases.
+    """
+    if holds_bugs(path):
+        return select(cases_of_bugs(path), known=recorded_faults(project))
     chosen = chosen_path(path)
     cases = [each.case for each in read_chosen(chosen)] if chosen.exists() else None
     return select(read_case_file(path), known=recorded_faults(project), chosen=cases)
