@@ -27,6 +27,26 @@ class WithFix(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...]
 
 
+class FailureSignature(msgspec.Struct, frozen=True, kw_only=True):
+    """What a failure is, the same on every rank and machine, and in every run of the case.
+
+    `kind` is "crash", "hang" or the name of a check, `what` the exception or the finding without sizes and places,
+    `where` the innermost calls of torch and torchao, or the kind of module and the operand with its direction.
+    """
+
+    kind: str
+    what: str
+    where: tuple[str, ...] = ()
+    first_step: int | None = None  # None: before the first step, or of no step
+
+    @property
+    def text(self) -> str:
+        """One line that people read."""
+        at = f" in {', '.join(self.where)}" if self.where else ""
+        step = f", from step {self.first_step} on" if self.first_step is not None else ""
+        return f"{self.kind}: {self.what}{at}{step}"
+
+
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one case. `expectation` names the refusal or known fault that the case must show, if any."""
 
@@ -43,6 +63,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     golden_losses: tuple[float, ...] = ()  # nats; empty where nothing was compared
     derived: tuple[str, ...] = ()  # checks whose tolerance was derived, because none was measured for such cases
     command: str = ""  # runs only this case again
+    failure_signature: FailureSignature | None = None  # None where nothing failed, or nothing was found out
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show
 
     @property

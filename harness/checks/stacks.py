@@ -23,8 +23,9 @@ _KERNELS = re.compile(r"(^|/)harness/worker/virtual/(collectives|symm_mem)\.py$"
 # How a call gets to what it calls, which does not tell where a rank is.
 _PLUMBING = re.compile(
     r"(^|/)(harness/worker/(virtual|probes)/"
-    r"|torch/(_ops|_library/.*|nn/modules/module|autograd/.*|utils/_contextlib|distributed/c10d_logger)\.py$)"
+    r"|torch/(_ops|_library/.*|nn/modules/module|autograd/.*|utils/_contextlib|distributed/c10d_logger|_dynamo/eval_frame)\.py$)"
 )
+_FIELD = re.compile(r"(^|/)(torch|torchao)/")
 _TORCH = re.compile(r"(^|/)torch/")
 _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")
 _FOLDER = re.compile(r"^.*/(?=harness/worker/)")
@@ -36,6 +37,11 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
+
+    @property
+    def module(self) -> str:
+        """The file as a dotted name, the same wherever the package is installed."""
+        return _FOLDER.sub("", _INSTALLED.sub("", self.file)).removesuffix(".py").replace("/", ".")
 
     def __str__(self) -> str:
         return f"{self.function} ({_FOLDER.sub('', _INSTALLED.sub('', self.file))}:{self.line})"
@@ -91,6 +97,13 @@ def own_frame(traceback: str) -> OwnFrame | None:
     index, found = own[-1]
     code = lines[index + 1].strip() if lines[index + 1 : index + 2] and lines[index + 1].startswith("    ") else ""
     return OwnFrame(file=found[1], line=int(found[2]), function=found[3], code=code)
+
+
+def raised_frames(traceback: str) -> tuple[Frame, ...]:
+    """The calls of torch and torchao in a Python traceback, innermost last, without those that only pass others on."""
+    lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
+    calls = [Frame(found[1], int(found[2]), found[3]) for line in lines if (found := _RAISED_AT.fullmatch(line))]
+    return tuple(call for call in calls if _FIELD.search(call.file) and not _PLUMBING.search(call.file))
 
 
 def place_of(stack: Sequence[Frame]) -> Place | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.jsonform import to_json
-from harness.result import Attempt, CaseResult, RunResult, WithFix, WitnessMade
+from harness.result import Attempt, CaseResult, FailureSignature, RunResult, WithFix, WitnessMade
 from harness.trace import RankFailure
 from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
 
@@ -38,6 +38,7 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     derived: tuple[str, ...]
     command: str
     with_fix: WithFix | None
+    failure_signature: FailureSignature | None = None
 
 
 class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,4 +119,5 @@ def _case_document(result: CaseResult) -> CaseDocument:
         derived=result.derived,
         command=result.command,
         with_fix=result.with_fix,
+        failure_signature=result.failure_signature,
     )

@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from harness.checks.advice import advice
+from harness.checks.failure_signature import signature_of
 from harness.checks.judge import Judgement, run_from_outcome
 from harness.durable import WriteFailed
 from harness.engine.messages import JobOutcome, JobStatus
@@ -125,7 +126,7 @@ class CaseRunner:
         outcome = self._executor.execute(case, fixes)
         if outcome is None or self._executor.stopped:
             return None
-        judgement, _ = self._judged(case, outcome, fixes)
+        judgement, run = self._judged(case, outcome, fixes)
         last = known.attempts[-1]
         seconds = {"wall_s": last.wall_s + outcome.wall_s, "cpu_s": last.cpu_s + outcome.cpu_s}
         names = tuple(fix.text for fix in fixes)
@@ -138,6 +139,7 @@ class CaseRunner:
             findings=(*found, *known.findings),
             attempts=(*known.attempts[:-1], msgspec.structs.replace(last, verdict=verdict, **seconds)),
             with_fix=with_fix,
+            failure_signature=signature_of(judgement.verdict, judgement.findings, run) or known.failure_signature,
         )
 
     def _assembled(
@@ -158,6 +160,7 @@ class CaseRunner:
             golden_losses=judgement.golden_losses,
             derived=judgement.derived,
             command=self._plan.command(name),
+            failure_signature=signature_of(judgement.verdict, judgement.findings, run),
         )
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.report.document import json_report
-from harness.result import Attempt, CaseResult, RunResult, WithFix
+from harness.result import Attempt, CaseResult, FailureSignature, RunResult, WithFix
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import make_attempt, make_failure, make_result, make_trace, run_of
@@ -40,6 +40,13 @@ findings = st.builds(
     found=st.none() | texts,
     size=st.none() | floats,
     fix=st.none() | texts,
+)
+signatures = st.builds(
+    FailureSignature,
+    kind=some_text,
+    what=texts,
+    where=st.tuples(texts),
+    first_step=st.none() | st.integers(0, 9),
 )
 with_fixes = st.builds(
     WithFix,
@@ -94,6 +101,7 @@ results = st.builds(
     ).map(tuple),
     command=texts,
     with_fix=st.none() | with_fixes,
+    failure_signature=st.none() | signatures,
 )
 
 

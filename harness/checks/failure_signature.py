@@ -1,0 +1,98 @@
+"""The signature of a failure: what stays the same on every rank and machine, and in every run of the case.
+
+Of a crash that is the exception and the innermost calls of torch and torchao; of findings, the first one: its check,
+its words without sizes and places, the kind of module, the operand and the direction. So two runs can be compared, and
+so can a case and a smaller one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from harness.checks.stacks import main_stack, place_of, raised_frames
+from harness.result import FailureSignature
+from harness.trace import RankFailure, Run
+from harness.verdict import Finding, Verdict
+
+_FRAMES = 3  # innermost calls that are kept
+_LENGTH = 300  # characters of a message that are kept
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer in a module's name
+_STEP = re.compile(r"step (\d+)")
+_RANKS = re.compile(r"\b(on )?ranks? \d[\d, -]*(?: and \d+)?\b")
+_PLACE = re.compile(
+    r"(: first in |; |, at /| on ranks? \d| at step \d| \(the first | \(norm |: relative distance | by -?\+?\d).*"
+)
+_COUNT = re.compile(r"^\d+ of \d+ ")
+_NUMBER = re.compile(r"(?<![A-Za-z_\d])[-+]?\d[\d.,]*(?:e[-+]?\d+)?(?:\*\*-?\d+)?(?![A-Za-z_\d])")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+|(?<!\w)/[\w./+-]+")
+_PLURAL = re.compile(r"\b(N (?:\w+ )?\w+?)s? (?:is|are)\b")
+
+
+def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None) -> FailureSignature | None:
+    """The signature of a failure, a recorded one included; None where nothing failed or nothing was found out."""
+    if verdict in (Verdict.PASSED, Verdict.UNEXPECTED_PASS, Verdict.INFRA, Verdict.NOT_RUN):
+        return None
+    causes = [failure for failure in run.failures if not failure.consequence] if run is not None else []
+    if causes:
+        return _most_common([_of_rank(failure) for failure in sorted(causes, key=lambda each: each.rank)])
+    judged = [finding for finding in findings if finding.judged]
+    return _of_finding(judged[0]) if judged else None
+
+
+def normalized(message: str) -> str:
+    """A message without what differs from run to run: numbers, addresses, paths, and sizes in plural or singular."""
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    text = _NUMBER.sub("N", _ADDRESS.sub("…", _RANKS.sub("RANKS", line)))
+    return _PLURAL.sub(r"\1s are", text)[:_LENGTH].strip()
+
+
+def _most_common(signatures: Sequence[FailureSignature]) -> FailureSignature:
+    """The one of most ranks; of equally many, that of the lowest rank."""
+    return Counter(signatures).most_common(1)[0][0]
+
+
+def _of_rank(failure: RankFailure) -> FailureSignature:
+    found = _STEP.search(failure.phase)
+    step = int(found[1]) if found else None
+    if failure.kind == "stuck":
+        place = place_of(main_stack(failure.traceback))
+        return FailureSignature(
+            kind="hang",
+            what=place.collective if place is not None else "",
+            where=() if place is None else tuple(f"{call.module}:{call.function}" for call in place.calls),
+            first_step=step,
+        )
+    if failure.kind != "raised":
+        return FailureSignature(kind="crash", what=f"{failure.kind}: {normalized(failure.message)}", first_step=step)
+    frames = raised_frames(failure.traceback)[-_FRAMES:]
+    calls = tuple(f"{call.module}:{call.function}" for call in frames)
+    return FailureSignature(kind="crash", what=_unordered(normalized(failure.message)), where=calls, first_step=step)
+
+
+def _unordered(message: str) -> str:
+    """Of ranks that call different collectives, it is chance which tells first."""
+    head, found, told = message.partition("CollectiveMismatch: ranks of one process group disagree: ")
+    return f"{head}{found}{', '.join(sorted(told.split(', ')))}" if found else message
+
+
+def _of_finding(finding: Finding) -> FailureSignature:
+    text = finding.message.partition("\n")[0]
+    text = _COUNT.sub("", _RANKS.sub("", text, count=1).strip() if _RANKS.match(text) else text)
+    if finding.module is not None:
+        text = text.replace(f" of {finding.module}", "").replace(finding.module, "MODULE")
+    located = ": first in " in finding.message or f" of {finding.module} " in finding.message
+    where = (_INDEX.sub("*", finding.module),) if finding.module is not None and located else ()
+    return FailureSignature(
+        kind=finding.check,
+        what=normalized(_PLACE.sub("", text)),
+        where=(*where, *_operand(finding)),
+        first_step=finding.step,
+    )
+
+
+def _operand(finding: Finding) -> tuple[str, ...]:
+    """The operand and the direction, "weight in forward", which begin what was expected and what was found."""
+    expected, found = ((text or "").partition(":")[0] for text in (finding.expected, finding.found))
+    return (expected,) if expected == found and " in " in expected else ()

@@ -1,0 +1,129 @@
+"""Signatures of failures: the same for what is the same failure, another for another one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.checks.failure_signature import normalized, signature_of
+from harness.trace import RankFailure, Run
+from harness.verdict import Finding, Verdict
+from tests.builders import make_trace, run_of
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/v/site-packages/torch/nn/modules/module.py", line 17{n}, in _call_impl
+  File "/home/me/{n}/train.py", line 3, in forward
+  File "/v/site-packages/torchao/float8/float8_linear.py", line 2{n}, in forward
+  File "/v/site-packages/torch/_ops.py", line 8, in __call__
+  File "/v/site-packages/torchao/float8/float8_ops.py", line 31, in addmm_float8
+  File "/v/site-packages/harness/worker/virtual/scaled_mm.py", line 90, in scaled_mm
+RuntimeError: sizes
+"""
+
+
+def raised(message: str, *, rank: int = 0, n: int = 1, phase: str = "step 2", consequence: bool = False) -> RankFailure:
+    return RankFailure(
+        rank=rank, kind="raised", message=message, traceback=TRACEBACK.format(n=n), phase=phase, consequence=consequence
+    )
+
+
+def crash(*failures: RankFailure) -> str:
+    found = signature_of(Verdict.CRASH, (), Run(traces=(), failures=failures))
+    assert found is not None
+    return found.text
+
+
+def of_finding(message: str, **fields: object) -> str:
+    finding = Finding(check="scales", message=message, **fields)  # type: ignore[arg-type]
+    found = signature_of(Verdict.INVARIANT, (finding,), run_of(make_trace()))
+    assert found is not None
+    return found.text
+
+
+def test_a_crash_is_its_exception_and_the_calls_of_the_field() -> None:
+    text = crash(raised("RuntimeError: mat1 is (8x1128) at 0x7f12, see /tmp/a/b.py"))
+    assert text == (
+        "crash: RuntimeError: mat1 is (8x1128) at …, see … in torchao.float8.float8_linear:forward, "
+        "torchao.float8.float8_ops:addmm_float8, from step 2 on"
+    )
+
+
+@given(rank=st.integers(0, 7), n=st.integers(0, 9), size=st.integers(1, 10**6))
+def test_a_crash_is_the_same_on_every_rank_and_machine(rank: int, n: int, size: int) -> None:
+    assert crash(raised(f"RuntimeError: size {size}", rank=rank, n=n)) == crash(raised("RuntimeError: size 7"))
+
+
+@pytest.mark.parametrize(
+    "other", [raised("ValueError: size 7"), raised("RuntimeError: size 7", phase="build"), raised("RuntimeError: no")]
+)
+def test_another_crash_has_another_signature(other: RankFailure) -> None:
+    assert crash(other) != crash(raised("RuntimeError: size 7"))
+
+
+def test_consequences_and_single_ranks_do_not_decide() -> None:
+    cause = [raised("RuntimeError: a", rank=rank) for rank in (1, 2)]
+    others = [raised("RuntimeError: b", rank=0), raised("RuntimeError: c", rank=3, consequence=True)]
+    assert crash(*others, *cause) == crash(*cause)
+
+
+def test_the_order_in_which_ranks_are_told_does_not_matter() -> None:
+    told = "CollectiveMismatch: ranks of one process group disagree: group rank {} calls {}, group rank {} calls {}"
+    one, other = "all_gather of 55 bytes", "all_reduce of 4 bytes"
+    assert crash(raised(told.format(0, one, 1, other))) == crash(raised(told.format(0, other, 3, one)))
+
+
+def test_a_hang_is_where_ranks_wait() -> None:
+    stack = (
+        'Thread 0x7f (most recent call first):\n  File "/v/torch/distributed/distributed_c10d.py", line 9 in barrier'
+    )
+    stuck = RankFailure(rank=0, kind="stuck", message="", traceback=stack, phase="step 3", consequence=False)
+    found = signature_of(Verdict.HANG, (), Run(traces=(), failures=(stuck,)))
+    assert found is not None
+    assert (found.kind, found.what, found.first_step) == ("hang", "barrier", 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("3 amax reductions are missing along tp: on ranks 0-1", "1 amax reduction is missing along tp: on rank 0"),
+        ("grad_norm differs from the reference by 0.8, 2e-11 allowed", "grad_norm differs from the reference by 9"),
+        ("2 of 21 gradients differ from the reference; worst a.b: 7", "1 of 9 gradients differ from the reference; x"),
+        ("ranks 0-3 ran without scaled matmuls", "rank 0 ran without scaled matmuls"),
+        ("it is nan at step 1 on rank 0; bad values: 40", "it is nan at step 3 on rank 1; bad values: 1"),
+    ],
+)
+def test_sizes_and_places_do_not_matter(one: str, other: str) -> None:
+    assert of_finding(one) == of_finding(other)
+
+
+def test_a_finding_keeps_the_kind_of_module_the_operand_and_the_direction() -> None:
+    message = "scale does not match the amax: first in {0} at step 1 on rank 0; 74 in total"
+    operand = {"expected": "weight in forward: 1303.2", "found": "weight in forward: 2048.0", "step": 1}
+    first, second = (
+        of_finding(message.format(fqn), module=fqn, **operand)
+        for fqn in ("layers.0.attention.wq", "layers.11.attention.wq")
+    )
+    assert first == second
+    assert first == "scales: scale does not match the amax in layers.*.attention.wq, weight in forward, from step 1 on"
+    fqn = "layers.0.attention.wk"
+    assert of_finding(message.format(fqn), module=fqn, **operand) != first
+    other = operand | {"expected": "input in forward: 1", "found": "input in forward: 2"}
+    assert of_finding(message.format("layers.0.attention.wq"), module="layers.0.attention.wq", **other) != first
+
+
+def test_what_did_not_fail_has_none() -> None:
+    finding = Finding(check="scales", message="scale")
+    for verdict in (Verdict.PASSED, Verdict.INFRA, Verdict.NOT_RUN):
+        assert signature_of(verdict, (finding,), None) is None
+    unjudged = replace(finding, message="cannot be judged: no golden")
+    assert signature_of(Verdict.INVARIANT, (unjudged,), run_of(make_trace())) is None
+    assert signature_of(Verdict.KNOWN, (finding,), run_of(make_trace())) is not None
+
+
+@given(st.text(max_size=400))
+def test_any_message_is_normalized_once(text: str) -> None:
+    once = normalized(text)
+    assert len(once) <= 300
+    assert "\n" not in once
