@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.trace import Run
-from harness.verdict import ExitCode, Finding, GoldenSource, NotJudged, Verdict, exit_code
+from harness.verdict import ExitCode, FailureSignature, Finding, GoldenSource, NotJudged, Verdict, exit_code
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,26 +25,6 @@ class WithFix(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     findings: tuple[Finding, ...]
     checks: tuple[str, ...]
-
-
-class FailureSignature(msgspec.Struct, frozen=True, kw_only=True):
-    """What a failure is, the same on every rank and machine, and in every run of the case.
-
-    `kind` is "crash", "hang" or the name of a check, `what` the exception or the finding without sizes and places,
-    `where` the innermost calls of torch and torchao, or the kind of module and the operand with its direction.
-    """
-
-    kind: str
-    what: str
-    where: tuple[str, ...] = ()
-    first_step: int | None = None  # None: before the first step, or of no step
-
-    @property
-    def text(self) -> str:
-        """One line that people read."""
-        at = f" in {', '.join(self.where)}" if self.where else ""
-        step = f", from step {self.first_step} on" if self.first_step is not None else ""
-        return f"{self.kind}: {self.what}{at}{step}"
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):

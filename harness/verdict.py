@@ -82,6 +82,26 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return UNJUDGED not in self.message
 
 
+class FailureSignature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a failure is, the same on every rank and machine, and in every run of the case.
+
+    `kind` is "crash", "hang" or the name of a check, `what` the exception or the finding without sizes and places,
+    `where` the innermost calls of torch and torchao, or the kind of module and the operand with its direction.
+    """
+
+    kind: str
+    what: str
+    where: tuple[str, ...] = ()
+    first_step: int | None = None  # None: before the first step, or of no step
+
+    @property
+    def text(self) -> str:
+        """One line that people read."""
+        at = f" in {', '.join(self.where)}" if self.where else ""
+        step = f", from step {self.first_step} on" if self.first_step is not None else ""
+        return f"{self.kind}: {self.what}{at}{step}"
+
+
 class NotJudged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A check that was not executed, and why.
 

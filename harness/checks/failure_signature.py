@@ -12,15 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from harness.checks.stacks import main_stack, place_of, raised_frames
-from harness.result import FailureSignature
 from harness.trace import RankFailure, Run
-from harness.verdict import Finding, Verdict
+from harness.verdict import FailureSignature, Finding, Verdict
 
 _FRAMES = 3  # innermost calls that are kept
 _LENGTH = 300  # characters of a message that are kept
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer in a module's name
 _STEP = re.compile(r"step (\d+)")
-_RANKS = re.compile(r"\b(on )?ranks? \d[\d, -]*(?: and \d+)?\b")
+_RANKS = re.compile(r"\b(?:on )?ranks? \d+(?:(?:-|, | and )\d+)*\b")
 _PLACE = re.compile(
     r"(: first in |; |, at /| on ranks? \d| at step \d| \(the first | \(norm |: relative distance | by -?\+?\d).*"
 )
@@ -31,8 +30,8 @@ _PLURAL = re.compile(r"\b(N (?:\w+ )?\w+?)s? (?:is|are)\b")
 
 
 def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None) -> FailureSignature | None:
-    """The signature of a failure, a recorded one included; None where nothing failed or nothing was found out."""
-    if verdict in (Verdict.PASSED, Verdict.UNEXPECTED_PASS, Verdict.INFRA, Verdict.NOT_RUN):
+    """The signature of a failure, of a recorded or expected one too; None where nothing failed or is found out."""
+    if verdict in (Verdict.INFRA, Verdict.NOT_RUN):
         return None
     causes = [failure for failure in run.failures if not failure.consequence] if run is not None else []
     if causes:

@@ -28,6 +28,7 @@ _COMMANDS = {
     "conformance": "harness.cli.conformance:conformance_command",
     "power": "harness.cli.power:power_command",
     "target": "harness.cli.target:target",
+    "bug": "harness.cli.bug:bug",
     "tier": "harness.cli.tier:tier",
     "diff": "harness.cli.diff:diff_command",
     "cache": "harness.cli.cache:cache",

@@ -13,6 +13,7 @@
     fix = "..."
     detected_by = ["scales"]         # the checks that find it, or "engine"
     planted = ["amax_without_abs"]   # planted faults that bring a fixed bug back
+    signature = {kind = "scales", what = "...", where = ["..."], first_step = 1}  # of the failure; optional
     [bug.versions]                   # as reported
     torch = "2.6.0.dev20241101"
     [case]                           # as in case files: an id, or axes
@@ -43,6 +44,7 @@ from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, case_of_table
 from harness.matrix.faults import fault_named
 from harness.matrix.tomlfile import TomlFile, read_toml_file
+from harness.verdict import FailureSignature
 
 FOLDER = "bugs"  # in cases/, and the name of the tier of all bugs that have a case
 UNREPORTED = "unreported"
@@ -81,6 +83,7 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     fix: str = ""
     detected_by: tuple[str, ...] = ()
     planted: tuple[str, ...] = ()
+    signature: FailureSignature | None = None
 
 
 class BugFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,12 +162,14 @@ def write_bug_file(bug: BugFile, *, heading: str = "") -> str:
     return f"{head}{tomli_w.dumps(tree)}"
 
 
-def _table(bug: Bug) -> dict[str, Any]:
-    given = msgspec.structs.asdict(bug)
+def _table(value: Bug | FailureSignature) -> dict[str, Any]:
+    given = msgspec.structs.asdict(value)
     return {name: _plain(value) for name, value in given.items() if value not in (None, "", (), {})}
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, FailureSignature):
+        return _table(value)
     return list(value) if isinstance(value, tuple) else value
 
 

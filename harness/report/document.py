@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from harness.jsonform import to_json
-from harness.result import Attempt, CaseResult, FailureSignature, RunResult, WithFix, WitnessMade
+from harness.result import Attempt, CaseResult, RunResult, WithFix, WitnessMade
 from harness.trace import RankFailure
-from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
+from harness.verdict import FailureSignature, Finding, GoldenSource, NotJudged, Verdict
 
 SCHEMA = 1
 

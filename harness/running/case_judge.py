@@ -232,15 +232,22 @@ class _EvidenceReader:
 
 
 def prepare_judge(
-    project: Project, cases: Iterable[Case], *, hardware: str, records: tuple[str, ...] = (), signatures: bool = True
+    project: Project,
+    cases: Iterable[Case],
+    *,
+    hardware: str,
+    records: tuple[str, ...] = (),
+    signatures: bool = True,
+    explained: bool = True,
 ) -> CaseJudge:
     """The judge of these cases on one hardware class (`golden.hardware_class`), whose ranks must leave these records.
 
-    `signatures`: it compares with those that are recorded. Raises `HarnessError` for a damaged golden or signature, an
-    unfounded tolerance or an unreadable record of known faults.
+    `signatures`: it compares with those that are recorded. `explained`: recorded faults explain what they cause.
+    Raises `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable record of known
+    faults.
     """
     evidence = _EvidenceReader(project.root, hardware, signatures=signatures)
-    known = known_here(project)
+    known = known_here(project) if explained else ()
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
     return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes, records) for case in cases})
 

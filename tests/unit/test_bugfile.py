@@ -15,6 +15,7 @@ from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.caseid import case_id
 from harness.project import Project
 from harness.running.selection import NothingSelected, Query, select_cases
+from harness.verdict import FailureSignature
 from tests.strategies import POSSIBLE_CASES
 
 CASE = Case(layout=Layout(tp=2), float8=Float8(recipe="rowwise", filter_fqns=("wq",)))
@@ -28,6 +29,7 @@ BUG = Bug(
     versions={"torch": "2.5.0.dev20240617+cu121"},
     detected_by=("scales",),
     planted=("amax_without_abs",),
+    signature=FailureSignature(kind="scales", what="scale is off", where=("layers.*.wq", "input in forward")),
 )
 TABLES = {
     "stated": {"tp": "--training.tensor_parallel_degree 2"},

@@ -113,10 +113,16 @@ def test_a_finding_keeps_the_kind_of_module_the_operand_and_the_direction() -> N
     assert of_finding(message.format("layers.0.attention.wq"), module="layers.0.attention.wq", **other) != first
 
 
+def test_an_expected_refusal_has_a_signature_too() -> None:
+    refused = Run(traces=(), failures=(raised("RuntimeError: size 7"),))
+    assert signature_of(Verdict.PASSED, (), refused) == signature_of(Verdict.CRASH, (), refused)
+
+
 def test_what_did_not_fail_has_none() -> None:
     finding = Finding(check="scales", message="scale")
-    for verdict in (Verdict.PASSED, Verdict.INFRA, Verdict.NOT_RUN):
+    for verdict in (Verdict.INFRA, Verdict.NOT_RUN):
         assert signature_of(verdict, (finding,), None) is None
+    assert signature_of(Verdict.PASSED, (), run_of(make_trace())) is None
     unjudged = replace(finding, message="cannot be judged: no golden")
     assert signature_of(Verdict.INVARIANT, (unjudged,), run_of(make_trace())) is None
     assert signature_of(Verdict.KNOWN, (finding,), run_of(make_trace())) is not None

@@ -16,7 +16,7 @@ LEVELS = [
     ["__main__", "pytest_plugin"],
     ["cli"],
     ["report"],
-    ["studies"],
+    ["studies", "bugs"],
     ["workflow"],
     ["running"],
     ["store", "project", "tables"],

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.report.document import json_report
-from harness.result import Attempt, CaseResult, FailureSignature, RunResult, WithFix
+from harness.result import Attempt, CaseResult, RunResult, WithFix
 from harness.trace import RankFailure, RankTrace, Run
-from harness.verdict import Finding, NotJudged, Verdict
+from harness.verdict import FailureSignature, Finding, NotJudged, Verdict
 from tests.builders import make_attempt, make_failure, make_result, make_trace, run_of
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "harness/schemas/result.schema.json").read_text())

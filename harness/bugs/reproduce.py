@@ -1,0 +1,118 @@
+"""Does a case show the bug that was reported? Told by the signature of its failure, never by its numbers.
+
+Where the bug file has a signature, the failure must have the same. Where it has none, as after an import, the failure
+must be of the reported kind: a crash with the words of the reported error, a hang, NaN, wrong numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from harness.bugs.asked import Asked
+from harness.bugs.trials import Tried
+from harness.checks.failure_signature import normalized
+from harness.matrix.axes import axis_values
+from harness.matrix.bugfile import Bug
+from harness.verdict import ExitCode, FailureSignature
+
+Answer = Literal["reproduced", "another failure", "not reproduced", "cannot tell"]
+
+CANNOT_TELL = 125  # for `git bisect run`: skip this commit
+_ALIKE = 0.5  # of the words of a reported error that must be in the one that is found
+_MEMORY = ("memory", "live_memory", "leaks")
+# The checks by which each kind of symptom shows itself; None: any check.
+_SHOWN_BY: dict[str, tuple[str, ...] | None] = {
+    "nan": ("finite",),
+    "wrong_numbers": None,
+    "diverges": None,
+    "unknown": None,
+    "memory": _MEMORY,
+    "traffic": ("traffic", "signature"),
+    "slow": ("traffic", "matmuls", "recompute", "graphs", "fp8_on", *_MEMORY),
+    "metric": ("parity", "loss_vs_golden", "finite"),
+    "not_converted": ("fp8_on", "matmuls", "model", "graphs", "scales"),
+}
+_WORD = re.compile(r"[A-Za-z_]{3,}")
+
+
+class Reproduced(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, with what was expected and found side by side, and what differs from the report."""
+
+    answer: Answer
+    expected: str
+    found: Tried
+    differs: tuple[str, ...]
+
+    @property
+    def bisect_code(self) -> int:
+        """The exit code that `git bisect run` wants: 0 the bug is gone, 1 it is there, 125 cannot tell."""
+        return {"reproduced": 1, "not reproduced": 0}.get(self.answer, CANNOT_TELL)
+
+    @property
+    def exit_code(self) -> int:
+        """As of a run: 0 nothing fails, 1 something does, 4 the machine failed."""
+        if self.answer == "cannot tell":
+            return ExitCode.INFRA
+        return ExitCode.GOOD if self.answer == "not reproduced" else ExitCode.FAILED
+
+
+def reproduced(
+    asked: Asked, found: Tried, *, installed: Mapping[str, str], device: str, like: FailureSignature | None = None
+) -> Reproduced:
+    """The answer for one run of a case. `like`: the signature that is looked for, in place of that of the bug file."""
+    bug = asked.bug.bug if asked.bug is not None else None
+    expected = like or (bug.signature if bug is not None else None)
+    return Reproduced(
+        answer=_answer(found, expected, bug),
+        expected=expected.text if expected is not None else _as_reported(bug),
+        found=found,
+        differs=_differences(asked, installed, device),
+    )
+
+
+def _answer(found: Tried, expected: FailureSignature | None, bug: Bug | None) -> Answer:
+    if not found.decided:
+        return "cannot tell"
+    if found.signature is None:
+        return "not reproduced"
+    if expected is not None:
+        return "reproduced" if found.signature == expected else "another failure"
+    return "reproduced" if bug is None or shows(bug, found.signature) else "another failure"
+
+
+def shows(bug: Bug, signature: FailureSignature) -> bool:
+    """True when a failure is of the reported kind; of a crash with a message, when it has the words of it."""
+    if bug.symptom == "hang":  # on the virtual device, ranks that call different collectives raise instead
+        return signature.kind == "hang" or "CollectiveMismatch" in signature.what
+    if bug.symptom in ("crash", "unknown") and signature.kind == "crash":
+        words = set(_WORD.findall(normalized(bug.message)))
+        return not words or len(words & set(_WORD.findall(signature.what))) >= _ALIKE * len(words)
+    if bug.symptom == "crash" or signature.kind in ("crash", "hang"):
+        return False
+    checks = _SHOWN_BY[bug.symptom]
+    return checks is None or signature.kind in checks
+
+
+def _as_reported(bug: Bug | None) -> str:
+    if bug is None:
+        return "any failure"
+    return f"{bug.symptom.replace('_', ' ')}{f': {bug.message}' if bug.message else ''}"
+
+
+def _differences(asked: Asked, installed: Mapping[str, str], device: str) -> tuple[str, ...]:
+    """What the run has otherwise than the report: versions, device, sizes."""
+    if asked.bug is None:
+        return ()
+    bug, now = asked.bug.bug, axis_values(asked.case)
+    versions = [
+        f"{package}: {version} reported, {installed.get(package, 'not installed')} here"
+        for package, version in bug.versions.items()
+        if installed.get(package) != version
+    ]
+    hardware = [f"hardware: {bug.hardware} reported, {device} here"] if bug.hardware else []
+    sizes = [f"{name}: {size} reported, {now[name]} here" for name, size in asked.bug.full_size.items()]
+    return (*versions, *hardware, *sizes)

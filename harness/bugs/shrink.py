@@ -1,0 +1,228 @@
+"""The smallest case with the same failure: axes are made smaller while the signature stays the same.
+
+First whole groups of axes, then one axis at a time, then pairs, until nothing smaller fails alike. Several cases run at
+the same time; the first one in order that fails alike is taken, so the result does not depend on `--jobs`. Every trial
+is kept in a journal: a shrink that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from harness.bugs.smaller import Smaller, smaller_cases, smaller_groups, with_changes
+from harness.bugs.trials import Tried, tried
+from harness.durable import WriteFailed, append_line
+from harness.errors import HarnessError
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.project import Project
+from harness.result import CaseResult
+from harness.running.injection import Injection
+from harness.verdict import FailureSignature
+
+_ENTRY = msgspec.json.Decoder(Tried)
+
+
+class Runs(Protocol):
+    """What runs cases: `trials.py`, or a model of a bug in tests."""
+
+    def run(self, cases: Sequence[Case], /) -> Sequence[CaseResult]:
+        """The result of every case, in order."""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """A smaller case that was tried on the way, and whether it fails alike."""
+
+    changes: Mapping[str, object]
+    result: Tried
+    same: bool
+
+
+class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
+    """The smallest case that was found. `complete`: nothing smaller fails alike; else the budget ended it.
+
+    `needed` are the attempts from the smallest case itself: what it takes away, the failure needs.
+    """
+
+    first: Case
+    case: Case
+    signature: FailureSignature
+    attempts: tuple[Attempt, ...]
+    needed: tuple[Attempt, ...]
+    complete: bool
+    ran: int  # cases that were run here; the others were in the journal
+    cpu_s: float
+    wall_s: float
+
+
+class Journal:
+    """What cases showed, on disk, so that nothing is run twice."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known = {each.case_id: each for each in _read(path)}
+
+    def get(self, case: Case) -> Tried | None:
+        """What the case showed; None when it was not run."""
+        return self._known.get(case_id(case))
+
+    def keep(self, found: Tried) -> None:
+        """Remember what was decided. A disk that is full costs time, not truth."""
+        if not found.decided:
+            return
+        self._known[found.case_id] = found
+        with contextlib.suppress(WriteFailed):
+            append_line(self._path, msgspec.json.encode(found))
+
+
+def open_journal(project: Project, case: Case, injections: Sequence[Injection], content: str) -> Journal:
+    """The journal of shrinking this case with these injections. `content` stands for what runs it (`witness_key`)."""
+    key = "\n".join([case_id(case), *(injection.content for injection in injections), content])
+    return Journal(project.state / "shrinks" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.jsonl")
+
+
+def shrink(
+    case: Case,
+    runs: Runs,
+    journal: Journal,
+    *,
+    jobs: int = 1,
+    budget_s: float | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Shrunk:
+    """The smallest case that fails like this one. HarnessError when it does not fail, or cannot be run."""
+    return _Shrinking(case, runs, journal, jobs, budget_s, note).smallest()
+
+
+class _OutOfTime(Exception):
+    """The budget is spent."""
+
+
+class _Shrinking:
+    """One search: the smallest case so far, and all that was tried."""
+
+    def __init__(
+        self,
+        case: Case,
+        runs: Runs,
+        journal: Journal,
+        jobs: int,
+        budget_s: float | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self._first = self._case = case
+        self._runs, self._journal, self._jobs, self._note = runs, journal, jobs, note
+        self._started_s = time.monotonic()
+        self._budget_s = budget_s
+        self._attempts: list[Attempt] = []
+        self._ran, self._cpu_s = 0, 0.0
+
+    def smallest(self) -> Shrunk:
+        (first,) = self._tried([self._case])
+        if not first.decided:
+            raise HarnessError(f"it could not be run: {first.message}.", where=first.case_id)
+        if first.signature is None:
+            raise HarnessError(
+                "it does not fail, so there is nothing to shrink.",
+                where=first.case_id,
+                fix="give the case, and by --inject the fault, with which it fails.",
+            )
+        self._signature = first.signature
+        complete = True
+        try:
+            while self._pass(self._groups) or self._pass(self._single) or self._pass(self._pairs):
+                pass
+        except _OutOfTime:
+            complete = False
+        return Shrunk(
+            first=self._first,
+            case=self._case,
+            signature=self._signature,
+            attempts=tuple(self._attempts),
+            needed=self._needed(),
+            complete=complete,
+            ran=self._ran,
+            cpu_s=self._cpu_s,
+            wall_s=time.monotonic() - self._started_s,
+        )
+
+    def _groups(self) -> Iterator[Smaller]:
+        return smaller_groups(self._case, steps=self._steps)
+
+    def _single(self) -> Iterator[Smaller]:
+        return smaller_cases(self._case, steps=self._steps)
+
+    def _pairs(self) -> Iterator[Smaller]:
+        """Two axes together, each at the simplest value that was not possible alone."""
+        simplest: dict[str, Smaller] = {}
+        for each in self._single():
+            simplest.setdefault(next(iter(each.changes)), each)
+        for one, other in itertools.combinations(simplest.values(), 2):
+            found = with_changes(self._case, {**one.changes, **other.changes})
+            if found is not None:
+                yield found
+
+    @property
+    def _steps(self) -> int:
+        return self._signature.first_step or 1
+
+    def _pass(self, smaller: Callable[[], Iterable[Smaller]]) -> bool:
+        """Take the first case that fails alike, again and again until none does. True when one was taken."""
+        taken = False
+        while (found := self._first_alike(smaller())) is not None:
+            self._note(f"smaller: {found.text} -> {case_id(found.case)}")
+            self._case, taken = found.case, True
+        return taken
+
+    def _first_alike(self, smaller: Iterable[Smaller]) -> Smaller | None:
+        candidates = list({case_id(each.case): each for each in smaller}.values())
+        for start in range(0, len(candidates), self._jobs):
+            self._check_time()
+            batch = candidates[start : start + self._jobs]
+            for each, found in zip(batch, self._tried([each.case for each in batch]), strict=True):
+                same = found.signature == self._signature
+                self._attempts.append(Attempt(changes=each.changes, result=found, same=same))
+                if same:
+                    return each
+        return None
+
+    def _check_time(self) -> None:
+        if self._budget_s is not None and time.monotonic() - self._started_s > self._budget_s:
+            raise _OutOfTime
+
+    def _tried(self, cases: Sequence[Case]) -> list[Tried]:
+        """What the cases show, from the journal where it is there."""
+        unknown = [case for case in cases if self._journal.get(case) is None]
+        found = {each.case_id: each for each in map(tried, self._runs.run(unknown))} if unknown else {}
+        for each in found.values():
+            self._journal.keep(each)
+            self._ran, self._cpu_s = self._ran + 1, self._cpu_s + each.cpu_s
+        return [self._journal.get(case) or found[case_id(case)] for case in cases]
+
+    def _needed(self) -> tuple[Attempt, ...]:
+        """What was tried from the smallest case by one axis and does not fail alike."""
+        tried_from = {case_id(each.case): each for each in self._single()}
+        last = {each.result.case_id: each for each in self._attempts if each.result.case_id in tried_from}
+        return tuple(
+            msgspec.structs.replace(each, changes=tried_from[name].changes)
+            for name, each in last.items()
+            if not each.same
+        )
+
+
+def _read(path: Path) -> list[Tried]:
+    """What a journal holds; a line that a crash cut in two is left out."""
+    found = []
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(_ENTRY.decode(line))
+    return found

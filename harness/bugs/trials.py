@@ -1,0 +1,155 @@
+"""Trials: single cases run one after the other on one engine, each to its signature.
+
+Recorded faults explain nothing here, and nothing is run a second time with a fix: the failure itself is what is looked
+for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from harness.checks.judge import Judgement
+from harness.engine.messages import JobStatus
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.project import Project
+from harness.result import CaseResult
+from harness.running.case_judge import CaseJudge, prepare_judge
+from harness.running.case_runner import CaseRunner
+from harness.running.executor import open_executor
+from harness.running.injection import Injection
+from harness.running.machine import hardware
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.schedule import run_schedule
+from harness.running.witnesses import WitnessCache, open_witnesses
+from harness.trace import Run
+from harness.verdict import FailureSignature, Verdict
+from harness.workflow import check_fits
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """What a case showed. `signature` is None where nothing failed; `message` is the first finding."""
+
+    case_id: str
+    verdict: Verdict
+    signature: FailureSignature | None
+    message: str
+    cpu_s: float
+
+    @property
+    def decided(self) -> bool:
+        """False where the machine or the harness failed: it says nothing about the case."""
+        return self.verdict not in (Verdict.INFRA, Verdict.NOT_RUN)
+
+    @property
+    def text(self) -> str:
+        """What happened, in a line."""
+        if not self.decided:
+            return f"cannot tell: {self.message}"
+        return "no failure" if self.signature is None else self.signature.text
+
+
+class Interrupted(Exception):
+    """Ctrl-C ended the trials."""
+
+
+class Trials:
+    """Runs cases until closed. `run` is called from one thread."""
+
+    def __init__(self, project: Project, plan: Plan, runner: CaseRunner, progress: Progress) -> None:
+        self._project = project
+        self._plan = plan
+        self._runner = runner
+        self._progress = progress
+        self._asked = 0
+
+    def run(self, cases: Sequence[Case]) -> tuple[CaseResult, ...]:
+        """The result of every case, in order. HarnessError for more ranks than slots; `Interrupted` by Ctrl-C."""
+        check_fits(cases, self._plan)
+        self._asked += len(cases)
+        self._progress.begin(self._asked)
+        ended = run_schedule(cases, self._runner, _Observer(self._progress), jobs=self._plan.jobs)
+        results = [result for result in ended.results if result is not None]
+        if ended.interrupted or len(results) < len(cases):
+            raise Interrupted
+        return tuple(results)
+
+
+def tried(result: CaseResult) -> Tried:
+    """The part of a result that says what failed."""
+    return Tried(
+        case_id=result.case_id,
+        verdict=result.verdict,
+        signature=result.failure_signature,
+        message=result.findings[0].message.partition("\n")[0] if result.findings else "",
+        cpu_s=result.cpu_s,
+    )
+
+
+@contextlib.contextmanager
+def open_trials(
+    project: Project, plan: Plan, progress: Progress, first: Case, injections: Sequence[Injection] = ()
+) -> Iterator[Trials]:
+    """Trials with these injections, whose ranks are warmed up for cases like the first."""
+    plan = msgspec.structs.replace(plan.serving([first]), injections=tuple(injections))
+    with open_executor(plan, project) as executor:
+        cache = open_witnesses(project, plan, executor)
+        runner = CaseRunner(plan, executor, _AnyCaseJudge(project, plan), cache, progress.note)
+        yield Trials(project, plan, runner, progress)
+
+
+class _AnyCaseJudge:
+    """Judges cases that nobody knew before: what each is judged by is read when it comes. It is a `Judge`."""
+
+    def __init__(self, project: Project, plan: Plan) -> None:
+        self._project = project
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._judges: dict[str, CaseJudge] = {}
+
+    def expectation(self, case: Case) -> str | None:
+        """The refusal that the case must show, if any."""
+        return self._of(case).expectation(case)
+
+    def fixes(self, case: Case) -> tuple[Injection, ...]:
+        """None: no recorded fault is taken into account."""
+        return ()
+
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        """The verdict by every check."""
+        return self._of(case).judge(case, run, status, cache, fixes)
+
+    def _of(self, case: Case) -> CaseJudge:
+        with self._lock:
+            name = case_id(case)
+            if name not in self._judges:
+                self._judges[name] = prepare_judge(
+                    self._project,
+                    [case],
+                    hardware=hardware(self._plan.device),
+                    records=self._plan.records,
+                    explained=False,
+                )
+            return self._judges[name]
+
+
+class _Observer:
+    """Tells a `Progress` which cases run and what they show. It is the `Observer` of the schedule."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def started(self, case: Case) -> None:
+        """A thread took up this case."""
+        self._progress.started(case_id(case), case.world_size)
+
+    def finished(self, result: CaseResult) -> None:
+        """A case has its result."""
+        self._progress.finished(result.case_id, f"{result.case_id}: {tried(result).text}", remarkable=False)

@@ -1,0 +1,204 @@
+"""`fp8-harness bug`: from a bug report to a case, and from a case to a report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness.cli.options import json_option, plan_parameter, root_option
+from harness.durable import write_whole
+from harness.errors import HarnessError
+from harness.running.plan import Plan
+
+_EPILOG = """\b
+Examples:
+  fp8-harness bug list                            the bugs in cases/bugs
+  fp8-harness bug repro ao-1938                   does it still fail, and alike?
+  fp8-harness bug shrink ao-1938 --output ao.toml the smallest case that fails alike
+"""
+_REPRO_EPILOG = """\b
+Examples:
+  fp8-harness bug repro ao-1938
+  fp8-harness bug repro torchtitan-461 --planted      with the fault put back
+  fp8-harness bug repro tp2-rowwise-v2048-f32 --inject fault:amax_without_abs
+  git bisect run fp8-harness bug repro ao-1938 --exit-code
+
+\b
+Exit codes: 0 not reproduced, 1 reproduced or another failure, 2 usage
+error or bad input, 4 infrastructure, 130 interrupted. With --exit-code:
+0 gone, 1 reproduced, 125 cannot tell (another failure, infrastructure,
+bad input), as `git bisect run` wants it.
+"""
+_SHRINK_EPILOG = """\b
+Examples:
+  fp8-harness bug shrink ao-1938
+  fp8-harness bug shrink hsdp2x4-rowwise-v2048-b16 --inject fault:amax_without_abs
+  fp8-harness bug shrink ao-1938 --budget-s 300 --output smallest.toml
+
+\b
+A shrink that was stopped goes on where it was: what cases showed is kept
+in the state folder.
+
+\b
+Exit codes: 0 the smallest case was found, 1 the budget ended it, 2 usage
+error, or a case that does not fail, 130 interrupted.
+"""
+_INJECT = "FILE.py:FUNCTION, or fault:NAME: what makes the case fail. Repeatable."
+
+
+@click.group(epilog=_EPILOG)
+def bug() -> None:
+    """Turn a bug report into a case that reproduces, shrinks and stays."""
+
+
+@bug.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@root_option
+def list_command(*, as_json: bool, root: str | None) -> None:
+    """List the bug files of the project."""
+    from harness.matrix.bugfile import read_bugs
+    from harness.project import find_project
+    from harness.report.bugs import bugs_json, bugs_text
+
+    bugs = read_bugs(find_project(root).bugs)
+    click.echo(bugs_json(bugs).decode() if as_json else bugs_text(bugs), nl=False)
+
+
+def _trial_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What commands that run a case of a bug share."""
+    for decorate in reversed(
+        (
+            click.argument("case", metavar="CASE"),
+            click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help=_INJECT),
+            click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back."),
+            json_option,
+            click.option("-q", "--quiet", is_flag=True, help="No progress."),
+            plan_parameter,
+            root_option,
+        )
+    ):
+        command = decorate(command)
+    return command
+
+
+@bug.command("repro", epilog=_REPRO_EPILOG)
+@_trial_options
+@click.option(
+    "--exit-code", "bisect", is_flag=True, help="Exit as `git bisect run` wants it: 0 gone, 1 there, 125 skip."
+)
+def repro_command(*, bisect: bool, **given: Any) -> int:
+    """Say whether CASE shows the reported bug, another failure, or none.
+
+    CASE is the id of a case, a file with one case, or the name of a bug file.
+    """
+    from harness.bugs.reproduce import CANNOT_TELL
+
+    try:
+        found = _reproduced(**given)
+    except HarnessError:
+        if not bisect:
+            raise
+        click.echo(f"fp8-harness: {sys.exc_info()[1]}", err=True)
+        return CANNOT_TELL
+    return int(found.bisect_code if bisect else found.exit_code)
+
+
+def _reproduced(  # noqa: PLR0913  one parameter per option
+    *,
+    case: str,
+    inject: tuple[str, ...],
+    planted: bool,
+    json_file: Path | None,
+    quiet: bool,
+    plan_for: Callable[..., Plan],
+    root: str | None,
+) -> Any:
+    from harness.bugs.asked import asked_case, injections_of
+    from harness.bugs.reproduce import reproduced
+    from harness.bugs.trials import open_trials, tried
+    from harness.project import find_project
+    from harness.report.bugs import reproduced_json, reproduced_text
+    from harness.running.machine import hardware, installed_version
+    from harness.running.progress import open_progress
+
+    project = find_project(root)
+    asked = asked_case(project, case)
+    injections = injections_of(asked, inject, planted=planted)
+    plan = plan_for()
+    with (
+        open_progress(sys.stderr, quiet=quiet, verbose=False) as progress,
+        open_trials(project, plan, progress, asked.case, injections) as trials,
+    ):
+        (result,) = trials.run([asked.case])
+    packages = asked.bug.bug.versions if asked.bug is not None else ()
+    installed = {package: version for package in packages if (version := installed_version(package)) is not None}
+    device = "the virtual FP8 device" if plan.device == "cpu" else hardware(plan.device)
+    found = reproduced(asked, tried(result), installed=installed, device=device)
+    click.echo(reproduced_text(found), nl=False, err=str(json_file) == "-")
+    _write(json_file, lambda: reproduced_json(found))
+    return found
+
+
+@bug.command("shrink", epilog=_SHRINK_EPILOG)
+@_trial_options
+@click.option(
+    "--budget-s", type=click.FloatRange(min=0, min_open=True), help="Start no new case after so many seconds."
+)
+@click.option(
+    "--output", metavar="FILE.toml", type=click.Path(path_type=Path, dir_okay=False), help="Write a case file."
+)
+@click.option("--force", is_flag=True, help="Replace a file that exists.")
+def shrink_command(  # noqa: PLR0913  one parameter per option
+    *,
+    case: str,
+    inject: tuple[str, ...],
+    planted: bool,
+    budget_s: float | None,
+    output: Path | None,
+    force: bool,
+    json_file: Path | None,
+    quiet: bool,
+    plan_for: Callable[..., Plan],
+    root: str | None,
+) -> int:
+    """Find the smallest case that fails like CASE, and what the failure needs.
+
+    CASE is the id of a case, a file with one case, or the name of a bug file.
+    """
+    from harness.bugs.asked import asked_case, injections_of
+    from harness.bugs.shrink import open_journal, shrink
+    from harness.bugs.trials import open_trials
+    from harness.cli.new import write_new_case
+    from harness.project import find_project
+    from harness.report.bugs import shrunk_json, shrunk_text
+    from harness.running.progress import open_progress
+    from harness.running.witness_key import witness_key
+
+    project = find_project(root)
+    asked = asked_case(project, case)
+    injections = injections_of(asked, inject, planted=planted)
+    plan = plan_for()
+    journal = open_journal(project, asked.case, injections, witness_key(plan))
+    with (
+        open_progress(sys.stderr, quiet=quiet, verbose=False) as progress,
+        open_trials(project, plan, progress, asked.case, injections) as trials,
+    ):
+        found = shrink(asked.case, trials, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
+    click.echo(shrunk_text(found, injected=[each.text for each in injections]), nl=False, err=str(json_file) == "-")
+    _write(json_file, lambda: shrunk_json(found))
+    if output is not None:
+        write_new_case(output, found.case, force=force)
+    return 0 if found.complete else 1
+
+
+def _write(path: Path | None, content: Callable[[], bytes]) -> None:
+    if path is None:
+        return
+    if str(path) == "-":
+        click.echo(content().decode(), nl=False)
+    else:
+        write_whole(path, content())

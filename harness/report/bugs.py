@@ -1,0 +1,166 @@
+"""What commands about bugs print: the answer of a reproduction, the smallest case and what it needs. Text and JSON."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from harness.bugs.reproduce import Reproduced
+from harness.bugs.shrink import Attempt, Shrunk
+from harness.jsonform import to_json
+from harness.matrix.axes import AXES, axis_values, own_axes
+from harness.matrix.bugfile import BugFile
+from harness.matrix.caseid import case_id
+from harness.plural import counted
+from harness.report.wording import printable
+
+WIDTH = 78
+
+
+def bugs_text(bugs: Sequence[BugFile]) -> str:
+    """A table of bug files: id, status, symptom, what detects them, title."""
+    rows = [(each.id, each.bug.status, each.bug.symptom, ", ".join(each.bug.detected_by) or "-") for each in bugs]
+    widths = [max((len(row[at]) for row in rows), default=0) for at in range(4)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + f"  {printable(each.bug.title)}"
+        for row, each in zip(rows, bugs, strict=True)
+    ]
+    counts = {
+        status: sum(each.bug.status == status for each in bugs) for status in ("live", "fixed", "open", "refused")
+    }
+    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return "\n".join([*lines, f"{counted(len(bugs), 'bug')}{f': {told}' if told else ''}", ""])
+
+
+def bugs_json(bugs: Sequence[BugFile]) -> bytes:
+    """The bug files as JSON, each with the id of its case and of its file."""
+    return to_json([_bug(each) for each in bugs], indent=2) + b"\n"
+
+
+def reproduced_text(found: Reproduced) -> str:
+    """The answer; where the failure is another one, both side by side; then what differs from the report."""
+    lines = [
+        f"{found.answer}: {found.found.case_id}",
+        *_pair("expected", found.expected),
+        *_pair("found", found.found.text),
+    ]
+    if found.found.message and found.answer != "not reproduced":
+        lines += _pair("says", found.found.message)
+    if found.differs:
+        lines += ["differs from the report:", *(f"  {each}" for each in found.differs)]
+    return "\n".join([*lines, ""])
+
+
+def reproduced_json(found: Reproduced) -> bytes:
+    """The same as JSON."""
+    return to_json(found, indent=2) + b"\n"
+
+
+def shrunk_text(found: Shrunk, *, injected: Sequence[str] = ()) -> str:
+    """The smallest case, what the failure needs and does not depend on, and the runs that say so."""
+    ended = "" if found.complete else "; the budget ended it, so a smaller case may fail alike"
+    word = shlex.join([word for text in injected for word in ("--inject", text)])
+    lines = [
+        f"smallest case: {case_id(found.case)}",
+        *_pair("was", case_id(found.first)),
+        *_pair("fails by", found.signature.text),
+        *_pair("run it by", f"fp8-harness run --case {case_id(found.case)} {word}".strip()),
+        "",
+        *_needs(found),
+        *_independent(found),
+        "",
+        f"{counted(len(found.attempts), 'smaller case')} tried, {found.ran} run now, {_seconds(found)}{ended}",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def shrunk_json(found: Shrunk) -> bytes:
+    """The same as JSON, with every attempt."""
+    tree: dict[str, Any] = {
+        "first": case_id(found.first),
+        "case": case_id(found.case),
+        "axes": own_axes(found.case),
+        "signature": found.signature,
+        "complete": found.complete,
+        "ran": found.ran,
+        "cpu_s": found.cpu_s,
+        "wall_s": found.wall_s,
+        "needed": found.needed,
+        "attempts": found.attempts,
+    }
+    return to_json(tree, indent=2) + b"\n"
+
+
+def _seconds(found: Shrunk) -> str:
+    return f"{found.wall_s:.0f} s wall, {found.cpu_s:.0f} s CPU"
+
+
+def _needs(found: Shrunk) -> Iterable[str]:
+    """What the failure needs: by axis, the smaller values with which it is not the same, and what was seen instead."""
+    values, by_axis = axis_values(found.case), _by_axis(found.needed)
+    if by_axis:
+        yield "needs"
+    for name, attempts in by_axis.items():
+        number = isinstance(values[name], int) and not isinstance(values[name], bool)
+        yield f"  {name} {_shown(values[name])}{' or more' if number else ''}"
+        for each in attempts:
+            told = ", ".join(f"{axis} {_shown(value)}" for axis, value in each.changes.items())
+            yield from _indented(f"with {told}: {each.result.text}  [{each.result.case_id}]", 4)
+
+
+def _independent(found: Shrunk) -> Iterable[str]:
+    """The axes that were changed on the way: the failure is the same without."""
+    first, last = axis_values(found.first), axis_values(found.case)
+    changed = [f"{name} ({_shown(first[name])} -> {_shown(last[name])})" for name in AXES if first[name] != last[name]]
+    return _indented(f"does not depend on {', '.join(changed)}", 0) if changed else ()
+
+
+def _by_axis(attempts: Sequence[Attempt]) -> Mapping[str, list[Attempt]]:
+    groups: dict[str, list[Attempt]] = {}
+    for each in attempts:
+        main = next(name for name in AXES if name in each.changes)
+        groups.setdefault(main, []).append(each)
+    return groups
+
+
+def _pair(name: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        printable(text),
+        WIDTH,
+        initial_indent=f"  {name:<10}",
+        subsequent_indent=" " * 12,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _indented(text: str, indent: int) -> list[str]:
+    first, rest = " " * indent, " " * (indent + 2)
+    return textwrap.wrap(
+        printable(text),
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _bug(bug: BugFile) -> dict[str, Any]:
+    return {
+        "id": bug.id,
+        "file": bug.where,
+        "case": None if bug.case is None else case_id(bug.case),
+        "runs": bug.runs,
+        "bug": bug.bug,
+        "missing": dict(bug.missing),
+        "refused": dict(bug.refused),
+    }

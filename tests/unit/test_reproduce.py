@@ -1,0 +1,81 @@
+"""Reproducing: the same failure, another one, none, or no answer; and what differs from the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.bugs.asked import Asked
+from harness.bugs.reproduce import Reproduced, reproduced
+from harness.bugs.trials import Tried
+from harness.matrix.bugfile import Bug, BugFile
+from harness.report.bugs import reproduced_text
+from harness.verdict import FailureSignature, Verdict
+from tests.builders import make_case
+
+CASE = make_case(tp=2, recipe="rowwise")
+SCALES = FailureSignature(kind="scales", what="scale is off", where=("layers.*.wq",), first_step=1)
+CRASH = FailureSignature(kind="crash", what="RuntimeError: Expected trailing dimension of mat1 to be divisible by N")
+BUG: dict[str, Any] = {"title": "t", "link": "l", "status": "live", "symptom": "crash", "detected_by": ("engine",)}
+
+
+def ask(seen: FailureSignature | None, verdict: Verdict = Verdict.INVARIANT, /, **bug: Any) -> Reproduced:
+    file = BugFile(id="ao-1", where="ao-1.toml", bug=Bug(**(BUG | bug)), case=CASE, full_size={"tp": 8})
+    found = Tried(case_id="tp2", verdict=verdict, signature=seen, message="it says so", cpu_s=1.0)
+    return reproduced(Asked(CASE, file), found, installed={"torch": "2.13.0"}, device="a GPU")
+
+
+@pytest.mark.parametrize(
+    ("found", "bug", "answer"),
+    [
+        (SCALES, {"signature": SCALES}, "reproduced"),
+        (CRASH, {"signature": SCALES}, "another failure"),
+        (None, {"signature": SCALES}, "not reproduced"),
+        (CRASH, {"message": "RuntimeError: Expected trailing dimension of mat1 to be divisible by 16"}, "reproduced"),
+        (CRASH, {"message": "KeyError: no such mesh dimension exists"}, "another failure"),
+        (CRASH, {}, "reproduced"),
+        (SCALES, {}, "another failure"),
+        (SCALES, {"symptom": "wrong_numbers"}, "reproduced"),
+        (CRASH, {"symptom": "wrong_numbers"}, "another failure"),
+        (SCALES, {"symptom": "nan"}, "another failure"),
+        (FailureSignature(kind="finite", what="loss is nan"), {"symptom": "nan"}, "reproduced"),
+        (FailureSignature(kind="hang", what="barrier"), {"symptom": "hang"}, "reproduced"),
+        (FailureSignature(kind="crash", what="CollectiveMismatch: ranks"), {"symptom": "hang"}, "reproduced"),
+        (FailureSignature(kind="memory", what="bytes"), {"symptom": "memory"}, "reproduced"),
+        (SCALES, {"symptom": "traffic"}, "another failure"),
+    ],
+)
+def test_the_answer(found: FailureSignature | None, bug: dict[str, Any], answer: str) -> None:
+    assert ask(found, **bug).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "code", "bisect"),
+    [
+        (CRASH, Verdict.CRASH, 1, 1),
+        (SCALES, Verdict.INVARIANT, 1, 125),
+        (None, Verdict.PASSED, 0, 0),
+        (None, Verdict.INFRA, 4, 125),
+    ],
+)
+def test_exit_codes(found: FailureSignature | None, verdict: Verdict, code: int, bisect: int) -> None:
+    answer = ask(found, verdict)
+    assert (answer.exit_code, answer.bisect_code) == (code, bisect)
+
+
+def test_without_a_bug_any_failure_is_one() -> None:
+    found = Tried(case_id="tp2", verdict=Verdict.CRASH, signature=CRASH, message="", cpu_s=1.0)
+    assert reproduced(Asked(CASE, None), found, installed={}, device="").answer == "reproduced"
+    other = reproduced(Asked(CASE, None), found, installed={}, device="", like=SCALES)
+    assert other.answer == "another failure"
+
+
+def test_both_failures_and_what_differs_are_shown() -> None:
+    text = reproduced_text(ask(CRASH, signature=SCALES, hardware="8 x H100", versions={"torch": "2.6", "ao": "1"}))
+    assert "expected  scales: scale is off" in text
+    assert "found     crash: RuntimeError" in text
+    assert "torch: 2.6 reported, 2.13.0 here" in text
+    assert "ao: 1 reported, not installed here" in text
+    assert "hardware: 8 x H100 reported, a GPU here" in text
+    assert "tp: 8 reported, 2 here" in text

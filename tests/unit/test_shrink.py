@@ -1,0 +1,179 @@
+"""Shrinking: the result fails alike, nothing smaller by one axis does, and neither jobs nor a restart change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.bugs.shrink import Journal, Shrunk, shrink
+from harness.bugs.smaller import smaller_cases, smaller_groups, with_changes
+from harness.errors import HarnessError
+from harness.matrix.axes import axis_values
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.matrix.rules import exclusions, expected_refusal
+from harness.report.bugs import shrunk_json, shrunk_text
+from harness.result import CaseResult
+from harness.verdict import FailureSignature, Verdict
+from tests.builders import make_case, make_result
+from tests.strategies import POSSIBLE_CASES
+
+SIGNATURE = FailureSignature(kind="scales", what="scale is off", where=("layers.*.wq",), first_step=2)
+OTHER = FailureSignature(kind="parity", what="gradients differ")
+LARGE = make_case(
+    tp=4, dp_shard=2, recipe="rowwise", checkpointing="full", vocab_size=2256, pad_vocab_to_multiple_of=128, steps=5
+)
+
+Fails = Callable[[Case], FailureSignature | None]
+
+
+class ModelOfABug:
+    """Runs cases without ranks: they fail as a function of the case says."""
+
+    def __init__(self, fails: Fails, *, stop_after: int | None = None) -> None:
+        self.fails, self.ran, self.stop_after = fails, [], stop_after  # type: ignore[var-annotated]
+
+    def run(self, cases: Sequence[Case], /) -> list[CaseResult]:
+        if self.stop_after is not None and len(self.ran) >= self.stop_after:
+            raise KeyboardInterrupt
+        self.ran += [case_id(case) for case in cases]
+        return [self._result(case) for case in cases]
+
+    def _result(self, case: Case) -> CaseResult:
+        found = self.fails(case)
+        verdict = Verdict.PASSED if found is None else Verdict.INVARIANT
+        return make_result(case_id(case), verdict, failure_signature=found)
+
+
+def needs(**axes: int | str) -> Fails:
+    """Fails with at least these numbers and exactly these words, at step 2."""
+
+    def fails(case: Case) -> FailureSignature | None:
+        values = axis_values(case)
+        if case.train.steps < 2:
+            return None
+        enough = (
+            values[name] >= least if isinstance(least, int) else values[name] == least  # type: ignore[operator]
+            for name, least in axes.items()
+        )
+        return SIGNATURE if all(enough) else None
+
+    return fails
+
+
+def shrunk(fails: Fails, folder: Path, *, case: Case = LARGE, jobs: int = 1) -> Shrunk:
+    return shrink(case, ModelOfABug(fails), Journal(folder / "journal.jsonl"), jobs=jobs)
+
+
+def test_what_a_failure_needs_is_kept_and_nothing_else(tmp_path: Path) -> None:
+    found = shrunk(needs(tp=2, recipe="rowwise", global_batch=2), tmp_path)
+    assert case_id(found.case) == "tp2-rowwise-dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s2-f32"
+    assert {next(iter(each.changes)) for each in found.needed} == {"tp", "recipe", "global_batch"}
+    assert found.complete
+    assert found.signature == SIGNATURE
+
+
+@settings(max_examples=6)
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    dp_shard=st.sampled_from([1, 2]),
+    layers=st.sampled_from([1, 2]),
+    recipe=st.sampled_from(["rowwise", None]),
+)
+def test_nothing_smaller_fails_alike(
+    tmp_path_factory: pytest.TempPathFactory, tp: int, dp_shard: int, layers: int, recipe: str | None
+) -> None:
+    wanted: dict[str, int | str] = {"tp": tp, "dp_shard": dp_shard, "layers": layers}
+    fails = needs(**wanted, **({} if recipe is None else {"recipe": recipe}))
+    folder = tmp_path_factory.mktemp("shrink")
+    found = shrunk(fails, folder)
+    assert fails(found.case) == SIGNATURE
+    assert all(fails(each.case) != SIGNATURE for each in smaller_cases(found.case, steps=2))
+    assert {name: axis_values(found.case)[name] for name in wanted} == wanted
+    assert shrunk(fails, folder / "again", jobs=3).case == found.case
+
+
+def test_two_axes_that_need_each_other_go_together(tmp_path: Path) -> None:
+    def fails(case: Case) -> FailureSignature | None:
+        same = (case.layout.tp > 1) == (case.layout.dp_shard > 1)
+        return SIGNATURE if same and case.train.steps >= 2 else None
+
+    found = shrunk(fails, tmp_path)
+    assert (found.case.layout.tp, found.case.layout.dp_shard) == (1, 1)
+
+
+def test_another_failure_is_not_taken(tmp_path: Path) -> None:
+    found = shrunk(lambda case: SIGNATURE if case.layout.tp >= 4 else OTHER, tmp_path)
+    assert found.case.layout.tp == 4
+    text = shrunk_text(found)
+    assert "with tp 2: parity: gradients differ" in " ".join(text.split())
+    assert "does not depend on" in text
+    assert case_id(found.case).encode() in shrunk_json(found)
+
+
+def test_a_shrink_that_was_killed_goes_on(tmp_path: Path) -> None:
+    fails, journal = needs(tp=2, recipe="rowwise"), tmp_path / "journal.jsonl"
+    whole = shrunk(fails, tmp_path / "whole")
+    killed = ModelOfABug(fails, stop_after=5)
+    with pytest.raises(KeyboardInterrupt):
+        shrink(LARGE, killed, Journal(journal))
+    with journal.open("a") as file:
+        file.write('{"case_id": "cut in t')
+    again = ModelOfABug(fails)
+    found = shrink(LARGE, again, Journal(journal))
+    assert found.case == whole.case
+    assert not set(killed.ran) & set(again.ran)
+    assert shrink(LARGE, ModelOfABug(fails), Journal(journal)).ran == 0
+
+
+def test_the_budget_ends_it_with_the_smallest_so_far(tmp_path: Path) -> None:
+    fails = needs(tp=2)
+    found = shrink(LARGE, ModelOfABug(fails), Journal(tmp_path / "j"), budget_s=1e-9)
+    assert not found.complete
+    assert found.case == LARGE
+    assert "the budget ended it" in shrunk_text(found)
+
+
+def test_a_case_that_does_not_fail_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="does not fail, so there is nothing to shrink"):
+        shrunk(lambda case: None, tmp_path)
+
+
+def test_what_the_machine_did_is_no_answer(tmp_path: Path) -> None:
+    class Broken(ModelOfABug):
+        def _result(self, case: Case) -> CaseResult:
+            return make_result(case_id(case), Verdict.INFRA)
+
+    with pytest.raises(HarnessError, match="could not be run"):
+        shrink(LARGE, Broken(needs()), Journal(tmp_path / "j"))
+    assert not (tmp_path / "j").exists()
+
+
+@given(POSSIBLE_CASES)
+def test_smaller_cases_are_cases_that_can_be_run(case: Case) -> None:
+    for each in (*smaller_cases(case), *smaller_groups(case)):
+        assert not exclusions(each.case)
+        assert (expected_refusal(each.case) is None) == (expected_refusal(case) is None)
+        assert each.case != case
+        assert each.case.world_size <= case.world_size
+        now, before = axis_values(each.case), axis_values(case)
+        assert {name for name in now if now[name] != before[name]} == set(each.changes)
+
+
+def test_what_depends_on_an_axis_goes_with_it() -> None:
+    case = make_case(tp=2, async_tp=True, compile="graph", recipe="tensorwise", tp_styles="float8")
+    found = with_changes(case, {"tp": 1})
+    assert found is not None
+    assert dict(found.changes) == {"tp": 1, "async_tp": False, "tp_styles": "plain"}
+    one_head = with_changes(make_case(tp=2), {"heads": 1})
+    assert one_head is not None
+    assert dict(one_head.changes) == {"heads": 2, "kv_heads": 2}  # one for each rank
+
+
+def test_sizes_keep_their_remainder() -> None:
+    values = {each.changes["vocab_size"] for each in smaller_cases(LARGE) if "vocab_size" in each.changes}
+    assert {64, 272, 528, 1104} <= values  # 2256 = 35 * 64 + 16
