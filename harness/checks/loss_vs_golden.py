@@ -78,7 +78,7 @@ def _incomparable(case: Case, run: Run, golden: Golden) -> list[Finding]:
         _finding(message=f"{format_ranks(ranks)} {what} than the golden", rank=ranks[0], expected=expected, found=found)
         for what, expected, groups in (
             ("ran on other hardware", golden.hardware, hardware),
-            ("trained on other data", golden.data_digest, data),
+            ("trained on other data or initial weights", golden.data_digest, data),
         )
         for found, ranks in groups.items()
         if found != expected

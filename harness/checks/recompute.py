@@ -140,10 +140,9 @@ def _not_recomputed(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch
     assert trace.operands is not None
     fqns = [fqn for fqn, times in expect.linears.recomputed.items() if times]
     yield from _not_as_asked(expect, trace, bool(fqns))
-    phase = "gathered" if expect.case.gathers_float8 else "recompute"
-    again = {cast.fqn for cast in trace.operands.casts if cast.phase == phase and cast.role == "weight"}
+    again = {(cast.fqn, cast.phase) for cast in trace.operands.casts if cast.role == "weight"}
     for fqn in fqns:
-        if fqn not in again:
+        if (fqn, "gathered" if fqn in expect.linears.gathered else "recompute") not in again:
             what = "checkpointed forward was not recomputed"
             yield Mismatch(1, 0, trace.rank, fqn, what, "a recomputation", "none")
     count = sum(matmul.gemm == "recompute" for matmul in trace.operands.matmuls)

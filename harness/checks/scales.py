@@ -79,8 +79,8 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
 def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
     """Every linear is cast as often as the recipe demands, in every step, and nothing else is cast."""
     expected = expect.casts
-    if expect.case.float8.tp_styles == "float8" and not is_llama(expect.case.target):
-        return  # which module casts an input is the choice of the target
+    if expect.case.float8.tp_styles == "float8" and not expect.linears.styled:
+        yield Mismatch(1, 0, 0, "the model", "no linear has a float8 TP style", "at least 1", "none")
     for rank, by_key in casts.items():
         found = Counter(key for key, _ in by_key)
         for step in range(1, expect.case.train.steps + 1):
@@ -207,7 +207,7 @@ def _matmuls(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
             latest[record.fqn, record.role] = record
             continue
         for side, role in zip("ab", GEMM_OPERANDS[record.gemm], strict=True):
-            site = expect.input_site(record.fqn) if role == "input" else record.fqn
+            site = expect.linears.input_sites.get(record.fqn, record.fqn) if role == "input" else record.fqn
             where = f"{role} of {record.gemm}"
             for rule, expected, found in _operand_rules(expect.case, record, side, latest.get((site, role))):
                 values = f"{where}: {expected}", f"{where}: {found}"

@@ -88,10 +88,10 @@ def _gathers(expect: Expectations, trace: RankTrace, step: int, records: list[Tr
     """
     if not expect.case.gathers_float8 or expect.case.layout.dp_shard == 1 or trace.operands is None:
         return
-    converted = {f"{fqn}.weight" for fqn in expect.converted_fqns}
+    gathered = {f"{fqn}.weight" for fqn in expect.linears.gathered}
     sharded = [parameter for parameter in _parameters(trace) if "dp_shard" in parameter.axes]
-    narrow = sum(parameter.local_elements for parameter in sharded if parameter.fqn in converted)
-    wide = sum(parameter.local_elements for parameter in sharded if parameter.fqn not in converted)
+    narrow = sum(parameter.local_elements for parameter in sharded if parameter.fqn in gathered)
+    wide = sum(parameter.local_elements for parameter in sharded if parameter.fqn not in gathered)
     casts = _casts(trace, step)
     gathers = max((count for count in _times(casts, "all_gather").values()), default=2)
     found = sum(record.payload_bytes for record in records if (record.axis, record.kind) == ("dp_shard", "all_gather"))

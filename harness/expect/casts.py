@@ -11,14 +11,10 @@ from typing import NamedTuple
 from harness.expect.model import Model
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
-from harness.matrix.linears import OUTPUT_FQN
 from harness.matrix.recipes import E4M3
 from harness.trace.operands import CastPhase, Role
 
 VERIFIED = CURRENT
-
-# With float8 TP styles these linears cast their own input; the others share the one that their parent module casts.
-_OWN_INPUT = ("attention.wo", "feed_forward.w2")
 
 
 class CastForm(NamedTuple):
@@ -42,29 +38,26 @@ def expected_casts(case: Case, model: Model) -> dict[CastSite, tuple[CastForm, .
     expected: dict[CastSite, tuple[CastForm, ...]] = {}
     for fqn in model.converted:
         calls, again = model.calls[fqn], model.recomputed[fqn]
-        for site, forms in (*_inputs(case, fqn), *_weights(case, fqn), *_grad_outputs(case, fqn)):
+        casts_again = case.float8.traits.float8_weight_gradient and fqn not in model.styled
+        for site, forms in (
+            *_inputs(case, fqn, model.input_sites[fqn], casts_again=casts_again),
+            *_weights(case, fqn, gathered=fqn in model.gathered),
+            *_grad_outputs(case, fqn, casts_again=casts_again),
+        ):
             times = {"all_gather": 1, "gathered": 2 * calls + again, "recompute": again}.get(site.phase, calls)
             if times:
                 expected[site] = forms * times
     return expected
 
 
-def input_site(case: Case, fqn: str) -> str:
-    """The module that casts the input of this linear: the linear itself, or with float8 TP styles its parent."""
-    if case.float8.tp_styles != "float8" or fqn == OUTPUT_FQN or case.layout.tp == 1 or fqn.endswith(_OWN_INPUT):
-        return fqn
-    return fqn.rpartition(".")[0]
-
-
-def _inputs(case: Case, fqn: str) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
-    site, styled = input_site(case, fqn), _has_float8_style(case, fqn)
+def _inputs(case: Case, fqn: str, site: str, *, casts_again: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
     yield from _forwards(case, fqn, site, "input", CastForm(_dim(case, -1), case.train.dtype, E4M3))
-    if not styled and case.float8.traits.float8_weight_gradient:
+    if casts_again:
         yield CastSite(fqn, "input", "backward"), (CastForm(_dim(case, 0), case.train.dtype, E4M3),)
 
 
-def _weights(case: Case, fqn: str) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
-    if case.gathers_float8:
+def _weights(case: Case, fqn: str, *, gathered: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
+    if gathered:
         form = CastForm(None, case.wide_dtype, E4M3)
         yield CastSite(fqn, "weight", "all_gather"), (form,)
         yield CastSite(fqn, "weight", "gathered"), (form,)  # read in forward, recomputation and backward
@@ -74,9 +67,9 @@ def _weights(case: Case, fqn: str) -> Iterator[tuple[CastSite, tuple[CastForm, .
     yield CastSite(fqn, "weight", "backward"), (CastForm(for_grad_input, case.train.dtype, E4M3),)
 
 
-def _grad_outputs(case: Case, fqn: str) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
+def _grad_outputs(case: Case, fqn: str, *, casts_again: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
     dims = [_dim(case, -1)]
-    if not _has_float8_style(case, fqn) and case.float8.traits.float8_weight_gradient:
+    if casts_again:
         dims.append(_dim(case, 0))  # torchao casts it once for dgrad and once for wgrad
     yield (
         CastSite(fqn, "grad_output", "backward"),
@@ -89,10 +82,6 @@ def _forwards(
 ) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
     yield CastSite(site, role, "forward"), (form,)
     yield CastSite(site, role, "recompute"), (form,)
-
-
-def _has_float8_style(case: Case, fqn: str) -> bool:
-    return case.float8.tp_styles == "float8" and case.layout.tp > 1 and fqn != OUTPUT_FQN
 
 
 def _dim(case: Case, dim: int) -> int | None:

@@ -124,10 +124,6 @@ class Expectations:
         """The casts to float8 of one rank in one step: their forms by site, in execution order."""
         return casts.expected_casts(self.case, self.linears)
 
-    def input_site(self, fqn: str) -> str:
-        """The module that casts the input of this linear."""
-        return casts.input_site(self.case, fqn)
-
     def transfers(self, *, step: int, rank: int) -> tuple[Transfer, ...]:
         """The collectives of `rank` in `step` (1-based)."""
         return self._transfers(min(step, 2), rank)  # every later step equals the second

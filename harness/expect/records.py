@@ -51,8 +51,6 @@ def partly_judged(case: Case) -> Mapping[str, str]:
         reasons["local_parity"] = f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"
     if not is_llama(case.target):
         reasons["traffic"] = f"no formula for the model of {case.target}: only what holds for any; see `signature`"
-        if case.float8.tp_styles == "float8":
-            reasons["scales"] = "the number of casts: which module casts is the choice of the float8 TP styles"
         if case.compile == "graph":
             reasons["graph_scales"] = "the number of casts: it is not known which linears are compiled"
         if case.layout.async_tp:

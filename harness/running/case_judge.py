@@ -149,12 +149,13 @@ def _explained(case: Case, run: Run, found: Judgement, golden: Golden | None, ca
 
 def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache) -> Witnesses:
     """The witnesses that know the linears of the model, which of a model that is no Llama its solo witness tells."""
-    model = run.traces[0].model
+    model, operands = run.traces[0].model, run.traces[0].operands
     solo = cache.solo(case) if witnesses.expect.model is None and model is not None else None
     reference = None if solo is None else solo.traces[0].model
     if model is None or reference is None:
         return witnesses
-    return msgspec.structs.replace(witnesses, expect=Expectations(case, found_model(case, reference, model)))
+    found = found_model(case, reference, model, () if operands is None else operands.casts)
+    return msgspec.structs.replace(witnesses, expect=Expectations(case, found))
 
 
 def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCache, *, sketched: bool) -> Witnesses:

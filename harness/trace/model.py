@@ -15,6 +15,7 @@ class Linear(Record, frozen=True, kw_only=True):
     in_features: int
     out_features: int
     converted: bool  # it is a Float8Linear
+    tied: bool = False  # a module that is no linear has the same weight, as an embedding may have
 
 
 class Parameter(Record, frozen=True, kw_only=True):

@@ -69,6 +69,7 @@ class Discovery:
 
     def record(self) -> ModelRecord:
         """What was found."""
+        others = _parameters_of_others(self._model)
         return ModelRecord(
             linears=tuple(
                 Linear(
@@ -76,6 +77,7 @@ class Discovery:
                     in_features=linear.in_features,
                     out_features=linear.out_features,
                     converted=isinstance(linear, Float8Linear),
+                    tied=linear.weight in others,
                 )
                 for fqn, linear in linears(self._model).items()
             ),
@@ -100,6 +102,12 @@ class Discovery:
             built=self._built.get(name, ""),
             updated=ordered_digest(local) != self._initial.get(name),
         )
+
+
+def _parameters_of_others(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of modules that are no linears."""
+    modules = (module for module in model.modules() if not isinstance(module, nn.Linear))
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 
 
 def _buffer(fqn: str, buffer: torch.Tensor) -> Buffer:

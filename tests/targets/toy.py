@@ -57,13 +57,16 @@ class Toy:
         if case.train.dtype == "float64":
             self.model.double()
         if case.float8.enabled:
-            config = Float8LinearConfig.from_recipe_name(case.float8.recipe)
-            convert_to_float8_training(self.model, config=config, module_filter_fn=lambda _, fqn: "lm_head" not in fqn)
+            self.convert()
         self.parallelize()
         self.optimizer = self.make_optimizer()
 
     def make_model(self) -> nn.Module:
         return Net(self.case.model.vocab_size)
+
+    def convert(self) -> None:
+        config = Float8LinearConfig.from_recipe_name(self.case.float8.recipe)
+        convert_to_float8_training(self.model, config=config, module_filter_fn=lambda _, fqn: "lm_head" not in fqn)
 
     def parallelize(self) -> None:
         layout, policy = self.case.layout, MixedPrecisionPolicy()

@@ -10,6 +10,7 @@ from harness.expect.expectations import Expectations
 from harness.expect.model import Model, accumulates, found_model, llama_model
 from harness.matrix.caseid import parse_case_id
 from harness.trace.model import Linear, ModelRecord, Parameter
+from tests.builders import make_cast
 
 FQNS = ("up", "down", "lm_head")
 CASE = parse_case_id("target.mine-fsdp2-tp2-tensorwise-v2048-f64")
@@ -49,6 +50,31 @@ def test_recomputation_and_distribution_are_found_in_the_run() -> None:
     assert set(found(run=record(recomputed=2)).recomputed.values()) == {2}
     assert found(run=record(axes=("dp_shard",))).on_tp == frozenset()
     assert found().on_tp == {"up", "down"}
+
+
+def test_which_module_casts_is_found_in_the_run() -> None:
+    """A linear casts its own input, or a module above it does; one with a float8 TP style does not cast it again."""
+    case = parse_case_id("target.mine-tp2-tensorwise-tpstyle.fp8-v2048-f64")
+    linears = tuple(Linear(fqn=fqn, in_features=16, out_features=32, converted=True) for fqn in ("a.q", "a.k", "b.up"))
+    reference = replace(record(), linears=linears, calls={linear.fqn: 1 for linear in linears})
+    sites = (("a", "forward"), ("b.up", "forward"), ("b.up", "backward"))
+    casts = [make_cast(fqn=fqn, phase=phase, role="input") for fqn, phase in sites]
+    model = found_model(case, reference, reference, casts)
+    assert model.input_sites == {"a.k": "a", "a.q": "a", "b.up": "b.up"}
+    assert model.styled == {"a.k", "a.q"}
+    times = {(site.fqn, site.role): len(forms) for site, forms in Expectations(case, model).casts.items()}
+    assert times["a", "input"] == times["a.q", "grad_output"] == 1
+    assert times["b.up", "grad_output"] == 2
+
+
+def test_a_weight_that_an_embedding_has_as_well_is_not_gathered_in_float8() -> None:
+    case = parse_case_id("target.mine-fsdp2-tensorwise-ag.fp8-head.fp8-v2048-f64")
+    linears = tuple(replace(linear, tied=linear.fqn == "lm_head") for linear in record().linears)
+    model = found_model(case, replace(record(calls=2), linears=linears), record())
+    assert model.gathered == {"down", "up"}
+    casts = Expectations(case, model).casts
+    phases = {site.phase for site in casts if (site.fqn, site.role) == ("lm_head", "weight")}
+    assert phases == {"forward", "backward"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Sound targets that build the model of `toy.py` in other ways."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+import toy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+
+class GatedBlock(nn.Module):
+    """Two linears have the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(toy.WIDTH, 2 * toy.WIDTH, bias=False)
+        self.gate = nn.Linear(toy.WIDTH, 2 * toy.WIDTH, bias=False)
+        self.down = nn.Linear(2 * toy.WIDTH, toy.WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = F.layer_norm(x, (toy.WIDTH,))
+        return x + self.down(F.gelu(self.up(normed)) * self.gate(normed))
+
+
+class Styled(toy.Toy):
+    """Float8 TP styles without PrepareFloat8ModuleInput: every linear casts its own input."""
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.blocks = nn.ModuleList(GatedBlock() for _ in range(2))
+        return model
+
+    def parallelize(self) -> None:
+        tp = self.case.layout.tp
+        if tp > 1:
+            mesh = init_device_mesh(self.world.device.type, (tp,))
+            plan = {"up": Float8ColwiseParallel(), "gate": Float8ColwiseParallel(), "down": Float8RowwiseParallel()}
+            for block in self.model.blocks:
+                parallelize_module(block, mesh, plan)
+
+
+class Tied(toy.Toy):
+    """The output layer is converted too, and then gets the weight of the embedding."""
+
+    def convert(self) -> None:
+        float8 = self.case.float8
+        config = Float8LinearConfig.from_recipe_name(float8.recipe)
+        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=float8.fp8_all_gather)
+        convert_to_float8_training(self.model, config=config)
+
+    def parallelize(self) -> None:
+        self.model.lm_head.weight = self.model.embed.weight
+        super().parallelize()
