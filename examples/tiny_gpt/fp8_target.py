@@ -71,6 +71,7 @@ def check_supported(case: Case) -> None:
         "output_layer": case.float8.output_layer,
         "kv_heads": case.model.shape.kv_heads != case.model.shape.heads,
         "pad_vocab_to_multiple_of": case.model.pad_vocab_to_multiple_of > 1,
+        "reduce_dtype": case.train.reduce_dtype != "float32",
         "checkpointing": case.checkpointing.mode not in ("none", "full"),
     }
     if refused := [name for name, is_asked in asked.items() if is_asked]:

@@ -131,7 +131,7 @@ class _Comparison:
 
     def _sums_in_order(self, step: int) -> bool:
         """True when the layout sums in the order of one rank, so that every bit is equal."""
-        return self._case.layout.tp == 1 and (self._case.layout.dp_replicate == 1 or step == 1)
+        return self._case.sums_in_order or (self._case.layout.tp == 1 and step == 1)
 
     def _same_data(self, cast: CastRecord) -> bool:
         """True when the float8 data must be the witness's: the tensor is replicated, and its rounding is the same."""

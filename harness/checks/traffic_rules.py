@@ -79,6 +79,16 @@ def _gradients(
                 expected=f"{kind} of at least {wanted} elements, as many as there are parameters",
                 found=f"{found} elements",
             )
+    asked = expect.case.reduce_dtype
+    dtypes = {record.dtype for record in records if (record.axis, record.kind) == ("dp_shard", "reduce_scatter")}
+    if dtypes - {asked}:
+        yield _finding(
+            message=f"gradients are reduced in {', '.join(sorted(dtypes - {asked}))} instead of {asked}",
+            step=step,
+            expected=f"reduce_scatter in {asked}",
+            found=", ".join(sorted(dtypes)),
+            fix="set reduce_dtype in MixedPrecisionPolicy, or `reduce_dtype` in the case to what you mean.",
+        )
 
 
 def _gathers(expect: Expectations, trace: RankTrace, step: int, records: list[TrafficRecord]) -> Iterator[Finding]:

@@ -127,7 +127,8 @@ def parity_key(case: Case) -> str:
     if case.sums_in_order and case.compile != "inductor":  # generated code rounds elsewhere
         return SAME_ORDER
     form = "-replicas" if case.layout.tp == 1 and case.compile != "inductor" else ""
-    return f"{_training(case)}-{case.float8.recipe}{form}-{case.train.dtype}"
+    reduced = "" if case.train.reduce_dtype == "float32" else f"-reduce_{case.train.reduce_dtype}"
+    return f"{_training(case)}-{case.float8.recipe}{form}-{case.train.dtype}{reduced}"
 
 
 def _training(case: Case) -> str:

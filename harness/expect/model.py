@@ -90,7 +90,10 @@ def _input_site(fqn: str, casting: Collection[str]) -> str:
 
 
 def accumulates(case: Case, model: Model | None) -> bool:
-    """True where data-parallel ranks add up the gradients of several calls before they add up theirs, or may do so."""
+    """True where data-parallel ranks add up the gradients of several calls before they add up theirs, or may do so.
+
+    A single-rank reference that can tell whose turn it is does the same (`worker/turns.py`).
+    """
     if is_llama(case.target) or model is None or case.layout.dp == 1:
         return False
     return any(calls != 1 for calls in model.calls.values())  # in compiled runs calls are not counted: 0

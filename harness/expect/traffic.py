@@ -122,7 +122,7 @@ def _fsdp(case: Case, rank: int) -> Iterator[Transfer]:
     """Weights are gathered and gradients reduce-scattered, a unit at a time; HSDP then sums the shards over replicas.
 
     The rows of every parameter are sharded as by torch.chunk and padded to the largest shard. Gradients are summed
-    (`set_gradient_divide_factor(1)`) in the reduce dtype, which is that of the master weights.
+    (`set_gradient_divide_factor(1)`) in the reduce dtype.
     """
     ranks = case.layout.dp_shard
     for unit in fsdp_units(case, rank):
@@ -141,7 +141,7 @@ def _fsdp(case: Case, rank: int) -> Iterator[Transfer]:
                 axis=axis,
                 kind=kind,
                 op="sum",
-                dtype=case.wide_dtype,
+                dtype=case.reduce_dtype,
                 elements=count,
                 purpose=f"gradients of {unit.name}",
             )

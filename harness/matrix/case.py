@@ -22,6 +22,7 @@ CheckpointMode = Literal["none", "full", "selective_op", "selective_layer"]
 SymmMem = Literal["pipelined", "fallback"]
 CompileMode = Literal["none", "graph", "inductor"]
 Dtype = Literal["float64", "float32", "bfloat16"]
+ReduceDtype = Literal["float32", "bfloat16"]
 Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -202,17 +203,19 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
 class Train(CaseStruct, frozen=True, kw_only=True):
     """Batch, sequence length, steps and optimizer: AdamW at a constant learning rate.
 
-    `dtype` is the compute dtype of activations and parameters. `bfloat16` is what users run: FSDP2 mixed precision
-    (float32 master weights, gradients reduced in float32). `float64` exists on the virtual device only, for sharp
-    comparisons: FP8 rounding is then the only rounding that matters, and two layouts agree to about 1e-15 at every
-    step. In `float32` their difference of 1e-7 changes the rounding of some FP8 value within a step or two, and
-    gradients are then 2 % apart.
+    `dtype` is the compute dtype of activations and parameters. `bfloat16` is what users run: FSDP2 mixed precision with
+    float32 master weights. `float64` exists on the virtual device only, for sharp comparisons: FP8 rounding is then the
+    only rounding that matters, and two layouts agree to about 1e-15 at every step. In `float32` their difference of
+    1e-7 changes the rounding of some FP8 value within a step or two, and gradients are then 2 % apart.
+
+    `reduce_dtype` is that of FSDP2's mixed precision: `bfloat16` rounds the gradients of every rank, and their sum.
     """
 
     steps: Annotated[int, Meta(ge=1, le=100_000)] = 5
     global_batch: PositiveInt = 8
     seq_len: PositiveInt = 32
     dtype: Dtype = "float32"
+    reduce_dtype: ReduceDtype = "float32"
     lr: Annotated[float, Meta(gt=0, le=10)] = 1e-3
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 
@@ -278,8 +281,8 @@ class Case(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def sums_in_order(self) -> bool:
-        """True where every sum over ranks has the order in which one rank adds the same numbers."""
-        return self.layout.tp == 1 and self.layout.dp_replicate == 1
+        """True where the single-rank reference has every sum over ranks in the same order."""
+        return self.layout.tp == 1 and (self.layout.dp_replicate == 1 or self.train.reduce_dtype == "bfloat16")
 
     @property
     def gathers_float8(self) -> bool:
@@ -287,6 +290,11 @@ class Case(CaseStruct, frozen=True, kw_only=True):
         return self.float8.fp8_all_gather and self.uses_fsdp
 
     @property
+    def reduce_dtype(self) -> str:
+        """Dtype in which FSDP2 sums gradients over ranks: that of the master weights, or bfloat16."""
+        return "bfloat16" if self.train.reduce_dtype == "bfloat16" else self.wide_dtype
+
+    @property
     def wide_dtype(self) -> str:
-        """Dtype of master weights, reduced gradients, the loss, and inside of norms: at least float32."""
+        """Dtype of master weights, their gradients, the loss, and inside of norms: at least float32."""
         return "float32" if self.train.dtype == "bfloat16" else self.train.dtype

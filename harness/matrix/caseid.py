@@ -109,11 +109,15 @@ def family_case(family: str) -> Case | None:
 def solo_case(case: Case) -> Case:
     """The case whose solo witness is used for `case`: without all options that must not change a number.
 
-    These are tensor parallelism and its styles, checkpointing, compile, and the split of dp into shards and replicas.
+    These are tensor parallelism and its styles, checkpointing, compile, and the split of dp into shards and replicas,
+    unless both sums of that split are rounded.
     """
+    layout = case.layout
+    rounds_twice = case.train.reduce_dtype == "bfloat16"
+    split = Layout(dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
     return msgspec.structs.replace(
         case,
-        layout=Layout(dp_shard=case.layout.dp),
+        layout=split if rounds_twice else Layout(dp_shard=layout.dp),
         float8=msgspec.structs.replace(case.float8, tp_styles="plain"),
         checkpointing=Checkpointing(),
         compile="none",
@@ -211,6 +215,7 @@ def _train_tokens(train: Train) -> list[str]:
         f"s{train.steps}": train.steps != default.steps,
         f"lr{train.lr!r}": train.lr != default.lr,
         f"seed{train.seed}": train.seed != default.seed,
+        f"reduce.{DTYPES[train.reduce_dtype]}": train.reduce_dtype != default.reduce_dtype,
     }
     return [token for token, needed in spelled.items() if needed]
 

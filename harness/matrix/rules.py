@@ -181,6 +181,20 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         when=lambda case: case.float8.precompute_scale and not case.float8.fp8_all_gather,
     ),
     Exclusion(
+        name="reduce_dtype_needs_shards",
+        reason="the reduce dtype is that of FSDP2's reduce-scatter: without dp_shard above 1 nothing is reduced",
+        source="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+        axes=("reduce_dtype", "dp_shard"),
+        when=lambda case: case.train.reduce_dtype != "float32" and case.layout.dp_shard == 1,
+    ),
+    Exclusion(
+        name="reduce_dtype_of_exact_runs",
+        reason="float64 is there so that nothing but FP8 rounds: gradients are reduced in float64",
+        source="docs/architecture.md",
+        axes=("reduce_dtype", "dtype"),
+        when=lambda case: case.train.reduce_dtype != "float32" and case.train.dtype == "float64",
+    ),
+    Exclusion(
         name="tp_styles_need_tp",
         reason="float8 TP styles define how activations are sent between TP ranks: tp must be above 1",
         source=f"{_TORCHAO}/float8_tensor_parallel.py",
@@ -265,6 +279,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source=f"{_TORCHTITAN}/components/quantization/float8.py",
         axes=("target", "pad_inner_dim", "recipe"),
         when=lambda case: case.target == TORCHTITAN and case.float8.pad_inner_dim,
+    ),
+    Exclusion(
+        name="torchtitan_reduces_in_float32",
+        reason="float32 is the only value of torchtitan's training.mixed_precision_reduce",
+        source=f"{_TORCHTITAN}/config/job_config.py",
+        axes=("target", "reduce_dtype"),
+        when=lambda case: case.target == TORCHTITAN and case.train.reduce_dtype != "float32",
     ),
     Exclusion(
         name="torchtitan_chooses_symm_mem",

@@ -153,6 +153,7 @@ WORDS: tuple[Word, ...] = (
     _numbered("training", "s", "5", "{0} steps", "steps"),
     _numbered("training", "lr", "0.001", "learning rate {0}", "lr", kind=float),
     _numbered("training", "seed", "0", "seed {0}", "seed"),
+    _flag("training", "reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),
     _flag("dtype", "f64", "float64, for sharp comparisons", dtype="float64"),
     _flag("dtype", "f32", "float32", dtype="float32"),
     _flag("dtype", "b16", "bfloat16, with float32 master weights", dtype="bfloat16"),
@@ -173,7 +174,7 @@ def _for_axis(token: str) -> list[str]:
     name, number = _cut(token)
     if name in AXES:
         return [_with_number(word, number) for word in _suggested() if name in _sample(word)][:3]
-    return [word.example for word in _suggested() if not word.stem and token in _sample(word).values()]
+    return sorted((word.example for word in _suggested() if not word.stem and token in _sample(word).values()), key=len)
 
 
 def _similar(token: str) -> list[str]:

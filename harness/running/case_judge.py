@@ -165,7 +165,9 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
     """
     loss, parity_of = witnesses.tolerance, witnesses.parity_tolerance
     if parity_of is not None and parity_of.key == SAME_ORDER and accumulates(case, witnesses.expect.model):
-        parity_of = None  # one rank adds up what several accumulated before they added it up
+        solo = cache.solo(case)
+        if solo is not None and solo.traces[0].inputs is None:  # it could not tell whose turn it was
+            parity_of = None
     if (loss is not None and (parity_of is not None or not sketched)) or witnesses.expect.model is None:
         return witnesses
     converted = witnesses.expect.converted_fqns

@@ -65,6 +65,12 @@ class InputWatch:
         return tuple(self._steps) if self._called and self._whole and self._steps else None
 
 
+def sequences_in(seen: Tokens, tokens: Tokens) -> bool:
+    """True where a tensor has the inputs or the labels of some sequence of `tokens` [sequences, seq_len + 1]."""
+    known = {row.tobytes() for part in (tokens[:, :-1], tokens[:, 1:]) for row in np.ascontiguousarray(part)}
+    return any(row in known for row in _rows(seen, tokens.shape[1] - 1, known))
+
+
 def _found(step: int, seen: Sequence[Tokens], tokens: Tokens, mine: slice) -> StepInputs:
     """The sequences of one step `tokens` [sequences, seq_len + 1] in the tensors that were seen."""
     inputs = {row.tobytes(): number for number, row in enumerate(np.ascontiguousarray(tokens[:, :-1]))}

@@ -38,6 +38,7 @@ from harness.worker.reduction import gradient_norm, squared_norm_share
 from harness.worker.state import STATE
 from harness.worker.targets.contract import build_target, require_process_group, require_result
 from harness.worker.targets.target import Target, World
+from harness.worker.turns import InTurns
 from harness.worker.weights import write_weights
 
 ReportPhase = Callable[[str], None]
@@ -144,7 +145,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False) -> 
     mine = tokens[:, part].reshape(len(tokens), dp, case.local_batch, -1)
     return Prepared(
         case=built,
-        target=target,
+        target=InTurns(target, case.layout) if dp > 1 else target,
         tokens=given_tokens(mine, device),
         data_digest=data.digest({"tokens": tokens, **weights}),
         built=digests,

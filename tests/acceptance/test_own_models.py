@@ -10,6 +10,8 @@ from tests.acceptance.conftest import Command
 
 TARGETS = Path(__file__).parents[1] / "targets"
 STYLED = "target.styled-tp2-tensorwise-tpstyle.fp8-v2048-s2-f64"
+REDUCED = "target.synchronizing-hsdp2x2-tensorwise-v2048-s3-reduce.b16-b16"
+ACCUMULATED = "target.accumulating-fsdp2-tensorwise-v2048-s3-f32"
 TIED = "target.tied-fsdp2-tensorwise-ag.fp8-head.fp8-v2048-s2-f64"
 
 
@@ -21,23 +23,26 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Command:
         (folder / name).mkdir()
     for name in ("toy.py", "variants.py"):
         (folder / name).write_text((TARGETS / name).read_text())
-    for name in ("Styled", "Tied"):
+    for name in ("Styled", "Tied", "Accumulating", "Synchronizing"):
         (folder / f"{name.lower()}.py").write_text(f"from variants import {name} as build\n")
     return Command(folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"})
 
 
 def test_clean_runs_pass(project: Command) -> None:
-    done = project.run("run", "--case", STYLED, "--case", TIED, timeout_s=300)
+    cases = (STYLED, TIED, ACCUMULATED, REDUCED)
+    done = project.run("run", *(word for case in cases for word in ("--case", case)), timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 cases: 2 passed" in done.stdout
+    assert "4 cases: 4 passed" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("case", "fault", "says"),
     [
-        (STYLED, "gathered_input_has_local_scale", "blocks.0.up]: scale does not match the amax"),
+        (STYLED, "gathered_input_has_local_scale", "module blocks.0.up]: local tensor was cast instead of its DTensor"),
         (STYLED, "fp8_tp_styles_lost", "no linear has a float8 TP style"),
-        (TIED, "fp8_all_gather_flag_lost", "wrong number of casts: first in blocks.0.up"),
+        (REDUCED, "gradients_reduced_in_another_dtype", "gradients are reduced in float32 instead of bfloat16"),
+        (ACCUMULATED, "one_row_of_a_gradient_scaled", "1e-08 allowed"),
+        (TIED, "fp8_all_gather_flag_lost", "wrong number of casts: first in blocks.0.down"),
     ],
 )
 def test_a_planted_fault_is_found(project: Command, case: str, fault: str, says: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import toy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
@@ -26,6 +28,31 @@ class GatedBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = F.layer_norm(x, (toy.WIDTH,))
         return x + self.down(F.gelu(self.up(normed)) * self.gate(normed))
+
+
+class Accumulating(toy.Toy):
+    """Two microbatches for every update. FSDP2 reduces the gradients of both at once."""
+
+    synchronizes_once = True
+
+    def step(self, microbatches: Any) -> Any:
+        parts = [part for batch in microbatches for part in batch.chunk(2)]
+        total = torch.zeros((), dtype=torch.float64)
+        for index, part in enumerate(parts):
+            if self.synchronizes_once and isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(index == len(parts) - 1)
+            loss = self.loss(part) / len(parts)
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.reported(total), None
+
+
+class Synchronizing(Accumulating):
+    """FSDP2 reduces the gradients of every microbatch."""
+
+    synchronizes_once = False
 
 
 class Styled(toy.Toy):

@@ -91,6 +91,12 @@ def test_gradients_that_are_not_reduced_are_found() -> None:
     assert "gradients are not summed over all ranks of dp_replicate" in message
 
 
+def test_gradients_reduced_in_another_dtype_are_found() -> None:
+    record = traffic("dp_shard", "reduce_scatter", 2 * SHARD, dtype="bfloat16", op="sum")
+    (message,) = messages(*changed(0, record))
+    assert message.startswith("gradients are reduced in bfloat16 instead of float32")
+
+
 def test_weights_gathered_in_high_precision_are_found() -> None:
     (message,) = messages(*changed(2, traffic("dp_shard", "all_gather", SHARD, times=2)))
     assert "gathered in high precision" in message

@@ -77,9 +77,14 @@ def test_under_fsdp_and_tp_the_amax_of_a_gathered_weight_is_reduced_over_both_on
             "all_reduce (sum) in float32 along dp_replicate",
         ),
         (
-            "gradients_reduced_in_low_precision",
+            "gradients_reduced_in_another_dtype",
             "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s2-b16",
             "reduce_scatter (sum) in bfloat16",
+        ),
+        (
+            "gradients_reduced_in_another_dtype",
+            "fsdp2-tensorwise-v2048-gb4-s2-reduce.b16-b16",
+            "reduce_scatter (sum) in float32",
         ),
     ],
 )

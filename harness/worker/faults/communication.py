@@ -173,13 +173,15 @@ def replicas_reduced_over_shards() -> None:
     _all_reduce_of_replicas(change)
 
 
-def gradients_reduced_in_low_precision() -> None:
-    """The reduce dtype of the mixed-precision policy is ignored: gradients are summed in bfloat16."""
+def gradients_reduced_in_another_dtype() -> None:
+    """The reduce dtype of the mixed-precision policy is not the one that was asked for, but the other one."""
 
     def make(stock: Any) -> Any:
-        return lambda policy, param_dtype=None, reduce_dtype=None, *rest, **kwargs: stock(
-            policy, param_dtype, None, *rest, **kwargs
-        )
+        def init(policy: Any, param_dtype: Any = None, reduce_dtype: Any = None, *rest: Any, **kwargs: Any) -> None:
+            other = torch.bfloat16 if reduce_dtype == torch.float32 else torch.float32
+            stock(policy, param_dtype, other, *rest, **kwargs)
+
+        return init
 
     wrap(MixedPrecisionPolicy, "__init__", make)
 

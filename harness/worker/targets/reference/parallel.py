@@ -114,9 +114,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
 
     Gradients are summed, not averaged: the loss is already divided by the number of tokens in the global batch.
     """
-    policy = MixedPrecisionPolicy()
-    if case.train.dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if case.train.dtype == "bfloat16" else None,
+        reduce_dtype=None if case.reduce_dtype == case.train.dtype else getattr(torch, case.reduce_dtype),
+    )
     units: list[nn.Module | list[nn.Module]] = [model.tok_embeddings, *model.layers.values()]
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
