@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from harness.checks import (
     alignment,
+    clipping,
     divergence,
     finite,
     fp8_on,
@@ -144,7 +145,7 @@ EFFECTS = (
     Stage(
         "results of the whole model",
         "compared with the same layout, then with one rank in FP8, then with BF16: ever more explains a difference",
-        (Told(metamorphic.NAME), Told(parity.NAME), Told(finite.NAME), Told(loss_vs_golden.NAME)),
+        (Told(clipping.NAME), Told(metamorphic.NAME), Told(parity.NAME), Told(finite.NAME), Told(loss_vs_golden.NAME)),
     ),
 )
 

@@ -21,6 +21,7 @@ import msgspec
 
 from harness.checks import (
     alignment,
+    clipping,
     finite,
     fp8_on,
     graph_scales,
@@ -83,6 +84,7 @@ CHECKS: tuple[Check, ...] = (
     Check(name=loss_vs_golden.NAME, function=loss_vs_golden.check_loss_vs_golden),
     Check(name=tokens.NAME, function=tokens.check_tokens, record="inputs", absent="the model is not called as a whole"),
     Check(name=model.NAME, function=model.check_model, record="model", absent="it is not known what the ranks built"),
+    Check(name=clipping.NAME, function=clipping.check_clipping),
     Check(name=fp8_on.NAME, function=fp8_on.check_fp8_on),
     Check(name=matmuls.NAME, function=matmuls.check_matmuls, formula="matmuls"),
     Check(name=parity.NAME, function=parity.check_parity, record="sketches"),

@@ -34,10 +34,13 @@ class LiveStorage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expected_scalars(case: Case, *, moment: Moment) -> int:
-    """Storages of one element: the loss; before backward also its sum over tokens, which loss parallel reduces."""
+    """Storages of one element: the loss; before backward also its sum over tokens, which loss parallel reduces.
+
+    After a step that clips gradients also their norm.
+    """
     habits = habits_of(case)
     if moment == "step":
-        return 0 if habits.logs else 1  # what is logged is a Python number
+        return 0 if habits.logs else 1 + (case.train.max_norm is not None)  # what is logged is a Python number
     sharded = case.layout.tp > 1 and case.layout.loss_parallel
     if habits.counts_tokens_in:
         # loss, sum, the gradient that backward starts with and the number of tokens; a sharded sum that is divided by a

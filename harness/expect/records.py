@@ -29,6 +29,8 @@ def not_judged(case: Case, *, model_found: bool = True) -> Mapping[str, str]:
     reasons: dict[str, str] = {}
     if case.compile == "inductor":
         reasons["graph_scales"] = "generated code casts inside of its kernels, where no probe sees it"
+    if case.train.max_norm is None:
+        reasons["clipping"] = "gradients are not clipped"
     if is_llama(case.target):
         return {**reasons, "signature": "formulas say what the model sends, multiplies and keeps"}
     reasons |= dict.fromkeys(("memory", "live_memory"), f"no formula for the model of {case.target}; see `signature`")

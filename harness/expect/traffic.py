@@ -62,6 +62,7 @@ def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, .
         *_tensor_parallel_amax(case),
         *_loss(case),
         *_norm_gradients(case),
+        *_global_norm(case),
     )
     sent = tuple(term for term in terms if term.times and axis_size(case.layout, term.axis) > 1)
     return (*sent, *reports(case)) if habits_of(case).logs else sent
@@ -392,7 +393,7 @@ def _norm_gradients(case: Case) -> Iterator[Transfer]:
     each of the three operators that read it reduces it: the first moment once, the second moment twice. So does a norm
     of all gradients before.
     """
-    readers = 3 + habits_of(case).clips
+    readers = 3 + _reads_norms(case)
     if case.layout.sequence_parallel:
         yield Transfer(
             axis="tp",
@@ -405,15 +406,40 @@ def _norm_gradients(case: Case) -> Iterator[Transfer]:
         )
 
 
+def _reads_norms(case: Case) -> bool:
+    """True when the norm of all gradients is taken, to clip by it."""
+    return case.train.max_norm is not None or habits_of(case).clips
+
+
+def _global_norm(case: Case) -> Iterator[Transfer]:
+    """The norm of every gradient, summed over the axes that shard it; gradients on one mesh are sent together.
+
+    Without sequence parallelism norms are not distributed over TP ranks.
+    """
+    if not _reads_norms(case):
+        return
+    layers = case.model.shape.layers
+    norms, others = 2 * layers + 1, len(BLOCK_LINEARS) * layers + 2
+    together = case.layout.tp == 1 or case.layout.sequence_parallel
+    counts = {"dp_shard": [norms + others] if together else [norms, others]}
+    counts["tp"] = [norms + others] if together else [others]
+    for axis, groups in counts.items():
+        for count in groups:
+            yield Transfer(
+                axis=axis,
+                kind="all_reduce",
+                op="sum",
+                dtype=case.wide_dtype,
+                elements=count,
+                purpose="norms of gradients",
+            )
+
+
 # What a target reports
 
 
 def reports(case: Case) -> Iterator[Transfer]:
-    """Numbers that are summed to be logged, and the norm by which gradients would be clipped.
-
-    Data-parallel ranks form one group, whatever the number of their axes. The norm of every gradient is summed over the
-    axes that shard it.
-    """
+    """Numbers that are summed to be logged. Data-parallel ranks form one group, whatever the number of their axes."""
     layout, wide = case.layout, case.wide_dtype
     used = [axis for axis in DP_AXES if axis_size(layout, axis) > 1]
     joined = "world" if len(used) > 1 and layout.tp == 1 else "+".join(used)
@@ -424,13 +450,3 @@ def reports(case: Case) -> Iterator[Transfer]:
     ):
         if used:
             yield Transfer(axis=joined, kind="all_reduce", op=op, dtype=dtype, elements=1, times=times, purpose=purpose)
-    for axis in ("dp_shard", "tp"):
-        if axis_size(layout, axis) > 1:
-            count = parameter_tensors(case)
-            purpose = "norms of all gradients"
-            yield Transfer(axis=axis, kind="all_reduce", op="sum", dtype=wide, elements=count, purpose=purpose)
-
-
-def parameter_tensors(case: Case) -> int:
-    """How many parameters the model has: linears and norms of blocks, embedding, final norm and output layer."""
-    return case.model.shape.layers * (len(BLOCK_LINEARS) + 2) + 3

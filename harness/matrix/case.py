@@ -209,6 +209,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     1e-7 changes the rounding of some FP8 value within a step or two, and gradients are then 2 % apart.
 
     `reduce_dtype` is that of FSDP2's mixed precision: `bfloat16` rounds the gradients of every rank, and their sum.
+    `max_norm` is the global norm that gradients are clipped to before an update; None: they are not clipped.
     """
 
     steps: Annotated[int, Meta(ge=1, le=100_000)] = 5
@@ -216,6 +217,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     seq_len: PositiveInt = 32
     dtype: Dtype = "float32"
     reduce_dtype: ReduceDtype = "float32"
+    max_norm: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     lr: Annotated[float, Meta(gt=0, le=10)] = 1e-3
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 

@@ -105,7 +105,7 @@ def write_case(case: Case, *, schema: str, command: str) -> str:
     """
     values, own = axis_values(case), own_axes(case)
     chosen = [_assignment(name, value) for name, value in own.items()]
-    others = [f"# {_assignment(name, _shown(values[name]))}" for name in AXES if name not in own]
+    others = [f"# {_assignment(name, _EXAMPLES.get(name, values[name]))}" for name in AXES if name not in own]
     head = [f"#:schema {schema}", f"# Run it by `{command}`.", f"description = {_toml(case_id(case))}"]
     rest = "# Every other axis has its default. To change one, remove the # before it."
     return "\n".join([*head, "", "[[case]]", "[case.axes]", *chosen, "", rest, *others, ""])
@@ -116,9 +116,7 @@ def _assignment(name: str, value: object) -> str:
     return f"{f'{name} = {_toml(value)}':<34} # {MEANINGS[name]}{one_of}"
 
 
-def _shown(value: object) -> object:
-    """An example for an axis that has no default."""
-    return 0.05 if value is None else value
+_EXAMPLES = {"loss_tolerance": 0.05, "max_norm": 1.0}  # of axes that have no default
 
 
 def _toml(value: object) -> str:

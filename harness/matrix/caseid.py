@@ -88,6 +88,7 @@ def family_id(case: Case) -> str:
             f"s{train.steps}",
             f"gb{train.global_batch}",
             f"sl{train.seq_len}",
+            *([] if train.max_norm is None else [f"clip{train.max_norm!r}"]),
             f"lr{train.lr!r}",
             f"seed{train.seed}",
         )
@@ -213,6 +214,7 @@ def _train_tokens(train: Train) -> list[str]:
         f"gb{train.global_batch}": train.global_batch != default.global_batch,
         f"sl{train.seq_len}": train.seq_len != default.seq_len,
         f"s{train.steps}": train.steps != default.steps,
+        f"clip{train.max_norm!r}": train.max_norm != default.max_norm,
         f"lr{train.lr!r}": train.lr != default.lr,
         f"seed{train.seed}": train.seed != default.seed,
         f"reduce.{DTYPES[train.reduce_dtype]}": train.reduce_dtype != default.reduce_dtype,

@@ -114,6 +114,8 @@ CARRIER_IDS = (
     "fsdp2-atp2-rowwise-graph-v2048-gb2-b16-tol.0.02",
     "hsdp2x2-tensorwise-v2048-f64",
     "hsdp2x2-rowwise-v2048-f64",
+    "single-tensorwise-v2048-clip0.25-f64",
+    "fsdp2-tp2-rowwise-v2048-clip0.25-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 REFUSED_CARRIER_ID = CARRIER_IDS[-1]  # an expected refusal, for faults that make it train

@@ -67,11 +67,6 @@ SCOPE = (
         reason="replicas come with shards, as HSDP (hsdp2x2); dp_replicate alone is excluded",
     ),
     OutOfScope(
-        name="gradient clipping",
-        words=r"(grad_?)?(clip\w*|max_norm)",
-        reason="the training step has none; the norm of all gradients is compared",
-    ),
-    OutOfScope(
         name="float16",
         words=r"f16|fp16|float16|half",
         reason="float8 training is for models in bfloat16 or float32",

@@ -34,7 +34,7 @@ from tests.builders import (
 
 CASE = make_case(tp=2, recipe="rowwise", steps=2)
 ALL = tuple(check.name for check in CHECKS)
-UNPROBED = tuple(check.name for check in CHECKS if check.record is None)
+UNPROBED = tuple(check.name for check in CHECKS if check.record is None and check.name not in not_judged(CASE))
 ALIGNED = "RuntimeError: Expected both dimensions of mat2 to be divisible by 16 but got [128, 1128]"
 
 

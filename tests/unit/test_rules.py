@@ -72,6 +72,7 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("precompute_needs_all_gather", {"recipe": "tensorwise", "precompute_scale": True, "dp_shard": 2}),
     ("reduce_dtype_needs_shards", {"reduce_dtype": "bfloat16", "dtype": "bfloat16"}),
     ("reduce_dtype_of_exact_runs", {"reduce_dtype": "bfloat16", "dtype": "float64", "dp_shard": 2}),
+    ("clipping_is_exact", {"max_norm": 0.5, "dtype": "float32"}),
     ("torchtitan_reduces_in_float32", {"target": "torchtitan", "reduce_dtype": "bfloat16", "dp_shard": 2}),
     ("tp_styles_need_tp", {"recipe": "tensorwise", "tp_styles": "float8"}),
     ("tp_styles_need_tensorwise", {"recipe": "rowwise", "tp_styles": "float8", "tp": 2}),

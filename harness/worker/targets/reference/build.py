@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Case
 from harness.worker.targets.reference.checkpointing import apply_checkpointing
+from harness.worker.targets.reference.clipping import clip_gradients
 from harness.worker.targets.reference.compiled import apply_compile
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert
 from harness.worker.targets.reference.loss import forward_backward, global_loss
@@ -40,14 +41,16 @@ class ReferenceTarget:
         self._meshes = meshes
 
     def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
-        """Forward, backward and update. Gradients are not clipped, so their norm is not needed."""
+        """Forward, backward, clipping where the case asks for it, and update."""
         tp = self._meshes.tp
         losses = [forward_backward(self.model, batch, self._case) for batch in microbatches]
         loss = global_loss(torch.stack(losses).sum(), tp=1 if tp is None else tp.size())
+        max_norm = self._case.train.max_norm
+        norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         after_optimizer_step(self.model, self._case.float8)
-        return loss, None
+        return loss, norm
 
 
 def build(case: Case, world: World) -> ReferenceTarget:
