@@ -22,6 +22,7 @@ STATE_VARIABLE = "FP8_HARNESS_STATE"
 KEPT_RUNS = 20  # a new run removes older stored runs of the same project
 
 _SHIPPED = Path(__file__).with_name("_project")  # in a wheel
+_CLONE = Path(__file__).parents[1]
 
 # TOML files in cases/ that contain records about cases instead of cases.
 _RECORD_FILES = frozenset({"known.toml", "required.toml", "quarantine.toml"})
@@ -56,6 +57,11 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def known(self) -> Path:
         """The file of recorded upstream faults; may not exist."""
         return self.cases / "known.toml"
+
+    @property
+    def shipped_known(self) -> Path:
+        """The file of recorded upstream faults of the package, in a wheel or in a clone; may not exist."""
+        return (_SHIPPED if _is_root(_SHIPPED) else _CLONE) / "cases" / "known.toml"
 
     @property
     def leases(self) -> Path:

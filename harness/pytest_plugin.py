@@ -89,7 +89,7 @@ class CaseItem(pytest.Item):
         result = _bench(self.session).run(self.case)
         self.user_properties += [("verdict", result.verdict.value), ("command", result.command)]
         if result.verdict is Verdict.KNOWN:
-            pytest.xfail(f"known: {result.expectation}")
+            pytest.xfail(f"known: {result.expectation or result.findings[0].message}")
         if not result.verdict.good:
             raise CaseNotGood(result)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torchao.float8 import fsdp_utils
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import amax_to_scale
@@ -40,13 +40,17 @@ def apply() -> None:
 
 
 def _meshes_of_styles() -> list[DeviceMesh]:
-    """The meshes over which modules are sharded from now on. The embedding has this style in every plan."""
-    style: Any = RowwiseParallel
-    stock, seen = style._apply, []
+    """The meshes over which linears and embeddings are sharded from now on."""
+    seen: list[DeviceMesh] = []
 
-    def noting(self: Any, module: Any, device_mesh: DeviceMesh) -> Any:
-        seen.append(device_mesh)
-        return stock(self, module, device_mesh)
+    def noting(stock: Any) -> Any:
+        def apply_style(self: Any, module: Any, device_mesh: DeviceMesh) -> Any:
+            seen.append(device_mesh)
+            return stock(self, module, device_mesh)
 
-    style._apply = noting
+        return apply_style
+
+    styles: tuple[Any, ...] = (ColwiseParallel, RowwiseParallel)
+    for style in styles:
+        style._apply = noting(style._apply)
     return seen

@@ -9,16 +9,22 @@ record explains come first, and what the records miss is added at the end.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import msgspec
 
 from harness.checks.judge import JUDGE, Judgement
+from harness.matrix.case import Case
 from harness.matrix.known import KnownFault
 from harness.verdict import Finding, Verdict
 
 _finding = partial(Finding, check=JUDGE)
+
+
+def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding]) -> Iterator[KnownFault]:
+    """The records that must show in a case, and of the others those that do."""
+    return (fault for fault in faults if fault.must_show(case) or fault.shows(findings))
 
 
 def with_known_faults(found: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Judgement:
@@ -30,9 +36,15 @@ def with_known_faults(found: Judgement, faults: Sequence[KnownFault], today: dat
     unexplained = [each for each in found.findings if not any(fault.explains(each) for fault in faults)]
     notes = (*_notes(found, faults, today), *_beyond(len(unexplained), faults))
     if found.findings and not notes:
-        return msgspec.structs.replace(found, verdict=Verdict.KNOWN)
+        told = tuple(map(_known_everywhere, (fault for fault in faults if fault.everywhere)))
+        return msgspec.structs.replace(found, verdict=Verdict.KNOWN, findings=(*told, *found.findings))
     explained = [each for each in found.findings if each not in unexplained]
     return msgspec.structs.replace(found, findings=(*unexplained, *explained, *notes))
+
+
+def _known_everywhere(fault: KnownFault) -> Finding:
+    """Whoever meets it has not written the record, and needs to be told."""
+    return _finding(message=f"known fault {fault.name}: {fault.reason} ({fault.link})", verdict=fault.verdict)
 
 
 def _gone(fault: KnownFault) -> Finding:

@@ -155,7 +155,8 @@ def _print_rules(project: Project, case: Case) -> None:
     faults = matching(known_here(project), case)
     for fault in faults:
         click.echo(f"  known fault: {fault.name}: {fault.reason} ({fault.link})")
-        for title, symptoms in (("must show", fault.requires), ("may cause", fault.may_cause)):
+        shows = "must show" if fault.must_show(case) else "is recognized by"
+        for title, symptoms in ((shows, fault.requires), ("may cause", fault.may_cause)):
             for symptom in symptoms:
                 click.echo(f"    {title} {symptom}")
         if fault.fix is not None:

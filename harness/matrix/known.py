@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
 from harness.matrix.rules import Rule
 from harness.matrix.selector import axes_read, parse_selector
+from harness.matrix.targets import is_llama
 from harness.matrix.tomlfile import TomlFile, read_toml_file
 from harness.verdict import Finding, Verdict
 
@@ -74,7 +75,11 @@ class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
-    """One record. `torch`, `torchao` and `torchtitan` are version specifiers as for pip; empty is any version."""
+    """One record. `torch`, `torchao` and `torchtitan` are version specifiers as for pip; empty is any version.
+
+    `everywhere`: the fault is that of torch or torchao whatever the model is. A record of the package then explains
+    cases of every project. A target of one's own may show it, and a Llama must.
+    """
 
     name: str
     where: str
@@ -85,6 +90,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     may_cause: tuple[Symptom, ...] = ()
     fix: str | None = None
+    everywhere: bool = False
     torch: str = ""
     torchao: str = ""
     torchtitan: str = ""
@@ -103,7 +109,15 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def blinds(self) -> bool:
         """True when nothing new can be seen in the cases it affects: there is no fix with which they run again."""
-        return self.fix is None
+        return self.fix is None and not self.everywhere
+
+    def must_show(self, case: Case) -> bool:
+        """True when the case fails as recorded or the record is wrong; otherwise it explains what shows."""
+        return not self.everywhere or is_llama(case.target)
+
+    def shows(self, findings: Iterable[Finding]) -> bool:
+        """True when every finding that the fault is recognized by is there."""
+        return all(any(symptom.explains(finding) for finding in findings) for symptom in self.requires)
 
     def explains(self, finding: Finding) -> bool:
         """True when the finding is one that this fault shows itself by, or one that it may cause."""
@@ -113,13 +127,43 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
 def read_known(path: Path) -> tuple[KnownFault, ...]:
     """The records of a file, in order. Raises HarnessError with the line for anything invalid."""
     toml = read_toml_file(path)
-    toml.check_keys(table=toml.data, known=("fault",))
+    toml.check_keys(table=toml.data, known=("fault", "without"))
     faults = tuple(_fault(toml, table, index) for index, table in enumerate(toml.tables("fault")))
     names = [fault.name for fault in faults]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise toml.error("fault", index, "name", what=f"two faults are named '{name}'.", fix="rename one of them.")
     return faults
+
+
+def known_with_shipped(own: Path, shipped: Path) -> tuple[KnownFault, ...]:
+    """The records of a project, and those of the package that apply everywhere, with their fixes by absolute path.
+
+    A record of the same name in the project replaces one of the package, `without` in it switches one off. Raises
+    HarnessError as `read_known` does, and for a name in `without` that the package does not have.
+    """
+    faults = read_known(own) if own.exists() else ()
+    if not shipped.exists() or (own.exists() and own.samefile(shipped)):
+        return faults
+    others = {
+        fault.name: msgspec.structs.replace(fault, fix=fault.fix and str(shipped.parents[1] / fault.fix))
+        for fault in read_known(shipped)
+        if fault.everywhere
+    }
+    dropped = {*(_without(own, others) if own.exists() else ()), *(fault.name for fault in faults)}
+    return (*faults, *(fault for name, fault in others.items() if name not in dropped))
+
+
+def _without(path: Path, shipped: Collection[str]) -> list[str]:
+    toml = read_toml_file(path)
+    names = toml.data.get("without", [])
+    if not isinstance(names, list):
+        raise toml.error("without", what="'without' must be a list of names.", fix='write without = ["name"].')
+    for name in names:
+        if name not in shipped:
+            what = f"the package has no record '{name}' that applies everywhere."
+            raise toml.error("without", what=what, fix=suggestion(str(name), shipped))
+    return names
 
 
 def matching(faults: Sequence[KnownFault], case: Case) -> tuple[KnownFault, ...]:

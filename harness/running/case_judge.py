@@ -18,7 +18,7 @@ from harness.checks.causes import by_cause
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.checks.divergence import first_divergence
 from harness.checks.judge import Judgement, judge
-from harness.checks.recorded import with_known_faults
+from harness.checks.recorded import showing, with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobStatus
@@ -38,11 +38,10 @@ from harness.expect.model import accumulates, found_model
 from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, reference_case
-from harness.matrix.known import PACKAGES, KnownFault, matching
+from harness.matrix.known import PACKAGES, KnownFault, known_with_shipped, matching
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import installed_version
-from harness.running.selection import recorded_faults
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
 from harness.verdict import GoldenSource
@@ -87,8 +86,9 @@ class CaseJudge:
     def expectation(self, case: Case) -> str | None:
         """Name of the known fault or the refusal that the case must show, if any."""
         basis = self._judged_by[case_id(case)]
-        if basis.known:
-            return ", ".join(fault.name for fault in basis.known)
+        expected = [fault.name for fault in basis.known if fault.must_show(case)]
+        if expected:
+            return ", ".join(expected)
         refusal = basis.witnesses.expect.refusal
         return refusal.name if refusal is not None else None
 
@@ -103,7 +103,8 @@ class CaseJudge:
         basis = self._judged_by[case_id(case)]
         golden, source = self._golden(case, run, cache)
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
-        only_with_fix = bool(basis.fixes) and not fixes  # compared with a partner that has the fix, in the second run
+        must_be_fixed = any(fault.fix is not None and fault.must_show(case) for fault in basis.known)
+        only_with_fix = must_be_fixed and not fixes  # compared with a partner that has the fix, in the second run
         witnesses = msgspec.structs.replace(basis.witnesses, golden=golden, partner_has_fix=only_with_fix)
         if run.complete:
             witnesses = _with_model(case, run, witnesses, cache)
@@ -118,7 +119,7 @@ class CaseJudge:
         judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
         found = _explained(case, run, judged, golden, cache)
         mended = {fix.text for fix in fixes}
-        left = tuple(fault for fault in basis.known if fault.fix not in mended)
+        left = tuple(fault for fault in showing(basis.known, case, found.findings) if fault.fix not in mended)
         return with_known_faults(found, left, datetime.date.today())
 
     def _golden(self, case: Case, run: Run, cache: WitnessCache) -> tuple[Golden | None, GoldenSource]:
@@ -256,9 +257,10 @@ def prepare_judge(
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
-    """The recorded upstream faults of the versions that are installed."""
+    """The recorded upstream faults of the versions that are installed: those of the project and of the package."""
     installed = {package: installed_version(package) for package in PACKAGES}
-    return tuple(fault for fault in recorded_faults(project) if fault.affects(installed))
+    faults = known_with_shipped(project.known, project.shipped_known)
+    return tuple(fault for fault in faults if fault.affects(installed))
 
 
 def _judged_by(

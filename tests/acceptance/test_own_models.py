@@ -49,3 +49,10 @@ def test_a_planted_fault_is_found(project: Command, case: str, fault: str, says:
     done = project.run("run", "--case", case, "--inject", f"fault:{fault}", timeout_s=300)
     assert done.returncode == 1, done.stdout + done.stderr
     assert says in done.stdout, done.stdout
+
+
+def test_a_fault_of_torchao_is_known_in_a_project_without_records(project: Command) -> None:
+    done = project.run("run", "--case", "target.tied-fsdp2-tp2-tensorwise-ag.fp8-head.fp8-v2048-s2-f64", timeout_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 case: 1 known" in done.stdout
+    assert "known fault fp8-all-gather-scale-per-tp-rank: FSDP2 x TP with the float8 all-gather" in done.stdout

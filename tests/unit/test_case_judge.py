@@ -74,6 +74,13 @@ def findings(run: Run, cache: FakeCache, **given: Any) -> list[Finding]:
     return list(judge(**given).judge(CASE, run, "ok", cast("WitnessCache", cache)).findings)
 
 
+def test_a_target_of_ones_own_need_not_show_a_fault_of_everywhere() -> None:
+    mine = make_case(target="mine", recipe="tensorwise", dp_shard=2, steps=2)
+    fault = replace(KNOWN, everywhere=True)
+    assert judge(mine, known=(fault,)).expectation(mine) is None
+    assert judge(CASE, known=(fault,)).expectation(CASE) == "recorded"
+
+
 def test_a_case_is_expected_to_show_its_recorded_fault_or_its_refusal() -> None:
     assert judge().expectation(CASE) is None
     assert judge(known=(KNOWN,)).expectation(CASE) == "recorded"

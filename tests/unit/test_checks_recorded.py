@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.judge import Judgement
-from harness.checks.recorded import with_known_faults
+from harness.checks.recorded import showing, with_known_faults
 from harness.matrix.known import KnownFault, Symptom
 from harness.verdict import Finding, Verdict
-from tests.builders import make_known
+from tests.builders import make_case, make_known
 
 TODAY = datetime.date(2026, 11, 22)
 ROWS = Finding(check="graphs", message="operator gives wrong rows: 4 of 8", verdict=Verdict.NUMERIC, size=0.5)
@@ -40,6 +40,16 @@ def test_what_is_required_with_or_without_what_it_may_cause_is_known() -> None:
     assert verdict_of(ROWS) is Verdict.KNOWN
     assert verdict_of(ROWS, GRADIENTS) is Verdict.KNOWN
     assert verdict_of(ROWS, faults=()) is Verdict.NUMERIC
+
+
+def test_a_fault_of_everywhere_explains_a_target_of_ones_own_where_it_shows_and_is_told() -> None:
+    mine, fault = make_case(target="mine"), replace(FAULT, everywhere=True)
+    assert list(showing((fault, FAULT), mine, (GRADIENTS,))) == [FAULT]
+    assert list(showing((fault,), mine, (ROWS, GRADIENTS))) == [fault]
+    assert list(showing((fault,), make_case(), ())) == [fault]
+    found = with_known_faults(judged(ROWS, GRADIENTS), (fault,), TODAY)
+    assert found.verdict is Verdict.KNOWN
+    assert found.findings[0].message == f"known fault {fault.name}: {fault.reason} ({fault.link})"
 
 
 def test_a_required_finding_that_is_missing_is_named() -> None:

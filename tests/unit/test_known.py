@@ -8,8 +8,9 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.known import matching, read_known
+from harness.matrix.known import known_with_shipped, matching, read_known
 from harness.verdict import Verdict
+from tests.builders import make_known
 
 RECORD = """\
 [[fault]]
@@ -28,6 +29,28 @@ def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "known.toml"
     path.write_text(text)
     return path
+
+
+def test_records_of_the_package_apply_everywhere_where_they_say_so(tmp_path: Path) -> None:
+    shipped = tmp_path / "package" / "cases" / "known.toml"
+    shipped.parent.mkdir(parents=True)
+    other = RECORD.replace('name = "', 'name = "everywhere-')
+    shipped.write_text(RECORD + other + 'everywhere = true\nfix = "cases/fixes/a.py:apply"\n')
+    (fault,) = known_with_shipped(tmp_path / "none.toml", shipped)
+    assert fault.name.startswith("everywhere-")
+    assert fault.fix == f"{tmp_path / 'package' / 'cases' / 'fixes' / 'a.py'}:apply"
+    own = write(tmp_path, other)
+    assert known_with_shipped(own, shipped) == read_known(own), "the project's record replaces the package's"
+    assert known_with_shipped(write(tmp_path, f'without = ["{fault.name}"]\n'), shipped) == ()
+    with pytest.raises(HarnessError, match="did you mean everywhere-"):
+        known_with_shipped(write(tmp_path, f'without = ["{fault.name}s"]\n'), shipped)
+    assert known_with_shipped(shipped, shipped) == read_known(shipped)
+
+
+def test_a_target_of_ones_own_may_show_what_a_llama_must() -> None:
+    fault = make_known(everywhere=True)
+    assert fault.must_show(parse_case_id("single-tensorwise-v2048-b16"))
+    assert not fault.must_show(parse_case_id("target.mine-single-tensorwise-v2048-b16"))
 
 
 def test_a_record_hits_its_cases(tmp_path: Path) -> None:
