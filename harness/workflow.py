@@ -30,7 +30,7 @@ from harness.running.machine import hardware, installed_version
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
-from harness.running.selection import Query, excluded_by_target, select_cases, select_sources
+from harness.running.selection import Query, select_for_target, select_sources
 from harness.running.target_source import check_targets
 from harness.running.witnesses import open_witnesses
 from harness.store import RunOptions, RunStore
@@ -66,8 +66,8 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
 
 def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tuple[Case, ...], tuple[str, ...]]:
     """The selected cases, and the ids of those that do not fit into the budget of the query."""
-    cases = select_cases(project, query)
-    for reason, count in excluded_by_target(project, query).items():
+    cases, excluded = select_for_target(project, query)
+    for reason, count in excluded.items():
         progress.note(f"left out, {count} of the cases: {reason}.")
     if query.budget_s is None:
         return cases, ()

@@ -11,9 +11,9 @@ from functools import partial
 
 from harness.checks.ranks import format_ranks
 from harness.checks.witnesses import Witnesses
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.rules import Refusal
-from harness.matrix.targets import is_llama
 from harness.trace import RankFailure, Run
 from harness.verdict import Finding
 
@@ -29,18 +29,18 @@ def check_alignment(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
     """Findings when an expected refusal is missing or has another error, or when an aligned matmul was refused."""
     refusal = witnesses.expect.refusal
     if refusal is None:
-        return _aligned_but_refused(case, run)
+        return _aligned_but_refused(witnesses.expect, run)
     return [*_trained(run, refusal), *_other_errors(run, refusal), *_no_outcome(case, run)]
 
 
-def _aligned_but_refused(case: Case, run: Run) -> list[Finding]:
+def _aligned_but_refused(expect: Expectations, run: Run) -> list[Finding]:
     refused = [failure for failure in _causes(run) if REFUSED.search(failure.message)]
     if not refused:
         return []
     first = min(refused, key=lambda failure: failure.rank)
     where = format_ranks(failure.rank for failure in refused)
     message = f"refused on {where} although every GEMM is aligned"
-    if not is_llama(case.target):
+    if not expect.has_formulas:
         message = f"refused on {where}: sizes of a converted linear, or of its tokens, are no multiples of 16 there"
     return [_finding(message=message, rank=first.rank, expected="training", found=first.message)]
 

@@ -26,7 +26,6 @@ from harness.checks.scale_rules import format_scale
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.mesh import coordinates, peers
-from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding, Verdict
@@ -45,11 +44,11 @@ EXPONENT_TOLERANCE = 0.25
 Difference = tuple[str, str, str]  # (value, expected, found)
 
 
-def first_divergence(case: Case, run: Run, witness: Run) -> Finding | None:
+def first_divergence(case: Case, run: Run, witness: Run, *, has_formulas: bool = True) -> Finding | None:
     """The first operand, in execution order and then by rank, that differs from the solo witness; None if none does."""
     if not (run.complete and witness.complete):
         return None
-    comparison = _Comparison(case, run, witness.traces[0])
+    comparison = _Comparison(case, run, witness.traces[0], has_formulas=has_formulas)
     found = [first for trace in traces_by_rank(run) if (first := next(comparison.of(trace), None)) is not None]
     if not found:
         return None
@@ -61,8 +60,9 @@ def first_divergence(case: Case, run: Run, witness: Run) -> Finding | None:
 class _Comparison:
     """A run next to its solo witness, both by key and occurrence."""
 
-    def __init__(self, case: Case, run: Run, witness: RankTrace) -> None:
+    def __init__(self, case: Case, run: Run, witness: RankTrace, *, has_formulas: bool) -> None:
         self._case = case
+        self._has_formulas = has_formulas
         self._scales_per_tp_rank = case.float8.fp8_all_gather and case.layout.dp > 1 and case.layout.tp > 1
         self._sharp = case.train.dtype == "float64" and not self._scales_per_tp_rank
         self._casts = {trace.rank: casts_by_key(trace) for trace in run.traces}
@@ -78,7 +78,7 @@ class _Comparison:
         Ranks divide by it too, or leave that to FSDP2, which averages gradients of parameters: the first tells. Those
         of a Llama divide by all tokens.
         """
-        if is_llama(self._case.target):
+        if self._has_formulas:
             return 1.0
         for key, occurrence in self._casts[0]:
             expected = self._witness_casts.get((key, occurrence))

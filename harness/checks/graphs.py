@@ -15,7 +15,6 @@ from harness.checks.ranks import merge_ranks
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
-from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphTrace, Phase
 from harness.verdict import Finding, Verdict
@@ -98,7 +97,7 @@ def _fusions(expect: Expectations, recorded: GraphTrace) -> Iterator[Finding]:
         message = "async TP is on, but nothing was fused"
         yield _finding(message=message, step=1, expected=wanted, found=_reasons(recorded))
         return
-    if not is_llama(expect.case.target):
+    if not expect.has_formulas:
         return  # how many there must be follows from the model
     for kind in sorted({*expected, *(kind for found in by_step.values() for kind in found)}):
         step = next((step for step, found in by_step.items() if found[kind] != expected[kind]), None)

@@ -19,7 +19,6 @@ from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.replayed import replayed_steps
-from harness.matrix.targets import is_llama
 from harness.trace import Run
 from harness.trace.modules import ModuleDistance
 from harness.verdict import Finding, Verdict
@@ -50,7 +49,7 @@ def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
     if relation is not None and witnesses.expect.stands_for_modules:
         found = _judged(relation.partner, run, witnesses.partner)
         return [replace(each, message=f"in {case_id(relation.partner)}: {each.message}") for each in found]
-    model = None if is_llama(case.target) else witnesses.expect.model
+    model = None if witnesses.expect.has_formulas else witnesses.expect.model
     return _judged(case, run, witnesses.replay, with_numbers=True, model=model)
 
 

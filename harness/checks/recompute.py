@@ -15,7 +15,6 @@ from harness.checks.ranks import merge_ranks, missing_records, traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
-from harness.matrix.targets import is_llama
 from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord
@@ -38,19 +37,21 @@ class _Repetition(NamedTuple):
 def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """The first mismatch of every rank that has one, with the number of mismatches. Of graphs, once for all ranks."""
     if case.compile != "none":
-        return missing_records(run, NAME, "graphs") or merge_ranks(run, lambda trace: _of_graphs(case, trace))
+        return missing_records(run, NAME, "graphs") or merge_ranks(
+            run, lambda trace: _of_graphs(witnesses.expect, trace)
+        )
     findings = []
     for trace in traces_by_rank(run):
         if trace.operands is None:
             continue  # EXEMPT: `scales` reports operands that were not recorded
-        mismatches = sorted((*_unequal(case, trace), *_not_recomputed(witnesses.expect, trace)))
+        mismatches = sorted((*_unequal(witnesses.expect, trace), *_not_recomputed(witnesses.expect, trace)))
         if mismatches:
             first = mismatches[0]
             findings.append(first.finding(NAME, f"{first.what}: first in {first.place}; {len(mismatches)} in total"))
     return findings
 
 
-def _of_graphs(case: Case, trace: RankTrace) -> Iterator[Finding]:
+def _of_graphs(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     """Nodes that backward graphs repeat and change, and checkpointed blocks whose graphs repeat nothing."""
     assert trace.graphs is not None
     unequal = [node for partition in trace.graphs.partitions for node in partition.unequal]
@@ -63,8 +64,9 @@ def _of_graphs(case: Case, trace: RankTrace) -> Iterator[Finding]:
             expected=first.forward,
             found=first.backward,
         )
+    case = expect.case
     wrapped = [case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)]
-    if not is_llama(case.target):
+    if not expect.has_formulas:
         wrapped = [case.checkpointing.mode != "none"]
     repeated = [min(each.repeated, each.repeated_in_passes) for each in trace.graphs.partitions if each.marked]
     if any(wrapped) and not (repeated and all(repeated)):
@@ -72,8 +74,8 @@ def _of_graphs(case: Case, trace: RankTrace) -> Iterator[Finding]:
         yield Finding(check=NAME, message=message, expected="repeated nodes in every such graph", found="none")
 
 
-def _unequal(case: Case, trace: RankTrace) -> Iterator[Mismatch]:
-    for each in (*_repeated_casts(case, trace), *_recomputed_matmuls(trace)):
+def _unequal(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
+    for each in (*_repeated_casts(expect, trace), *_recomputed_matmuls(trace)):
         for name, expected in each.first.items():
             found = f"{each.second[name]}"
             if found != f"{expected}":  # as texts: NaN equals NaN, and other numbers are written to the last bit
@@ -81,20 +83,22 @@ def _unequal(case: Case, trace: RankTrace) -> Iterator[Mismatch]:
                 yield Mismatch(each.step, each.order, trace.rank, each.fqn, what, f"{expected}", found)
 
 
-def _repeated_casts(case: Case, trace: RankTrace) -> Iterator[_Repetition]:
+def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetition]:
     casts = casts_by_key(trace)
     executed = {(key, str(_cast_properties(cast))) for (key, _), cast in casts.items()}
     for (key, occurrence), cast in casts.items():
-        first_key, first_occurrence = _first_execution(case, key, occurrence)
+        first_key, first_occurrence = _first_execution(expect.case, key, occurrence)
         first = casts.get((first_key, first_occurrence))
-        if first is not None and first is not cast and not _is_another_call(case, first_key, cast, executed):
+        if first is not None and first is not cast and not _is_another_call(expect, first_key, cast, executed):
             what = f"{cast.role} cast in {cast.phase}"
             yield _Repetition(cast.index, key.step, key.fqn, what, _cast_properties(first), _cast_properties(cast))
 
 
-def _is_another_call(case: Case, first: CastKey, cast: CastRecord, executed: Collection[tuple[CastKey, str]]) -> bool:
+def _is_another_call(
+    expect: Expectations, first: CastKey, cast: CastRecord, executed: Collection[tuple[CastKey, str]]
+) -> bool:
     """True where a module that is called several times in a step repeats, in some other order, what one call did."""
-    return not is_llama(case.target) and (first, str(_cast_properties(cast))) in executed
+    return not expect.has_formulas and (first, str(_cast_properties(cast))) in executed
 
 
 def _first_execution(case: Case, key: CastKey, occurrence: int) -> tuple[CastKey, int]:
@@ -156,7 +160,7 @@ def _not_recomputed(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch
 def _not_as_asked(expect: Expectations, trace: RankTrace, recomputed: bool) -> Iterator[Mismatch]:
     """Checkpointing of a model that is not known, of which it is only known whether the case asks for any."""
     asked = expect.case.checkpointing.mode != "none"
-    if not is_llama(expect.case.target) and expect.converted_fqns and asked != recomputed:
+    if not expect.has_formulas and expect.converted_fqns and asked != recomputed:
         what = "checkpointed forward was not recomputed" if asked else "forward was recomputed without being asked for"
         found = "a recomputation" if recomputed else "none"
         yield Mismatch(1, 0, trace.rank, "the model", what, "a recomputation" if asked else "none", found)

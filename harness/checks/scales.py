@@ -31,7 +31,6 @@ from harness.expect.expectations import Expectations
 from harness.expect.scale_groups import replica_axes, scale_axes, scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.mesh import DP_AXES, peers
-from harness.matrix.targets import is_llama
 from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
@@ -122,7 +121,7 @@ def _form_rules(expect: Expectations, cast: CastRecord, form: CastForm | None) -
 
 
 def _is_on_tp(expect: Expectations, fqn: str) -> bool:
-    return is_llama(expect.case.target) or fqn in expect.linears.on_tp
+    return expect.has_formulas or fqn in expect.linears.on_tp
 
 
 def _scale_shapes(cast: CastRecord) -> tuple[tuple[int, ...], ...]:

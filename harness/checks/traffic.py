@@ -15,7 +15,6 @@ from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
-from harness.matrix.targets import is_llama
 from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.trace.traffic import collective_words
@@ -103,7 +102,7 @@ def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     over the wrong ranks.
     """
     expect = witnesses.expect
-    if not is_llama(case.target):
+    if not expect.has_formulas:
         return missing_records(run, NAME, "traffic") or check_any_model(expect, run)
     return missing_records(run, NAME, "traffic") or [
         *merge_ranks(run, lambda trace: _causes(expect, trace)),

@@ -53,7 +53,9 @@ class Expectations:
 
     def __init__(self, case: Case, found: Model | None = None) -> None:
         self.case = case
-        self.model = llama_model(case) if is_llama(case.target) else found
+        # True where all that must be seen follows from the case; of any other model it is found out.
+        self.has_formulas = is_llama(case.target)
+        self.model = llama_model(case) if self.has_formulas else found
         self._transfers = functools.cache(lambda step, rank: traffic.expected_transfers(case, step=step, rank=rank))
         saved = saved_memory.expected_saved if case.compile == "none" else compiled_memory.expected_saved
         self._saved_bytes = functools.cache(lambda step, rank: saved(case, step=step, rank=rank))
@@ -98,7 +100,7 @@ class Expectations:
     @functools.cached_property
     def compiled_linears(self) -> int | None:
         """Converted linears inside of compiled blocks; 0 for an eager case, None where the blocks are not known."""
-        if not is_llama(self.case.target):
+        if not self.has_formulas:
             return None
         inside = [fqn for fqn in self.converted_fqns if fqn.startswith("layers.")]
         return 0 if self.case.compile == "none" else len(inside)
@@ -106,7 +108,7 @@ class Expectations:
     @functools.cached_property
     def scaled_mm_calls(self) -> tuple[int, int]:
         """Fewest and most scaled matmuls of one rank in one step; every chunk of a fused matmul counts."""
-        if is_llama(self.case.target):
+        if self.has_formulas:
             return (fusion.executed_scaled_mm_calls(self.case),) * 2
         once = matmuls.calls_of_linears(self.case, self.linears)
         fewest, most = self.recomputed_calls
@@ -115,7 +117,7 @@ class Expectations:
     @functools.cached_property
     def recomputed_calls(self) -> tuple[int, int]:
         """Fewest and most scaled matmuls that checkpointing recomputes, in one rank and one step."""
-        if is_llama(self.case.target):
+        if self.has_formulas:
             return (matmuls.recomputed_calls(self.case),) * 2
         return recomputed_matmuls(self.case, self.linears)
 

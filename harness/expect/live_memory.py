@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from harness.expect.habits import habits_of
 from harness.expect.traffic import Unit, fsdp_units
+from harness.expect.trainer_traits import traits_of
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import shard_sizes
@@ -38,11 +38,11 @@ def expected_scalars(case: Case, *, moment: Moment) -> int:
 
     After a step that clips gradients also their norm.
     """
-    habits = habits_of(case)
+    traits = traits_of(case)
     if moment == "step":
-        return 0 if habits.logs else 1 + (case.train.max_norm is not None)  # what is logged is a Python number
+        return 0 if traits.logs else 1 + (case.train.max_norm is not None)  # what is logged is a Python number
     sharded = case.layout.tp > 1 and case.layout.loss_parallel
-    if habits.counts_tokens_in:
+    if traits.counts_tokens_in:
         # loss, sum, the gradient that backward starts with and the number of tokens; a sharded sum that is divided by a
         # Python number has a gradient of its own
         return 4 + (sharded and case.layout.dp > 1)
@@ -51,11 +51,11 @@ def expected_scalars(case: Case, *, moment: Moment) -> int:
 
 def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
     """The storages that are alive on `rank` at this moment of every step."""
-    habits = habits_of(case)
+    traits = traits_of(case)
     if moment == "step":
-        return tuple(_gradients(case, rank)) if habits.keeps_gradients else ()
+        return tuple(_gradients(case, rank)) if traits.keeps_gradients else ()
     return (
-        *((_logits(case, rank),) if habits.keeps_logits else ()),
+        *((_logits(case, rank),) if traits.keeps_logits else ()),
         *_generator_states(case),
         *(_gathered(case, rank) if case.uses_fsdp else ()),
     )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from harness.expect.habits import habits_of
 from harness.expect.matmuls import is_recomputed
 from harness.expect.traffic import residual_tokens
+from harness.expect.trainer_traits import traits_of
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, ROWWISE, is_converted, local_features, shard_sizes
@@ -41,7 +41,7 @@ def head_elements(case: Case, rank: int) -> Elements:
     saved = _norm(case)
     saved[case.wide_dtype] += case.tokens_per_rank * vocab + 1
     saved[case.train.dtype] += case.tokens_per_rank * case.model.shape.dim
-    counted = habits_of(case).counts_tokens_in
+    counted = traits_of(case).counts_tokens_in
     if counted and case.layout.dp == 1:  # a sum over ranks makes it a Python number
         saved[counted] += 1
     return saved
@@ -56,7 +56,7 @@ def _norm(case: Case) -> Elements:
 def block_elements(case: Case, layer: int, step: int) -> Elements:
     """What one block saves, with the checkpointing of the case."""
     saved: Elements = Counter()
-    if case.train.dtype == "bfloat16" and habits_of(case).casts_rope:
+    if case.train.dtype == "bfloat16" and traits_of(case).casts_rope:
         # FSDP2 casts the inputs of a unit, so every block has its own copy of the RoPE cache
         saved["bfloat16"] += case.train.seq_len * case.model.shape.head_dim
     if not case.checkpointing.wraps(layer):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from harness.expect.fusion import fusion_candidates
-from harness.expect.habits import habits_of
+from harness.expect.trainer_traits import traits_of
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import (
@@ -65,7 +65,7 @@ def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, .
         *_global_norm(case),
     )
     sent = tuple(term for term in terms if term.times and axis_size(case.layout, term.axis) > 1)
-    return (*sent, *reports(case)) if habits_of(case).logs else sent
+    return (*sent, *reports(case)) if traits_of(case).logs else sent
 
 
 # Data parallel: FSDP2 and HSDP
@@ -226,7 +226,7 @@ def _activations(case: Case) -> Iterator[Transfer]:
         yield from _gathers(case, layers, checkpointed)
         # w2 ends the block: recomputing may stop before its reduce-scatter. selective_op saves what that gives.
         again = 0 if case.checkpointing.mode == "selective_op" else checkpointed
-        if habits_of(case).recomputes_whole_blocks and case.compile == "none":
+        if traits_of(case).recomputes_whole_blocks and case.compile == "none":
             again *= 2
         fused = _all_to_alls(case)
         times = 2 * layers + 1 + again - fused
@@ -408,7 +408,7 @@ def _norm_gradients(case: Case) -> Iterator[Transfer]:
 
 def _reads_norms(case: Case) -> bool:
     """True when the norm of all gradients is taken, to clip by it."""
-    return case.train.max_norm is not None or habits_of(case).clips
+    return case.train.max_norm is not None or traits_of(case).clips
 
 
 def _global_norm(case: Case) -> Iterator[Transfer]:

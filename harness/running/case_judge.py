@@ -117,7 +117,7 @@ class CaseJudge:
             again = cache.replay(case, run) if recorded else None
             witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other, replay=again)
         judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
-        found = _explained(case, run, judged, golden, cache)
+        found = _explained(case, run, judged, golden, cache, has_formulas=witnesses.expect.has_formulas)
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in showing(basis.known, case, found.findings) if fault.fix not in mended)
         return with_known_faults(found, left, datetime.date.today())
@@ -135,13 +135,15 @@ class CaseJudge:
         return golden, "run here"
 
 
-def _explained(case: Case, run: Run, found: Judgement, golden: Golden | None, cache: WitnessCache) -> Judgement:
+def _explained(
+    case: Case, run: Run, found: Judgement, golden: Golden | None, cache: WitnessCache, *, has_formulas: bool
+) -> Judgement:
     """The judgement with the first operand that differs, and what the BF16 twin says of a loss that is off."""
     findings = found.findings
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
     if recorded and any(finding.check == parity.NAME for finding in findings):
         solo = cache.solo_with_operands(case)
-        first = None if solo is None else first_divergence(case, run, solo)
+        first = None if solo is None else first_divergence(case, run, solo, has_formulas=has_formulas)
         findings = findings if first is None else by_cause((*findings, first))
     if golden is not None and run.complete and needs_twin(findings):
         findings = with_twin_diagnosis(findings, run, golden, cache.twin(case))

@@ -81,7 +81,16 @@ def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
 
 def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
     """The cases a query asks for, each once, in the order of its sources; HarnessError when there are none."""
-    cases = trained_by(query.target, _asked(project, query))
+    return select_for_target(project, query)[0]
+
+
+def select_for_target(project: Project, query: Query) -> tuple[tuple[Case, ...], Mapping[str, int]]:
+    """The cases a query asks for, and by the reason how many of its tiers and ids its target cannot train.
+
+    HarnessError when no case is left.
+    """
+    asked = _asked(project, query)
+    cases = trained_by(query.target, asked)
     chosen = tuple(filter(_wanted(query.expressions), cases))
     if not chosen:
         raise NothingSelected(
@@ -89,15 +98,8 @@ def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
             where=_describe(query),
             fix=f"widen the selection; `{list_cases(query.effective_sources)}` shows it.",
         )
-    return chosen
-
-
-def excluded_by_target(project: Project, query: Query) -> Mapping[str, int]:
-    """By the reason, the number of cases that a query asks for and its target cannot train."""
-    if query.target is None:
-        return {}
-    found = (exclusions(case) for case in _with_target(query.target, _asked(project, query)))
-    return Counter(rules[0].reason for rules in found if rules)
+    replaced = () if query.target is None else _with_target(query.target, asked)
+    return chosen, Counter(rules[0].reason for case in replaced if (rules := exclusions(case)))
 
 
 def _asked(project: Project, query: Query) -> list[Case]:

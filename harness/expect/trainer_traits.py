@@ -1,6 +1,6 @@
-"""What targets that train the same Llama do differently around it: numbers that the formulas of this package use.
+"""What trainers of the same Llama do differently around it: what they log, read, keep and save.
 
-A habit is neither right nor wrong. What a target gets wrong is not here: the checks must keep finding it.
+A trait is neither right nor wrong. What a target gets wrong is not here: the checks must keep finding it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from harness.matrix.case import Case
 from harness.matrix.targets import REFERENCE, TORCHTITAN
 
 
-class Habits(msgspec.Struct, frozen=True, kw_only=True):
+class TrainerTraits(msgspec.Struct, frozen=True, kw_only=True):
     """How a target goes about a step. The defaults are those of the reference target."""
 
     logs: bool = False  # sums the tokens and the loss over data-parallel ranks, and the norm over all
@@ -27,9 +27,9 @@ class Habits(msgspec.Struct, frozen=True, kw_only=True):
 
 # torchtitan 0.2.2: `train.py` (`train_step`, `forward_backward_step`), `config/job_config.py` (`early_stop`),
 # `models/llama3/model/model.py` (`precompute_freqs_cis`).
-_HABITS: Mapping[str, Habits] = {
-    REFERENCE: Habits(),
-    TORCHTITAN: Habits(
+_TRAITS: Mapping[str, TrainerTraits] = {
+    REFERENCE: TrainerTraits(),
+    TORCHTITAN: TrainerTraits(
         logs=True,
         clips=True,
         recomputes_whole_blocks=True,
@@ -41,6 +41,6 @@ _HABITS: Mapping[str, Habits] = {
 }
 
 
-def habits_of(case: Case) -> Habits:
-    """The habits of the target of a case."""
-    return _HABITS.get(case.target, Habits())
+def traits_of(case: Case) -> TrainerTraits:
+    """The traits of the target of a case."""
+    return _TRAITS.get(case.target, TrainerTraits())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from harness.expect.habits import Habits, habits_of
 from harness.expect.live_memory import expected_live, expected_scalars
 from harness.expect.saved_memory import expected_saved
 from harness.expect.traffic import expected_transfers
+from harness.expect.trainer_traits import TrainerTraits, traits_of
 from harness.matrix.case import Case
 from harness.matrix.linears import parameter_count
 from tests.builders import make_case
@@ -31,7 +31,7 @@ def more_than_reference(**axes: object) -> dict[tuple[str, str, str, str, int], 
 
 
 def test_other_targets_have_those_of_the_reference() -> None:
-    assert habits_of(make_case()) == habits_of(make_case(target="my.target")) == Habits()
+    assert traits_of(make_case()) == traits_of(make_case(target="my.target")) == TrainerTraits()
 
 
 @pytest.mark.parametrize(
