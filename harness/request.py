@@ -32,6 +32,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     injections: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()  # fields of RankTrace to record: "sketches", "operands", "traffic", ...
     solo: bool = False
+    digests_built: bool = False  # record what the target had put into its parameters, for a check of the target
     noise: Noise | None = None
     # By rank, what the modules of a parallel run had (`RankTrace.module_tensors`): a single rank repeats them.
     replayed: tuple[tuple[ModuleShard, ...], ...] = ()

@@ -105,6 +105,7 @@ class Executor:
                 device=self._plan.device,
                 injections=tuple(injection.target for injection in (*fixes, *self._plan.injections)),
                 probes=self._plan.probes,
+                digests_built=self._plan.digests_built,
             )
         )
 

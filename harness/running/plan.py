@@ -52,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     compiles: bool = False  # some case compiles its blocks: the zygote pays for the first compilation
     timeout_s: float | None = None  # of every case; None scales it with the case
     max_failures: int | None = None  # stop after so many cases that are not good
+    digests_built: bool = False  # as `RunRequest`
     traces: Path | None = None  # save what ranks recorded here (`tables.py`)
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     given: RunOptions = RunOptions()  # what a rerun repeats

@@ -164,7 +164,7 @@ def check_target(project: Project, asked: Asked, plan: Plan, progress: Progress)
     check_fits(cases, plan)
     inner = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
     judge = _TargetJudge(inner, progress.note)
-    plan = msgspec.structs.replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S)
+    plan = msgspec.structs.replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
     result = run_cases(project, cases, plan, judge, progress)
     runs = tuple(_ran(case, each, judge) for case, each in zip(cases, result.results, strict=True))
     return TargetReport(

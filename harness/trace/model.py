@@ -28,7 +28,7 @@ class Parameter(Record, frozen=True, kw_only=True):
     axes: tuple[str, ...]  # mesh axes that it is distributed over, sharded or replicated
     trained: bool  # requires_grad
     offset: tuple[int, ...] = ()  # of what this rank holds
-    built: str = ""  # digest of what the target had put there before the harness wrote its own weights
+    built: str = ""  # digest of what the target had put there before the harness wrote its own weights, where asked for
     updated: bool = True  # training changed it
 
 

@@ -73,6 +73,7 @@ def rank_main(context: RankContext) -> bytes:
         probes=request.probes,
         solo_witness=request.solo,
         noise=request.noise,
+        digests_built=request.digests_built,
     )
     return msgspec.msgpack.encode(trace)
 

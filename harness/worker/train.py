@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
     target: Target
     tokens: torch.Tensor  # [steps, microbatches, local_batch, seq_len + 1]
     data_digest: str
-    built: Digests  # the parameters as the target built them
+    built: Digests  # the parameters as the target built them, where asked for
     inputs: InputWatch
 
 
@@ -78,6 +78,7 @@ def train(  # noqa: PLR0913  what a request may ask for
     probes: Sequence[str] = (),
     solo_witness: bool = False,
     noise: Noise | None = None,
+    digests_built: bool = False,
 ) -> RankTrace:
     """Build and train one case on this rank. Returns its trace."""
     base_memory = _peak_memory_bytes(device)
@@ -90,7 +91,7 @@ def train(  # noqa: PLR0913  what a request may ask for
         ProbeSet(probes, PROBES, _as_built(case, solo_witness), device) as watching,
         ScaledMMCounter(device) as scaled_mm,
     ):
-        prepared = prepare(case, device, solo_witness=solo_witness)
+        prepared = prepare(case, device, solo_witness=solo_witness, digests_built=digests_built)
         model = prepared.target.model
         if noise is not None:
             add_noise(model, noise)
@@ -123,10 +124,10 @@ def train(  # noqa: PLR0913  what a request may ask for
     )
 
 
-def prepare(case: Case, device: torch.device, *, solo_witness: bool = False) -> Prepared:
+def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, digests_built: bool = False) -> Prepared:
     """Build the target of a case on this rank, write its initial weights, and make the tokens it trains on.
 
-    `solo_witness`: as the single-rank reference of the layout.
+    `solo_witness`: as the single-rank reference of the layout. `digests_built`: keep what the target had built.
     """
     dp = case.layout.dp if solo_witness else 1
     world = World(
@@ -138,7 +139,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False) -> 
     )
     built = _as_built(case, solo_witness)
     target = build_target(built, world)
-    digests = parameter_digests(target.model)
+    digests = parameter_digests(target.model) if digests_built else {}
     weights = write_weights(target.model, case)
     tokens = data.global_tokens(case)
     part = slice(None) if solo_witness else data.batch_slice(case, world.dp_rank)
