@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Replicate
 from torchao.float8 import (
     float8_linear,
@@ -20,6 +21,7 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import FP8_TYPES
 
+from harness.matrix.mesh import axis_of_group
 from harness.worker.discovery import converted_linears
 from harness.worker.faults.hooks import (
     after_build,
@@ -34,7 +36,6 @@ from harness.worker.faults.hooks import (
     wrap_everywhere,
 )
 from harness.worker.faults.parts import narrowing_linear
-from harness.worker.probes.places import mesh_axes
 from harness.worker.targets.target import Target
 
 Change = Callable[..., torch.Tensor]
@@ -132,13 +133,14 @@ def weight_amax_over_replicas() -> None:
 
     layout = layout_of_run()
 
-    def replicas(device_mesh: Any) -> Any:
-        mesh = device_mesh._get_root_mesh()
-        group = mesh.get_group(mesh_axes(mesh, layout()).index("dp_replicate"))
+    def replicas() -> Any:
+        groups = distributed_c10d._world.pg_group_ranks
+        axes = [axis_of_group(layout(), dist.get_rank(), tuple(sorted(ranks))) for ranks in groups.values()]
+        group = list(groups)[axes.index("dp_replicate")]
         return SimpleNamespace(get_group=lambda: group)
 
     def change(stock: Any, x: torch.Tensor, reduce_amax: bool, device_mesh: Any, *rest: Any) -> torch.Tensor:
-        return stock(x, reduce_amax, replicas(device_mesh) if reduce_amax else device_mesh, *rest)
+        return stock(x, reduce_amax, replicas() if reduce_amax else device_mesh, *rest)
 
     _amax(change)
 
