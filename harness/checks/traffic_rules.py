@@ -1,8 +1,9 @@
 """What the traffic of every model must satisfy, known or not: rules that need no formula.
 
 No collective along an unknown group, every gradient reduced over all data-parallel ranks, float8 weights gathered in
-float8, and an amax reduction for every cast of a tensor that ranks hold shards of. How many collectives there are
-besides is compared with a recorded signature (`signature.py`).
+float8, an amax reduction for every cast of a tensor that ranks hold shards of, and none for a weight whose scale is
+precomputed. How many collectives there are besides is compared with what the target states (`stated.py`) and with a
+recorded signature (`signature.py`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def check_any_model(expect: Expectations, run: Run) -> list[Finding]:
                 *_gradients(expect, traces, trace, step, records),
                 *_gathers(expect, trace, step, records),
                 *_amax_reductions(expect, trace, step, records),
+                *_not_precomputed(expect, trace, step),
             ):
                 if found.message not in seen:
                     seen.add(found.message)
@@ -141,6 +143,31 @@ def _amax_reductions(
             expected=f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard",
             found=str(found),
         )
+
+
+def _not_precomputed(expect: Expectations, trace: RankTrace, step: int) -> Iterator[Finding]:
+    """With precomputed scales no weight reduces an amax of its own after step 1, whose gathers may come too early.
+
+    What else is reduced by max, number by number, is in step 1 too. Casts are not recorded in compiled runs.
+    """
+    if not (expect.case.gathers_float8 and expect.case.float8.precompute_scale) or trace.operands is None or step == 1:
+        return
+    first, found = (_lone_maxima(trace, each) for each in (1, step))
+    of_weights = sum(_times(_casts(trace, 1), "all_gather").values())
+    allowed = first - of_weights if first >= of_weights else first
+    if found > allowed:
+        yield _finding(
+            message="scales are precomputed, and yet weights reduce an amax of their own",
+            step=step,
+            expected=f"at most {counted(allowed, 'reduction')} of one number by max along dp_shard",
+            found=str(found),
+        )
+
+
+def _lone_maxima(trace: RankTrace, step: int) -> int:
+    """The reductions of one number by max over shards in a step."""
+    records = [each for each in trace.traffic or () if (each.step, each.axis, each.op) == (step, "dp_shard", "max")]
+    return sum(record.sizes.get(1, 0) for record in records)
 
 
 def _is_sharded(cast: CastRecord, axis: str) -> bool:

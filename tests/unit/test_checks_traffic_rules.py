@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from harness.checks.traffic_rules import check_any_model
@@ -114,3 +115,30 @@ def test_a_missing_amax_reduction_is_found() -> None:
 def test_ranks_that_no_axis_joins_are_found() -> None:
     (message,) = messages(*GOOD, traffic("ranks 0,3", "all_reduce", 1, op="sum"))
     assert "over ranks that no axis of the mesh joins" in message
+
+
+PRECOMPUTED = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8pre-v2048-s2-f32")
+WEIGHTS = 4  # casts of weights before a gather, in each step
+
+
+def maxima(*in_steps: int) -> list[str]:
+    """What is found of a run in which a rank reduces so many amaxes one by one in its steps."""
+    gathered = make_cast(fqn="up", role="weight", phase="all_gather")
+    sent = (
+        replace(record, step=step)
+        for step, count in enumerate(in_steps, 1)
+        for record in (*GOOD, traffic("dp_shard", "all_reduce", 1, op="max", times=count))
+    )
+    casts = tuple(replace(gathered, step=step) for step in (1, 2) for _ in range(WEIGHTS))
+    trace = make_trace(traffic=tuple(sent), operands=OperandTrace(casts=casts, matmuls=()), model=MODEL)
+    traces = (replace(trace, rank=rank) for rank in range(8))
+    expect = Expectations(PRECOMPUTED, found_model(PRECOMPUTED, MODEL, MODEL))
+    return [finding.message for finding in check_any_model(expect, run_of(*traces))]
+
+
+@pytest.mark.parametrize("own", [0, 2])
+def test_a_weight_that_reduces_an_amax_although_its_scale_is_precomputed_is_found(own: int) -> None:
+    assert maxima(WEIGHTS + own, own) == [], "the target may reduce numbers by max too"
+    assert maxima(own, own) == [], "scales may be precomputed before the first step"
+    (message,) = maxima(WEIGHTS + own, own + 1)
+    assert message == "scales are precomputed, and yet weights reduce an amax of their own on ranks 0-7"
