@@ -31,6 +31,7 @@ from harness.checks import (
     recompute,
     scales,
     signature,
+    stated,
     tokens,
     traffic,
 )
@@ -109,7 +110,7 @@ CAUSES = (
     Stage(
         "collectives",
         "what ranks send decides what they compute next",
-        (Told(traffic.NAME), Told(signature.NAME)),
+        (Told(traffic.NAME), Told(stated.NAME), Told(signature.NAME)),
     ),
     Stage(
         "matmuls, graphs and recomputation",
@@ -122,6 +123,7 @@ _MEMORY = (
     Told(memory.NAME),
     Told(live_memory.NAME),
     Told(live_memory.LEAKS),
+    Told(stated.NAME, " saved for backward"),
     Told(signature.NAME, " saved for backward"),
     Told(signature.NAME, " alive "),
 )

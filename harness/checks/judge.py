@@ -37,6 +37,7 @@ from harness.checks import (
     recompute,
     scales,
     signature,
+    stated,
     tokens,
     traffic,
 )
@@ -110,6 +111,12 @@ CHECKS: tuple[Check, ...] = (
         function=live_memory.check_live_memory,
         record="saved_memory",
         formula="live memory",
+    ),
+    Check(
+        name=stated.NAME,
+        function=stated.check_stated,
+        record="stated",
+        absent="the target states nothing of the case: its module has no `expect`, or that returns nothing",
     ),
     Check(name=signature.NAME, function=signature.check_signature, record="traffic", needs_signature=True),
     Check(name=live_memory.LEAKS, function=live_memory.check_leaks, record="saved_memory"),

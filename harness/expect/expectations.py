@@ -7,7 +7,7 @@ need them for every rank and step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from harness.expect import (
     casts,
@@ -48,11 +48,13 @@ FORMULAS: dict[str, Verified] = {
 class Expectations:
     """What a run of one case must contain.
 
-    `found`: the linears of a model that is not a Llama; None before its single-rank reference has run.
+    `found`: the linears of a model that is not a Llama; None before its single-rank reference has run. `stated`: what
+    its target itself states numbers of (`Stated.topics`).
     """
 
-    def __init__(self, case: Case, found: Model | None = None) -> None:
+    def __init__(self, case: Case, found: Model | None = None, stated: Collection[str] = ()) -> None:
         self.case = case
+        self._stated = stated
         # True where all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
         self.model = llama_model(case) if self.has_formulas else found
@@ -74,12 +76,12 @@ class Expectations:
     @functools.cached_property
     def not_judged(self) -> Mapping[str, str]:
         """The checks that can say nothing of the case, each with the reason."""
-        return records.not_judged(self.case, model_found=self.model is not None)
+        return records.not_judged(self.case, model_found=self.model is not None, stated=self._stated)
 
     @functools.cached_property
     def partly_judged(self) -> Mapping[str, str]:
         """The checks that judge a part of the case only, each with the part that they do not judge."""
-        return records.partly_judged(self.case)
+        return records.partly_judged(self.case, self._stated)
 
     @functools.cached_property
     def refusal(self) -> Refusal | None:

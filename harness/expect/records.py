@@ -5,11 +5,12 @@ Every other record that a run asks for must be there: a check must not vanish be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from harness.matrix.case import Case
 from harness.matrix.replayed import drifts, replayed_steps
 from harness.matrix.targets import is_llama
+from harness.trace.stated import MATMULS, SAVED_BYTES, TRAFFIC
 
 
 def not_recorded(case: Case) -> Mapping[str, str]:
@@ -24,8 +25,11 @@ def not_recorded(case: Case) -> Mapping[str, str]:
     return empty
 
 
-def not_judged(case: Case, *, model_found: bool = True) -> Mapping[str, str]:
-    """The checks that can say nothing of this case although its records are there, each with the reason."""
+def not_judged(case: Case, *, model_found: bool = True, stated: Collection[str] = ()) -> Mapping[str, str]:
+    """The checks that can say nothing of this case although its records are there, each with the reason.
+
+    `stated`: what the target states numbers of, which are judged in their place.
+    """
     reasons: dict[str, str] = {}
     if case.compile == "inductor":
         reasons["graph_scales"] = "generated code casts inside of its kernels, where no probe sees it"
@@ -33,11 +37,13 @@ def not_judged(case: Case, *, model_found: bool = True) -> Mapping[str, str]:
         reasons["clipping"] = "gradients are not clipped"
     if is_llama(case.target):
         return {**reasons, "signature": "formulas say what the model sends, multiplies and keeps"}
-    reasons |= dict.fromkeys(("memory", "live_memory"), f"no formula for the model of {case.target}; see `signature`")
+    no_formula = f"no formula for the model of {case.target}"
+    reasons["memory"] = f"{no_formula}; {_see(SAVED_BYTES, stated)}"
+    reasons["live_memory"] = f"{no_formula}; see `signature`"
     if not model_found:
         reasons |= dict.fromkeys(_OF_LINEARS, "the single-rank reference, which tells the linears, did not run")
     elif case.compile != "none":
-        reasons["matmuls"] = "calls of linears are not counted in compiled runs; see `signature`"
+        reasons["matmuls"] = f"calls of linears are not counted in compiled runs; {_see(MATMULS, stated)}"
     return reasons
 
 
@@ -45,18 +51,24 @@ def not_judged(case: Case, *, model_found: bool = True) -> Mapping[str, str]:
 _OF_LINEARS = ("fp8_on", "matmuls", "scales", "graph_scales", "recompute", "traffic")
 
 
-def partly_judged(case: Case) -> Mapping[str, str]:
+def _see(topic: str, stated: Collection[str]) -> str:
+    """The check that judges in place of a formula."""
+    return "see `stated`" if topic in stated else "see `signature`"
+
+
+def partly_judged(case: Case, stated: Collection[str] = ()) -> Mapping[str, str]:
     """The checks that judge a part of this case, each with the part that it does not judge."""
     steps, recorded = case.train.steps, replayed_steps(case)
     reasons = {}
     if 0 < recorded < steps:
         reasons["local_parity"] = f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"
     if not is_llama(case.target):
-        reasons["traffic"] = f"no formula for the model of {case.target}: only what holds for any; see `signature`"
+        no_formula = f"no formula for the model of {case.target}"
+        reasons["traffic"] = f"{no_formula}: only what holds for any; {_see(TRAFFIC, stated)}"
         if case.compile == "graph":
             reasons["graph_scales"] = "the number of casts: it is not known which linears are compiled"
         if case.layout.async_tp:
-            reasons["graphs"] = f"the number of fused collectives: no formula for the model of {case.target}"
+            reasons["graphs"] = f"the number of fused collectives: {no_formula}"
     return reasons
 
 

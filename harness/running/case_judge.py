@@ -157,8 +157,9 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache)
     reference = None if solo is None else solo.traces[0].model
     if model is None or reference is None:
         return witnesses
+    topics = {topic for trace in run.traces for stated in trace.stated or () for topic in stated.topics}
     found = found_model(case, reference, model, () if operands is None else operands.casts)
-    return msgspec.structs.replace(witnesses, expect=Expectations(case, found))
+    return msgspec.structs.replace(witnesses, expect=Expectations(case, found, topics))
 
 
 def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCache, *, sketched: bool) -> Witnesses:

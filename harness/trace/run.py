@@ -15,6 +15,7 @@ from harness.trace.modules import ModuleDistance, ModuleShard
 from harness.trace.operands import OperandTrace
 from harness.trace.record import Record
 from harness.trace.sketches import TensorSketch
+from harness.trace.stated import Stated
 from harness.trace.traffic import SavedMemory, TrafficRecord
 
 
@@ -46,6 +47,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     model: ModelRecord | None = None
     inputs: tuple[StepInputs, ...] | None = None  # None where the model is not called as a whole, or compiled whole
     state: tuple[StateChange, ...] = ()
+    stated: tuple[Stated, ...] | None = None  # one for every step; None where the target states nothing
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
     traffic: tuple[TrafficRecord, ...] | None = None
@@ -63,6 +65,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
 _RECORDS = (
     "model",
     "inputs",
+    "stated",
     "sketches",
     "operands",
     "traffic",

@@ -6,6 +6,8 @@ Both are bytes that a formula predicts. Recorded by `worker/probes/traffic.py` o
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Literal
 
 from harness.trace.record import Record
@@ -14,6 +16,15 @@ from harness.trace.record import Record
 def collective_words(*, axis: str, kind: str, op: str, dtype: str) -> str:
     """What collectives are counted by, in words: "all_reduce (max) in float64 along tp"."""
     return f"{kind}{f' ({op})' if op else ''} in {dtype} along {axis}"
+
+
+_WORDS = re.compile(r"(?P<kind>\w+)(?: \((?P<op>\w+)\))? in (?P<dtype>\w+) along (?P<axis>\w+(?:\+\w+)*)", re.ASCII)
+
+
+def collective_of(words: str) -> Mapping[str, str] | None:
+    """The arguments of `collective_words` that give these words; None where none do."""
+    found = _WORDS.fullmatch(words)
+    return None if found is None else found.groupdict(default="")
 
 
 class TrafficRecord(Record, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ from harness.worker.probes.traffic import TrafficProbe
 from harness.worker.reduction import gradient_norm, squared_norm_share
 from harness.worker.state import STATE
 from harness.worker.targets.contract import build_target, require_process_group, require_result
+from harness.worker.targets.statement import stated_by
 from harness.worker.targets.target import Target, World
 from harness.worker.turns import InTurns
 from harness.worker.weights import write_weights
@@ -62,6 +63,7 @@ class Prepared(NamedTuple):
     """A target that is built and has its initial weights, and the tokens of this rank."""
 
     case: Case  # as it was built
+    world: World
     target: Target
     tokens: torch.Tensor  # [steps, microbatches, local_batch, seq_len + 1]
     data_digest: str
@@ -92,6 +94,7 @@ def train(  # noqa: PLR0913  what a request may ask for
         ScaledMMCounter(device) as scaled_mm,
     ):
         prepared = prepare(case, device, solo_witness=solo_witness, digests_built=digests_built)
+        stated = stated_by(prepared.case, prepared.world) if "traffic" in probes else None
         model = prepared.target.model
         if noise is not None:
             add_noise(model, noise)
@@ -120,6 +123,7 @@ def train(  # noqa: PLR0913  what a request may ask for
         model=found,
         inputs=prepared.inputs.record(),
         state=STATE.changes,
+        stated=stated,
         **watching.results(),
     )
 
@@ -146,6 +150,7 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
     mine = tokens[:, part].reshape(len(tokens), dp, case.local_batch, -1)
     return Prepared(
         case=built,
+        world=world,
         target=InTurns(target, case.layout) if dp > 1 else target,
         tokens=given_tokens(mine, device),
         data_digest=data.digest({"tokens": tokens, **weights}),

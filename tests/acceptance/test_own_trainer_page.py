@@ -14,6 +14,10 @@ from tests.acceptance.documents import changed, steps
 DOCUMENT = (REPOSITORY / "docs" / "your-own-trainer.md").read_text()
 SAYS = {
     "fp8-harness run --inject fault:amax_without_abs": (1, "module 1]: scale does not match the amax"),
+    "fp8-harness run --inject fault:float8_weight_kept_for_backward": (
+        1,
+        "float8_e4m3fn bytes saved for backward that",
+    ),
     "fp8-harness target check my_target": (0, "my_target works under the harness. Not supported by it:"),
 }
 
@@ -22,11 +26,12 @@ RUNS = [
     (1, "ranks report different global losses from step 1 on"),
     (0, "1 case: 1 passed"),
     (0, "1 case: 1 passed"),
+    (0, "1 case: 1 passed"),
     (0, "5 cases: 5 passed"),
 ]
 
 
-@pytest.mark.sweep  # eleven commands, eight of them with ranks
+@pytest.mark.sweep  # thirteen commands, ten of them with ranks
 def test_the_document_is_what_happens(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     here, file, runs = tmp_path, tmp_path, list(RUNS)

@@ -1,0 +1,81 @@
+"""Does every rank do what the target itself states of the case? Recorded numbers against `expect` of its module."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+
+from harness.checks.ranks import merge_ranks, missing_records
+from harness.checks.witnesses import Witnesses
+from harness.matrix.case import Case
+from harness.trace import RankTrace, Run
+from harness.trace.stated import Sent, Stated
+from harness.trace.traffic import collective_words
+from harness.verdict import Finding
+
+NAME = "stated"
+
+_NOTHING = Sent(calls=0, payload_bytes=0)
+
+
+def check_stated(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """For every number that is stated the first step in which it is another. What is not stated is free."""
+    absent = [finding for record in ("traffic", "saved_memory") for finding in missing_records(run, NAME, record)]
+    return absent or merge_ranks(run, lambda trace: _differences(case, trace))
+
+
+def _differences(case: Case, trace: RankTrace) -> list[Finding]:
+    first: dict[str, Finding] = {}
+    for stated in trace.stated or ():
+        for what, expected, found in _compared(stated, trace):
+            if expected != found and what not in first:
+                first[what] = Finding(
+                    check=NAME,
+                    message=f"not the {what} that expect() of {case.target} states",
+                    step=stated.step,
+                    expected=expected,
+                    found=found,
+                    fix="if what was found is right, return it from expect(); otherwise the run is wrong.",
+                )
+    return list(first.values())
+
+
+def _compared(stated: Stated, trace: RankTrace) -> Iterator[tuple[str, str, str]]:
+    """What is stated of a step, the number that is stated, and the one that was recorded."""
+    if stated.matmuls is not None:
+        calls = sum(step.scaled_mm_calls for step in trace.steps if step.step == stated.step)
+        yield "number of scaled matmuls", str(stated.matmuls), str(calls)
+    saved = Counter[str]()
+    for record in trace.saved_memory or ():
+        if record.step == stated.step:
+            saved.update(record.by_dtype)
+    for dtype, count in stated.saved_bytes.items():
+        yield f"number of {dtype} bytes saved for backward", str(count), str(saved[dtype])
+    sent = _sent(trace, stated.step)
+    for words, each in stated.traffic.items():
+        yield f"number or size of {words}", _text(each), _text(sent.get(words, _NOTHING)) + _instead(words, sent)
+
+
+def _sent(trace: RankTrace, step: int) -> Mapping[str, Sent]:
+    """What one rank sent in one step, by the words of every kind."""
+    total: defaultdict[str, Sent] = defaultdict(lambda: _NOTHING)
+    for record in trace.traffic or ():
+        if record.step == step:
+            words = collective_words(axis=record.axis, kind=record.kind, op=record.op, dtype=record.dtype)
+            before = total[words]
+            total[words] = Sent(
+                calls=before.calls + sum(record.sizes.values()),
+                payload_bytes=before.payload_bytes + record.payload_bytes,
+            )
+    return total
+
+
+def _text(sent: Sent) -> str:
+    return f"{sent.calls} with {sent.payload_bytes} bytes"
+
+
+def _instead(words: str, sent: Mapping[str, Sent]) -> str:
+    """What else was sent of this kind, where there is nothing in these words: they may be misspelled."""
+    kind = words.partition(" ")[0]
+    others = [other for other in sent if other.partition(" ")[0] == kind]
+    return "" if words in sent or not others else f", but {_text(sent[others[0]])} of {others[0]}"

@@ -1,0 +1,120 @@
+"""The check `stated` compares every number that a target states, and no other; notes say what it stands in for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.checks.judge import CHECKS, judge
+from harness.checks.stated import NAME, check_stated
+from harness.expect.expectations import Expectations
+from harness.expect.records import not_judged, partly_judged
+from harness.matrix.caseid import parse_case_id
+from harness.trace import Run
+from harness.trace.stated import MATMULS, SAVED_BYTES, TRAFFIC, Sent, Stated
+from harness.trace.traffic import collective_of, collective_words
+from harness.verdict import Finding
+from tests.builders import make_sent, make_signed_run, make_witnesses, run_of, with_rank
+
+CASE = parse_case_id("target.mine-fsdp2-tensorwise-v2048-s2-f32")
+GATHERS = "all_gather in uint8 along dp_shard"
+TRUE = {"matmuls": 4, "saved_bytes": {"float32": 128, "float8_e4m3fn": 0}, "traffic": {GATHERS: (4, 2048)}}
+
+
+def statement(step: int, **stated: Any) -> Stated:
+    sent = {words: Sent(calls=calls, payload_bytes=size) for words, (calls, size) in stated.get("traffic", {}).items()}
+    return Stated(step=step, **{**stated, "traffic": sent})
+
+
+def stating(step: int = 2, **stated: Any) -> Run:
+    """A run of two ranks whose target states the truth, and this of one step."""
+    of_steps = tuple(statement(each, **(TRUE | stated if each == step else TRUE)) for each in (1, 2))
+    return make_signed_run(steps=2, stated=of_steps)
+
+
+def check(run: Run) -> list[Finding]:
+    return check_stated(CASE, run, make_witnesses(CASE))
+
+
+def test_what_is_stated_and_seen_is_good_and_what_is_not_stated_is_free() -> None:
+    assert check(stating()) == []
+    assert check(make_signed_run(steps=2, stated=(Stated(step=1), Stated(step=2, matmuls=4)))) == []
+
+
+@pytest.mark.parametrize(
+    ("stated", "what", "expected", "found"),
+    [
+        ({"matmuls": 5}, "number of scaled matmuls", "5", "4"),
+        ({"saved_bytes": {"float32": 64}}, "number of float32 bytes saved for backward", "64", "128"),
+        ({"saved_bytes": {"bfloat16": 2}}, "number of bfloat16 bytes saved for backward", "2", "0"),
+        ({"traffic": {GATHERS: (4, 1)}}, f"number or size of {GATHERS}", "4 with 1 bytes", "4 with 2048 bytes"),
+        ({"traffic": {GATHERS: (0, 0)}}, f"number or size of {GATHERS}", "0 with 0 bytes", "4 with 2048 bytes"),
+        (
+            {"traffic": {"all_gather in uint8 along tp": (4, 2048)}},
+            "number or size of all_gather in uint8 along tp",
+            "4 with 2048 bytes",
+            f"0 with 0 bytes, but 4 with 2048 bytes of {GATHERS}",
+        ),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 2])
+def test_another_number_is_told_with_both(step: int, stated: Any, what: str, expected: str, found: str) -> None:
+    (finding,) = check(stating(step, **stated))
+    assert finding.message == f"not the {what} that expect() of mine states on ranks 0-1"
+    assert (finding.check, finding.step, finding.expected, finding.found) == (NAME, step, expected, found)
+    assert finding.fix is not None and "return it from expect()" in finding.fix
+
+
+def test_collectives_of_one_kind_add_up() -> None:
+    run = stating()
+    split = tuple(make_sent(step, times=2) for step in (1, 2) for _ in range(2))
+    assert check(run_of(*(replace(trace, traffic=split) for trace in run.traces))) == []
+
+
+def test_a_rank_without_records_cannot_be_judged() -> None:
+    (finding,) = check(with_rank(stating(), 1, lambda trace: replace(trace, traffic=None)))
+    assert not finding.judged and "no record of traffic on rank 1" in finding.message
+
+
+def test_it_is_judged_where_something_is_stated_and_named_where_not() -> None:
+    own = [check for check in CHECKS if check.name == NAME]
+    assert judge(CASE, stating(), "ok", make_witnesses(CASE), own).checks == (NAME,)
+    (skipped,) = judge(CASE, make_signed_run(steps=2), "ok", make_witnesses(CASE), own).not_judged
+    assert "its module has no `expect`" in skipped.reason
+
+
+def test_notes_say_whether_the_target_or_a_signature_stands_in_for_a_formula() -> None:
+    compiled = parse_case_id("target.mine-fsdp2-tensorwise-graph-v2048-s2-f32")
+
+    def stand_ins(*stated: str) -> list[str]:
+        reasons = {**not_judged(compiled, stated=stated), **partly_judged(compiled, stated)}
+        return [reasons[check].partition("; see ")[2] for check in ("matmuls", "memory", "traffic")]
+
+    assert stand_ins() == ["`signature`"] * 3
+    assert stand_ins(MATMULS, SAVED_BYTES, TRAFFIC) == ["`stated`"] * 3
+    assert stand_ins(SAVED_BYTES) == ["`signature`", "`stated`", "`signature`"]
+    assert Expectations(compiled, stated=(SAVED_BYTES,)).not_judged["memory"].endswith("`stated`")
+
+
+def test_topics_are_what_is_stated() -> None:
+    assert statement(1, **TRUE).topics == {MATMULS, SAVED_BYTES, TRAFFIC}
+    assert Stated(step=1, matmuls=0).topics == {MATMULS}
+    assert Stated(step=1).topics == frozenset()
+
+
+NAMES = st.from_regex(r"[a-z][a-z0-9_]*", fullmatch=True)
+
+
+@given(kind=NAMES, op=st.just("") | NAMES, dtype=NAMES, axes=st.lists(NAMES, min_size=1, max_size=3))
+def test_the_words_of_a_collective_can_be_read(kind: str, op: str, dtype: str, axes: list[str]) -> None:
+    given_ = {"axis": "+".join(axes), "kind": kind, "op": op, "dtype": dtype}
+    assert collective_of(collective_words(**given_)) == given_
+
+
+@pytest.mark.parametrize("words", ["all_gather", "all_gather along tp", "all_gather in uint8 along tp, dp", "(max) in"])
+def test_other_words_name_no_collective(words: str) -> None:
+    assert collective_of(words) is None
