@@ -34,17 +34,22 @@ THREADS_VARIABLE = "FP8_HARNESS_RANK_THREADS"
 def preload(options: Mapping[str, str]) -> None:
     """Do once what every rank needs: imports, the virtual device, and the slow first run of the code.
 
-    Leaves the process single-threaded and without a CUDA context, so that it can be forked.
+    Leaves the process single-threaded and without a CUDA context, so that it can be forked. A target that cannot be
+    imported raises before the warm-up.
     """
     torch.set_num_threads(1)
     without_progress_thread()
-    if options.get("device", "cpu") == "cpu":
-        virtual_device.install()
-        if options.get("warmup", "on") == "on":
-            warm_up(compiled=options.get("compile", "off") == "on")
     sys.path += [folder for folder in options.get("path", "").split(os.pathsep) if folder and folder not in sys.path]
+    on_cpu = options.get("device", "cpu") == "cpu"
+    if on_cpu:
+        virtual_device.install()
     STATE.restart()
     target = importlib.import_module(module_of(options.get("target", REFERENCE)))
+    STATE.look("import")
+    if on_cpu and options.get("warmup", "on") == "on":
+        torch.set_num_threads(1)  # whatever the target has set: threads that have run stay until the fork
+        warm_up(compiled=options.get("compile", "off") == "on")
+    STATE.restart()
     if hasattr(target, "preload"):
         target.preload()
     STATE.look("import")

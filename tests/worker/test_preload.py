@@ -1,0 +1,47 @@
+"""What happens before the fork when a target is imported: in a process of its own, which it changes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.engine.interpreter import child_environ
+
+REPOSITORY = Path(__file__).parents[2]
+PRELOAD = """
+import os, sys
+from harness.worker.main import preload
+from harness.worker.state import STATE
+
+called = set()
+sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name))
+try:
+    preload({"target": "mine", "path": sys.argv[1]})
+except ZeroDivisionError:
+    print("raises")
+sys.setprofile(None)
+print("warms up" if "warm_up" in called else "does not warm up", len(os.listdir("/proc/self/task")), "threads")
+print(*(f"{change.name} {change.phase}" for change in STATE.changes))
+"""
+
+
+def preloaded(folder: Path, text: str) -> list[str]:
+    """What a process prints that preloads a target with this text."""
+    (folder / "mine.py").write_text(text)
+    command = [sys.executable, "-c", PRELOAD, str(folder)]
+    environment = child_environ({})
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_target_that_cannot_be_imported_raises_before_the_warm_up(tmp_path: Path) -> None:
+    assert preloaded(tmp_path, "1 / 0\n") == ["raises", "does not warm up 1 threads", ""]
+
+
+def test_settings_of_a_target_are_told_and_the_process_can_still_be_forked(tmp_path: Path) -> None:
+    text = "import torch\ntorch.set_num_threads(4)\ndef preload(): torch.set_default_dtype(torch.float64)\n"
+    assert preloaded(tmp_path, text) == ["warms up 1 threads", "threads import default dtype import"]
