@@ -10,7 +10,7 @@ TITAN_READY := $(TITAN_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke test sweep unit torchtitan lint format clean
+.PHONY: smoke test sweep unit torchtitan torchtitan-sweep lint format clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
@@ -18,14 +18,17 @@ smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 test: $(READY)  ## run the test suite, without the sweeps
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" tests
 
-sweep: $(READY)  ## run the sweeps: long tests of compiled runs, for every night
+sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs, the kill matrix of the example
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m sweep tests
 
 unit: $(READY)  ## run the tests that need no torch
 	$(BIN)/python -m pytest -q -n 2 tests/unit
 
 torchtitan: $(TITAN_READY)  ## run the tests of the torchtitan target, in an environment of its own
-	$(TITAN_VENV)/bin/python -m pytest -q tests/torchtitan
+	$(TITAN_VENV)/bin/python -m pytest -q -m "not sweep" tests/torchtitan
+
+torchtitan-sweep: $(TITAN_READY)  ## run the kill matrix of the torchtitan target, for every night
+	$(TITAN_VENV)/bin/python -m pytest -q -m sweep tests/torchtitan
 
 lint: $(READY)  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff check .

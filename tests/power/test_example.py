@@ -1,0 +1,54 @@
+"""The kill matrix of `examples/tiny_gpt`, a target whose model no formula describes: for every night."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.matrix.faults import all_faults
+from harness.running.selection import Query
+from harness.studies.kill_matrix import Power
+from tests.power.kills import OF_ASYNC_TP, assert_found_in, kill_matrix
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_gpt"
+# What the faults that are not planted change, and tiny_gpt does not have.
+LACKS = {
+    "async TP": OF_ASYNC_TP,
+    "sequence parallelism": "sequence_shards_swapped partial_output_not_reduced partial_output_averaged "
+    "norm_gradients_not_reduced",
+    "float8 TP styles": "gathered_input_has_local_scale fp8_tp_styles_lost cast_seen_as_high_precision",
+    "padding": "padding_flag_lost padding_not_zeroed padding_on_one_operand_shifted padded_weight_rows_not_zeroed "
+    "eps_lost",
+    "selective checkpointing": "abs_saved_for_backward",
+    "the Llama of the cases": "alignment_rule_ignored query_scale_folded_into_weights rope_base_of_another_model "
+    "padded_vocabulary_not_masked padded_vocabulary_masked_short",
+    "a case of FSDP2 x TP with the float8 all-gather that has no recorded fault": "weight_amax_over_world",
+}
+NOT_PLANTED = set(" ".join(LACKS.values()).split())
+# Its norm has no eps, and is not the RMSNorm of torch.
+NOT_REACHED = {"norm_eps_too_large", "norm_eps_of_another_model", "recomputed_norm_without_epsilon"}
+# Found by nothing but the recorded signatures: no rule that holds for any model forbids what these faults do.
+ONLY_SIGNED = {"output_kept_on_module", "compiled_amax_sent_twice", "compiled_matmul_outputs_kept"}
+# Besides by what `expect` of the target states, or by a rule.
+SIGNED = {"precompute_dead_branch", "precompute_for_one_part", "float8_weight_kept_for_backward"}
+
+
+@pytest.fixture(scope="module")
+def power() -> Power:
+    return kill_matrix(tuple(all_faults().values()), Query(sources=("all",)), EXAMPLE)
+
+
+@pytest.mark.sweep  # 135 runs, 5 minutes on two cores
+def test_every_fault_that_reaches_it_is_found_and_no_clean_run_fails(power: Power) -> None:
+    assert_found_in(power, not_reached=NOT_REACHED, not_planted=NOT_PLANTED)
+    assert sum(trial.detected for trial in power.trials) >= 116
+
+
+@pytest.mark.sweep
+def test_what_no_formula_describes_is_found_by_its_signature(power: Power) -> None:
+    checks = {trial.fault: set(trial.checks) for trial in power.trials}
+    assert {name for name, found in checks.items() if found == {"signature"}} == ONLY_SIGNED
+    assert all("signature" in checks[name] for name in SIGNED)
+    assert "stated" in checks["float8_weight_kept_for_backward"]
+    assert "traffic" in checks["precompute_dead_branch"] and "traffic" in checks["precompute_for_one_part"]
