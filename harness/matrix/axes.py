@@ -59,7 +59,7 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 # What each is, in a few words: for comments in case files, options and the schema of editors.
 MEANINGS: dict[str, str] = {
-    "target": "what trains: reference, torchtitan, or the module of a target of your own",
+    "target": "what trains: reference, torchtitan, torchtitan_0_3, or the module of a target of your own",
     "model": "preset; every size below overrides it",
     "vocab_size": "tokens of the vocabulary",
     "pad_vocab_to_multiple_of": "add rows to embedding and output layer up to a multiple of this",

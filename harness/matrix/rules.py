@@ -13,10 +13,11 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, linear_fqns, shard_sizes
-from harness.matrix.targets import TORCHTITAN, is_llama
+from harness.matrix.targets import TORCHTITAN, TORCHTITAN_0_3, VERSIONS, is_llama
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
+_TORCHTITAN_0_3 = "https://github.com/pytorch/torchtitan/blob/v0.3.0/torchtitan"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
 _MODEL_AXES = ("target", "model", "dim", "layers", "heads", "kv_heads", "ffn_dim")
 _CONVERSION_AXES = ("recipe", "filter_fqns")
@@ -105,6 +106,12 @@ def _filter_misses(case: Case) -> bool:
 
 def _filters_a_block_linear(case: Case) -> bool:
     return any(entry in fqn for entry in case.float8.filter_fqns for fqn in linear_fqns(case) if fqn != OUTPUT_FQN)
+
+
+def _parts_keys_from_values(case: Case) -> bool:
+    converted = set(converted_fqns(case))
+    keys = {fqn for fqn in linear_fqns(case) if fqn.endswith(".wk")}
+    return any((fqn in converted) != (fqn.removesuffix("wk") + "wv" in converted) for fqn in keys)
 
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
@@ -286,7 +293,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         reason="torchtitan's float8 converter has no option for pad_inner_dim",
         source=f"{_TORCHTITAN}/components/quantization/float8.py",
         axes=("target", "pad_inner_dim", "recipe"),
-        when=lambda case: case.target == TORCHTITAN and case.float8.pad_inner_dim,
+        when=lambda case: case.target in VERSIONS and case.float8.pad_inner_dim,
     ),
     Exclusion(
         name="torchtitan_reduces_in_float32",
@@ -300,7 +307,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         reason="torchtitan has no option for the form of the fused operators: symm_mem keeps its default",
         source=f"{_TORCHTITAN}/distributed/tensor_parallel.py",
         axes=("target", "symm_mem", "async_tp", "tp"),
-        when=lambda case: case.target == TORCHTITAN and case.layout.symm_mem == "fallback",
+        when=lambda case: case.target in VERSIONS and case.layout.symm_mem == "fallback",
     ),
     Exclusion(
         name="torchtitan_waits_for_no_embedding",
@@ -314,6 +321,43 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             and case.layout.tp > 1
             and case.layout.wait_for_embedding
         ),
+    ),
+    Exclusion(
+        name="torchtitan_0_3_scales_by_rows",
+        reason="torchtitan 0.3.0 has the recipes rowwise and rowwise_with_gw_hp only: tensorwise went, and with it the "
+        "float8 all-gather, precomputed scales and the float8 TP styles",
+        source=f"{_TORCHTITAN_0_3}/components/quantization/float8.py",
+        axes=("target", "recipe"),
+        when=lambda case: case.target == TORCHTITAN_0_3 and case.float8.recipe == "tensorwise",
+    ),
+    Exclusion(
+        name="torchtitan_0_3_shards_the_loss",
+        reason="torchtitan 0.3.0 has no option for the loss over the whole vocabulary: with TP it is sharded",
+        source=f"{_TORCHTITAN_0_3}/components/loss.py",
+        axes=("target", "loss_parallel", "tp"),
+        when=lambda case: case.target == TORCHTITAN_0_3 and case.layout.tp > 1 and not case.layout.loss_parallel,
+    ),
+    Exclusion(
+        name="torchtitan_0_3_waits_for_the_embedding",
+        reason="torchtitan 0.3.0 hands a compiled block a plain tensor, which is always finished: wait_for_embedding must "
+        "be true",
+        source=f"{_TORCHTITAN_0_3}/distributed/spmd_types.py",
+        axes=("target", "wait_for_embedding"),
+        when=lambda case: case.target == TORCHTITAN_0_3 and not case.layout.wait_for_embedding,
+    ),
+    Exclusion(
+        name="torchtitan_0_3_checkpoints_every_block",
+        reason="torchtitan 0.3.0 checkpoints all blocks, whole or by operator: selective_layer went",
+        source=f"{_TORCHTITAN_0_3}/distributed/activation_checkpoint.py",
+        axes=("target", "checkpointing"),
+        when=lambda case: case.target == TORCHTITAN_0_3 and case.checkpointing.mode == "selective_layer",
+    ),
+    Exclusion(
+        name="torchtitan_0_3_converts_keys_with_values",
+        reason="torchtitan 0.3.0 configures the projections of keys and values as one: a filter keeps both or neither",
+        source=f"{_TORCHTITAN_0_3}/models/common/attention.py",
+        axes=("filter_fqns", "recipe", *_MODEL_AXES),
+        when=lambda case: case.target == TORCHTITAN_0_3 and _parts_keys_from_values(case),
     ),
 )
 

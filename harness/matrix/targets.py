@@ -10,12 +10,17 @@ from collections.abc import Mapping
 
 REFERENCE = "reference"
 TORCHTITAN = "torchtitan"
+TORCHTITAN_0_3 = "torchtitan_0_3"
 
 # The modules of the built-in targets.
 MODULES: Mapping[str, str] = {
     REFERENCE: "harness.worker.targets.reference.build",
     TORCHTITAN: "harness.worker.targets.torchtitan",
+    TORCHTITAN_0_3: "harness.worker.targets.torchtitan_0_3",
 }
+
+# The version of torchtitan that a target drives. Each has a name, so that a case means the same wherever it is read.
+VERSIONS: Mapping[str, str] = {TORCHTITAN: "0.2.2", TORCHTITAN_0_3: "0.3.0"}
 
 # Targets that train the Llama of `linears.py`. Of any other model, what must be seen is found out.
 _LLAMAS = frozenset(MODULES)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from harness.errors import HarnessError
-from harness.matrix.targets import MODULES, REFERENCE, TORCHTITAN, module_of
+from harness.matrix.targets import MODULES, REFERENCE, VERSIONS, module_of
 from harness.running.machine import installed_version
 from harness.running.witness_key import PACKAGES, files_digest, source_digest, top_level_spec
 
@@ -32,10 +31,8 @@ def search_path(root: Path) -> tuple[str, ...]:
 def check_targets(targets: Iterable[str], root: Path) -> None:
     """Raises HarnessError for a target whose module is not there, or whose training framework is not installed."""
     for target in dict.fromkeys(targets):
-        if target == TORCHTITAN and importlib.util.find_spec(TORCHTITAN) is None:
-            raise HarnessError(
-                "torchtitan is not installed.", where=f"target {target}", fix="pip install 'fp8-harness[torchtitan]'"
-            )
+        if target in VERSIONS:
+            _check_torchtitan(target)
         if target not in MODULES and not _files(target, search_path(root)):
             folders = " or ".join(search_path(root))
             raise HarnessError(
@@ -43,6 +40,15 @@ def check_targets(targets: Iterable[str], root: Path) -> None:
                 where=f"target {target}",
                 fix=f"install the package that it is in, or put its file into {folders}.",
             )
+
+
+def _check_torchtitan(target: str) -> None:
+    installed, driven = installed_version("torchtitan"), VERSIONS[target]
+    if installed == driven:
+        return
+    what = "torchtitan is not installed." if installed is None else f"it drives torchtitan {driven}, not {installed}."
+    extra = target.replace("_", "-")
+    raise HarnessError(what, where=f"target {target}", fix=f"pip install 'fp8-harness[{extra}]'")
 
 
 def target_file(target: str, root: Path) -> str:
@@ -59,7 +65,7 @@ def target_digest(target: str, root: Path) -> str:
     if target == REFERENCE:
         return ""
     if target in MODULES:
-        return f"{target} {installed_version(target)} {files_digest(target)}"
+        return f"{target} {installed_version('torchtitan')} {files_digest('torchtitan')}"
     folders = search_path(root)
     files = _files(target, folders)
     imported = sorted(_imported(files) - _SKIPPED - {target.partition(".")[0]})

@@ -97,7 +97,25 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
         {"target": "torchtitan", "tp": 2, "async_tp": True, "compile": "graph", "symm_mem": "fallback"},
     ),
     ("torchtitan_waits_for_no_embedding", {"target": "torchtitan", "tp": 2, "compile": "graph"}),
+    ("torchtitan_pads_no_matmul", {"target": "torchtitan_0_3", "recipe": "rowwise", "pad_inner_dim": True}),
+    ("torchtitan_0_3_scales_by_rows", {"target": "torchtitan_0_3", "recipe": "tensorwise"}),
+    ("torchtitan_0_3_shards_the_loss", {"target": "torchtitan_0_3", "tp": 2, "loss_parallel": False}),
+    (
+        "torchtitan_0_3_waits_for_the_embedding",
+        {"target": "torchtitan_0_3", "tp": 2, "compile": "graph", "wait_for_embedding": False},
+    ),
+    ("torchtitan_0_3_checkpoints_every_block", {"target": "torchtitan_0_3", "checkpointing": "selective_layer"}),
+    (
+        "torchtitan_0_3_converts_keys_with_values",
+        {"target": "torchtitan_0_3", "recipe": "rowwise", "filter_fqns": ["wk"]},
+    ),
 ]
+
+
+def test_torchtitan_0_3_has_what_0_2_has_not() -> None:
+    assert not excluded_by(target="torchtitan_0_3", tp=2, sequence_parallel=False)
+    assert not excluded_by(target="torchtitan_0_3", recipe="rowwise", filter_fqns=["wk", "wv"])
+    assert not excluded_by(target="torchtitan", recipe="rowwise", filter_fqns=["wk"])
 
 
 @pytest.mark.parametrize(("name", "axes"), EXAMPLES)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from harness.errors import HarnessError
+from harness.matrix.targets import VERSIONS
 from harness.running import target_source
 from harness.running.target_source import check_targets, search_path, target_digest
 
@@ -47,11 +49,36 @@ def test_a_module_inside_of_a_package_is_found_by_its_dotted_name(tmp_path: Path
         assert str(tmp_path) in (raised.value.fix or "")
 
 
-def test_a_built_in_target_needs_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_source.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(HarnessError, match="torchtitan is not installed") as raised:
-        check_targets(["torchtitan"], tmp_path)
-    assert "pip install 'fp8-harness[torchtitan]'" in (raised.value.fix or "")
+@pytest.mark.parametrize(
+    ("target", "installed", "what", "fix"),
+    [
+        ("torchtitan", None, "torchtitan is not installed", "pip install 'fp8-harness[torchtitan]'"),
+        ("torchtitan", "0.3.0", "it drives torchtitan 0.2.2, not 0.3.0", "pip install 'fp8-harness[torchtitan]'"),
+        (
+            "torchtitan_0_3",
+            "0.2.2",
+            "it drives torchtitan 0.3.0, not 0.2.2",
+            "pip install 'fp8-harness[torchtitan-0-3]'",
+        ),
+    ],
+)
+def test_a_built_in_target_needs_its_version_of_its_framework(
+    target: str, installed: str | None, what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_source, "installed_version", lambda _: installed)
+    with pytest.raises(HarnessError, match=what) as raised:
+        check_targets([target], tmp_path)
+    assert raised.value.fix == fix
+    monkeypatch.setattr(target_source, "installed_version", lambda _: VERSIONS[target])
+    check_targets([target], tmp_path)
+
+
+def test_the_extra_of_a_target_has_its_version() -> None:
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for target, version in VERSIONS.items():
+        assert f"torchtitan=={version}" in extras[target.replace("_", "-")]
 
 
 def test_every_file_of_the_package_of_a_target_counts(tmp_path: Path) -> None:

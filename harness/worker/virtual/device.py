@@ -25,6 +25,7 @@ def install() -> tuple[str, ...]:
     _override("symm_mem", symm_mem.CPU_KERNELS)
     symm_mem.install()
     rng.install()
+    _without_pretended_gpus()
     _override("c10d", collectives.CPU_KERNELS)
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     group = dist.ProcessGroup
@@ -37,6 +38,14 @@ def install() -> tuple[str, ...]:
 
 # torch 2.12 and earlier name the method `_reduce_scatter_base`; 2.13 adds `reduce_scatter_single` and keeps both.
 _REDUCE_SCATTER_NAMES = ("_reduce_scatter_base", "reduce_scatter_single")
+
+
+def _without_pretended_gpus() -> None:
+    """Keep FakeTensorMode from registering eight pretended GPUs, as a CUDA build of torch does where it finds none.
+
+    The next backward would start a thread for each, and a process with threads cannot be forked.
+    """
+    setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)  # noqa: B010  mypy rejects assigning to a function
 
 
 # torch.library drops an override when its Library object is collected.

@@ -11,15 +11,13 @@ from torchtitan.config import JobConfig
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 
 from harness.matrix.linears import OUTPUT_FQN
+from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case
     from harness.worker.targets.target import World
 
 FLAVOR = "case"
-GRAPH_BACKEND = "fp8_harness_graph"  # the name under which dynamo knows the backend of `compile = "graph"`
-# Of cases that do not clip: the norm is taken, but out of reach.
-MAX_NORM = 1e30
 
 
 def job_config(case: Case, world: World) -> JobConfig:

@@ -21,15 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.matrix.targets import TORCHTITAN, VERSIONS
 from harness.worker.virtual import collectives
-
-SUPPORTED_VERSION = "0.2.2"
 
 
 @functools.cache
 def import_torchtitan() -> None:
     """Import torchtitan with every shim that its import needs, once per process."""
-    _require_supported_version()
+    require_version(TORCHTITAN)
     without_arrow_thread()
     without_triton()
     with device_named("cpu" if on_virtual_device() else "cuda"):
@@ -46,18 +45,11 @@ def on_virtual_device() -> bool:
     return collectives.BACKEND in dist.Backend.backend_list
 
 
-def _require_supported_version() -> None:
-    try:
-        version = importlib.metadata.version("torchtitan")
-    except importlib.metadata.PackageNotFoundError:
-        raise ValueError(
-            f"the torchtitan target needs torchtitan {SUPPORTED_VERSION}: pip install 'fp8-harness[torchtitan]'"
-        ) from None
-    if version != SUPPORTED_VERSION:
-        raise ValueError(
-            f"the torchtitan target drives torchtitan {SUPPORTED_VERSION}, but {version} is installed: "
-            f"pip install torchtitan=={SUPPORTED_VERSION}"
-        )
+def require_version(target: str) -> None:
+    """Raises ValueError when another version of torchtitan is installed than the target drives, or none."""
+    installed, driven = importlib.metadata.version("torchtitan"), VERSIONS[target]
+    if installed != driven:
+        raise ValueError(f"the target {target} drives torchtitan {driven}, but {installed} is installed")
 
 
 def without_arrow_thread() -> None:

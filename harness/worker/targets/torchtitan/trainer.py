@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo
 from torch import nn
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
-from torchtitan.tools.utils import NoColor
-from torchtitan.tools.utils import device_type as torchtitan_device
 from torchtitan.train import Trainer
 
 from harness.worker.targets.reference.loss import mask_padded_vocab, summed_loss
 from harness.worker.targets.torchtitan import shims
-from harness.worker.targets.torchtitan.config import FLAVOR, GRAPH_BACKEND, job_config, model_args
-from harness.worker.virtual.graph_backend import graph_backend
+from harness.worker.targets.torchtitan.config import FLAVOR, job_config, model_args
+from harness.worker.targets.torchtitan.step import Metrics, register_graph_backend, require_device, train_step
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
@@ -36,28 +32,18 @@ class TrainedByTorchtitan:
     """A case that torchtitan trains: its model, and its `train_step` on the microbatches of the harness."""
 
     def __init__(self, case: Case, world: World) -> None:
-        if world.device.type != torchtitan_device:
-            raise ValueError(f"torchtitan was imported for {torchtitan_device}, this rank runs on {world.device.type}")
+        require_device(world.device)
         config = job_config(case, world)
         config.model.name = _registered_spec(case)
         if case.compile == "graph":
-            _register_graph_backend()
+            register_graph_backend()
         with shims.local_rank(world.device), shims.garbage_collected():
             self._trainer = _StepTrainer(config, one_rank_fsdp=world.fsdp and case.world_size == 1)
         self.model: nn.Module = self._trainer.model_parts[0]
 
     def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
         """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
-        trainer = self._trainer
-        trainer.step += 1
-        trainer.train_step(trainer.batch_generator([_batch(tokens) for tokens in microbatches]))
-        logged = trainer.metrics_processor.logged
-        return logged.loss, logged.grad_norm
-
-
-def _batch(tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A batch as torchtitan's data loaders give it: named inputs, and labels, each [local_batch, seq_len]."""
-    return {"input": tokens[:, :-1]}, tokens[:, 1:]
+        return train_step(self._trainer, microbatches)
 
 
 class _StepTrainer(Trainer):  # type: ignore[misc]  # torchtitan is not installed where mypy runs
@@ -103,7 +89,7 @@ def _registered_spec(case: Case) -> str:
         build_tokenizer_fn=None,
         build_dataloader_fn=None,
         build_loss_fn=_loss_builder(case),
-        build_metrics_processor_fn=lambda *_: _Metrics(),
+        build_metrics_processor_fn=lambda *_: Metrics(),
         build_validator_fn=None,
         state_dict_adapter=None,
     )
@@ -121,40 +107,3 @@ def _loss_builder(case: Case) -> Callable[..., Any]:
         return summed_loss(mask_padded_vocab(logits, case), labels)
 
     return lambda *_, **__: loss
-
-
-def _register_graph_backend() -> None:
-    """Make the harness's graph backend known to dynamo by name, the only way torchtitan can be given one."""
-    if GRAPH_BACKEND not in torch._dynamo.list_backends(exclude_tags=()):
-        torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)
-
-
-class _Logged(NamedTuple):
-    loss: float
-    grad_norm: float
-
-
-class _Metrics:
-    """A metrics processor that keeps the last logged loss and gradient norm, and measures nothing.
-
-    torchtitan's own asks an accelerator for its memory and its name.
-    """
-
-    color = NoColor()
-    device_memory_monitor = types.SimpleNamespace(
-        device_name="",
-        get_peak_stats=lambda: types.SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0),
-    )
-
-    def __init__(self) -> None:
-        self.ntokens_since_last_log = 0
-        self.data_loading_times: list[float] = []
-        self.logged = _Logged(float("nan"), float("nan"))
-
-    def should_log(self, _: int) -> bool:
-        """Every step: the loss is only summed over ranks to be logged."""
-        return True
-
-    def log(self, _: int, loss: float, __: float, grad_norm: float, **___: object) -> None:
-        """Keep the mean loss over the tokens of the global batch, and the gradient norm before clipping."""
-        self.logged = _Logged(loss, grad_norm)

@@ -1,0 +1,77 @@
+"""One `train_step` of torchtitan, whatever its version: what it is given, and what it logs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo
+from torchtitan.tools.utils import NoColor
+from torchtitan.tools.utils import device_type as torchtitan_device
+
+from harness.worker.targets.target import StepResult
+from harness.worker.virtual.graph_backend import graph_backend
+
+GRAPH_BACKEND = "fp8_harness_graph"  # the name under which dynamo knows the backend of `compile = "graph"`
+# Clipping multiplies by 1 below the limit, and is out of reach: active clipping amplifies rounding to percents.
+MAX_NORM = 1e30
+
+
+def require_device(device: torch.device) -> None:
+    """Raises ValueError when torchtitan was imported for another kind of device."""
+    if device.type != torchtitan_device:
+        raise ValueError(f"torchtitan was imported for {torchtitan_device}, this rank runs on {device.type}")
+
+
+def register_graph_backend() -> None:
+    """Make the harness's graph backend known to dynamo by name, the only way torchtitan can be given one."""
+    if GRAPH_BACKEND not in torch._dynamo.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)
+
+
+def train_step(trainer: Any, microbatches: Sequence[torch.Tensor]) -> StepResult:
+    """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
+    trainer.step += 1
+    trainer.train_step(trainer.batch_generator([_batch(tokens) for tokens in microbatches]))
+    logged: Logged = trainer.metrics_processor.logged
+    return logged.loss, logged.grad_norm
+
+
+def _batch(tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A batch as torchtitan's data loaders give it: named inputs, and labels, each [local_batch, seq_len]."""
+    return {"input": tokens[:, :-1]}, tokens[:, 1:]
+
+
+class Logged(NamedTuple):
+    """What torchtitan logs of a step: the mean loss over the tokens of the global batch, the norm before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+class Metrics:
+    """A metrics processor that keeps the last logged loss and gradient norm, and measures nothing.
+
+    torchtitan's own asks an accelerator for its memory and its name.
+    """
+
+    color = NoColor()
+    device_memory_monitor = types.SimpleNamespace(
+        device_name="",
+        get_peak_stats=lambda: types.SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0),
+    )
+
+    def __init__(self) -> None:
+        self.ntokens_since_last_log = 0
+        self.data_loading_times: list[float] = []
+        self.logged = Logged(float("nan"), float("nan"))
+
+    def should_log(self, _: int) -> bool:
+        """Every step: the loss is only summed over ranks to be logged."""
+        return True
+
+    def log(self, _: int, loss: float, __: float, grad_norm: float, **___: object) -> None:
+        """Keep what is logged of a step."""
+        self.logged = Logged(loss, grad_norm)

@@ -1,0 +1,28 @@
+"""The torchtitan_0_3 target: the Trainer of torchtitan 0.3.0 with its default SPMD backend and its converter.
+
+A room of its own beside `torchtitan`, which is 0.2.2: models, options and faults differ (docs/architecture.md). What
+both need in place of a GPU is in `torchtitan/shims.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from harness.worker.targets.torchtitan_0_3 import shims
+
+if TYPE_CHECKING:
+    from harness.matrix.case import Case
+    from harness.worker.targets.target import Target, World
+
+
+def preload() -> None:
+    """Import torchtitan, which takes seconds, before ranks are forked. Starts no thread."""
+    shims.import_torchtitan()
+
+
+def build(case: Case, world: World) -> Target:
+    """Build the case with torchtitan's own Trainer. Raises ValueError where torchtitan cannot do what a case asks."""
+    shims.import_torchtitan()
+    from harness.worker.targets.torchtitan_0_3.trainer import TrainedByTorchtitan
+
+    return TrainedByTorchtitan(case, world)

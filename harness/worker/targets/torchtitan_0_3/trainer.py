@@ -1,0 +1,121 @@
+"""The Trainer of torchtitan 0.3.0 as a target: built from a case, and driven one `train_step` at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config import Configurable
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+from torchtitan.trainer import Trainer
+
+from harness.matrix.linears import OUTPUT_FQN
+from harness.worker.targets.torchtitan.shims import garbage_collected, local_rank
+from harness.worker.targets.torchtitan.step import Metrics, register_graph_backend, require_device, train_step
+from harness.worker.targets.torchtitan_0_3.config import trainer_config
+from harness.worker.targets.torchtitan_0_3.shims import float64_kept
+
+if TYPE_CHECKING:
+    from harness.matrix.case import Case
+    from harness.worker.targets.target import StepResult, World
+
+
+class TrainedByTorchtitan:
+    """A case that torchtitan trains: its model, and its `train_step` on the microbatches of the harness."""
+
+    def __init__(self, case: Case, world: World) -> None:
+        require_device(world.device)
+        if case.compile == "graph":
+            register_graph_backend()
+        loss = _Loss.Config(global_vocab_size=case.model.padded_vocab_size, vocab_size=case.model.vocab_size)
+        config = trainer_config(
+            case,
+            world,
+            loss,
+            tokenizer=_Nothing.Config(),
+            dataloader=_Nothing.Config(),
+            metrics=_KeptMetrics.Config(),
+        )
+        with local_rank(world.device), garbage_collected():
+            self._trainer = Trainer(config)
+        self.model: nn.Module = self._trainer.model_parts[0]
+        _add_names(self.model)
+
+    def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
+        """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
+        return train_step(self._trainer, microbatches)
+
+
+class _Nothing(Configurable):  # type: ignore[misc]  # torchtitan is not installed where mypy runs
+    """In place of a tokenizer and a data loader: the harness brings the tokens."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):  # type: ignore[misc]
+        """Nothing to configure."""
+
+    def __init__(self, config: Config, **_: object) -> None:
+        self.config = config
+
+
+class _KeptMetrics(Metrics, Configurable):  # type: ignore[misc]
+    """The metrics processor of the harness, as a part that torchtitan builds."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):  # type: ignore[misc]
+        """Nothing to configure."""
+
+    def __init__(self, config: Config, **_: object) -> None:
+        super().__init__()
+        self.config = config
+
+
+class _Loss(CrossEntropyLoss):  # type: ignore[misc]
+    """torchtitan's loss, with what it cannot say: float64 is kept, and rows that pad the vocabulary are masked."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CrossEntropyLoss.Config):  # type: ignore[misc]
+        """`vocab_size`: without padding."""
+
+        vocab_size: int
+
+    def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__(config, **options)
+        self._vocab_size = config.vocab_size
+
+    def __call__(self, pred: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """The loss of this rank over the tokens of the global batch, and no metrics."""
+        with float64_kept():
+            return super().__call__(self._masked(pred), *args, **options)
+
+    def _masked(self, pred: torch.Tensor) -> torch.Tensor:
+        """Logits [batch, seq, rows of this TP rank] with those of the padding set to -inf."""
+        first = max(0, self._vocab_size - self._first_row())
+        if first >= pred.size(-1):
+            return pred
+        return pred.index_fill(-1, torch.arange(first, pred.size(-1), device=pred.device), -torch.inf)
+
+    def _first_row(self) -> int:
+        tp = spmd_mesh_size("tp")
+        mesh = current_spmd_mesh()
+        return 0 if tp == 1 or mesh is None else -(-self.global_vocab_size // tp) * mesh.get_local_rank("tp")
+
+
+def _add_names(model: Any) -> None:
+    """Let modules be found by the names of `linears.py` first. Nothing else changes: torchtitan's own names still hold.
+
+    In 0.3.0 the projections of attention lie in a module `qkv_linear`, and the output layer is `lm_head`.
+    """
+    _put_first(model, {OUTPUT_FQN: model.lm_head})
+    for block in model.layers.values():
+        projections = block.attention.qkv_linear
+        _put_first(block.attention, {name: getattr(projections, name) for name in ("wq", "wk", "wv")})
+
+
+def _put_first(module: nn.Module, children: dict[str, nn.Module]) -> None:
+    others = dict(module._modules)
+    module._modules.clear()
+    module._modules.update(children | others)
