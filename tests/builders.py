@@ -9,7 +9,10 @@ from __future__ import annotations
 import datetime
 import functools
 import math
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +38,15 @@ from harness.verdict import Verdict
 
 SOFTWARE = {"torch": "2.13.0+cpu", "torchao": "0.18.0"}  # what the formulas were verified with
 WQ = "layers.0.attention.wq"
+
+
+def run_script(code: str) -> str:
+    """Run Python code in a process of its own; returns what it prints."""
+    env = {name: value for name, value in os.environ.items() if name != "JE_ARROW_MALLOC_CONF"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def make_case(**axes: object) -> Case:

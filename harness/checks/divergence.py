@@ -26,6 +26,7 @@ from harness.checks.scale_rules import format_scale
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.mesh import coordinates, peers
+from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
 from harness.verdict import Finding, Verdict
@@ -45,8 +46,11 @@ Difference = tuple[str, str, str]  # (value, expected, found)
 
 
 def first_divergence(case: Case, run: Run, witness: Run, *, has_formulas: bool = True) -> Finding | None:
-    """The first operand, in execution order and then by rank, that differs from the solo witness; None if none does."""
-    if not (run.complete and witness.complete):
+    """The first operand, in execution order and then by rank, that differs from the solo witness; None if none does.
+
+    None too where operands are plain shards, which cannot be compared with those of one rank.
+    """
+    if not (run.complete and witness.complete) or (case.layout.tp > 1 and computes_on_plain_shards(case.target)):
         return None
     comparison = _Comparison(case, run, witness.traces[0], has_formulas=has_formulas)
     found = [first for trace in traces_by_rank(run) if (first := next(comparison.of(trace), None)) is not None]

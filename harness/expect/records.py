@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from harness.matrix.case import Case
 from harness.matrix.replayed import drifts, replayed_steps
-from harness.matrix.targets import is_llama
+from harness.matrix.targets import computes_on_plain_shards, is_llama
 from harness.trace.stated import MATMULS, SAVED_BYTES, TRAFFIC
 
 
@@ -75,6 +75,10 @@ def partly_judged(case: Case, stated: Collection[str] = ()) -> Mapping[str, str]
 def _not_replayed(case: Case) -> str:
     if case.compile != "none" and case.train.dtype != "float64":
         return "hooks would change what is compiled, and the case has no eager partner that must equal it"
+    if drifts(case) and case.layout.tp > 1 and computes_on_plain_shards(case.target):
+        return (
+            f"{case.target} computes with plain tensors, which do not tell which part of a module's tensor a rank has"
+        )
     if drifts(case) and case.float8.tp_styles == "float8" and not is_llama(case.target):
         return "which module casts an input is the choice of the float8 TP styles"
     if drifts(case):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from harness.matrix.case import Case
 from harness.matrix.linears import linear_features, linear_fqns, parameter_count
 from harness.matrix.recipes import ITEM_BYTES
-from harness.matrix.targets import is_llama
+from harness.matrix.targets import computes_on_plain_shards, is_llama
 
 # A run hands what it recorded to its replay in one message, which may have 1 GiB.
 RECORDED_BYTES = 640 << 20
@@ -27,6 +27,8 @@ def replayed_steps(case: Case) -> int:
     shows in the run (`worker/probes/module_tensors.py`).
     """
     if not drifts(case) or case.compile != "none":
+        return 0
+    if case.layout.tp > 1 and computes_on_plain_shards(case.target):
         return 0
     if not is_llama(case.target):
         return 0 if case.float8.tp_styles == "float8" else min(case.train.steps, RECORDED_STEPS)

@@ -339,8 +339,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion(
         name="torchtitan_0_3_waits_for_the_embedding",
-        reason="torchtitan 0.3.0 hands a compiled block a plain tensor, which is always finished: wait_for_embedding must "
-        "be true",
+        reason="torchtitan 0.3.0 hands a compiled block a plain tensor, which is always finished: "
+        "wait_for_embedding must be true",
         source=f"{_TORCHTITAN_0_3}/distributed/spmd_types.py",
         axes=("target", "wait_for_embedding"),
         when=lambda case: case.target == TORCHTITAN_0_3 and not case.layout.wait_for_embedding,

@@ -25,6 +25,9 @@ VERSIONS: Mapping[str, str] = {TORCHTITAN: "0.2.2", TORCHTITAN_0_3: "0.3.0"}
 # Targets that train the Llama of `linears.py`. Of any other model, what must be seen is found out.
 _LLAMAS = frozenset(MODULES)
 
+# Targets whose modules get plain tensors under TP: nothing tells which part of the logical tensor a rank has.
+_ON_PLAIN_SHARDS = frozenset({TORCHTITAN_0_3})
+
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
@@ -36,3 +39,8 @@ def module_of(target: str) -> str:
 def is_llama(target: str) -> bool:
     """True when shapes and names of the model follow from the case."""
     return target in _LLAMAS
+
+
+def computes_on_plain_shards(target: str) -> bool:
+    """True when the operands of modules under TP cannot be put together, or compared with those of one rank."""
+    return target in _ON_PLAIN_SHARDS

@@ -88,6 +88,14 @@ def test_the_first_is_named_by_step_rank_and_module(layout: Layout) -> None:
     assert found.found == "x" and "float8 data of input in forward" in found.message
 
 
+def test_plain_shards_are_not_compared_with_whole_tensors() -> None:
+    of = case(Layout(tp=2), target="torchtitan_0_3", dtype="float64", recipe="rowwise")
+    run, witness = runs(of)
+    smaller = changed(run, 0, step=1, fqn=FQNS[0], amax=0.5)
+    assert first_divergence(of, smaller, witness) is None
+    assert first_divergence(replace(of, target="reference"), smaller, witness) is not None
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype", "step", "factor", "diverges"),
     [

@@ -43,6 +43,8 @@ def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
         ("hsdp2x2-tensorwise-v2048-b16", 5),
         ("tp2-tensorwise-v2048-f64", 0),  # parity is exact there
         ("fsdp2-tensorwise-v2048-b16", 0),
+        ("target.torchtitan_0_3-tp2-rowwise-v2048-b16", 0),  # plain tensors under TP
+        ("target.torchtitan_0_3-hsdp2x2-rowwise-v2048-b16", 5),
         ("tp2-tensorwise-graph-v2048-b16", 0),  # compared bit for bit with its eager partner
         ("tp2-tensorwise-v2048-s50-b16", 5),
         ("tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-b16", 3),  # 150 MB a step
@@ -60,6 +62,8 @@ def test_steps_and_models_that_are_not_replayed_have_a_reason() -> None:
     }
     assert not Expectations(parse_case_id("tp2-tensorwise-v2048-b16")).partly_judged
     assert "more than a replay can be given" in Expectations(large).not_recorded["module_tensors"]
+    plain = parse_case_id("target.torchtitan_0_3-tp2-rowwise-v2048-b16")
+    assert "torchtitan_0_3 computes with plain tensors" in Expectations(plain).not_recorded["module_tensors"]
 
 
 @pytest.mark.parametrize(

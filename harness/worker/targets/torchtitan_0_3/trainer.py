@@ -43,7 +43,7 @@ class TrainedByTorchtitan:
         with local_rank(world.device), garbage_collected():
             self._trainer = Trainer(config)
         self.model: nn.Module = self._trainer.model_parts[0]
-        _add_names(self.model)
+        add_names(self.model)
 
     def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
         """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
@@ -104,7 +104,7 @@ class _Loss(CrossEntropyLoss):  # type: ignore[misc]
         return 0 if tp == 1 or mesh is None else -(-self.global_vocab_size // tp) * mesh.get_local_rank("tp")
 
 
-def _add_names(model: Any) -> None:
+def add_names(model: Any) -> None:
     """Let modules be found by the names of `linears.py` first. Nothing else changes: torchtitan's own names still hold.
 
     In 0.3.0 the projections of attention lie in a module `qkv_linear`, and the output layer is `lm_head`.

@@ -1,0 +1,19 @@
+"""Everything here needs torchtitan 0.3.0, an extra: `make torchtitan-0.3` installs it and runs these tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.matrix.targets import TORCHTITAN_0_3, VERSIONS
+from harness.running.machine import installed_version
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _torchtitan() -> None:
+    if installed_version("torchtitan") != VERSIONS[TORCHTITAN_0_3]:
+        pytest.skip("torchtitan 0.3.0 is not installed: `make torchtitan-0.3` installs it and runs these tests")
+    from harness.worker.targets.torchtitan_0_3 import preload
+    from harness.worker.virtual import device
+
+    device.install()
+    preload()

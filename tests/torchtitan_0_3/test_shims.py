@@ -1,0 +1,88 @@
+"""One test per shim. It fails when the shim is no longer needed: remove the shim then, and this test with it."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from tests.builders import run_script
+
+
+def test_torchtitan_imports_arrow() -> None:
+    assert "pyarrow" in sys.modules, "torchtitan imports no pyarrow: `without_arrow_thread` can go"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
+def test_trainer_imports_triton_without_its_shim() -> None:
+    code = "try:\n    import torchtitan.trainer\nexcept ModuleNotFoundError as error:\n    print(error.name)"
+    assert run_script(code) == "triton", "torchtitan's Trainer can be imported without Triton: `without_triton` can go"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
+def test_a_kernel_that_needs_triton_says_so() -> None:
+    from torchtitan.distributed.minimal_async_ep import kernels
+
+    with pytest.raises(NotImplementedError, match="kernel dispatch needs Triton"):
+        kernels.dispatch()
+
+
+def test_import_is_for_the_virtual_device() -> None:
+    from torchtitan.tools import utils
+
+    assert utils.device_type == "cpu"
+
+
+def test_converter_asks_for_cuda_without_its_shim(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.components.quantization import Float8LinearConverter, float8
+
+    monkeypatch.setattr(float8, "has_cuda_capability", lambda *_: False)
+    with pytest.raises(ValueError, match="only supported on NVIDIA SM89"):  # else: `float8_capability` can go
+        Float8LinearConverter.Config().build()
+
+
+def test_configuration_has_no_float64_without_its_shim() -> None:
+    names = run_script("from torchtitan.config import TORCH_DTYPE_MAP; print(*TORCH_DTYPE_MAP)").split()
+    assert "float32" in names
+    assert "float64" not in names, "`float64_dtype` can go"
+
+
+def test_trainer_needs_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.tools.utils import get_local_device
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises((KeyError, ValueError), match="LOCAL_RANK"):  # else: `local_rank` can go
+        get_local_device()
+
+
+def test_trainer_turns_garbage_collection_off() -> None:
+    from torchtitan.tools.utils import GarbageCollection
+
+    from harness.worker.targets.torchtitan.shims import garbage_collected
+
+    with garbage_collected():
+        GarbageCollection()
+        assert not gc.isenabled(), "`garbage_collected` can go"
+    assert gc.isenabled()
+
+
+def test_loss_rounds_to_float32_without_its_shim() -> None:
+    from torchtitan.components.loss import cross_entropy_loss
+
+    from harness.worker.targets.torchtitan_0_3.shims import float64_kept
+
+    logits, labels = torch.zeros(1, 2, 4, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.int64)
+    assert cross_entropy_loss(logits, labels).dtype is torch.float32, "`float64_kept` can go"
+    with float64_kept():
+        assert cross_entropy_loss(logits, labels).dtype is torch.float64
+    assert logits.float().dtype is torch.float32
+
+
+def test_metrics_need_an_accelerator() -> None:
+    from torchtitan.components.metrics import DeviceMemoryMonitor
+
+    with pytest.raises((AttributeError, RuntimeError)):  # else: `Metrics` need no memory monitor of its own
+        DeviceMemoryMonitor()
