@@ -6,11 +6,13 @@ READY := $(VENV)/.ready
 # torchtitan and what it imports stay out of .venv
 TITAN_VENV := .venv-torchtitan
 TITAN_READY := $(TITAN_VENV)/.ready
+TITAN_0_3_VENV := .venv-torchtitan-0.3
+TITAN_0_3_READY := $(TITAN_0_3_VENV)/.ready
 
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke test sweep unit torchtitan torchtitan-sweep lint format clean
+.PHONY: smoke test sweep unit torchtitan torchtitan-sweep torchtitan-0.3 lint format clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
@@ -29,6 +31,9 @@ torchtitan: $(TITAN_READY)  ## run the tests of the torchtitan target, in an env
 
 torchtitan-sweep: $(TITAN_READY)  ## run the kill matrix of the torchtitan target, for every night
 	$(TITAN_VENV)/bin/python -m pytest -q -m sweep tests/torchtitan
+
+torchtitan-0.3: $(TITAN_0_3_READY)  ## the same for torchtitan 0.3.0, which needs torch 2.14
+	$(TITAN_0_3_VENV)/bin/python -m pytest -q tests/torchtitan_0_3
 
 lint: $(READY)  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff check .
@@ -49,5 +54,11 @@ $(TITAN_READY): pyproject.toml ci/constraints.txt
 	$(TITAN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[torchtitan,dev]'
 	touch $@
 
+$(TITAN_0_3_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
+	$(PYTHON) -m venv $(TITAN_0_3_VENV)
+	$(TITAN_0_3_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c ci/constraints-torchtitan-0.3.txt -e '.[torchtitan-0-3,dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(TITAN_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

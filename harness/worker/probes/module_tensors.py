@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
@@ -173,9 +173,26 @@ class _Hooks:
         if in_backward():
             return
         call = self.calls
-        self._seen.append(_Seen(self._fqn, call, kind, own(tensor.detach()) if is_wide(tensor) else None))
+        self._seen.append(_Seen(self._fqn, call, kind, own(_detached(tensor)) if is_wide(tensor) else None))
         if gradient is not None and tensor.requires_grad:
             tensor.register_hook(lambda grad: self._seen.append(_Seen(self._fqn, call, gradient, grad)))
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()`, which from torch 2.14 on adds up the masked parts of an embedding. Here they stay parts."""
+    if not isinstance(tensor, DTensor) or not any(map(_is_masked, tensor.placements)):
+        return tensor.detach()
+    with torch.no_grad():
+        local = own(tensor.to_local().detach())
+        kept = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+        own(kept.to_local())
+    return kept
+
+
+def _is_masked(placement: Placement) -> bool:
+    return placement.is_partial() and type(placement) is not Partial
 
 
 class _Own(torch.autograd.Function):
