@@ -86,3 +86,17 @@ def test_metrics_need_an_accelerator() -> None:
 
     with pytest.raises((AttributeError, RuntimeError)):  # else: `Metrics` need no memory monitor of its own
         DeviceMemoryMonitor()
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built() or torch.cuda.is_available(), reason="needs CUDA and no GPU")
+def test_fake_tensors_start_threads_without_the_virtual_device() -> None:
+    trains = (
+        "import os, torch;"
+        "from torch._subclasses.fake_tensor import FakeTensorMode;"
+        "FakeTensorMode().__enter__().__exit__(None, None, None);"
+        "torch.ones(2, requires_grad=True).sum().backward();"
+        "names = [open(f'/proc/self/task/{task}/comm').read() for task in os.listdir('/proc/self/task')];"
+        "print(sum('pt_autograd' in name for name in names))"
+    )
+    assert run_script(trains) == "8", "backward starts no thread: `_without_pretended_gpus` can go"
+    assert run_script("from harness.worker.virtual import device; device.install();" + trains) == "0"
