@@ -140,14 +140,7 @@ def reference_case(case: Case) -> Case:
     return Case(
         target=case.target,
         model=msgspec.structs.replace(case.model, pad_vocab_to_multiple_of=1),
-        train=Train(
-            steps=train.steps,
-            global_batch=train.global_batch,
-            seq_len=train.seq_len,
-            lr=train.lr,
-            seed=train.seed,
-            dtype="bfloat16",
-        ),
+        train=msgspec.structs.replace(train, dtype="bfloat16", reduce_dtype="float32"),
     )
 
 
