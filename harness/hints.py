@@ -25,6 +25,11 @@ def list_cases(sources: Sequence[str]) -> str:
     return _command("list", *sources)
 
 
+def run_file(file: str) -> str:
+    """Runs the cases of a file."""
+    return _command("run", file)
+
+
 def list_faults() -> str:
     """Lists the planted faults."""
     return _command("power", "--list")

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from harness.cli.bug_import import import_command
 from harness.cli.options import json_option, plan_parameter, root_option
 from harness.durable import write_whole
 from harness.errors import HarnessError
@@ -16,6 +17,7 @@ from harness.running.plan import Plan
 
 _EPILOG = """\b
 Examples:
+  fp8-harness bug import report.md                from the text of a report to a bug file
   fp8-harness bug list                            the bugs in cases/bugs
   fp8-harness bug repro ao-1938                   does it still fail, and alike?
   fp8-harness bug shrink ao-1938 --output ao.toml the smallest case that fails alike
@@ -53,6 +55,9 @@ _INJECT = "FILE.py:FUNCTION, or fault:NAME: what makes the case fail. Repeatable
 @click.group(epilog=_EPILOG)
 def bug() -> None:
     """Turn a bug report into a case that reproduces, shrinks and stays."""
+
+
+bug.add_command(import_command)
 
 
 @bug.command("list")

@@ -7,23 +7,21 @@ that names it. The options and their defaults are those of torchtitan/config/job
 
 from __future__ import annotations
 
-import re
-import shlex
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from harness.errors import HarnessError
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import MODEL_PRESETS, Case
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
+from harness.matrix.options import options_of_flags, options_of_toml
 from harness.matrix.rules import exclusions
+from harness.matrix.spellings import canonical, recipe_named
 from harness.matrix.targets import TORCHTITAN
 
 MAX_RANKS = 8  # that fit on two cores
 
-# The section of the float8 options, under its names from the oldest to the newest.
-_FLOAT8 = ("float8", "quantize.dense.float8", "quantize.linear.float8")
+_FLOAT8 = "quantize.linear.float8"  # the section of the float8 options; `spellings.toml` has its older names
 _DEGREES = {
     "parallelism.pipeline_parallel_degree": "pipeline parallelism: every rank has all layers of the model",
     "parallelism.context_parallel_degree": "context parallelism: every rank computes attention over whole sequences",
@@ -40,10 +38,10 @@ class Imported(NamedTuple):
 
 
 class _Config:
-    """Values by dotted name, and which of them were read."""
+    """Values by dotted name of torchtitan 0.2.2, and which of them were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+        self.values = {canonical(name): value for name, value in values.items()}
         self.read: set[str] = set()
 
     def __call__(self, name: str, default: Any) -> Any:
@@ -54,49 +52,15 @@ class _Config:
 def import_toml(text: str, *, where: str, ranks: int | None = None) -> Imported:
     """The case of a TOML file. `ranks`: of the whole job, for `data_parallel_shard_degree = -1`."""
     try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        values = options_of_toml(text)
+    except ValueError as error:
         raise HarnessError(f"not a TOML file: {error}.", where=where, fix="give a file of torchtitan.") from error
-    return _imported(_Config(dict(_flat(tree))), where=where, ranks=ranks)
+    return _imported(_Config(values), where=where, ranks=ranks)
 
 
 def import_flags(text: str, *, where: str, ranks: int | None = None) -> Imported:
     """The case of flags such as `--parallelism.tensor_parallel_degree 4 --compile.enable`."""
-    values: dict[str, Any] = {}
-    words = [part for word in shlex.split(text) for part in (word.split("=", 1) if word[:2] == "--" else [word])]
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name = word[2:].replace("-", "_")
-            values[name] = True
-        elif name:
-            values[name] = _value(word)
-        else:
-            fix = 'write "--section.option value …".'
-            raise HarnessError(f"'{word}' belongs to no flag.", where=where, fix=fix)
-    for name in [name for name in values if re.search(r"(^|\.)no_", name)]:
-        values[re.sub(r"(^|\.)no_", r"\1", name)] = not values.pop(name)
-    return _imported(_Config(values), where=where, ranks=ranks)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _value(word: str) -> Any:
-    """A flag's value as TOML would have it: lists are separated by commas."""
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word.split(",") if "," in word else word
+    return _imported(_Config(options_of_flags(text, where=where)), where=where, ranks=ranks)
 
 
 def _imported(config: _Config, *, where: str, ranks: int | None) -> Imported:
@@ -145,7 +109,7 @@ def _refuse(config: _Config, where: str) -> None:
 
 def _layout(config: _Config, notes: list[str], ranks: int | None, where: str) -> dict[str, object]:
     replicate = int(config("parallelism.data_parallel_replicate_degree", 1))
-    shard = int(config("parallelism.data_parallel_shard_degree", -1))
+    shard = int(config("parallelism.data_parallel_shard_degree", config("parallelism.data_parallel_degree", -1)))
     tp = int(config("parallelism.tensor_parallel_degree", 1))
     if shard == -1:
         shard = 2 if ranks is None else ranks // (replicate * tp)
@@ -161,7 +125,8 @@ def _layout(config: _Config, notes: list[str], ranks: int | None, where: str) ->
     notes += [f"{name} {degree} is {kept[name]} here" for name, degree in asked.items() if kept[name] != degree]
     return {
         **kept,
-        "loss_parallel": not config("parallelism.disable_loss_parallel", False),
+        "loss_parallel": bool(config("parallelism.enable_loss_parallel", True))
+        and not config("parallelism.disable_loss_parallel", False),
         "async_tp": bool(config("parallelism.enable_async_tensor_parallel", False)) and tp > 1,
     }
 
@@ -190,6 +155,8 @@ def _model(config: _Config, notes: list[str], tp: int) -> dict[str, object]:
 def _float8(config: _Config, notes: list[str], where: str, *, shards: bool) -> dict[str, object]:
     converters = config("model.converters", [])
     converters = [converters] if isinstance(converters, str) else list(converters)
+    if config(f"{_FLOAT8}.enable_float8_linear", False):
+        converters = [*converters, "float8"]
     others = [name for name in converters if not name.endswith("float8")]
     if others:
         fix = "leave it out; cases convert linears to float8."
@@ -211,7 +178,7 @@ def _float8(config: _Config, notes: list[str], where: str, *, shards: bool) -> d
         notes.append("enable_fsdp_float8_all_gather: without shards nothing is gathered")
         gathers = False
     return {
-        "recipe": option.get("recipe_name") or "tensorwise",
+        "recipe": recipe_named(option.get("recipe_name") or "tensorwise"),
         "fp8_all_gather": gathers,
         "precompute_scale": gathers and bool(option.get("precompute_float8_dynamic_scale_for_fsdp")),
         "filter_fqns": kept,
@@ -220,7 +187,7 @@ def _float8(config: _Config, notes: list[str], where: str, *, shards: bool) -> d
 
 
 def _is_float8(name: str) -> bool:
-    return name.rpartition(".")[0] in _FLOAT8
+    return name.rpartition(".")[0] == _FLOAT8
 
 
 def _checkpointing(config: _Config, where: str) -> dict[str, object]:

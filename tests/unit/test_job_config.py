@@ -121,6 +121,15 @@ def test_what_no_case_has_is_refused_by_name(given: str, what: str) -> None:
     assert raised.value.fix
 
 
+def test_older_names_mean_the_same() -> None:
+    given = (
+        "--training.tensor_parallel_degree 2 --training.data_parallel_degree 2 --training.compile "
+        "--float8.enable_float8_linear --float8.recipe_name all_axiswise --training.enable_loss_parallel false "
+        "--activation_checkpoint.mode none"
+    )
+    assert flags(given) == "target.torchtitan-fsdp2-tp2-nowait-nolp-rowwise-head.fp8-graph-v2048-b16"
+
+
 def test_what_changes_no_number_is_noted() -> None:
     found = import_flags("--training.enable_cpu_offload --metrics.log_freq 1 --float8.emulate", where="flags")
     assert "training.enable_cpu_offload = True: no case has it" in found.notes

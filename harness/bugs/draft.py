@@ -1,0 +1,421 @@
+"""The case that a report describes, axis by axis, and where each value comes from."""
+
+from __future__ import annotations
+
+import datetime
+import re
+
+import msgspec
+
+from harness.bugs.report import clean_words
+from harness.bugs.scaling import Sizes, made_smaller
+from harness.bugs.statements import Resolved, Statement, shown
+from harness.matrix.axes import axis_values, case_from_axes
+from harness.matrix.case import Case
+from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
+from harness.matrix.recipes import TRAITS
+from harness.matrix.rules import exclusions
+from harness.matrix.spellings import NamedFile, on_day, spellings
+
+_PLACEHOLDER = 2  # ranks of a degree that a report does not tell, until somebody does
+_LONGEST = 20  # steps that are run to reach the first bad one
+_CONVERTED_OUTPUT = datetime.date(2024, 7, 19)  # until then torchtitan converted the output layer
+_FLOAT8_STYLES = datetime.date(2025, 9, 30)  # until then torchtitan used float8 TP styles
+_TORCHTITAN = re.compile(
+    r"run_(?:llama_)?train\.sh|-m torchtitan|torchtitan/train|Trainer\.Config|--(?:training|parallelism|float8|job)\."
+    r"|^[ \t]*\[(?:parallelism|activation_checkpoint)\]",
+    re.MULTILINE,
+)
+_SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a draft is made of. `program`: torchtitan, accelerate or "" for any other; `day`: when it was reported."""
+
+    resolved: Resolved
+    day: datetime.date
+    program: str
+    first_bad_step: int | None
+    full_size: bool = False
+
+
+class Draft:
+    """The axes of a case while they are found, and the four lists of where they come from."""
+
+    def __init__(self, situation: Situation) -> None:
+        self.situation = situation
+        self.axes: dict[str, object] = {}
+        self.stated: dict[str, str] = {}
+        self.derived: dict[str, str] = {}
+        self.assumed: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        self.full_size: dict[str, object] = {}
+        self.ignored: list[str] = list(situation.resolved.ignored)
+        self._file = self._named_file()
+        self._layout()
+        self._float8()
+        self._compile()
+        self._checkpointing()
+        self._model()
+        self._training()
+        self._make_smaller()
+
+    def case(self) -> Case:
+        """The case. What rules exclude is left out of it and becomes a question."""
+        while True:
+            case = case_from_axes(self.axes)
+            rule = next(iter(exclusions(case)), None)
+            if rule is None:
+                return case
+            given = [name for name in rule.axes if name in self.axes]
+            assert given, rule.name
+            name = next((each for each in given if each in self.stated), given[0])
+            self.missing.setdefault(name, f"{shown(self.axes[name])} is no case: {rule.reason}. What was run?")
+            del self.axes[name]
+
+    # What facts are known
+
+    def _fact(self, fact: str, axis: str) -> Statement | None:
+        """What is said of a fact; a contradiction becomes a question about the axis."""
+        contradiction = self.situation.resolved.contradictions.get(fact, ())
+        if contradiction:
+            words = " or ".join(f"{shown(each.value)} ({each.words})" for each in contradiction)
+            self.missing[axis] = f"which is it: {words}?"
+        return self.situation.resolved.facts.get(fact)
+
+    def _put(self, axis: str, value: object, where: dict[str, str], words: str) -> None:
+        """Sets an axis. What was derived before is kept in front of what is derived from it."""
+        self.axes[axis] = value
+        where[axis] = f"{where[axis]}; {words}" if where is self.derived and axis in where else words
+
+    def _take(self, fact: str, axis: str | None = None) -> bool:
+        """Puts a stated value on its axis, or that of the named file. True if there is one."""
+        axis = axis or fact
+        found = self._fact(fact, axis)
+        if found is not None:
+            self.derived.pop(axis, None)
+            self._put(axis, found.value, self.derived if found.source == "shape" else self.stated, found.words)
+            return True
+        if self._file is not None and fact in self._file[1].facts:
+            self._put(axis, self._file[1].facts[fact], self.assumed, self._of_file())
+            return True
+        return False
+
+    def _named_file(self) -> tuple[str, NamedFile] | None:
+        name = self._fact("config_file", "config_file")
+        if name is None:
+            return None
+        rows = on_day(spellings().file, self.situation.day)
+        row = next((row for row in rows if re.search(row.pattern, str(name.value), re.IGNORECASE)), None)
+        return None if row is None else (str(name.value), row)
+
+    def _of_file(self) -> str:
+        return f"{self._file[0] if self._file else ''} of torchtitan in {self.situation.day:%Y-%m}"
+
+    def _default(self, fact: str) -> tuple[object, str] | None:
+        """What holds when nothing is said, and why."""
+        for row in on_day(spellings().default, self.situation.day):
+            if row.fact == fact and row.of in ("", self.situation.program):
+                return row.value, row.text
+        return None
+
+    @property
+    def _configured(self) -> bool:
+        """True where options of torchtitan are in the report, so that its defaults hold for the others."""
+        given = any(each.source in ("flag", "config") for each in self.situation.resolved.facts.values())
+        return given and self.situation.program == "torchtitan"
+
+    def _says(self, fact: str) -> bool:
+        found = self.situation.resolved.facts.get(fact)
+        return found is not None and found.value not in (False, "none")
+
+    def _says_word(self, fact: str, word: str) -> bool:
+        found = self.situation.resolved.facts.get(fact)
+        return found is not None and str(found.value) == word
+
+    # Axis by axis
+
+    def _layout(self) -> None:
+        if not self._take("tp") and (self._says("tp_used") or self._says("async_tp")):
+            self.axes["tp"] = _PLACEHOLDER
+            self.missing["tp"] = f"how many TP ranks? {_PLACEHOLDER} until you say"
+        tp = self._count("tp")
+        self._take("dp_replicate")
+        self._shards(tp, self._count("dp_replicate"))
+        self._take("sequence_parallel")
+        self._take("loss_parallel")
+        self._take("async_tp")
+        if tp == 1:
+            for name in ("sequence_parallel", "loss_parallel", "async_tp"):
+                self._drop(name, "means nothing without TP")
+
+    def _count(self, axis: str) -> int:
+        value = self.axes.get(axis, 1)
+        count = value if isinstance(value, int) and 1 <= value <= 4096 else 1
+        if axis in self.axes:
+            self.axes[axis] = count
+        return count
+
+    def _shards(self, tp: int, replicate: int) -> None:
+        shard, dp = self._fact("dp_shard", "dp_shard"), self._fact("dp", "dp_shard")
+        if shard is not None and shard.value != -1:
+            self._take("dp_shard")
+            self._count("dp_shard")
+        elif dp is not None and isinstance(dp.value, int) and dp.value >= 1:
+            words = f"{dp.words}: {dp.value} data-parallel ranks / {replicate} replicas"
+            self._put("dp_shard", max(1, dp.value // replicate), self.derived, words)
+        else:
+            self._all_other_ranks(tp, replicate)
+
+    def _all_other_ranks(self, tp: int, replicate: int) -> None:
+        ranks = self._fact("ranks", "dp_shard")
+        default = self._default("ranks") if self._file is not None else None
+        if ranks is not None and isinstance(ranks.value, int) and ranks.value >= 1:
+            words, count, where = ranks.words, ranks.value, self.derived
+        elif default is not None:
+            words, count, where = default[1], int(str(default[0])), self.assumed
+        elif self._says("fsdp") or self._says("fsdp_version") or self._says_word("distributed_type", "FSDP"):
+            self.axes["dp_shard"] = _PLACEHOLDER
+            self.missing["dp_shard"] = f"how many FSDP2 ranks? {_PLACEHOLDER} until you say"
+            return
+        else:
+            self.assumed["dp_shard"] = "1: nothing says how many ranks share parameters"
+            return
+        if count % (tp * replicate):
+            self.missing["dp_shard"] = (
+                f"{count} ranks ({words}) are no multiple of {tp} TP ranks x {replicate} replicas"
+            )
+        else:
+            arithmetic = f"{words}: {count} ranks / ({tp} TP ranks x {replicate} replicas)"
+            self._put("dp_shard", count // (tp * replicate), where, arithmetic)
+
+    def _float8(self) -> None:
+        if not self._is_float8():
+            return
+        if not self._take("recipe"):
+            value, why = self._default("recipe") or ("tensorwise", "")
+            self._put("recipe", value, self.assumed, why)
+        if self.axes["recipe"] not in TRAITS:
+            self.missing["recipe"] = (
+                f"{shown(self.axes['recipe'])} is no recipe here: which is meant? tensorwise until you say"
+            )
+            self.axes["recipe"] = "tensorwise"
+        sharded = self.axes.get("dp_shard", 1) != 1
+        for name in ("fp8_all_gather", "precompute_scale"):
+            if self._take(name) and not sharded and not self.situation.resolved.contradictions:
+                self._drop(name, "without shards nothing is gathered")
+        if not self._take("pad_inner_dim") and (default := self._default("pad_inner_dim")):
+            self._put("pad_inner_dim", default[0], self.assumed, default[1])
+        self._output_layer()
+        self._styles()
+
+    def _is_float8(self) -> bool:
+        facts = self.situation.resolved.facts
+        converters = facts.get("converters")
+        off = facts.get("float8")
+        if off is not None and off.value is False:
+            self._put("recipe", "bf16", self.stated, off.words)
+            return False
+        if (
+            off
+            or "recipe" in facts
+            or self._says_word("mixed_precision", "fp8")
+            or (converters and "float8" in shown(converters.value))
+        ):
+            return True
+        self._put("recipe", "bf16", self.assumed, "no word of float8 is in the report")
+        return False
+
+    def _output_layer(self) -> None:
+        filters = self._fact("filter_fqns", "filter_fqns")
+        titan = self.situation.program == "torchtitan"
+        if filters is not None and isinstance(filters.value, tuple):
+            known = [f"layers.0.{name}" for name in BLOCK_LINEARS]
+            kept = tuple(each for each in filters.value if any(each in fqn for fqn in known))
+            if kept:
+                self._put("filter_fqns", kept, self.stated, filters.words)
+            if not any(each in OUTPUT_FQN or each in "lm_head" for each in filters.value):
+                self._put("output_layer", True, self.derived, f"{filters.words}: the output layer is not filtered")
+        elif titan and self.situation.day < _CONVERTED_OUTPUT:
+            self._put("output_layer", True, self.assumed, f"torchtitan converted it until {_CONVERTED_OUTPUT}")
+
+    def _styles(self) -> None:
+        float8 = self.axes.get("recipe") == "tensorwise" and self._count("tp") > 1
+        if self._take("tp_styles") or not float8:
+            return
+        if self.situation.program == "torchtitan" and self.situation.day < _FLOAT8_STYLES:
+            words = f"torchtitan's TP of tensorwise until {_FLOAT8_STYLES}"
+            self._put("tp_styles", "float8", self.assumed, words)
+
+    def _compile(self) -> None:
+        found = self._fact("compile", "compile")
+        components = self.situation.resolved.facts.get("compile_components")
+        whole = components is None or "model" in shown(components.value)
+        if found is not None and found.value is True and whole:
+            self._put("compile", "graph", self.stated, found.words)
+        elif self._file is not None and found is None and self._file[1].facts.get("compile"):
+            self._put("compile", "graph", self.assumed, self._of_file())
+        elif self.axes.get("async_tp") and found is None:
+            self._put("compile", "graph", self.assumed, "async TP is a pass over compiled blocks")
+        elif self.axes.get("async_tp"):
+            self._drop("async_tp", "without compiled blocks it is plain TP")
+        if "compile" not in self.axes and found is None:
+            self.assumed["compile"] = "none: nothing says that blocks were compiled"
+        if "compile" in self.axes and self._count("tp") > 1 and self.situation.program == "torchtitan":
+            self.assumed["wait_for_embedding"] = "true: a block that gets an unfinished embedding is a bug of its own"
+
+    def _checkpointing(self) -> None:
+        prose = self._fact("checkpointing", "checkpointing")
+        mode = self._fact("ac_mode", "checkpointing")
+        option = self._fact("ac_option", "checkpointing")
+        if prose is not None and (mode is None or mode.comment):
+            self._put("checkpointing", prose.value, self.stated, prose.words)
+            return
+        named, words, where = self._mode(mode)
+        asked, option_words = self._selective(option)
+        full = named if named != "selective" else ("selective_op" if asked == "op" else "selective_layer")
+        if not named:
+            self.assumed["checkpointing"] = "none: nothing is said of it"
+            return
+        if full.startswith("selective"):
+            words = f"{words}; {option_words}"
+            if full == "selective_layer" and asked.isdigit() and int(asked) >= 1:
+                self.axes["checkpoint_every"] = int(asked)
+        if prose is not None and prose.value != full:
+            self.missing["checkpointing"] = f"which is it: {full} ({words}) or {shown(prose.value)} ({prose.words})?"
+        self._put("checkpointing", full, where, words)
+
+    def _mode(self, mode: Statement | None) -> tuple[str, str, dict[str, str]]:
+        default = self._default("ac_mode") if self._configured else None
+        if mode is not None:
+            return str(mode.value), mode.words, self.stated
+        if self._file is not None and "ac_mode" in self._file[1].facts:
+            return str(self._file[1].facts["ac_mode"]), self._of_file(), self.assumed
+        return (str(default[0]), default[1], self.assumed) if default else ("", "", self.assumed)
+
+    def _selective(self, option: Statement | None) -> tuple[str, str]:
+        if option is not None:
+            return str(option.value), option.words
+        if self._file is not None and "ac_option" in self._file[1].facts:
+            return str(
+                self._file[1].facts["ac_option"]
+            ), f"option {self._file[1].facts['ac_option']} of {self._of_file()}"
+        value, why = self._default("ac_option") or ("op", "operators")
+        return str(value), f'"{value}": {why}'
+
+    def _model(self) -> None:
+        named = self.situation.resolved.facts.get("model_size")
+        name = str(named.value) if named else str(self._file[1].facts.get("model_size", "")) if self._file else ""
+        rows = on_day(spellings().model, self.situation.day)
+        row = next((row for row in rows if re.search(row.pattern, name)), None) if name else None
+        where = self.derived if named else self.assumed
+        if row is not None:
+            for axis, size in row.axes.items():
+                said = f"{named.words if named else self._of_file()}: " if axis == "dim" else ""
+                self._put(axis, size, where, f"{said}{row.text}")
+        elif name:
+            self.derived["model"] = f"{clean_words(name)} becomes a small Llama: its linears are judged, not its layers"
+        for axis in _SIZES:
+            self._take(axis)
+        self._linears()
+        if not any(axis in self.axes for axis in _SIZES):
+            self.assumed["model"] = "tiny: no size is in the report"
+
+    def _linears(self) -> None:
+        """Sizes of a bare stack of linears; heads that divide its dim."""
+        features = self.situation.resolved.facts.get("linear")
+        if features is not None and "dim" not in self.axes:
+            inputs, outputs = map(int, str(features.value).split("x"))
+            words = f"{features.words}: linears of {inputs} and {outputs} features, in a Llama"
+            self._put("dim", inputs, self.derived, words)
+            self._put("ffn_dim", outputs, self.derived, words)
+        dim, tp = int(str(self.axes.get("dim", 128))), self._count("tp")
+        heads = int(str(self.axes.get("heads", 8)))
+        self.axes.setdefault("kv_heads", heads) if "heads" in self.axes else None
+        if dim % heads or dim // heads % 2 or heads % tp:
+            fitting = [each for each in range(tp, dim // 2 + 1, tp) if dim % each == 0 and dim // each % 2 == 0]
+            if fitting:
+                for axis in ("heads", "kv_heads"):
+                    self._put(
+                        axis, min(fitting), self.assumed, f"{min(fitting)} heads of {dim // min(fitting)} features"
+                    )
+            elif "dim" in self.axes:
+                self.missing["dim"] = f"{dim} does not split into heads for {tp} TP ranks: which size has the model?"
+                del self.axes["dim"]
+
+    def _training(self) -> None:
+        if not self._take("dtype"):
+            default = self._default("dtype") if self._configured else None
+            self._put("dtype", "bfloat16", self.assumed, default[1] if default else "what users run")
+        for fact in ("accumulation", "parameter_dtype", "emulate"):
+            found = self.situation.resolved.facts.get(fact)
+            if found is not None and found.value not in (1, False, "float32"):
+                self.ignored.append(f"{found.words}: no case has it")
+        if self._take("reduce_dtype") and self._count("dp_shard") == 1:
+            self._drop("reduce_dtype", "without shards no gradient is reduced")
+        self._take("seq_len")
+        if norm := self.situation.resolved.facts.get("max_norm"):
+            self.ignored.append(f"{norm.words}: clipping is compared in float64 alone: set dtype and max_norm for it")
+        dp = self._count("dp_shard") * self._count("dp_replicate")
+        if self._take("local_batch"):
+            local = self._local_batch()
+            self._put("global_batch", local * dp, self.derived, f"{local} sequences x {dp} data-parallel ranks")
+        else:
+            self._put(
+                "global_batch", 2 * dp, self.assumed, "2 sequences a data-parallel rank: no batch is in the report"
+            )
+        step = self.situation.first_bad_step
+        if step is not None and (step <= _LONGEST or self.situation.full_size):
+            self._put("steps", max(5, step), self.derived, f"the first bad step is {step}")
+        elif step is not None:
+            self.assumed["steps"] = f"5; the first bad step is {step}: set steps to reach it"
+
+    def _local_batch(self) -> int:
+        """Sequences of a rank, which is no axis: its words explain that of all ranks."""
+        local = max(1, int(str(self.axes.pop("local_batch"))))
+        for table in (self.stated, self.derived, self.assumed):
+            if "local_batch" in table:
+                table["global_batch"] = table.pop("local_batch")
+        return local
+
+    def _drop(self, axis: str, why: str) -> None:
+        if axis in self.axes:
+            words = self.stated.pop(axis, "") or self.assumed.pop(axis, "")
+            self.ignored.append(f"{axis} = {shown(self.axes.pop(axis))}: {words}: {why}")
+
+    def _make_smaller(self) -> None:
+        if self.situation.full_size:
+            return
+        try:
+            values = axis_values(case_from_axes({name: self.axes[name] for name in self.axes if name != "filter_fqns"}))
+        except (ValueError, TypeError):
+            return
+        dp = int(str(values["dp_shard"])) * int(str(values["dp_replicate"]))
+        wraps = values["checkpointing"] == "selective_layer"
+        sizes = Sizes(
+            **{name: int(str(values[name])) for name in (*_SIZES, "seq_len", "dp_replicate", "dp_shard", "tp")},
+            local_batch=max(1, int(str(values["global_batch"])) // dp),
+            every=int(str(values["checkpoint_every"])) if wraps else 1,
+        )
+        small, arithmetic = made_smaller(sizes)
+        for axis, words in arithmetic.items():
+            if axis != "local_batch":
+                self.full_size[axis] = getattr(sizes, axis)
+                self._put(axis, getattr(small, axis), self.derived, words)
+        ranks = small.dp_replicate * small.dp_shard
+        batch = small.local_batch * ranks
+        if batch != values["global_batch"]:
+            words = (
+                f"{values['global_batch']} made smaller: {small.local_batch} sequences x {ranks} data-parallel ranks"
+            )
+            if "global_batch" in self.derived:
+                self.full_size["global_batch"] = values["global_batch"]
+                self._put("global_batch", batch, self.derived, words)
+            self.axes["global_batch"] = batch
+
+
+def program_of(text: str, bug_id: str) -> str:
+    """Whose configuration a report has: torchtitan, accelerate, or "" for any other."""
+    if bug_id.startswith("torchtitan-") or _TORCHTITAN.search(text):
+        return "torchtitan"
+    return "accelerate" if re.search(r"fp8_config:|accelerate launch", text) else ""

@@ -1,0 +1,213 @@
+"""A report as text: cleaned, without secrets, and split into pieces by what they are.
+
+A report is hostile until it is clean: control characters and terminal escapes are dropped, environment assignments,
+tokens and paths never leave `clean_words`, and the size is limited, so that every later step takes bounded time.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from harness.bugs.python_code import python_calls
+from harness.errors import HarnessError
+from harness.matrix.options import options_of_toml
+
+MAX_BYTES = 1_000_000
+_MAX_LINE = 1_000
+_MAX_PROSE = 100_000  # characters that are searched for words
+WORDS_LENGTH = 160  # characters of quoted words
+_MARKDOWN_LINK = re.compile(r"\[([^\]\n]{0,200})\]\([^)\s]{0,600}\)")
+_SPAN = re.compile(r"`([^`\n]+)`")
+
+Kind = Literal["prose", "command", "toml", "python", "lines", "trace", "dump"]
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\u2028\u2029]")
+_FENCE = re.compile(r"^\s{0,3}(?:```+|~~~+)\s*([A-Za-z0-9+_-]*)\s*$")
+_POST = re.compile(r"^\W{0,4}([\w.-]{1,60})\W{0,4}(?:· (description|comment|review)\b|(opened|commented)\b)", re.ASCII)
+_HEAD = re.compile(r" · (?:issue|pull request|discussion) #\d")
+_TRACE = re.compile(r'Traceback \(most recent|^[ \t]*(?:\[?rank\d+\]?:?)*\s*File ".*", line \d+', re.MULTILINE)
+_COMMAND = re.compile(
+    r"(?:^|[\s/`])(?:torchrun|run_(?:llama_)?train\.sh|accelerate launch|python3? )|(?:^|\s)--[a-z][\w-]*"
+)
+_PYTHON = re.compile(
+    r"^\s*(?:>>> )?(?:import \w|from [\w.]+ import|def \w|class \w|@\w|[\w.]+\s*=\s*[\w.]+\(|[\w.]+\()"
+)
+_SETTING = re.compile(r"^\s*(?:\[[\w.]+\]|[\w.-]+\s*=\s*[^=\s]|[\w.-]+:(?:\s|$))")
+_DUMP = re.compile(
+    r"^\W{0,4}(?:\[?(?:pip3?|conda)\]|Collecting environment|(?:Is |CUDA |GCC |Clang |CMake |Libc |OS\b|ROCM|Platform"
+    r"|Python |Numpy |PyTorch |GPU |Nvidia |cuDNN |Versions of|CPU|System RAM|`?Accelerate`? )[^:]{0,40}:"
+    r"|[A-Za-z][\w.-]{1,40}\s*==\s*\d)",
+    re.IGNORECASE,
+)
+_MESH = r"(?:FSDP|HSDP|TP|DP|CP|PP|EP|AC|SP|NGPU)\b"
+_SECRETS = (
+    (re.compile(rf"\b(?:export\s+)?(?!{_MESH})[A-Z][A-Z0-9_]{{1,60}}=(?:\"[^\"]*\"|'[^']*'|\S*)"), "…"),
+    (re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA|ASIA|AIza|eyJ)[\w.-]{8,}"), "…"),
+    (re.compile(r"(?i)\b(?:api[_-]?key|token|secret|passw(?:or)?d|bearer|authorization)\b\s*[=:]?\s*\S+"), "…"),
+    (re.compile(r"\b(?=(?:[A-Za-z_-]{0,40}\d){4})[A-Za-z0-9_-]{32,}\b"), "…"),
+    (re.compile(r"[\w.+-]{1,64}@[\w-]{1,64}\.[\w.-]{1,64}"), "…"),
+    (re.compile(r"\b[a-z][a-z0-9+]{1,10}://\S*"), "…"),
+    (re.compile(r"(?<![\w.])(?:~|[A-Za-z]:\\|\.{0,2}/)[\w.@+~\\/-]*[\\/]([\w.@+-]+)"), r"\1"),
+    (re.compile(r"(?<![\w.])/(?:home|root|data|mnt|tmp|users|Users|opt|var|etc)[\w.@+~/-]*"), "…"),
+)
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a report of one kind. `comment`: it is of somebody who answered."""
+
+    kind: Kind
+    text: str
+    comment: bool = False
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A clean report. `where` is its name in errors."""
+
+    where: str
+    text: str
+    title: str
+    pieces: tuple[Piece, ...]
+
+    def texts(self, *kinds: Kind) -> str:
+        """All pieces of these kinds, one below the other."""
+        return "\n".join(piece.text for piece in self.pieces if piece.kind in kinds)
+
+
+def read_report(content: bytes, *, where: str) -> Report:
+    """The report in a file. HarnessError for what is too large, no text, or empty."""
+    if len(content) > MAX_BYTES:
+        what = f"{len(content) / 1e6:.1f} MB is no report: at most {MAX_BYTES // 1_000_000} MB are read."
+        raise HarnessError(what, where=where, fix="keep the text of the report, without attached logs.")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise HarnessError("not UTF-8 text.", where=where, fix="paste the text of the report.") from error
+    if text.count("\x00"):
+        raise HarnessError("not a text: it has zero bytes.", where=where, fix="paste the text of the report.")
+    text = _cleaned(text)
+    if not text.strip():
+        raise HarnessError("there is no text.", where=where, fix="paste the text of the report.")
+    pieces = _pieces(text, where)
+    told = any(piece.kind == "prose" for piece in pieces)
+    return Report(where=where, text=text, title=_title(text) if told else f"the job of {where}", pieces=pieces)
+
+
+def clean_words(text: str, length: int = WORDS_LENGTH) -> str:
+    """Words of a report, fit to be printed and stored: one line, without secrets, assignments and folders."""
+    line = _MARKDOWN_LINK.sub(r"\1", " ".join(text.split())[: 4 * length])
+    for pattern, instead in _SECRETS:
+        line = pattern.sub(instead, line)
+    line = " ".join(line.split())
+    return line if len(line) <= length else f"{line[: length - 1]}…"
+
+
+def _cleaned(text: str) -> str:
+    text = _CONTROL.sub("", _ESCAPE.sub("", text.replace("\r\n", "\n").replace("\r", "\n")))
+    text = text.replace(chr(0x2019), "'").replace(chr(0xD7), "x")  # the apostrophe and the times sign of prose
+    text = re.sub(r"[ \t]{65,}", " " * 64, re.sub(r"\n{4,}", "\n\n\n", text))
+    return "\n".join(line[:_MAX_LINE] for line in text.split("\n"))
+
+
+def _title(text: str) -> str:
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    headings = [line for line in lines[:12] if re.match(r"#\s+\S|title:\s*\S", line, re.IGNORECASE)]
+    first = next((line for line in lines if " · " not in line and "://" not in line), "") if lines else ""
+    found = headings[0] if headings else first
+    return clean_words(re.sub(r"^(?:#+|title:)\s*", "", found, flags=re.IGNORECASE)) or "a bug"
+
+
+def _pieces(text: str, where: str) -> tuple[Piece, ...]:
+    whole = _whole(text, where)
+    if whole is not None:
+        return (Piece(kind=whole, text=text),)
+    pieces: list[Piece] = []
+    prose: list[str] = []
+    fence: list[str] | None = None
+    language, comment, reporter = "", False, ""
+    for line in text.split("\n"):
+        mark, post = _FENCE.match(line), _POST.match(line)
+        if fence is None:
+            if post:
+                pieces += _of_prose(prose, comment=comment)
+                reporter = reporter or (post[1] if (post[2] or post[3]) in ("description", "opened") else "")
+                prose, comment = [], post[1] != reporter
+            elif mark:
+                pieces += _of_prose(prose, comment=comment)
+                fence, language, prose = [], mark[1].lower(), []
+            elif not _HEAD.search(line):
+                prose.append(line)
+        elif mark and not mark[1]:
+            pieces.append(Piece(kind=_kind(language, "\n".join(fence)), text="\n".join(fence), comment=comment))
+            fence = None
+        else:
+            fence.append(line)
+    if fence is not None:
+        pieces.append(Piece(kind=_kind(language, "\n".join(fence)), text="\n".join(fence), comment=comment))
+    return (*pieces, *_of_prose(prose, comment=comment))
+
+
+def _whole(text: str, where: str) -> Kind | None:
+    """What a file is that is no report but a configuration; None for a report."""
+    if where.endswith(".py") or python_calls(text):
+        return "python"
+    if where.endswith((".yaml", ".yml", ".conf")):
+        return "lines"
+    if "```" in text or "~~~" in text or re.search(r"(?:^|\s)--[a-z]", text):
+        return None
+    try:
+        return "toml" if options_of_toml(text) else None
+    except ValueError:
+        lines = [line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
+        if where.endswith(".toml") or (lines and all(_SETTING.match(line) or line[0] in " -" for line in lines)):
+            return "lines"
+        return None
+
+
+def _kind(language: str, text: str) -> Kind:
+    """What a fenced block is, by its language or by what it holds."""
+    lines = [line for line in text.split("\n") if line.strip()]
+    calls = sum(bool(_PYTHON.match(line)) for line in lines) * 3 > len(lines)
+    settings = sum(bool(_SETTING.match(line)) for line in lines) * 2 > len(lines)
+    sections = any(line.lstrip().startswith("[") for line in lines)
+    tests: tuple[tuple[Kind, bool], ...] = (
+        ("trace", bool(_TRACE.search(text))),
+        ("dump", sum(bool(_DUMP.match(line)) for line in lines) >= 3),
+        ("python", language in ("py", "python") or calls),
+        ("toml", language == "toml"),
+        ("command", bool(_COMMAND.search(text))),
+        ("toml", settings and sections),
+        ("lines", settings),
+        ("prose", language in ("", "text", "diff") and len(lines) < 4),
+    )
+    return next((kind for kind, holds in tests if holds), "trace")
+
+
+def _of_prose(lines: list[str], *, comment: bool) -> list[Piece]:
+    """The pieces of what stands outside of fences: commands, settings, traces and dumps by line, the rest is prose."""
+    kinds: dict[Kind, list[str]] = {}
+    for line in lines:
+        commands = [span for span in _SPAN.findall(line) if _COMMAND.search(span)]
+        rest = line
+        for command in commands:
+            rest = rest.replace(f"`{command}`", "")
+        for text in (*commands, rest):
+            kinds.setdefault(_kind_of_line(text), []).append(text)
+    texts = {kind: "\n".join(found) for kind, found in kinds.items()}
+    texts["prose"] = texts.get("prose", "")[:_MAX_PROSE]
+    return [Piece(kind=kind, text=text, comment=comment) for kind, text in texts.items() if text.strip()]
+
+
+def _kind_of_line(line: str) -> Kind:
+    if _TRACE.search(line) or re.match(r"\s*(?:\[?rank\d+\]?:)", line):
+        return "trace"
+    if _DUMP.match(line):
+        return "dump"
+    if _COMMAND.search(line):
+        return "command"
+    if re.match(r"\s*(?:\[[\w.]+\]\s*$|[\w.]+_[\w.]+\s*[=:]\s*\S|[a-z]\w*\.[\w.]+\s*=\s*\S)", line):
+        return "lines"
+    return "prose"

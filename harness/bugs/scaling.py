@@ -1,0 +1,207 @@
+"""A smaller run with the same fault: sizes and degrees made smaller so that what faults depend on stays.
+
+What stays of every size that is sharded: its remainder modulo 16, whether TP ranks and FSDP2 ranks divide it, and the
+remainder modulo 16 of the part that a TP rank holds, which is what `torch._scaled_mm` sees. Of degrees: which are above
+1. Of tokens: their number per rank modulo 16, whether there are several sequences, and whether TP divides them. Of
+layers: as many as the checkpointing pattern needs to wrap one and leave out one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from harness.matrix.job_config import MAX_RANKS
+
+_FLOORS = {"dim": 128, "ffn_dim": 256, "vocab_size": 2048}  # of sizes that are made smaller
+_CHEAP = 4  # sizes up to this many times the floor are kept
+_HEADS = 8  # of the smallest attention, if they fit
+_SEQUENCE = 32  # tokens
+_CHEAP_TOKENS = 512  # per rank
+
+# Of the traits of a size: what a TP rank holds before what the whole is.
+_WEIGHTS = (1, 4, 3, 2)
+
+Traits = tuple[object, ...]
+_Candidate = TypeVar("_Candidate")
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of a run. `every`: layers between two checkpointed ones, 1 where all or none are."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    local_batch: int
+    seq_len: int
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    every: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the run."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def kv_dim(self) -> int:
+        """Features of keys and values."""
+        return self.dim // self.heads * self.kv_heads
+
+
+def made_smaller(sizes: Sizes) -> tuple[Sizes, Mapping[str, str]]:
+    """The smaller run, and for every axis that changed the arithmetic, with what could not be kept."""
+    smaller = [_with_degrees(sizes, degrees) for degrees in _degrees(sizes)]
+    found = min(smaller, key=lambda small: _rank_of(sizes, small))
+    return found, dict(_arithmetic(sizes, found))
+
+
+def traits(sizes: Sizes) -> dict[str, Traits]:
+    """What faults depend on, by size: equal for a run and its smaller one, unless the arithmetic says so."""
+    shards = {name: getattr(sizes, name) for name in ("dim", "kv_dim", "ffn_dim", "vocab_size")}
+    return {
+        **{name: _traits(size, sizes.tp, sizes.dp_shard) for name, size in shards.items()},
+        "tokens": _token_traits(sizes.local_batch, sizes.seq_len, sizes.tp),
+        "heads": (sizes.heads % sizes.tp == 0, sizes.kv_heads % sizes.tp == 0, sizes.kv_heads < sizes.heads),
+        "degrees": (sizes.dp_replicate > 1, sizes.dp_shard > 1, sizes.tp > 1),
+        "layers": (sizes.layers >= sizes.every, sizes.layers > 1, sizes.every),
+    }
+
+
+def lost(sizes: Sizes, small: Sizes) -> tuple[str, ...]:
+    """The names of the traits that a smaller run does not have."""
+    before, after = traits(sizes), traits(small)
+    return tuple(name for name in before if before[name] != after[name])
+
+
+def _traits(size: int, tp: int, shard: int) -> Traits:
+    divides = size % tp == 0
+    return (size % 16, divides, size // tp % 16 if divides else None, size % shard == 0)
+
+
+def _token_traits(batch: int, seq_len: int, tp: int) -> Traits:
+    return (batch * seq_len % 16, batch > 1, seq_len % tp == 0)
+
+
+def _degrees(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
+    """Degrees that fit; those of the run alone where they do."""
+    asked = (sizes.dp_replicate, sizes.dp_shard, sizes.tp)
+    if sizes.ranks <= MAX_RANKS:
+        yield asked
+        return
+    choices = [range(2, min(degree, MAX_RANKS) + 1) if degree > 1 else (1,) for degree in asked]
+    for replicate, shard, tp in itertools.product(*choices):
+        if replicate * shard * tp <= MAX_RANKS:
+            yield replicate, shard, tp
+
+
+def _rank_of(sizes: Sizes, small: Sizes) -> tuple[int, int, int, int]:
+    """What is better first: less lost, degrees kept, more ranks, powers of two."""
+    pairs = [(getattr(sizes, name), getattr(small, name)) for name in ("dp_replicate", "dp_shard", "tp")]
+    odd = sum(after & (after - 1) != 0 for _, after in pairs)
+    return len(lost(sizes, small)), sum(before != after for before, after in pairs), odd, -small.ranks
+
+
+def _with_degrees(sizes: Sizes, degrees: tuple[int, int, int]) -> Sizes:
+    replicate, shard, tp = degrees
+    small = replace(sizes, dp_replicate=replicate, dp_shard=shard, tp=tp, layers=min(sizes.layers, max(2, sizes.every)))
+    small = _smaller_attention(sizes, small)
+    small = replace(small, ffn_dim=_smaller(sizes, small, "ffn_dim"), vocab_size=_smaller(sizes, small, "vocab_size"))
+    return _fewer_tokens(sizes, small)
+
+
+def _smaller(sizes: Sizes, small: Sizes, name: str) -> int:
+    """The smallest size with the same traits; the one with most of them where none has all."""
+    size, floor = int(getattr(sizes, name)), _FLOORS[name]
+    wanted = _traits(size, sizes.tp, sizes.dp_shard)
+    kept = (size,) if size <= _CHEAP * floor else ()
+    candidates: tuple[int, ...] = (
+        *kept,
+        *range(min(floor, size), min(size, floor + 32 * small.tp * small.dp_shard) + 1),
+    )
+    return _closest(candidates, wanted, lambda each: _traits(each, small.tp, small.dp_shard), _WEIGHTS)
+
+
+def _smaller_attention(sizes: Sizes, small: Sizes) -> Sizes:
+    """The smallest attention whose dim, keys and values have the same traits."""
+    wanted = (traits(sizes)["dim"], traits(sizes)["kv_dim"], traits(sizes)["heads"])
+    kept: tuple[Sizes, ...] = (small,) if sizes.dim <= _CHEAP * _FLOORS["dim"] else ()
+    ratio = 1 if sizes.heads == sizes.kv_heads else 2
+    widths = sorted(
+        (kv_heads * ratio * width, abs(kv_heads * ratio - _HEADS), kv_heads)
+        for kv_heads in range(1, min(_HEADS, sizes.kv_heads) + 1)
+        for width in range(2, 66, 2)
+        if min(_FLOORS["dim"], sizes.dim) <= kv_heads * ratio * width <= min(sizes.dim, 2048)
+    )
+    attention = (replace(small, dim=dim, heads=kv * ratio, kv_heads=kv) for dim, _, kv in widths)
+
+    def of(each: Sizes) -> Traits:
+        found = traits(each)
+        return (found["dim"], found["kv_dim"], found["heads"])
+
+    return _closest((*kept, *attention, small), wanted, of)
+
+
+def _fewer_tokens(sizes: Sizes, small: Sizes) -> Sizes:
+    wanted = _token_traits(sizes.local_batch, sizes.seq_len, sizes.tp)
+    kept = ((sizes.local_batch, sizes.seq_len),) if sizes.local_batch * sizes.seq_len <= _CHEAP_TOKENS else ()
+    batches = range(2, min(sizes.local_batch, 16) + 1) if sizes.local_batch > 1 else (1,)
+    lengths = range(min(_SEQUENCE, sizes.seq_len), min(sizes.seq_len, _SEQUENCE + 16 * small.tp) + 1)
+    fewer = sorted(itertools.product(batches, lengths), key=lambda each: (each[0] * each[1], each))
+    batch, seq_len = _closest((*kept, *fewer), wanted, lambda each: _token_traits(each[0], each[1], small.tp))
+    return replace(small, local_batch=batch, seq_len=seq_len)
+
+
+def _closest(
+    candidates: Iterable[_Candidate],
+    wanted: Traits,
+    traits_of: Callable[[_Candidate], Traits],
+    weights: tuple[int, ...] = (1, 1, 1),
+) -> _Candidate:
+    """The first candidate with all traits, else the first with the weightiest."""
+    scored = []
+    for each in candidates:
+        pairs = zip(traits_of(each), wanted, weights, strict=True)
+        same = sum(weight for left, right, weight in pairs if left == right)
+        if same == sum(weights):
+            return each
+        scored.append((same, each))
+    return max(scored, key=lambda pair: pair[0])[1]
+
+
+def _arithmetic(sizes: Sizes, small: Sizes) -> Iterator[tuple[str, str]]:
+    for name in Sizes.__struct_fields__:
+        before, after = getattr(sizes, name), getattr(small, name)
+        if before != after:
+            yield name, f"{before} made smaller: {_reason(name, sizes, small)}"
+
+
+def _reason(name: str, sizes: Sizes, small: Sizes) -> str:
+    before, after = getattr(sizes, name), getattr(small, name)
+    if name in ("dp_replicate", "dp_shard", "tp"):
+        return f"{after}, still above 1, so that at most {MAX_RANKS} ranks run"
+    if name == "layers":
+        return f"{after}, as many as the checkpointing pattern needs"
+    if name in ("heads", "kv_heads"):
+        return f"{after}, which {small.tp} TP ranks divide as {sizes.tp} did"
+    if name in ("local_batch", "seq_len"):
+        tokens = small.local_batch * small.seq_len
+        return f"{after}; {tokens} tokens per rank, {tokens % 16} modulo 16{_unkept('tokens', sizes, small)}"
+    same = (
+        f"{before % 16} modulo 16 as well"
+        if before % 16 == after % 16
+        else f"{after % 16} modulo 16, not {before % 16}"
+    )
+    return f"{after}, {same}{_unkept(name, sizes, small)}"
+
+
+def _unkept(name: str, sizes: Sizes, small: Sizes) -> str:
+    return ", but not every remainder could be kept" if name in lost(sizes, small) else ""

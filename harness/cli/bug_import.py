@@ -1,0 +1,133 @@
+"""`fp8-harness bug import`."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+
+import click
+
+from harness.cli.options import json_option, root_option
+from harness.durable import write_whole
+from harness.errors import HarnessError
+
+_EPILOG = """\b
+Examples:
+  fp8-harness bug import report.md                        the text of an issue
+  fp8-harness bug import - --link https://github.com/pytorch/ao/issues/1 < report.md
+  fp8-harness bug import llama3_8b.toml --id ours --date 2025-06-01
+  fp8-harness bug import report.md --dry-run              print the file, write nothing
+
+\b
+FILE is a pasted report, a TOML file, Python configuration or a command
+of torchtitan, or a YAML file of accelerate or axolotl. Nothing in it
+is executed.
+
+\b
+Exit codes: 0 there is a bug file, also one with open fields or a refused
+one, 2 usage error or bad input.
+"""
+
+
+@click.command("import", epilog=_EPILOG)
+@click.argument("file", metavar="FILE|-")
+@click.option("--id", "bug_id", metavar="NAME", default="", help="Name of the bug file. Default: from the link.")
+@click.option("--link", metavar="URL", default="", help="The report on GitHub. Default: from its first lines.")
+@click.option(
+    "--date",
+    "day",
+    type=click.DateTime(["%Y-%m-%d"]),
+    help="The day that decides what spellings and defaults mean. Default: that of the report, else today.",
+)
+@click.option("--full-size", is_flag=True, help="Keep sizes and ranks as reported.")
+@click.option(
+    "--output",
+    metavar="FILE.toml",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write this file, in a folder bugs/. Default: cases/bugs/<id>.toml.",
+)
+@click.option("--force", is_flag=True, help="Replace a file that exists.")
+@click.option("--dry-run", is_flag=True, help="Print the bug file, write nothing.")
+@json_option
+@root_option
+def import_command(  # noqa: PLR0913  one parameter per option
+    *,
+    file: str,
+    bug_id: str,
+    link: str,
+    day: datetime.datetime | None,
+    full_size: bool,
+    output: Path | None,
+    force: bool,
+    dry_run: bool,
+    json_file: Path | None,
+    root: str | None,
+) -> None:
+    """Turn a bug report into a bug file: the case that it describes, and where every value comes from."""
+    from harness.bugs.importing import Asked, import_report
+    from harness.bugs.report import read_report
+    from harness.matrix.bugfile import write_bug_file
+    from harness.report.imported import imported_json, imported_text
+
+    asked = Asked(
+        today=datetime.datetime.now(tz=datetime.UTC).date(),
+        id=bug_id,
+        link=link,
+        day=None if day is None else day.date(),
+        full_size=full_size,
+    )
+    found = import_report(read_report(_content(file), where="stdin" if file == "-" else Path(file).name), asked)
+    text = write_bug_file(found.bug)
+    path = None if dry_run else _path(found.bug.id, output, root, force=force)
+    if path is not None:
+        write_whole(path, text.encode())
+    shown = None if path is None else str(path)
+    to_stderr = dry_run or str(json_file) == "-"
+    click.echo(imported_text(found, file=shown), nl=False, err=to_stderr)
+    if json_file is not None:
+        _write_json(json_file, imported_json(found, file=shown))
+    elif dry_run:
+        click.echo(text, nl=False)
+
+
+def _content(file: str) -> bytes:
+    """The bytes of a file or of stdin: at most one more than is read of a report."""
+    from harness.bugs.report import MAX_BYTES
+
+    if file == "-":
+        return sys.stdin.buffer.read(MAX_BYTES + 1)
+    try:
+        with Path(file).open("rb") as stream:
+            return stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        fix = "give the file of a report, or - to read stdin."
+        raise HarnessError(f"cannot be read: {error.strerror}.", where=file, fix=fix) from error
+
+
+def _path(bug_id: str, output: Path | None, root: str | None, *, force: bool) -> Path:
+    """Where the bug file goes. HarnessError where one is that nobody asked to replace."""
+    from harness.matrix.bugfile import FOLDER
+    from harness.project import find_project
+
+    path = output
+    if path is None:
+        project = find_project(root)
+        project.check_writable()
+        path = project.bugs / f"{bug_id}.toml"
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    if path.suffix != ".toml":
+        raise HarnessError("there is no file to write to.", where=str(path), fix="give FILE.toml.")
+    if path.resolve().parent.name != FOLDER:
+        fix = f"name a file in a folder {FOLDER}/, such as cases/{FOLDER}/{bug_id}.toml."
+        raise HarnessError("bug files are told by their folder.", where=str(path), fix=fix)
+    if path.exists() and not force:
+        raise HarnessError("this file exists.", where=str(path), fix="name another by --output, or give --force.")
+    return path
+
+
+def _write_json(path: Path, content: bytes) -> None:
+    if str(path) == "-":
+        click.echo(content.decode(), nl=False)
+    else:
+        write_whole(path, content)

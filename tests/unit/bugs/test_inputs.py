@@ -1,0 +1,164 @@
+"""What a report may be written in, and what never leaves it: secrets, folders, control characters."""
+
+from __future__ import annotations
+
+import datetime
+import time
+
+import pytest
+
+from harness.bugs.importing import Asked, ImportedBug, import_report
+from harness.bugs.report import MAX_BYTES, clean_words, read_report
+from harness.errors import HarnessError
+from harness.matrix.bugfile import read_bug_file, write_bug_file
+from harness.matrix.caseid import case_id
+from harness.report.imported import imported_json, imported_text
+
+TOML = """
+[model]
+flavor = "8B"
+converters = ["quantize.linear.float8"]
+[parallelism]
+tensor_parallel_degree = 2
+data_parallel_shard_degree = 4
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = true
+filter_fqns = ["output"]
+[activation_checkpoint]
+mode = "full"
+"""
+PYTHON = """
+def ours() -> Trainer.Config:
+    return Trainer.Config(
+        model_spec=model_registry("8B"),
+        model_converters=ModelConverters.Config(converters=[Float8LinearConverter.Config(recipe_name="rowwise")]),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2, data_parallel_shard_degree=2),
+        activation_checkpoint=FullAC.Config(),
+        compile=CompileConfig(enable=True),
+    )
+"""
+YAML = """
+base_model: meta-llama/Llama-3.1-8B
+fp8: true
+fp8_enable_fsdp_float8_all_gather: true
+gradient_checkpointing: true
+micro_batch_size: 2
+sequence_len: 4096
+fsdp_version: 2
+num_processes: 2
+"""
+FLAGS = "torchrun --nproc_per_node=8 -m torchtitan.train --parallelism.tensor-parallel-degree=4 --compile.no-enable"
+
+
+def imported(text: str | bytes, where: str = "report.md", **asked: object) -> ImportedBug:
+    content = text if isinstance(text, bytes) else text.encode()
+    today = datetime.date(2026, 11, 22)
+    return import_report(read_report(content, where=where), Asked(**{"today": today, "id": "x", **asked}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "expected"),
+    [
+        (TOML, "8b.toml", "fsdp4-tp2-tensorwise-ag.fp8-ac.full-kvheads.4-v2048-b16"),
+        (TOML.replace('"full"', "full"), "8b.toml", "fsdp4-tp2-tensorwise-ag.fp8-ac.full-kvheads.4-v2048-b16"),
+        (PYTHON, "config.py", "fsdp2-tp2-rowwise-ac.full-graph-kvheads.4-v2048-gb4-b16"),
+        (YAML, "axolotl.yaml", "fsdp2-tensorwise-ag.fp8-ac.full-kvheads.4-v2048-gb4-b16"),
+        (FLAGS, "command.txt", "fsdp2-tp4-bf16-ac.layer2-v2048-gb4-b16"),
+    ],
+)
+def test_configurations_are_read(text: str, where: str, expected: str) -> None:
+    found = imported(text, where)
+    assert found.bug.case is not None
+    styles = "-tpstyle.fp8" if "tpstyle" in case_id(found.bug.case) else ""
+    assert case_id(found.bug.case).replace(styles, "") == expected
+    assert found.bug.bug.title == f"the job of {where}"
+
+
+def test_the_reduce_dtype_is_an_axis_and_clipping_is_told() -> None:
+    flags = "--parallelism.data_parallel_shard_degree 2 --training.mixed_precision_reduce bfloat16"
+    found = imported(f"{flags} --training.max_norm 0.5")
+    assert found.bug.case is not None and found.bug.case.train.reduce_dtype == "bfloat16"
+    assert found.bug.missing == {} and any("clipping" in words for words in found.ignored)
+
+
+def test_toml_without_a_date_is_of_the_last_torchtitan_with_toml() -> None:
+    assert imported(TOML).day == datetime.date(2026, 2, 22)
+    assert imported(PYTHON).day == datetime.date(2026, 11, 22)
+    assert imported(TOML, day=datetime.date(2025, 1, 1)).day == datetime.date(2025, 1, 1)
+
+
+SECRETS = """# float8 crash on TP=2 by ann@example.com HF_TOKEN=hf_abcdefghijklmnop
+export WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567
+HF_TOKEN="hf_qrstuvwxyz0" torchrun /home/ann/private/t.py --tensor_parallel_degree 2 --float8.recipe_name rowwise
+ValueError: cannot read /home/ann/private/model.bin with token: ghp_0123456789abcdefghijkl \x1b[31mred\x1b[0m\x07 %s {0}
+"""
+
+
+def test_secrets_folders_and_escapes_never_leave_a_report() -> None:
+    found = imported(SECRETS)
+    shown = write_bug_file(found.bug) + imported_text(found, file=None) + imported_json(found, file=None).decode()
+    for secret in ("hf_", "ghp_", "0123456789abcdef", "/home", "ann@", "WANDB", "HF_TOKEN", "\x1b", "\x07"):
+        assert secret not in shown, secret
+    assert found.bug.stated["tp"] == "--tensor_parallel_degree 2"
+    assert "model.bin" in found.bug.bug.message
+
+
+def test_words_of_a_mesh_are_no_assignment() -> None:
+    assert clean_words("FSDP=16, TP=8 and MY_KEY=abc") == "FSDP=16, TP=8 and …"
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"x" * (MAX_BYTES + 1), "is no report"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"a\x00b", "zero bytes"),
+        (b" \n", "there is no text"),
+    ],
+)
+def test_what_is_no_report_is_told(content: bytes, what: str) -> None:
+    with pytest.raises(HarnessError, match=what) as raised:
+        imported(content)
+    assert raised.value.fix
+
+
+def test_a_report_without_name_asks_for_one() -> None:
+    with pytest.raises(HarnessError, match="which report it is") as raised:
+        imported("float8 crash", id="")
+    assert "--link" in str(raised.value.fix)
+    for name in ("../../x", "A b", "x" * 200):
+        with pytest.raises(HarnessError, match="not an id"):
+            imported("float8 crash", id=name)
+    assert imported("crash", id="", link="https://github.com/pytorch/ao/issues/12").bug.id == "ao-12"
+
+
+HOSTILE = {
+    "brackets": "```toml\na = " + "[" * 50_000,
+    "python": "```python\n" + "(" * 50_000 + "\n```",
+    "numbers": "```python\nx = " + "9" * 50_000 + "\n```",
+    "bomb": "a: &a [x, x]\nb: &b [*a, *a]\n" * 10_000,
+    "flags": "--a.b " * 50_000,
+    "degrees": "TP=2 FSDP=3 " * 30_000,
+    "newlines": "\n" * 300_000 + "x",
+    "spaces": "x" + " " * 300_000,
+    "indents": "".join(" " * (depth % 900) + "k:\n" for depth in range(2000)),
+    "fences": "```\n" * 50_000,
+    "escapes": "\x1b]" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_takes_bounded_time(name: str) -> None:
+    start = time.monotonic()
+    found = imported("# crash\n" + HOSTILE[name])
+    assert time.monotonic() - start < 10
+    assert len(write_bug_file(found.bug)) < 20_000
+
+
+def test_a_bug_file_reads_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    found = imported("# float8 crash\nrowwise, TP=2, 256 GPUs, FSDP2, full AC")
+    path = tmp_path / "bugs" / "x.toml"
+    path.parent.mkdir()
+    path.write_text(write_bug_file(found.bug))
+    assert read_bug_file(path).case == found.bug.case
+    assert read_bug_file(path).full_size == found.bug.full_size
