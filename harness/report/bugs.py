@@ -17,6 +17,7 @@ from harness.plural import counted
 from harness.report.wording import printable
 
 WIDTH = 78
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def bugs_text(bugs: Sequence[BugFile]) -> str:
@@ -114,7 +115,9 @@ def _independent(found: Shrunk) -> Iterable[str]:
     """The axes that were changed on the way: the failure is the same without."""
     first, last = axis_values(found.first), axis_values(found.case)
     changed = [f"{name} ({_shown(first[name])} -> {_shown(last[name])})" for name in AXES if first[name] != last[name]]
-    return _indented(f"does not depend on {', '.join(changed)}", 0) if changed else ()
+    whole = [each.replace(" ", _NO_BREAK) for each in changed]
+    lines = _indented(f"does not depend on {', '.join(whole)}", 0) if changed else []
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _by_axis(attempts: Sequence[Attempt]) -> Mapping[str, list[Attempt]]:
