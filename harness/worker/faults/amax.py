@@ -145,6 +145,15 @@ def weight_amax_over_replicas() -> None:
     _amax(change)
 
 
+def weight_amax_over_two_mesh_dims() -> None:
+    """The amax for the fp8 all-gather of HSDP is reduced over the mesh of replicas and shards, which has no group."""
+
+    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, device_mesh: Any, *rest: Any) -> torch.Tensor:
+        return stock(x, reduce_amax, device_mesh._get_root_mesh() if reduce_amax else device_mesh, *rest)
+
+    _amax(change)
+
+
 def weight_amax_not_reduced_over_shards() -> None:
     """Every FSDP rank quantizes its shard with its own scale, but one scale dequantizes all shards."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torchao.float8 import float8_linear, fsdp_utils
+from torchao.float8 import float8_linear, float8_ops, fsdp_utils
 from torchao.float8.float8_tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -192,6 +192,11 @@ def amax_strategy_missing() -> None:
     operator = torch.ops.aten.amax.default
     for table in (propagator.op_to_rules, propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs):
         table.pop(operator, None)
+
+
+def float8_operator_missing() -> None:
+    """Float8 tensors do not know `view`, which DTensor calls on them."""
+    float8_ops.FLOAT8_OPS_TABLE.pop(torch.ops.aten.view.default)
 
 
 def cast_seen_as_high_precision() -> None:
