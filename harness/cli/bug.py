@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from harness.cli.bug_check import check_command
 from harness.cli.bug_import import import_command
 from harness.cli.options import json_option, plan_parameter, root_option
 from harness.durable import write_whole
@@ -21,6 +22,7 @@ Examples:
   fp8-harness bug list                            the bugs in cases/bugs
   fp8-harness bug repro ao-1938                   does it still fail, and alike?
   fp8-harness bug shrink ao-1938 --output ao.toml the smallest case that fails alike
+  fp8-harness bug check                           are they all still found?
 """
 _REPRO_EPILOG = """\b
 Examples:
@@ -58,6 +60,7 @@ def bug() -> None:
 
 
 bug.add_command(import_command)
+bug.add_command(check_command)
 
 
 @bug.command("list")

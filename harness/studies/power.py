@@ -60,10 +60,19 @@ def carriers_among(project: Project, faults: Sequence[Fault], query: Query, *, a
     }
 
 
-def run_power(project: Project, faults: Sequence[Fault], carriers: Carriers, plan: Plan, progress: Progress) -> Power:
-    """Run every fault in each of its carriers, and these carriers clean. Ctrl-C keeps finished runs."""
+def run_power(
+    project: Project,
+    faults: Sequence[Fault],
+    carriers: Carriers,
+    plan: Plan,
+    progress: Progress,
+    *,
+    others: Sequence[Case] = (),
+) -> Power:
+    """Run every fault in each of its carriers; these and the `others` clean. Ctrl-C keeps finished runs."""
     started_s = time.monotonic()
-    used = tuple({case_id(case): case for fault in faults for case in carriers[fault.name]}.values())
+    carrying = [case for fault in faults for case in carriers[fault.name]]
+    used = tuple({case_id(case): case for case in (*carrying, *others)}.values())
     check_fits(used, plan)
     clean = [_Planting(case=case) for case in used]
     plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in carriers[fault.name]))

@@ -1,0 +1,54 @@
+"""`fp8-harness bug check`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import msgspec
+
+from harness.cli.options import json_option, plan_parameter, root_option
+from harness.durable import write_whole
+from harness.running.plan import Plan
+
+_EPILOG = """\b
+Examples:
+  fp8-harness bug check                    every bug file that is live or fixed
+  fp8-harness bug check ao-1086 ao-933     two of them
+  fp8-harness bug check -j 4 --json corpus.json
+
+\b
+Exit codes: 0 all as their files say, 1 a mismatch, 2 usage error or bad input, 3 no bug to check, 4 only infrastructure
+failed, 130 interrupted.
+"""
+
+
+@click.command("check", epilog=_EPILOG)
+@click.argument("names", metavar="[ID]...", nargs=-1)
+@json_option
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@plan_parameter
+@root_option
+def check_command(
+    *, names: tuple[str, ...], json_file: Path | None, quiet: bool, plan_for: Callable[..., Plan], root: str | None
+) -> int:
+    """Prove bug files: live bugs fail as recorded, fixed ones pass, and fail with their planted faults.
+
+    ID is the name of a bug file. A finding that counts is of a check in its `detected_by`.
+    """
+    from harness.bugs.corpus import check_corpus, provable_bugs
+    from harness.project import find_project
+    from harness.report.corpus import corpus_json, corpus_text
+    from harness.running.progress import open_progress
+
+    project = find_project(root)
+    bugs = provable_bugs(project, names)
+    plan = msgspec.structs.replace(plan_for(), root_option=root)
+    with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
+        corpus = check_corpus(project, bugs, plan, progress)
+    click.echo(corpus_text(corpus), nl=False)
+    if json_file is not None:
+        write_whole(json_file, corpus_json(corpus))
+    return corpus.exit_code
