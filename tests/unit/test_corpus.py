@@ -1,0 +1,191 @@
+"""The corpus: what a proof of a bug file says, and that every shipped file can be proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.bugs.corpus import Corpus, Proof, proofs, provable_bugs
+from harness.checks.judge import CHECKS
+from harness.errors import HarnessError
+from harness.matrix.bugfile import Bug, BugFile, read_bugs
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.choice import carries
+from harness.matrix.faults import fault_named
+from harness.matrix.known import KnownFault, matching
+from harness.matrix.rules import expected_refusal
+from harness.project import Project, find_project
+from harness.report.corpus import corpus_json, corpus_text
+from harness.running.selection import recorded_faults
+from harness.studies.kill_matrix import UNFINISHED, Power, Trial
+from harness.verdict import ExitCode, Verdict
+from tests.builders import make_known
+
+TRAINS = parse_case_id("single-tensorwise-v2048-s2-f64")
+REFUSED = parse_case_id("tp2-tensorwise-head.fp8-v2256-s2-f64")
+FAULT = "amax_without_abs"
+LIVE: dict[str, Any] = {"status": "live", "planted": ()}
+
+
+def bug(case: Case = TRAINS, **changes: Any) -> BugFile:
+    fields: dict[str, Any] = {"title": "t", "link": "l", "status": "fixed", "symptom": "wrong_numbers"}
+    found = {"detected_by": ("scales",), "planted": (FAULT,)}
+    return BugFile(id="ao-1", where="ao-1.toml", bug=Bug(**(fields | found | changes)), case=case)
+
+
+def trial(verdict: Verdict, *checks: str, fault: str | None = None, not_reached: str = "") -> Trial:
+    return Trial(
+        fault=fault,
+        group="A" if fault else None,
+        equivalent=False,
+        case_id="",
+        verdict=verdict,
+        checks=checks,
+        first_step=1,
+        excess=None,
+        message="it says so" if checks else "",
+        baseline=UNFINISHED,
+        not_reached=not_reached,
+    )
+
+
+def check(file: BugFile, *trials: Trial, known: tuple[KnownFault, ...] = (), interrupted: bool = False) -> Corpus:
+    assert file.case is not None
+    ran = [replace(each, case_id=case_id(file.case)) for each in trials]
+    power = Power(
+        trials=tuple(each for each in ran if each.fault),
+        clean=tuple(each for each in ran if not each.fault),
+        wall_s=1.0,
+        interrupted=interrupted,
+    )
+    return proofs([file], power, known)
+
+
+def only(corpus: Corpus) -> Proof:
+    (proof,) = corpus.proofs
+    return proof
+
+
+PASSED = trial(Verdict.PASSED)
+FOUND = trial(Verdict.INVARIANT, "scales", "parity", fault=FAULT)
+
+
+def test_a_fixed_bug_passes_and_its_fault_is_found() -> None:
+    corpus = check(bug(), PASSED, FOUND)
+    assert only(corpus).mismatches == only(corpus).undecided == ()
+    assert only(corpus).detected_by == ("scales",)
+    assert corpus.exit_code == ExitCode.GOOD
+
+
+@pytest.mark.parametrize(
+    ("trials", "says"),
+    [
+        ((trial(Verdict.NUMERIC, "parity"), FOUND), "it must pass, but it computed wrong numbers: it says so"),
+        ((PASSED, trial(Verdict.PASSED, fault=FAULT)), "no check found the fault"),
+        ((PASSED, trial(Verdict.NUMERIC, "parity", fault=FAULT)), "is found by parity, not by scales"),
+        ((PASSED, trial(Verdict.CRASH, "engine", fault=FAULT, not_reached="KeyError: x")), "KeyError: x"),
+    ],
+)
+def test_a_fixed_bug_that_is_not_so(trials: tuple[Trial, ...], says: str) -> None:
+    corpus = check(bug(), *trials)
+    (told,) = only(corpus).mismatches
+    assert says in told
+    assert corpus.exit_code == ExitCode.FAILED
+
+
+def test_a_check_that_never_finds_the_bug_is_not_among_those_that_do() -> None:
+    corpus = check(bug(detected_by=("scales", "traffic")), PASSED, FOUND)
+    assert only(corpus).mismatches == ("traffic found nothing; found by parity, scales",)
+
+
+def test_a_fixed_bug_needs_a_fault_that_fits_a_case_that_trains() -> None:
+    assert only(check(bug(planted=()), PASSED)).mismatches == ("no planted fault brings it back",)
+    corpus = check(bug(planted=("amax_not_reduced_over_tp",)), PASSED)
+    assert only(corpus).mismatches == ("amax_not_reduced_over_tp cannot be planted in it",)
+    assert only(check(bug(REFUSED), PASSED)).mismatches == ("it is refused: a fixed bug trains",)
+
+
+def test_another_recorded_bug_may_show_in_the_case_of_a_fixed_one() -> None:
+    clean, record = trial(Verdict.KNOWN, "traffic"), make_known(where="tp=1", fix="x.py:apply")
+    assert only(check(bug(), clean, FOUND, known=(record,))).mismatches == ()
+    corpus = check(bug(link=record.link), clean, FOUND, known=(record,))
+    assert only(corpus).mismatches == ("it is recorded in known.toml: it is live",)
+
+
+@pytest.mark.parametrize(
+    ("clean", "says"),
+    [
+        (trial(Verdict.KNOWN, "scales"), ""),
+        (trial(Verdict.KNOWN, "traffic"), "scales found nothing; found by traffic"),
+        (trial(Verdict.UNEXPECTED_PASS), "it must fail as recorded, but it passed although an upstream fault"),
+        (PASSED, "it must fail as recorded, but it passed every check"),
+    ],
+)
+def test_a_live_bug_fails_as_recorded(clean: Trial, says: str) -> None:
+    told = only(check(bug(**LIVE), clean)).mismatches
+    assert (says in told[0]) if says else not told
+
+
+def test_a_refusal_is_live() -> None:
+    file = bug(REFUSED, **LIVE | {"detected_by": ("alignment",)})
+    assert only(check(file, PASSED)).mismatches == ()
+    (told,) = only(check(file, trial(Verdict.INVARIANT, "alignment"))).mismatches
+    assert told.startswith("it must be refused (")
+
+
+def test_what_did_not_run_proves_nothing() -> None:
+    corpus = check(bug(), PASSED, interrupted=True)
+    assert only(corpus).undecided == (f"{FAULT} was not run",)
+    assert corpus.exit_code == ExitCode.INTERRUPTED
+    corpus = check(bug(), PASSED, trial(Verdict.INFRA, fault=FAULT))
+    assert only(corpus).mismatches == ()
+    assert corpus.exit_code == ExitCode.INFRA
+
+
+def test_the_report_has_a_line_for_every_fault_and_says_what_is_wrong() -> None:
+    file = bug(planted=(FAULT, "eps_lost"))
+    corpus = check(file, PASSED, FOUND)
+    text = corpus_text(corpus)
+    assert "ao-1  single-tensorwise-v2048-s2-f64  passed  amax_without_abs: invariant  MISMATCH" in text
+    assert "  ao-1: eps_lost cannot be planted in it" in text
+    assert text.endswith("1 bug: 0 live, 1 fixed; 1 not as the file says; 1 s\n")
+    assert b'"bug": "ao-1"' in corpus_json(corpus)
+
+
+def test_bugs_are_asked_for_by_name(tmp_path: Path) -> None:
+    project = find_project()
+    assert [each.id for each in provable_bugs(project, ["ao-1938", "ao-933"])] == ["ao-1938", "ao-933"]
+    with pytest.raises(HarnessError, match="no bug file is named 'ao-193'"):
+        provable_bugs(project, ["ao-193"])
+    with pytest.raises(HarnessError, match="a bug that is refused proves nothing"):
+        provable_bugs(project, ["torchtitan-560"])
+    with pytest.raises(HarnessError, match="no bug file is named"):
+        provable_bugs(Project(root=tmp_path, state=tmp_path), ["ao-1"])
+
+
+SHIPPED = read_bugs(find_project().bugs)
+RECORDS = recorded_faults(find_project())
+
+
+def test_the_corpus_is_large_and_its_files_are_of_different_bugs() -> None:
+    assert sum(each.runs for each in SHIPPED) >= 45
+    assert len({each.bug.title for each in SHIPPED}) == len(SHIPPED)
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.id)
+def test_a_shipped_bug_can_be_proved(file: BugFile) -> None:
+    found = file.bug
+    assert found.link == "unreported" or found.link.startswith("https://github.com/")
+    assert set(found.detected_by) <= {each.name for each in CHECKS} | {"engine"}
+    if found.status not in ("live", "fixed"):
+        return
+    case = file.runnable()
+    if found.status == "live":
+        assert matching(RECORDS, case) or expected_refusal(case) is not None
+    else:
+        assert found.planted
+        assert [name for name in found.planted if not carries(case, fault_named(name), RECORDS)] == []
