@@ -22,7 +22,7 @@ from harness.verdict import ExitCode, FailureSignature
 Answer = Literal["reproduced", "another failure", "not reproduced", "cannot tell"]
 
 CANNOT_TELL = 125  # for `git bisect run`: skip this commit
-_ALIKE = 0.5  # of the words of a reported error that must be in the one that is found
+_SHARE = 0.5  # of the words of a reported error that must be in the one that is found
 _MEMORY = ("memory", "live_memory", "leaks")
 # The checks by which each kind of symptom shows itself; None: any check.
 _SHOWN_BY: dict[str, tuple[str, ...] | None] = {
@@ -80,8 +80,15 @@ def _answer(found: Tried, expected: FailureSignature | None, bug: Bug | None) ->
     if found.signature is None:
         return "not reproduced"
     if expected is not None:
-        return "reproduced" if found.signature == expected else "another failure"
+        return "reproduced" if alike(found.signature, expected) else "another failure"
     return "reproduced" if bug is None or shows(bug, found.signature) else "another failure"
+
+
+def alike(one: FailureSignature, other: FailureSignature) -> bool:
+    """True for equal signatures, and for a crash with the same exception: its calls move between versions of torch."""
+    if one.kind == "crash":
+        one, other = (msgspec.structs.replace(each, where=()) for each in (one, other))
+    return one == other
 
 
 def shows(bug: Bug, signature: FailureSignature) -> bool:
@@ -90,7 +97,7 @@ def shows(bug: Bug, signature: FailureSignature) -> bool:
         return signature.kind == "hang" or "CollectiveMismatch" in signature.what
     if bug.symptom in ("crash", "unknown") and signature.kind == "crash":
         words = set(_WORD.findall(normalized(bug.message)))
-        return not words or len(words & set(_WORD.findall(signature.what))) >= _ALIKE * len(words)
+        return not words or len(words & set(_WORD.findall(signature.what))) >= _SHARE * len(words)
     if bug.symptom == "crash" or signature.kind in ("crash", "hang"):
         return False
     checks = _SHOWN_BY[bug.symptom]

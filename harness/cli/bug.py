@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from harness.cli.bug_bisect import bisect_command
 from harness.cli.bug_check import check_command
 from harness.cli.bug_import import import_command
 from harness.cli.options import json_option, plan_parameter, root_option
@@ -22,6 +23,7 @@ Examples:
   fp8-harness bug list                            the bugs in cases/bugs
   fp8-harness bug repro ao-1938                   does it still fail, and alike?
   fp8-harness bug shrink ao-1938 --output ao.toml the smallest case that fails alike
+  fp8-harness bug bisect ao-1938 --package torchao --good 0.6.1 --bad 0.18.0
   fp8-harness bug check                           are they all still found?
 """
 _REPRO_EPILOG = """\b
@@ -60,6 +62,7 @@ def bug() -> None:
 
 
 bug.add_command(import_command)
+bug.add_command(bisect_command)
 bug.add_command(check_command)
 
 
@@ -96,6 +99,12 @@ def _trial_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @bug.command("repro", epilog=_REPRO_EPILOG)
 @_trial_options
 @click.option(
+    "--like",
+    metavar="FILE.json",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Look for the failure of an earlier `--json FILE.json`.",
+)
+@click.option(
     "--exit-code", "bisect", is_flag=True, help="Exit as `git bisect run` wants it: 0 gone, 1 there, 125 skip."
 )
 def repro_command(*, bisect: bool, **given: Any) -> int:
@@ -120,6 +129,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     case: str,
     inject: tuple[str, ...],
     planted: bool,
+    like: Path | None,
     json_file: Path | None,
     quiet: bool,
     plan_for: Callable[..., Plan],
@@ -129,7 +139,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     from harness.bugs.reproduce import reproduced
     from harness.bugs.trials import open_trials, tried
     from harness.project import find_project
-    from harness.report.bugs import reproduced_json, reproduced_text
+    from harness.report.bugs import read_reproduced, reproduced_json, reproduced_text
     from harness.running.machine import hardware, installed_version
     from harness.running.progress import open_progress
 
@@ -145,7 +155,8 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     packages = asked.bug.bug.versions if asked.bug is not None else ()
     installed = {package: version for package in packages if (version := installed_version(package)) is not None}
     device = "the virtual FP8 device" if plan.device == "cpu" else hardware(plan.device)
-    found = reproduced(asked, tried(result), installed=installed, device=device)
+    earlier = None if like is None else read_reproduced(like).found.signature
+    found = reproduced(asked, tried(result), installed=installed, device=device, like=earlier)
     click.echo(reproduced_text(found), nl=False, err=str(json_file) == "-")
     _write(json_file, lambda: reproduced_json(found))
     return found

@@ -5,10 +5,15 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from harness.bugs.bisect import Bisected
 from harness.bugs.reproduce import Reproduced
 from harness.bugs.shrink import Attempt, Shrunk
+from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.axes import AXES, axis_values, own_axes
 from harness.matrix.bugfile import BugFile
@@ -57,6 +62,36 @@ def reproduced_text(found: Reproduced) -> str:
 def reproduced_json(found: Reproduced) -> bytes:
     """The same as JSON."""
     return to_json(found, indent=2) + b"\n"
+
+
+def read_reproduced(path: Path) -> Reproduced:
+    """What `bug repro --json` wrote. HarnessError for anything else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Reproduced)
+    except msgspec.DecodeError as error:
+        raise HarnessError(f"not written by `bug repro --json`: {error}.", where=str(path)) from error
+
+
+def bisected_text(found: Bisected) -> str:
+    """The version with which the failure comes or goes beside the one before, what lies between, and what was tried."""
+    what = "that fails" if found.after.answer == "bad" else "without the failure"
+    lines = [f"the first version {what}: {found.package} {_one_of(found)}"]
+    for told in (found.before, found.after):
+        lines += _pair(told.answer, f"{told.version}: {told.why}")
+    if found.unknown:
+        lines += [line for told in found.unknown for line in _pair("skipped", f"{told.version}: {told.why}")]
+    tried = ", ".join(f"{told.version} {told.answer}{' (kept)' * told.cached}" for told in found.tried)
+    return "\n".join([*lines, *_pair("tried", tried), ""])
+
+
+def bisected_json(found: Bisected) -> bytes:
+    """The same as JSON."""
+    return to_json(found, indent=2) + b"\n"
+
+
+def _one_of(found: Bisected) -> str:
+    versions = [told.version for told in (*found.unknown, found.after)]
+    return " or ".join(filter(None, (", ".join(versions[:-1]), versions[-1])))
 
 
 def shrunk_text(found: Shrunk, *, injected: Sequence[str] = ()) -> str:

@@ -1,0 +1,135 @@
+"""The released version of a package with which a failure comes, or goes, found by halving.
+
+Every version gets an environment of its own that has this version and sees all other packages of the one that runs.
+`bug repro` runs there, and looks for the failure that the bad version shows. Versions that cannot be installed, or that
+show something else, are skipped and named. Answers are kept, so that a search that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from harness.durable import WriteFailed, append_line
+from harness.errors import HarnessError
+from harness.project import Project
+
+Answer = Literal["good", "bad", "skipped"]
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What one version shows: good without the failure, bad with it, skipped where it tells nothing; and why."""
+
+    version: str
+    answer: Answer
+    why: str
+    cached: bool = False
+
+
+class Bisected(msgspec.Struct, frozen=True, kw_only=True):
+    """Between which versions the failure comes or goes. `unknown`: versions between them that tell nothing."""
+
+    package: str
+    before: Told
+    after: Told  # the first version that shows the other answer
+    unknown: tuple[Told, ...]
+    tried: tuple[Told, ...]  # in the order of the search
+
+
+Ask = Callable[[str], Told]  # one version, installed and run
+
+
+class Answers:
+    """What versions have told, on disk. What was skipped is asked again: the machine may have been to blame."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known = _read(path)
+
+    def ask(self, version: str, ask: Ask) -> Told:
+        """What a version tells, from the file where it is there."""
+        if version in self._known:
+            return msgspec.structs.replace(self._known[version], cached=True)
+        told = ask(version)
+        self._known[version] = told
+        if told.answer != "skipped":
+            with contextlib.suppress(WriteFailed):  # a full disk costs time, not truth
+                append_line(self._path, msgspec.json.encode(told))
+        return told
+
+
+def open_answers(project: Project, parts: Sequence[str]) -> Answers:
+    """The answers for a search. `parts` is all that they depend on besides the version."""
+    return Answers(project.state / "bisects" / f"{key_of(parts)}.jsonl")
+
+
+def key_of(parts: Sequence[str]) -> str:
+    """A name for files about these parts."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def bisect(
+    versions: Sequence[str],
+    bad: str,
+    ask: Ask,
+    answers: Answers,
+    *,
+    package: str,
+    note: Callable[[str], None] = lambda text: None,
+) -> Bisected:
+    """Where the answers of `versions`, oldest first, change: of the first and the last one is good and one is bad.
+
+    `bad`: which of the two it is. It is asked first, because it says what failure is looked for. HarnessError where the
+    answers of these two are not as said.
+    """
+    if len(versions) < 2:
+        what = f"there are {len(versions)} versions from the good to the bad one; a search needs two."
+        raise HarnessError(what, where=f"--package {package}", fix=f"see `pip index versions {package}`.")
+    told: dict[str, Told] = {}
+
+    def asked(version: str) -> Told:
+        if version not in told:
+            told[version] = answers.ask(version, ask)
+            note(f"{package} {version}: {told[version].answer}{' (kept)' * told[version].cached}: {told[version].why}")
+        return told[version]
+
+    other = versions[0] if versions[-1] == bad else versions[-1]
+    for version, expected in ((bad, "bad"), (other, "good")):
+        found = asked(version)
+        if found.answer != expected:
+            fix = f"give another --{expected} version."
+            what = f"{package} {version} is {found.answer}, not {expected}: {found.why}."
+            raise HarnessError(what, where=f"--{expected} {version}", fix=fix)
+    low, high = 0, len(versions) - 1
+    while (middle := _next(versions, low, high, told)) is not None:
+        answer = asked(versions[middle]).answer
+        if answer != "skipped":
+            low, high = (middle, high) if answer == told[versions[low]].answer else (low, middle)
+    return Bisected(
+        package=package,
+        before=told[versions[low]],
+        after=told[versions[high]],
+        unknown=tuple(told[version] for version in versions[low + 1 : high]),
+        tried=tuple(told.values()),
+    )
+
+
+def _next(versions: Sequence[str], low: int, high: int, told: Mapping[str, Told]) -> int | None:
+    """The index to ask next: of those that were not asked, the nearest to the middle; None for none."""
+    middle = (low + high) / 2
+    free = [at for at in range(low + 1, high) if versions[at] not in told]
+    return min(free, key=lambda at: (abs(at - middle), at), default=None)
+
+
+def _read(path: Path) -> dict[str, Told]:
+    found = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(msgspec.DecodeError):  # a crash cut it in two
+            told = msgspec.json.decode(line, type=Told)
+            found[told.version] = told
+    return found

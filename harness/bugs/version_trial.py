@@ -1,0 +1,75 @@
+"""One version of a package: `bug repro` in its environment, and what that says.
+
+The first version that fails decides what is looked for: all others must fail alike (`--like`).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from harness.bugs.bisect import Answer, Told, key_of
+from harness.bugs.releases import NotInstalled, Source, python_with
+from harness.bugs.reproduce import Reproduced
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.project import Project
+from harness.running.witness_key import source_digest
+
+_TRIAL_S = 1800.0  # of one case and its witnesses
+_HARNESS = Path(__file__).parents[1]
+_NOT_IMPORTED = re.compile(r"ModuleNotFoundError|ImportError")
+_ANSWERS: dict[int, Answer] = {0: "good", 1: "bad"}
+
+
+class VersionTrial:
+    """Asks versions of one package about one case, `asked` on the command line, with further `words` there."""
+
+    def __init__(
+        self, project: Project, asked: str, case: Case, *, package: str, source: Source, words: Sequence[str] = ()
+    ) -> None:
+        self._asked, self._case, self._package = asked, case, package
+        self._source, self._words = source, tuple(words)
+        self._folder = project.state / "versions"
+
+    @property
+    def depends_on(self) -> tuple[str, ...]:
+        """What the answers depend on besides the version: the case, the injections, and the harness itself."""
+        sources = source_digest(_HARNESS, _HARNESS.rglob("*.py"))
+        return (case_id(self._case), self._package, *self._words, sources)
+
+    def ask(self, version: str) -> Told:
+        """Install the version and run the case with it. A version that tells nothing is skipped, with the reason."""
+        try:
+            python = python_with(self._package, version, self._source, self._folder)
+            answer, why = self._repro(python, version)
+        except NotInstalled as error:
+            return Told(version=version, answer="skipped", why=f"not installed: {error}")
+        except subprocess.TimeoutExpired:
+            return Told(version=version, answer="skipped", why=f"took longer than {_TRIAL_S:.0f} s")
+        return Told(version=version, answer=answer, why=why)
+
+    def _repro(self, python: Path, version: str) -> tuple[Answer, str]:
+        """What `bug repro --exit-code` answers, and what it says in a line."""
+        result = self._folder / f"{self._package}-{version}.json"
+        first = self._folder / f"{key_of(self.depends_on)}.json"
+        result.unlink(missing_ok=True)
+        like = ("--like", str(first)) if first.exists() else ()
+        repro = ("-m", "harness", "bug", "repro", self._asked, "--exit-code", "-q", "--json", str(result))
+        done = subprocess.run(
+            [str(python), *repro, *like, *self._words], capture_output=True, text=True, timeout=_TRIAL_S, check=False
+        )
+        if not result.exists():
+            errors = [line for line in done.stderr.splitlines() if line.strip()]
+            return "skipped", errors[-1] if errors else f"it ended with {done.returncode}"
+        found = msgspec.json.decode(result.read_bytes(), type=Reproduced).found
+        if found.signature is not None and _NOT_IMPORTED.match(found.signature.what):
+            return "skipped", f"not imported: {found.signature.what}"
+        answer = _ANSWERS.get(done.returncode, "skipped")
+        if answer == "bad" and not like:
+            first.write_bytes(result.read_bytes())
+        return answer, found.text

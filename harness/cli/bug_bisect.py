@@ -1,0 +1,95 @@
+"""`fp8-harness bug bisect`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from harness.cli.options import root_option
+from harness.durable import write_whole
+
+_EPILOG = """\b
+Examples:
+  fp8-harness bug bisect ao-1938 --package torchao --good 0.6.1 --bad 0.18.0
+  fp8-harness bug bisect tp2-rowwise-v2048-s2-f64 --package torchao --good 0.14.1 --bad 0.18.0
+  fp8-harness bug bisect ao-2677 --package torchao --bad 0.10.0 --good 0.18.0
+  fp8-harness bug bisect my.toml --package torchao --good 0.14.1 --bad 0.18.0 --find-links wheels/
+
+\b
+Every version is installed once, into an environment in the state folder
+that sees all other packages of this one; what it showed is kept. Over
+commits: git bisect run fp8-harness bug repro CASE --exit-code
+
+\b
+Exit codes: 0 the version was found, 2 usage error, or the good
+version is not good or the bad one not bad, 130 interrupted.
+"""
+
+
+@click.command("bisect", epilog=_EPILOG)
+@click.argument("case", metavar="CASE")
+@click.option("--package", required=True, help="The package to bisect, such as torchao.")
+@click.option("--good", metavar="VERSION", required=True, help="A version with which CASE does not fail.")
+@click.option("--bad", metavar="VERSION", required=True, help="A version with which it fails.")
+@click.option("--index-url", metavar="URL", help="Take versions from this package index.")
+@click.option(
+    "--find-links",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Take versions from the wheels in this folder, and from no index.",
+)
+@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank. Repeatable.")
+@click.option("--json", "json_file", metavar="FILE", type=click.Path(path_type=Path), help="Write the result as JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@root_option
+def bisect_command(  # noqa: PLR0913  one parameter per option
+    *,
+    case: str,
+    package: str,
+    good: str,
+    bad: str,
+    index_url: str | None,
+    find_links: Path | None,
+    inject: tuple[str, ...],
+    json_file: Path | None,
+    quiet: bool,
+    root: str | None,
+) -> None:
+    """Find the released version of a package with which CASE starts to fail, or stops to.
+
+    Where --good is older than --bad, the first version that fails; otherwise the first one without the failure.
+
+    CASE is the id of a case, a file with one case, or the name of a bug file.
+    """
+    from harness.bugs.asked import asked_case
+    from harness.bugs.bisect import bisect, open_answers
+    from harness.bugs.releases import Source, versions_between
+    from harness.bugs.version_trial import VersionTrial
+    from harness.project import find_project
+    from harness.report.bugs import bisected_json, bisected_text
+    from harness.running.progress import open_progress
+
+    project = find_project(root)
+    asked = asked_case(project, case)
+    source = Source(index_url=index_url, find_links=find_links)
+    versions = versions_between(package, good, bad, source)
+    words = (*(("--root", root) if root is not None else ()), *(word for each in inject for word in ("--inject", each)))
+    trial = VersionTrial(project, case, asked.case, package=package, source=source, words=words)
+    with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
+        answers = open_answers(project, trial.depends_on)
+        found = bisect(versions, _spelled(bad, versions), trial.ask, answers, package=package, note=progress.note)
+    click.echo(bisected_text(found), nl=False, err=str(json_file) == "-")
+    if str(json_file) == "-":
+        click.echo(bisected_json(found).decode(), nl=False)
+    elif json_file is not None:
+        write_whole(json_file, bisected_json(found))
+
+
+def _spelled(version: str, versions: Sequence[str]) -> str:
+    """The version as the index spells it."""
+    from packaging.version import Version
+
+    return next(each for each in versions if Version(each) == Version(version))

@@ -1,0 +1,92 @@
+"""Bisecting versions: the change is found, what tells nothing is skipped and named, and answers are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.bugs.bisect import Answers, Bisected, Told, bisect
+from harness.bugs.releases import Source, versions_between
+from harness.errors import HarnessError
+from harness.report.bugs import bisected_text
+
+PACKAGE = "fp8_harness_toy"
+
+
+class Versions:
+    """Versions 0 to n - 1: from `change` on the other answer; those in `mute` tell nothing."""
+
+    def __init__(self, count: int, change: int, mute: frozenset[int] = frozenset(), *, fixed: bool = False) -> None:
+        self.names = [f"0.{at}" for at in range(count)]
+        self.asked: list[str] = []
+        self._change, self._mute, self._fixed = change, mute, fixed
+
+    @property
+    def bad(self) -> str:
+        return self.names[0 if self._fixed else -1]
+
+    def ask(self, version: str) -> Told:
+        self.asked.append(version)
+        at = self.names.index(version)
+        if at in self._mute:
+            return Told(version=version, answer="skipped", why="not installed")
+        answer = "bad" if (at >= self._change) != self._fixed else "good"
+        return Told(version=version, answer=answer, why=f"answer {at}")  # type: ignore[arg-type]
+
+    def found(self, folder: Path) -> Bisected:
+        return bisect(self.names, self.bad, self.ask, Answers(folder / "answers.jsonl"), package="toy")
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_the_change_is_found_between_the_versions_that_tell(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(2, 12))
+    change = data.draw(st.integers(1, count - 1))
+    mute = data.draw(st.frozensets(st.integers(1, max(1, count - 2)), max_size=3)) - {0, count - 1}
+    versions = Versions(count, change, mute, fixed=data.draw(st.booleans()))
+    found = versions.found(tmp_path_factory.mktemp("bisect"))
+    before, after = (versions.names.index(told.version) for told in (found.before, found.after))
+    assert before < change <= after
+    assert {versions.names.index(told.version) for told in found.unknown} == set(range(before + 1, after)) <= mute
+    assert len(versions.asked) == len(set(versions.asked))
+
+
+def test_what_is_known_is_not_asked_again(tmp_path: Path) -> None:
+    first, again = Versions(9, 4, frozenset({3})), Versions(9, 4, frozenset({3}))
+    found = first.found(tmp_path)
+    assert again.found(tmp_path).after.version == found.after.version == "0.4"
+    assert again.asked == ["0.3"]  # what was skipped may have been the fault of the machine
+    text = bisected_text(again.found(tmp_path))
+    assert "the first version that fails: toy 0.3 or 0.4" in text
+    assert "skipped   0.3: not installed" in text and "0.8 bad (kept)" in text
+
+
+def test_the_first_version_without_the_failure_is_found_too(tmp_path: Path) -> None:
+    text = bisected_text(Versions(6, 2, fixed=True).found(tmp_path))
+    assert text.startswith("the first version without the failure: toy 0.2\n  bad       0.1: answer 1\n  good      0.2")
+
+
+def test_ends_must_be_as_said(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match=r"toy 0\.2 is good, not bad: answer 2"):
+        Versions(3, 3).found(tmp_path)
+    with pytest.raises(HarnessError, match="1 versions from the good to the bad one"):
+        Versions(1, 1).found(tmp_path)
+
+
+def test_versions_of_a_folder_are_in_order(tmp_path: Path) -> None:
+    for version in ("0.9", "0.10", "0.10rc1", "0.11", "0.2"):
+        (tmp_path / f"{PACKAGE}-{version}-py3-none-any.whl").touch()
+    (tmp_path / "other-1.0-py3-none-any.whl").touch()
+    (tmp_path / "broken.whl").touch()
+    source = Source(find_links=tmp_path)
+    assert versions_between(PACKAGE, "0.9", "0.11", source) == ("0.9", "0.10", "0.11")
+    assert versions_between(PACKAGE, "0.11", "0.10rc1", source) == ("0.10rc1", "0.10", "0.11")
+    with pytest.raises(HarnessError, match=r"0\.12 is not released there\. Fix: the newest are 0\.11, 0\.10"):
+        versions_between(PACKAGE, "0.9", "0.12", source)
+    with pytest.raises(HarnessError, match="'new' is no version"):
+        versions_between(PACKAGE, "0.9", "new", source)
