@@ -20,7 +20,7 @@ from harness.matrix.words import DTYPES, NUMBER, PRESETS, SHAPE_WORDS, hint, val
 _MAX_LENGTH = 1000  # far above any id that fits into a file name; limits the work on invalid input
 # A floating-point number may contain a minus (`lr1e-05`), and so may the preset that a file names.
 _WITH_MINUS = "|".join(map(re.escape, (preset for preset in PRESETS if "-" in preset)))
-_TOKEN = re.compile(rf"(?:(?:lr|tol\.){NUMBER}|{_WITH_MINUS}|[^-]+)(?=-|$)")
+_TOKEN = re.compile(rf"(?:(?:lr|clip|tol\.){NUMBER}|{_WITH_MINUS}|[^-]+)(?=-|$)")
 
 
 def case_id(case: Case) -> str:
