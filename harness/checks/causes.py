@@ -16,6 +16,7 @@ from harness.checks import (
     alignment,
     clipping,
     divergence,
+    evaluation,
     finite,
     fp8_on,
     graph_scales,
@@ -147,7 +148,14 @@ EFFECTS = (
     Stage(
         "results of the whole model",
         "compared with the same layout, then with one rank in FP8, then with BF16: ever more explains a difference",
-        (Told(clipping.NAME), Told(metamorphic.NAME), Told(parity.NAME), Told(finite.NAME), Told(loss_vs_golden.NAME)),
+        (
+            Told(clipping.NAME),
+            Told(evaluation.NAME),
+            Told(metamorphic.NAME),
+            Told(parity.NAME),
+            Told(finite.NAME),
+            Told(loss_vs_golden.NAME),
+        ),
     ),
 )
 

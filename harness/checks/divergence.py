@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import TypeVar
 
 from harness.checks.assembly import largest
 from harness.checks.mismatch import Mismatch, same_number
@@ -42,6 +43,7 @@ ROUNDING = 1e-6  # both scales are rounded to float32
 # Mean base-2 exponent of row scales: the share of rows whose scale moved by a power of two.
 EXPONENT_TOLERANCE = 0.25
 
+Key = TypeVar("Key", CastKey, MatmulKey)
 Difference = tuple[str, str, str]  # (value, expected, found)
 
 
@@ -97,11 +99,11 @@ class _Comparison:
         where = coordinates(self._case.layout, trace.rank)
         replay = where["dp_replicate"] * self._case.layout.dp_shard + where["dp_shard"]
         in_order: list[tuple[int, Iterator[Mismatch]]] = [
-            (cast.index, self._cast(trace.rank, key, occurrence, self._replayed(key, occurrence, replay)))
+            (cast.index, self._cast(trace.rank, key, occurrence, self._replayed(_in_witness(key), occurrence, replay)))
             for (key, occurrence), cast in casts.items()
         ]
         in_order += [
-            (matmul.index, self._matmul(trace.rank, key, matmul, self._replayed(key, occurrence, replay)))
+            (matmul.index, self._matmul(trace.rank, key, matmul, self._replayed(_in_witness(key), occurrence, replay)))
             for (key, occurrence), matmul in matmuls.items()
         ]
         present = {key for key, _ in matmuls}
@@ -115,6 +117,8 @@ class _Comparison:
 
     def _replayed(self, key: CastKey | MatmulKey, occurrence: int, replay: int) -> int:
         """The occurrence in the witness that corresponds to `occurrence` on the data-parallel rank `replay`."""
+        if isinstance(key, CastKey) and key.phase == "gathered" and self._case.train.evaluate:
+            occurrence = max(0, occurrence - 1)  # evaluation reads it first
         return replay * (self._witness_counts[key] // self._case.layout.dp) + occurrence
 
     def _missing_matmul(self, rank: int, key: MatmulKey, expected: MatmulRecord) -> Iterator[Mismatch]:
@@ -122,7 +126,7 @@ class _Comparison:
         yield Mismatch(key.step, expected.index, rank, key.fqn, what, "a scaled matmul", found)
 
     def _cast(self, rank: int, key: CastKey, occurrence: int, at: int) -> Iterator[Mismatch]:
-        found, expected = self._casts[rank][key, occurrence], self._witness_casts.get((key, at))
+        found, expected = self._casts[rank][key, occurrence], self._witness_casts.get((_in_witness(key), at))
         if key.phase == "all_gather":
             return
         operand = f"{key.role} in {key.phase}"
@@ -176,7 +180,7 @@ class _Comparison:
         return [self._casts[other][key] for other in others if key in self._casts.get(other, {})]
 
     def _matmul(self, rank: int, key: MatmulKey, found: MatmulRecord, at: int) -> Iterator[Mismatch]:
-        expected = self._witness_matmuls.get((key, at))
+        expected = self._witness_matmuls.get((_in_witness(key), at))
         if expected is None:
             yield Mismatch(key.step, found.index, rank, key.fqn, f"matmul {key.gemm}", "no such matmul", "a matmul")
             return
@@ -199,6 +203,13 @@ class _Comparison:
         if _close(wrong[0].maximum, right[0].maximum, tolerance):
             return None
         return f"scale {format_scale(right[0])} ± {tolerance:g} of it", f"scale {format_scale(wrong[0])}"
+
+
+def _in_witness(key: Key) -> Key:
+    """Where the witness, which evaluates nothing, does the same: in the forward of the same batch."""
+    if isinstance(key, CastKey):
+        return key._replace(phase="forward") if key.phase == "evaluation" else key
+    return key._replace(gemm="forward") if key.gemm == "evaluation" else key
 
 
 def _exponents(

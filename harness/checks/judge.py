@@ -22,6 +22,7 @@ import msgspec
 from harness.checks import (
     alignment,
     clipping,
+    evaluation,
     finite,
     fp8_on,
     graph_scales,
@@ -86,6 +87,7 @@ CHECKS: tuple[Check, ...] = (
     Check(name=tokens.NAME, function=tokens.check_tokens, record="inputs", absent="the model is not called as a whole"),
     Check(name=model.NAME, function=model.check_model, record="model", absent="it is not known what the ranks built"),
     Check(name=clipping.NAME, function=clipping.check_clipping),
+    Check(name=evaluation.NAME, function=evaluation.check_evaluation),
     Check(name=fp8_on.NAME, function=fp8_on.check_fp8_on),
     Check(name=matmuls.NAME, function=matmuls.check_matmuls, formula="matmuls"),
     Check(name=parity.NAME, function=parity.check_parity, record="sketches"),

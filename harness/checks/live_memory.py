@@ -46,13 +46,12 @@ def _unexpected(expect: Expectations, trace: RankTrace) -> Iterable[Finding]:
     census = _census(trace)
     for moment, when in MOMENTS.items():
         expected = expect.live_storages(rank=trace.rank, moment=moment)
-        scalars = expect.live_scalars(moment)
         for step in range(1, expect.case.train.steps + 1):
             found = census.get((moment, step))
             if found is None:
                 yield _absent(NAME, step, when)
                 break
-            finding = _difference(found, expected, scalars, step, when)
+            finding = _difference(found, expected, expect.live_scalars(moment, step=step), step, when)
             if finding is not None:
                 yield finding
                 break

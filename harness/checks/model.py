@@ -26,10 +26,12 @@ NAME = "model"
 _WORTH_AN_UPDATE = 1e-3
 _WIDE = ("float32", "float64")
 
+_PROCESS = "it belongs to the whole process."
 _HARMFUL = {
-    "default dtype": "set it only for the construction of the model, and set it back",
-    "default device": "use `with torch.device(world.device):` around the construction of the model",
-    "gradients": "use `with torch.no_grad():` around what needs it instead of torch.set_grad_enabled(False)",
+    "default dtype": f"set it only for the construction of the model, and set it back: {_PROCESS}",
+    "default device": f"use `with torch.device(world.device):` around the construction of the model: {_PROCESS}",
+    "gradients": f"use `with torch.no_grad():` where it is needed, not torch.set_grad_enabled(False): {_PROCESS}",
+    "training mode": "call `model.train()` behind what is evaluated.",
 }
 
 _finding = partial(Finding, check=NAME)
@@ -327,7 +329,7 @@ def _settings(traces: list[RankTrace]) -> list[Finding]:
             message=f"the target leaves torch's {change.name} changed after {change.phase}",
             expected=change.before,
             found=change.after,
-            fix=f"{_HARMFUL[change.name]}: it belongs to the whole process.",
+            fix=_HARMFUL[change.name],
         )
         for change in changes
     ]

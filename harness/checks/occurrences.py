@@ -19,6 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 # The operands a and b of a linear's matmuls.
 GEMM_OPERANDS: dict[GemmRole, tuple[Role, Role]] = {
+    "evaluation": ("input", "weight"),
     "forward": ("input", "weight"),
     "recompute": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),

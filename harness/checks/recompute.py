@@ -102,12 +102,16 @@ def _is_another_call(
 
 
 def _first_execution(case: Case, key: CastKey, occurrence: int) -> tuple[CastKey, int]:
-    """What a cast repeats: a recomputed cast the one in forward, a gathered weight the one that forward used.
+    """What a cast repeats: a forward cast the one in evaluation, a recomputed cast the one in forward, and so on.
+
+    A gathered weight repeats the one that was used first.
 
     With one scale for the tensor the backward pass casts input and weight again exactly as the forward did.
     """
     if key.phase == "gathered":
         return key, 0
+    if key.phase == "forward" and case.train.evaluate:
+        return key._replace(phase="evaluation"), occurrence
     again = key.phase == "backward" and key.role != "grad_output" and case.float8.traits.one_scale_per_tensor
     return (key._replace(phase="forward") if again or key.phase == "recompute" else key), occurrence
 

@@ -223,7 +223,9 @@ def _operand_rules(case: Case, matmul: MatmulRecord, side: str, cast: CastRecord
     if not all(map(same_number, (scale.minimum, scale.maximum), expected)):
         yield "matmul uses the wrong scale for its operand", f"{expected}", format_scale(scale)
     size = matmul.m * matmul.k if is_a else matmul.k * matmul.n
-    whole = cast.elements == size and (matmul.gemm in ("forward", "recompute") or (matmul.gemm == "dgrad" and is_a))
+    whole = cast.elements == size and (
+        matmul.gemm in ("evaluation", "forward", "recompute") or (matmul.gemm == "dgrad" and is_a)
+    )
     if whole and cast.phase != "gathered" and digest != cast.data_digest:
         yield "matmul operand is not the float8 data that was cast", cast.data_digest, digest
 

@@ -33,6 +33,9 @@ class CastSite(NamedTuple):
     phase: CastPhase
 
 
+_FORWARDS: tuple[CastPhase, ...] = ("evaluation", "forward", "recompute")
+
+
 def expected_casts(case: Case, model: Model) -> dict[CastSite, tuple[CastForm, ...]]:
     """The forms of the casts at every site, in execution order. FSDP2 may cast more often at `all_gather`."""
     expected: dict[CastSite, tuple[CastForm, ...]] = {}
@@ -44,10 +47,16 @@ def expected_casts(case: Case, model: Model) -> dict[CastSite, tuple[CastForm, .
             *_weights(case, fqn, gathered=fqn in model.gathered),
             *_grad_outputs(case, fqn, casts_again=casts_again),
         ):
-            times = {"all_gather": 1, "gathered": 2 * calls + again, "recompute": again}.get(site.phase, calls)
+            times = _times(case, calls, again).get(site.phase, calls)
             if times:
                 expected[site] = forms * times
     return expected
+
+
+def _times(case: Case, calls: int, again: int) -> dict[CastPhase, int]:
+    """How often a form is cast at a site of these phases: a linear is called `calls` times, and recomputed `again`."""
+    evaluated = calls * case.train.evaluate
+    return {"all_gather": 1, "gathered": evaluated + 2 * calls + again, "evaluation": evaluated, "recompute": again}
 
 
 def _inputs(case: Case, fqn: str, site: str, *, casts_again: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
@@ -60,7 +69,7 @@ def _weights(case: Case, fqn: str, *, gathered: bool) -> Iterator[tuple[CastSite
     if gathered:
         form = CastForm(None, case.wide_dtype, E4M3)
         yield CastSite(fqn, "weight", "all_gather"), (form,)
-        yield CastSite(fqn, "weight", "gathered"), (form,)  # read in forward, recomputation and backward
+        yield CastSite(fqn, "weight", "gathered"), (form,)  # read in every forward, and in backward
         return
     yield from _forwards(case, fqn, fqn, "weight", CastForm(_dim(case, 0), case.train.dtype, E4M3))
     for_grad_input = None if case.float8.traits.one_scale_per_weight_in_dgrad else -1
@@ -80,8 +89,8 @@ def _grad_outputs(case: Case, fqn: str, *, casts_again: bool) -> Iterator[tuple[
 def _forwards(
     case: Case, fqn: str, site: str, role: Role, form: CastForm
 ) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
-    yield CastSite(site, role, "forward"), (form,)
-    yield CastSite(site, role, "recompute"), (form,)
+    for phase in _FORWARDS:
+        yield CastSite(site, role, phase), (form,)
 
 
 def _dim(case: Case, dim: int) -> int | None:

@@ -153,9 +153,9 @@ class Expectations:
         """What else is alive on `rank` at this moment of a step."""
         return self._live_storages(rank, moment)
 
-    def live_scalars(self, moment: Moment) -> int:
+    def live_scalars(self, moment: Moment, *, step: int) -> int:
         """How many scalars are alive besides."""
-        return live_memory.expected_scalars(self.case, moment=moment)
+        return live_memory.expected_scalars(self.case, moment=moment, step=step)
 
     @functools.cached_property
     def fusion_candidates(self) -> tuple[FusionCandidate, ...]:

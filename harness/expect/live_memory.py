@@ -16,7 +16,7 @@ from harness.expect.traffic import Unit, fsdp_units
 from harness.expect.trainer_traits import traits_of
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
-from harness.matrix.linears import shard_sizes
+from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES
 from harness.trace.traffic import Moment
 
@@ -33,20 +33,28 @@ class LiveStorage(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str
 
 
-def expected_scalars(case: Case, *, moment: Moment) -> int:
+def expected_scalars(case: Case, *, moment: Moment, step: int = 1) -> int:
     """Storages of one element: the loss; before backward also its sum over tokens, which loss parallel reduces.
 
-    After a step that clips gradients also their norm.
+    After a step that clips gradients also their norm, and after one with an evaluation the scale of the output layer,
+    which FSDP2 casts and gathers once more than it is read.
     """
     traits = traits_of(case)
     if moment == "step":
-        return 0 if traits.logs else 1 + (case.train.max_norm is not None)  # what is logged is a Python number
+        # what is logged is a Python number
+        return 0 if traits.logs else 1 + (case.train.max_norm is not None) + _keeps_unread_scale(case, step)
     sharded = case.layout.tp > 1 and case.layout.loss_parallel
     if traits.counts_tokens_in:
         # loss, sum, the gradient that backward starts with and the number of tokens; a sharded sum that is divided by a
         # Python number has a gradient of its own
         return 4 + (sharded and case.layout.dp > 1)
     return 2 + sharded
+
+
+def _keeps_unread_scale(case: Case, step: int) -> bool:
+    """A precomputed scale belongs to the parameter; step 1 has none."""
+    computed = case.gathers_float8 and not (case.float8.precompute_scale and step > 1)
+    return case.train.evaluate and computed and is_converted(case, OUTPUT_FQN)
 
 
 def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage, ...]:
@@ -95,10 +103,10 @@ def _generator_states(case: Case) -> Iterator[LiveStorage]:
 
 
 def _gathered(case: Case, rank: int) -> Iterator[LiveStorage]:
-    """Weights of units that FSDP2 gathers once a step. It gathers padded shards, all of the same size."""
+    """Weights of units that FSDP2 does not free after forward. It gathers padded shards, all of the same size."""
     ranks = case.layout.dp_shard
     for unit in fsdp_units(case, rank):
-        for weight in unit.weights if unit.gathers == 1 else ():
+        for weight in () if unit.freed else unit.weights:
             dtype = "float8_e4m3fn" if weight.gathered_in_float8 else case.train.dtype
             elements = -(-weight.rows // ranks) * ranks * weight.columns
             purpose = f"the gathered weight of {weight.fqn}"

@@ -1,4 +1,4 @@
-"""The expected number of scaled matmuls of a rank in one step, including those that checkpointing recomputes."""
+"""The expected scaled matmuls of a rank in one step, including its evaluation and what checkpointing recomputes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ VERIFIED = CURRENT
 
 
 def scaled_mm_calls(case: Case) -> int:
-    """Scaled matmuls of one rank in one step: forward, dgrad, wgrad, and the forwards that checkpointing recomputes."""
+    """Scaled matmuls of one rank in one step: evaluation, forward, dgrad, wgrad, and forwards that are recomputed."""
     return calls_of_linears(case, llama_model(case)) + recomputed_calls(case)
 
 
 def calls_of_linears(case: Case, model: Model) -> int:
-    """Scaled matmuls of one rank in one step without recomputation: two or three for every call of a linear."""
+    """Scaled matmuls of one rank in one step but recomputed ones: two or three of every call, and its evaluation."""
     per_call = 3 if case.float8.traits.float8_weight_gradient else 2
-    return per_call * sum(model.calls.values())
+    return (per_call + case.train.evaluate) * sum(model.calls.values())
 
 
 def recomputed_calls(case: Case) -> int:

@@ -35,6 +35,8 @@ def not_judged(case: Case, *, model_found: bool = True, stated: Collection[str] 
         reasons["graph_scales"] = "generated code casts inside of its kernels, where no probe sees it"
     if case.train.max_norm is None:
         reasons["clipping"] = "gradients are not clipped"
+    if not case.train.evaluate:
+        reasons["evaluation"] = "nothing is evaluated"
     if is_llama(case.target):
         return {**reasons, "signature": "formulas say what the model sends, multiplies and keeps"}
     no_formula = f"no formula for the model of {case.target}"

@@ -174,6 +174,12 @@ _BITWISE = (
         reason="recomputation repeats the same arithmetic on the same bits",
     ),
     _Option(
+        name="evaluate",
+        applies=lambda case: case.train.evaluate,
+        partner=lambda case: msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, evaluate=False)),
+        reason="an evaluation changes nothing that training reads",
+    ),
+    _Option(
         name="tp_styles",
         applies=lambda case: case.float8.tp_styles == "float8",
         partner=_with_float8(tp_styles="plain"),

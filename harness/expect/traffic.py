@@ -68,6 +68,11 @@ def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, .
     return (*sent, *reports(case)) if traits_of(case).logs else sent
 
 
+def _forwards(case: Case) -> int:
+    """Forward passes of one step: that of its evaluation, and the one that is trained."""
+    return 1 + case.train.evaluate
+
+
 # Data parallel: FSDP2 and HSDP
 
 
@@ -85,24 +90,28 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     weights: tuple[Weight, ...]
-    gathers: int  # in forward, and once more in backward where the weights are freed after forward
+    gathers: int  # in every forward, and once more in backward where the weights are freed after forward
+    freed: bool = True  # after forward
 
 
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
     """The units in the order of the forward pass."""
-    shape = case.model.shape
+    shape, gathers = case.model.shape, 1 + _forwards(case)
     vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[rank % case.layout.tp]
     blocks = [
-        Unit(name=f"layers.{layer}", weights=tuple(_block_weights(case, layer)), gathers=2)
+        Unit(name=f"layers.{layer}", weights=tuple(_block_weights(case, layer)), gathers=gathers)
         for layer in range(shape.layers)
     ]
     output = Weight(fqn=OUTPUT_FQN, rows=vocab, columns=shape.dim, gathered_in_float8=_cast_by_fsdp(case, OUTPUT_FQN))
     embedding = Weight(fqn="tok_embeddings", rows=vocab, columns=shape.dim)
     return (
-        Unit(name="tok_embeddings", weights=(embedding,), gathers=2),
+        Unit(name="tok_embeddings", weights=(embedding,), gathers=gathers),
         *blocks,
-        # reshard_after_forward=False: backward starts with this unit, so its weights stay gathered
-        Unit(name="norm, output", weights=(Weight(fqn="norm", rows=shape.dim), output), gathers=1),
+        # reshard_after_forward=False: backward starts with this unit, so its weights stay gathered. After an evaluation
+        # too; but FSDP2 takes what ran before the first unit for what backward needs next, and gathers it at the end.
+        Unit(
+            name="norm, output", weights=(Weight(fqn="norm", rows=shape.dim), output), gathers=gathers - 1, freed=False
+        ),
     )
 
 
@@ -217,9 +226,9 @@ def _activations(case: Case) -> Iterator[Transfer]:
     A block has two inputs (attention, feed-forward) and two outputs (wo, w2). With sequence parallelism an input is an
     all-gather in forward and a reduce-scatter in backward, an output the reverse. Without it an input is an all-reduce
     in backward only, an output an all-reduce in forward only. The embedding is one more output, the output layer one
-    more input.
+    more input. All of that in forward is sent in evaluation too.
     """
-    layers = case.model.shape.layers
+    layers, forwards = case.model.shape.layers, _forwards(case)
     checkpointed = sum(case.checkpointing.wraps(layer) for layer in range(layers))
     dtype = case.train.dtype
     if case.layout.sequence_parallel:
@@ -229,7 +238,7 @@ def _activations(case: Case) -> Iterator[Transfer]:
         if traits_of(case).recomputes_whole_blocks and case.compile == "none":
             again *= 2
         fused = _all_to_alls(case)
-        times = 2 * layers + 1 + again - fused
+        times = (2 * layers + 1) * forwards + again - fused
         yield _sum_of_partials(case, "reduce_scatter", times, dtype, "outputs of wo, w2, embedding")
         yield Transfer(
             axis="tp",
@@ -241,12 +250,18 @@ def _activations(case: Case) -> Iterator[Transfer]:
         )
         yield _sum_of_partials(case, "reduce_scatter", 2 * layers + 1, dtype, "input gradients of blocks, output layer")
     else:
-        yield _sum_of_partials(case, "all_reduce", 2 * layers + 1 + checkpointed, dtype, "outputs of wo, w2, embedding")
+        times = (2 * layers + 1) * forwards + checkpointed
+        yield _sum_of_partials(case, "all_reduce", times, dtype, "outputs of wo, w2, embedding")
         yield _sum_of_partials(case, "all_reduce", 2 * layers + 1, dtype, "input gradients of blocks, output layer")
     if not case.layout.loss_parallel:
         vocab = -(-case.model.padded_vocab_size // case.layout.tp)
         yield Transfer(
-            axis="tp", kind="all_gather", dtype=dtype, elements=case.tokens_per_rank * vocab, purpose="logits"
+            axis="tp",
+            kind="all_gather",
+            dtype=dtype,
+            elements=case.tokens_per_rank * vocab,
+            times=forwards,
+            purpose="logits",
         )
 
 
@@ -260,12 +275,13 @@ def _all_to_alls(case: Case) -> int:
 def _gathers(case: Case, layers: int, checkpointed: int) -> Iterator[Transfer]:
     """Sequence-parallel all-gathers. Float8 TP styles gather the inputs and output gradients of blocks in float8."""
     styled = case.float8.tp_styles == "float8"
-    dtype = case.train.dtype
-    for purpose, block_dtype, times, outside in (
-        ("inputs of blocks", "float8_e4m3fn", 2 * (layers + checkpointed), "input of the output layer"),
-        ("output gradients of wo, w2", "float8_e5m2", 2 * layers, "output gradient of the embedding"),
+    dtype, forwards = case.train.dtype, _forwards(case)
+    inputs = 2 * (layers * forwards + checkpointed)
+    for purpose, block_dtype, times, outside, once in (
+        ("inputs of blocks", "float8_e4m3fn", inputs, "input of the output layer", forwards),
+        ("output gradients of wo, w2", "float8_e5m2", 2 * layers, "output gradient of the embedding", 1),
     ):
-        for what, sent_dtype, count in ((purpose, block_dtype if styled else dtype, times), (outside, dtype, 1)):
+        for what, sent_dtype, count in ((purpose, block_dtype if styled else dtype, times), (outside, dtype, once)):
             yield Transfer(
                 axis="tp",
                 kind="all_gather",
@@ -299,18 +315,18 @@ def _tensor_parallel_amax(case: Case) -> Iterator[Transfer]:
         for name in BLOCK_LINEARS:
             fqn = f"layers.{layer}.{name}"
             if is_converted(case, fqn):
-                forwards = 1 + is_checkpointed(case, fqn)
+                forwards = _forwards(case) + is_checkpointed(case, fqn)
                 yield from _amax_of_linear(case, fqn, name, forwards)
         if case.float8.tp_styles == "float8" and case.layout.sequence_parallel:
             # PrepareFloat8ModuleInput casts the sharded input before it gathers it, for attention and feed-forward
-            times = 2 * (1 + case.checkpointing.wraps(layer))
+            times = 2 * (_forwards(case) + case.checkpointing.wraps(layer))
             yield _amax(1, times, f"inputs of layers.{layer}", least=2)
     if is_converted(case, OUTPUT_FQN):
-        yield from _amax_of_linear(case, OUTPUT_FQN, OUTPUT_FQN, forwards=1)
+        yield from _amax_of_linear(case, OUTPUT_FQN, OUTPUT_FQN, forwards=_forwards(case))
 
 
 def _amax_of_linear(case: Case, fqn: str, name: str, forwards: int) -> Iterator[Transfer]:
-    """`forwards`: how often the forward casts are executed, recomputation included."""
+    """`forwards`: how often the forward casts are executed, evaluation and recomputation included."""
     if case.float8.traits.one_scale_per_tensor:
         yield from _tensorwise_amax(case, fqn, name, forwards)
     else:
@@ -381,7 +397,7 @@ def _loss(case: Case) -> Iterator[Transfer]:
                 op=op,
                 dtype=case.wide_dtype,
                 elements=case.tokens_per_rank,
-                times=times,
+                times=times * _forwards(case),
                 purpose=purpose,
             )
 

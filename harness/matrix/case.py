@@ -210,6 +210,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
 
     `reduce_dtype` is that of FSDP2's mixed precision: `bfloat16` rounds the gradients of every rank, and their sum.
     `max_norm` is the global norm that gradients are clipped to before an update; None: they are not clipped.
+    `evaluate`: every step begins with an evaluation of its batch, without gradients and in evaluation mode.
     """
 
     steps: Annotated[int, Meta(ge=1, le=100_000)] = 5
@@ -218,6 +219,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     dtype: Dtype = "float32"
     reduce_dtype: ReduceDtype = "float32"
     max_norm: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    evaluate: bool = False
     lr: Annotated[float, Meta(gt=0, le=10)] = 1e-3
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 

@@ -110,8 +110,8 @@ def family_case(family: str) -> Case | None:
 def solo_case(case: Case) -> Case:
     """The case whose solo witness is used for `case`: without all options that must not change a number.
 
-    These are tensor parallelism and its styles, checkpointing, compile, and the split of dp into shards and replicas,
-    unless both sums of that split are rounded.
+    These are tensor parallelism and its styles, checkpointing, compile, evaluation, and the split of dp into shards and
+    replicas, unless both sums of that split are rounded.
     """
     layout = case.layout
     rounds_twice = case.train.reduce_dtype == "bfloat16"
@@ -122,25 +122,26 @@ def solo_case(case: Case) -> Case:
         float8=msgspec.structs.replace(case.float8, tp_styles="plain"),
         checkpointing=Checkpointing(),
         compile="none",
+        train=msgspec.structs.replace(case.train, evaluate=False),
         checks=Checks(),
     )
 
 
 def twin_case(case: Case) -> Case:
-    """The BF16 twin of a case: the same layout without FP8 and checkpointing, in bfloat16."""
-    train = msgspec.structs.replace(case.train, dtype="bfloat16")
+    """The BF16 twin of a case: the same layout without FP8, checkpointing and evaluation, in bfloat16."""
+    train = msgspec.structs.replace(case.train, dtype="bfloat16", evaluate=False)
     return msgspec.structs.replace(
         case, float8=Float8(), checkpointing=Checkpointing(), compile="none", train=train, checks=Checks()
     )
 
 
 def reference_case(case: Case) -> Case:
-    """The case whose run is the golden: bf16 on one rank, without checkpointing, compile, padding and checks."""
+    """The case whose run is the golden: bf16 on one rank; no checkpointing, compile, evaluation, padding, checks."""
     train = case.train
     return Case(
         target=case.target,
         model=msgspec.structs.replace(case.model, pad_vocab_to_multiple_of=1),
-        train=msgspec.structs.replace(train, dtype="bfloat16", reduce_dtype="float32"),
+        train=msgspec.structs.replace(train, dtype="bfloat16", reduce_dtype="float32", evaluate=False),
     )
 
 
@@ -208,6 +209,7 @@ def _train_tokens(train: Train) -> list[str]:
         f"sl{train.seq_len}": train.seq_len != default.seq_len,
         f"s{train.steps}": train.steps != default.steps,
         f"clip{train.max_norm!r}": train.max_norm != default.max_norm,
+        "eval": train.evaluate,
         f"lr{train.lr!r}": train.lr != default.lr,
         f"seed{train.seed}": train.seed != default.seed,
         f"reduce.{DTYPES[train.reduce_dtype]}": train.reduce_dtype != default.reduce_dtype,

@@ -39,9 +39,11 @@ FAULT_CLASSES: dict[FaultClass, str] = {
 # The first thing that a fault changes where it applies; tests verify it for every fault.
 #   numbers  losses or gradient norms      matmuls  conversion or the number of scaled matmuls    data  the data digest
 #   operands only casts                    traffic  only collectives                              memory  saved bytes
-#   graphs   what is compiled or fused
+#   graphs   what is compiled or fused     state  what the target leaves changed
 #   crash    a rank raises                 trains   a refused case trains                         nothing  equivalent
-Shows = Literal["numbers", "matmuls", "data", "operands", "traffic", "memory", "graphs", "crash", "trains", "nothing"]
+Shows = Literal[
+    "numbers", "matmuls", "data", "operands", "traffic", "memory", "graphs", "state", "crash", "trains", "nothing"
+]
 
 # What a fault needs, by its `model`: not every one can be planted at a seam of torch, torchao or the harness.
 NEEDS = {
@@ -116,6 +118,8 @@ CARRIER_IDS = (
     "hsdp2x2-rowwise-v2048-f64",
     "single-tensorwise-v2048-clip0.25-f64",
     "fsdp2-tp2-rowwise-v2048-clip0.25-f64",
+    "fsdp2-tensorwise-ag.fp8pre-v2048-eval-f64",
+    "tp2-rowwise-v2048-eval-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 REFUSED_CARRIER_ID = CARRIER_IDS[-1]  # an expected refusal, for faults that make it train

@@ -210,6 +210,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         when=lambda case: case.train.max_norm is not None and case.train.dtype != "float64",
     ),
     Exclusion(
+        name="evaluation_is_eager",
+        reason="a compiled block is another graph where no backward follows, and the checks of graphs judge those of "
+        "training",
+        source="docs/architecture.md",
+        axes=("evaluate", "compile"),
+        when=lambda case: case.train.evaluate and case.compile != "none",
+    ),
+    Exclusion(
         name="tp_styles_need_tp",
         reason="float8 TP styles define how activations are sent between TP ranks: tp must be above 1",
         source=f"{_TORCHAO}/float8_tensor_parallel.py",
@@ -301,6 +309,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source=f"{_TORCHTITAN}/config/job_config.py",
         axes=("target", "reduce_dtype"),
         when=lambda case: case.target == TORCHTITAN and case.train.reduce_dtype != "float32",
+    ),
+    Exclusion(
+        name="torchtitan_evaluates_other_tokens",
+        reason="torchtitan's validator reads a data set of its own, so its loss is that of no batch of the case",
+        source=f"{_TORCHTITAN}/components/validate.py",
+        axes=("target", "evaluate"),
+        when=lambda case: case.target in VERSIONS and case.train.evaluate,
     ),
     Exclusion(
         name="torchtitan_chooses_symm_mem",

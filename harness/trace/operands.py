@@ -11,9 +11,10 @@ from harness.trace.record import Record
 
 Role = Literal["input", "weight", "grad_output"]
 # all_gather: the cast of this rank's shard before FSDP2 gathers it. gathered: not a cast, but the gathered weight right
-# before a linear uses it: this rank's own rows of it, compared with its master weights at that moment.
-CastPhase = Literal["forward", "recompute", "backward", "all_gather", "gathered"]
-GemmRole = Literal["forward", "dgrad", "wgrad", "recompute"]
+# before a linear uses it: this rank's own rows of it, compared with its master weights at that moment. evaluation: a
+# forward that no backward follows.
+CastPhase = Literal["evaluation", "forward", "recompute", "backward", "all_gather", "gathered"]
+GemmRole = Literal["evaluation", "forward", "dgrad", "wgrad", "recompute"]
 
 
 class ScaleSummary(Record, frozen=True, kw_only=True):

@@ -26,7 +26,8 @@ class StepTrace(Record, frozen=True, kw_only=True):
     loss: float
     grad_norm: float  # global L2 norm over all gradients, as the optimizer gets them
     reported_grad_norm: float | None = None  # what the target itself reports, before clipping
-    scaled_mm_calls: int  # scaled matmuls executed by this rank: forward, dgrad, wgrad and recompute
+    evaluation_loss: float | None = None  # as `loss`, of the evaluation before; None where the case has none
+    scaled_mm_calls: int  # scaled matmuls executed by this rank: evaluation, forward, dgrad, wgrad and recompute
     optimizer_steps: int | None = None  # of the torch optimizer that took most; 0 where none took any
     seconds: float
 

@@ -14,6 +14,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from harness.matrix.case import Case
 from harness.trace.model import Buffer, Linear, ModelRecord, Parameter
+from harness.worker.evaluation import evaluating
 from harness.worker.probes.digests import ordered_digest
 from harness.worker.probes.places import held, mesh_axes, place_of
 from harness.worker.probes.probe import in_backward
@@ -58,7 +59,8 @@ class Discovery:
 
     def _counting(self, fqn: str) -> Any:
         def count(*_: Any) -> None:
-            (self._recomputed if in_backward() else self._calls).now[fqn] += 1
+            if not evaluating():
+                (self._recomputed if in_backward() else self._calls).now[fqn] += 1
 
         return count
 

@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from harness.trace.inputs import StepInputs
 from harness.worker.data import Tokens
+from harness.worker.evaluation import evaluating
 from harness.worker.probes.probe import in_backward
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 class InputWatch:
-    """The integer tensors of every forward of the whole model.
+    """The integer tensors of every forward of the whole model, but for evaluations.
 
     `tokens`: of the whole run [steps, sequences, seq_len + 1]; `mine`: which sequences are meant for this rank.
     """
@@ -41,7 +42,7 @@ class InputWatch:
             model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or in_backward():
+        if torch.compiler.is_compiling() or in_backward() or evaluating():
             return
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.dtype in _INTEGERS and leaf.dim() > 0:

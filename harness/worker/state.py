@@ -41,6 +41,10 @@ class GlobalState:
         ]
         self._last = now
 
+    def add(self, change: StateChange) -> None:
+        """Keep a change that was found elsewhere."""
+        self._changes.append(change)
+
     @property
     def changes(self) -> tuple[StateChange, ...]:
         """Everything that was found changed, in order."""

@@ -23,6 +23,7 @@ from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
 from harness.worker import data
 from harness.worker.discovery import Digests, Discovery, parameter_digests
+from harness.worker.evaluation import evaluate
 from harness.worker.inputs import InputWatch
 from harness.worker.noise import add_noise
 from harness.worker.probes.graphs import GraphProbe
@@ -101,10 +102,10 @@ def train(  # noqa: PLR0913  what a request may ask for
         STATE.look("build")
         discovery = Discovery(model, prepared.case, prepared.built)
         watching.attach(model)
-        for step, microbatches in enumerate(prepared.tokens, start=1):
+        for step in range(1, len(prepared.tokens) + 1):
             report_phase(f"step {step}")
             watching.begin_step(step)
-            steps.append(train_step(prepared.target, step, microbatches, scaled_mm, watching))
+            steps.append(train_step(prepared, step, scaled_mm, watching))
             STATE.look(f"step {step}")
             discovery.end_step()
             prepared.inputs.end_step(step)
@@ -164,11 +165,11 @@ def given_tokens(tokens: data.Tokens, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(tokens).to(device)
 
 
-def train_step(
-    target: Target, step: int, microbatches: torch.Tensor, scaled_mm: ScaledMMCounter, watching: ProbeSet
-) -> StepTrace:
-    """One step of the target, seen where its optimizer gets the gradients."""
+def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watching: ProbeSet) -> StepTrace:
+    """One step of the target, evaluated before where the case asks for it, seen where its optimizer gets gradients."""
+    target, microbatches = prepared.target, tuple(prepared.tokens[step - 1])
     started, calls_before = time.perf_counter(), scaled_mm.calls
+    evaluation_loss = _number(evaluate(target, microbatches, step)) if prepared.case.train.evaluate else None
     shares: list[torch.Tensor] = []
 
     def see_gradients() -> None:
@@ -176,7 +177,7 @@ def train_step(
         shares.append(own(squared_norm_share(target.model)))
 
     with _BeforeFirstUpdate(see_gradients) as updates:
-        result = target.step(tuple(microbatches))
+        result = target.step(microbatches)
     require_process_group("step")
     loss, norm = require_result(result)
     if not shares:  # an optimizer that did not step: what it would have got is what there is
@@ -187,6 +188,7 @@ def train_step(
         loss=_number(loss),
         grad_norm=gradient_norm(shares[0]),
         reported_grad_norm=None if norm is None else _number(norm),
+        evaluation_loss=evaluation_loss,
         scaled_mm_calls=scaled_mm.calls - calls_before,
         optimizer_steps=updates.most,
         seconds=time.perf_counter() - started,

@@ -12,6 +12,7 @@ TARGETS = Path(__file__).parents[1] / "targets"
 STYLED = "target.styled-tp2-tensorwise-tpstyle.fp8-v2048-s2-f64"
 REDUCED = "target.synchronizing-hsdp2x2-tensorwise-v2048-s3-reduce.b16-b16"
 ACCUMULATED = "target.accumulating-fsdp2-tensorwise-v2048-s3-f32"
+EVALUATED = "target.toy-fsdp2-tensorwise-v2048-s3-eval-f64"
 TIED = "target.tied-fsdp2-tensorwise-ag.fp8-head.fp8-v2048-s2-f64"
 
 
@@ -29,10 +30,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 
 def test_clean_runs_pass(project: Command) -> None:
-    cases = (STYLED, TIED, ACCUMULATED, REDUCED)
+    cases = (STYLED, TIED, ACCUMULATED, REDUCED, EVALUATED)
     done = project.run("run", *(word for case in cases for word in ("--case", case)), timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 cases: 4 passed" in done.stdout
+    assert "5 cases: 5 passed" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,8 @@ def test_clean_runs_pass(project: Command) -> None:
         (STYLED, "fp8_tp_styles_lost", "no linear has a float8 TP style"),
         (REDUCED, "gradients_reduced_in_another_dtype", "gradients are reduced in float32 instead of bfloat16"),
         (ACCUMULATED, "one_row_of_a_gradient_scaled", "1e-08 allowed"),
+        (EVALUATED, "old_weight_in_evaluation", "the loss of the evaluation is not that of training on the same batch"),
+        (EVALUATED, "evaluation_mode_left_on", "leaves torch's training mode changed after the evaluation of step 1"),
         (TIED, "fp8_all_gather_flag_lost", "wrong number of casts: first in blocks.0.down"),
     ],
 )

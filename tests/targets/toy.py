@@ -102,10 +102,22 @@ class Toy:
         dist.all_reduce(loss)
         return loss / dist.get_world_size()
 
+    def parts(self, microbatches: Any) -> list[torch.Tensor]:
+        """What the model is called with, one after another."""
+        return list(microbatches)
+
+    def evaluate(self, microbatches: Any) -> Any:
+        self.model.eval()
+        with torch.no_grad():
+            parts = self.parts(microbatches)
+            total = sum(self.loss(part).double() for part in parts) / len(parts)
+        self.model.train()
+        return self.reported(total)
+
     def step(self, microbatches: Any) -> Any:
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for batch in microbatches:
-            loss = self.loss(batch) / len(microbatches)
+        total, parts = torch.zeros((), dtype=torch.float64, device=self.world.device), self.parts(microbatches)
+        for part in parts:
+            loss = self.loss(part) / len(parts)
             loss.backward()
             total += loss.detach()
         self.optimizer.step()

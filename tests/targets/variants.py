@@ -35,8 +35,11 @@ class Accumulating(toy.Toy):
 
     synchronizes_once = True
 
+    def parts(self, microbatches: Any) -> list[torch.Tensor]:
+        return [part for batch in microbatches for part in batch.chunk(2)]
+
     def step(self, microbatches: Any) -> Any:
-        parts = [part for batch in microbatches for part in batch.chunk(2)]
+        parts = self.parts(microbatches)
         total = torch.zeros((), dtype=torch.float64)
         for index, part in enumerate(parts):
             if self.synchronizes_once and isinstance(self.model, FSDPModule):

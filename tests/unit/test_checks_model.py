@@ -70,6 +70,10 @@ TILTED = model(buffers=(Buffer(fqn="tilt", shape=(4,), dtype="float32", digest="
             {"state": (StateChange(name="default dtype", phase="build", before="float32", after="float64"),)},
             "leaves torch's default dtype changed after build",
         ),
+        (
+            {"state": (StateChange(name="training mode", phase="x", before="on", after="off in 2 of 2 modules"),)},
+            "leaves torch's training mode changed after x",
+        ),
     ],
 )
 def test_one_rank_that_differs_is_found_with_what_to_do(second: dict[str, Any], words: str) -> None:

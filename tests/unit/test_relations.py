@@ -37,6 +37,7 @@ def partner_of(text: str) -> tuple[str, str] | None:
         ("tp2-rowwise-pad-v2048-b16", "pad_inner_dim", "tp2-rowwise-v2048-b16"),
         ("fsdp2-tensorwise-ag.fp8-v2048-f32", "fp8_all_gather", "fsdp2-tensorwise-v2048-f32"),
         ("hsdp2x2-tensorwise-ag.fp8pre-v2048-f64", "fp8_all_gather", "hsdp2x2-tensorwise-v2048-f64"),
+        ("tp2-rowwise-v2048-eval-b16", "evaluate", "tp2-rowwise-v2048-b16"),
         ("fsdp2-tensorwise-ag.fp8pre-v2048-b16", "precompute_scale", "fsdp2-tensorwise-ag.fp8-v2048-b16"),
     ],
 )

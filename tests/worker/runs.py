@@ -20,9 +20,9 @@ def sweep(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.sweep)
 
 
-def numbers(traces: Sequence[RankTrace]) -> list[list[tuple[float, float]]]:
-    """Loss and gradient norm of every step, by rank."""
-    return [[(step.loss, step.grad_norm) for step in trace.steps] for trace in traces]
+def numbers(traces: Sequence[RankTrace]) -> list[list[tuple[float | None, ...]]]:
+    """Losses and gradient norm of every step, by rank."""
+    return [[(step.evaluation_loss, step.loss, step.grad_norm) for step in trace.steps] for trace in traces]
 
 
 def assert_named(findings: Sequence[Finding], words: str) -> None:

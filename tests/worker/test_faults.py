@@ -61,6 +61,7 @@ def changes(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> set[str]:
         "traffic": differ("traffic"),
         "memory": differ("saved_memory"),
         "graphs": differ("graphs"),
+        "state": differ("state"),
     }
     return {name for name, is_seen in seen.items() if is_seen}
 

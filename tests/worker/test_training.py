@@ -59,6 +59,26 @@ def test_fp8_all_gather_changes_no_bit(traces, precompute_scale):
     assert numbers(on) == numbers(traces(**off))
 
 
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"dp_shard": 2, "fp8_all_gather": True, "precompute_scale": True, "recipe": "tensorwise"},
+        {"tp": 2, "recipe": "rowwise", "checkpointing": "full"},
+    ],
+    ids=["precomputed", "tp2-ac.full"],
+)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_an_evaluation_changes_no_bit_and_has_the_loss_of_training(traces, axes, dtype):
+    evaluated = traces(**axes, dtype=dtype, evaluate=True)
+    pairs = [(step.evaluation_loss, step.loss) for trace in evaluated for step in trace.steps]
+    assert all(found == expected for found, expected in pairs)
+    trained = [[(loss, norm) for _, loss, norm in steps] for steps in numbers(evaluated)]
+    assert trained == [[(loss, norm) for _, loss, norm in steps] for steps in numbers(traces(**axes, dtype=dtype))]
+    assert {step.scaled_mm_calls for trace in evaluated for step in trace.steps} == {
+        scaled_mm_calls(short(**axes, dtype=dtype, evaluate=True))
+    }
+
+
 def test_float8_tp_styles_change_no_bit(traces):
     off = {"recipe": "tensorwise", "tp": 2}
     assert numbers(traces(**off, tp_styles="float8")) == numbers(traces(**off))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchao.float8 import float8_linear, float8_ops, fsdp_utils
@@ -20,7 +20,15 @@ from torchao.float8.float8_tensor_parallel import (
     PrepareFloat8ModuleInput,
 )
 
-from harness.worker.faults.hooks import after_backward, counted_steps, layout_of_run, on_last_rank, on_odd_rank, wrap
+from harness.worker.faults.hooks import (
+    after_backward,
+    around_evaluation,
+    counted_steps,
+    layout_of_run,
+    on_last_rank,
+    on_odd_rank,
+    wrap,
+)
 
 
 def fp8_all_gather_subclass_dropped() -> None:
@@ -34,6 +42,23 @@ def fp8_tp_styles_lost() -> None:
         for method in ("_prepare_input_fn", "_prepare_output_fn", "_prepare_input_arg", "_apply"):
             if method in vars(style):
                 delattr(style, method)  # leaves that of the plain style
+
+
+def weights_left_gathered_by_evaluation() -> None:
+    """FSDP2 frees no weight after the forward of an evaluation."""
+
+    def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+        freeing = [group.post_forward_mesh_info for group in groups]
+        for group in groups:
+            group.post_forward_mesh_info = None
+        loss = stock()
+        for group, info in zip(groups, freeing, strict=True):
+            group.post_forward_mesh_info = info
+        return loss
+
+    around_evaluation(evaluate)
 
 
 def gathered_shards_swapped() -> None:

@@ -22,7 +22,6 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Layout
 from harness.worker import train
 from harness.worker.probes.probe import in_backward
-from harness.worker.targets.target import Target
 from harness.worker.virtual import collectives
 
 ODD_RANK = 1  # the rank of single-rank faults
@@ -121,6 +120,16 @@ def after_build(change: Callable[[Any], object]) -> None:
     wrap(train, "prepare", make)
 
 
+def around_evaluation(change: Callable[[Callable[[], Any], nn.Module], Any]) -> None:
+    """Replace every evaluation by `change(stock, model)`, which returns its loss."""
+
+    def replace(target: Any) -> None:
+        stock = target.evaluate
+        target.evaluate = lambda microbatches: change(functools.partial(stock, microbatches), target.model)
+
+    after_build(replace)
+
+
 def after_backward(change: Callable[[nn.Module, int], None]) -> None:
     """Call `change(model, step)` once, when the gradients of a step are complete, before anything reads them."""
     step, models, changed = counted_steps(), list[nn.Module](), set[int]()
@@ -140,9 +149,9 @@ def counted_steps() -> Callable[[], int]:
     state = {"step": 0}
 
     def make(stock: Any) -> Any:
-        def train_step(target: Target, step: int, *rest: Any) -> Any:
+        def train_step(prepared: train.Prepared, step: int, *rest: Any) -> Any:
             state["step"] = step
-            return stock(target, step, *rest)
+            return stock(prepared, step, *rest)
 
         return train_step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from harness.worker.discovery import converted_linears, linears
 from harness.worker.faults.hooks import (
     after_backward,
+    around_evaluation,
     counted_steps,
     float8_part,
     local,
@@ -24,6 +25,8 @@ from harness.worker.faults.hooks import (
     wrap_casts,
     wrap_everywhere,
 )
+from harness.worker.faults.parts import first_weight
+from harness.worker.probes.own import own
 from harness.worker.probes.places import held
 from harness.worker.probes.probe import in_backward
 
@@ -80,6 +83,50 @@ def precomputed_scale_stale_in_one_step() -> None:
             stock(model)
 
     _precompute(change)
+
+
+def precomputed_scale_stale_in_evaluation() -> None:
+    """Evaluation casts weights by the scales that were precomputed one update before; training has the right ones."""
+    shards: list[Any] = []
+    before: list[Any] = []
+
+    def change(stock: Any, model: nn.Module, call: int) -> None:
+        stale = [shard._precomputed_scale for shard in shards]
+        stock(model)
+        shards[:] = _weight_shards(model)
+        before[:] = stale or [shard._precomputed_scale for shard in shards]
+
+    def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
+        right = [shard._precomputed_scale for shard in shards]
+        _set_scales(shards, before)
+        loss = stock()
+        _set_scales(shards, right)
+        return loss
+
+    _precompute(change)
+    around_evaluation(evaluate)
+
+
+def _set_scales(shards: Sequence[Any], scales: Sequence[Any]) -> None:
+    for shard, scale in zip(shards, scales, strict=True):
+        shard._precomputed_scale = scale
+
+
+def old_weight_in_evaluation() -> None:
+    """Evaluation reads one weight as it was at the evaluation before."""
+    kept: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
+        weight = held(first_weight(model))
+        now = weight.clone()
+        weight.copy_(kept[0] if kept else now)
+        loss = stock()
+        weight.copy_(now)
+        kept[:] = [own(now)]
+        return loss
+
+    around_evaluation(evaluate)
 
 
 def precompute_dead_branch() -> None:

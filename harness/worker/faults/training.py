@@ -21,6 +21,7 @@ from harness.worker.discovery import linears
 from harness.worker.faults.hooks import (
     after_backward,
     after_build,
+    around_evaluation,
     around_loss,
     around_update,
     gathered_copies,
@@ -304,6 +305,29 @@ def _whole(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def weight_rounded_by_evaluation() -> None:
+    """Evaluation casts one weight to bfloat16 and back, in place."""
+
+    @torch.no_grad()
+    def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
+        loss, weight = stock(), held(first_weight(model))
+        weight.copy_(weight.bfloat16())
+        return loss
+
+    around_evaluation(evaluate)
+
+
+def evaluation_mode_left_on() -> None:
+    """After an evaluation the model stays in evaluation mode."""
+
+    def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
+        loss = stock()
+        model.eval()
+        return loss
+
+    around_evaluation(evaluate)
+
+
 def one_update_from_old_gradient() -> None:
     """One weight is updated with its gradient of the step before."""
     kept: dict[int, torch.Tensor] = {}
@@ -354,12 +378,15 @@ def _reported(change: Callable[[torch.Tensor | float], torch.Tensor | float]) ->
     """Replace the loss that the target reports by `change(loss)`; training is right."""
 
     def make(stock: Any) -> Any:
-        def train_step(target: Target, *rest: Any) -> Any:
+        def train_step(prepared: train.Prepared, *rest: Any) -> Any:
+            target = prepared.target
+
             def step(microbatches: Sequence[torch.Tensor]) -> StepResult:
                 loss, norm = target.step(microbatches)
                 return change(loss.detach() if isinstance(loss, torch.Tensor) else loss), norm
 
-            return stock(SimpleNamespace(model=target.model, step=step), *rest)
+            reporting = SimpleNamespace(model=target.model, step=step, evaluate=getattr(target, "evaluate", None))
+            return stock(prepared._replace(target=reporting), *rest)
 
         return train_step
 

@@ -16,6 +16,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case
 from harness.matrix.replayed import RECORDED_BYTES, replayed_steps
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
+from harness.worker.evaluation import evaluating
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.own import own
 from harness.worker.probes.places import Places, held
@@ -140,7 +141,7 @@ def _cast_before(step: int, fqn: str, kind: ModuleTensorKind, call: int) -> Modu
 
 
 class _Hooks:
-    """The hooks of one module. Recomputation calls them again, which is not recorded."""
+    """The hooks of one module. Recomputation and evaluation call them too, which is not recorded."""
 
     def __init__(self, fqn: str, seen: list[_Seen], *, uses_input_once: bool) -> None:
         self._fqn = fqn
@@ -167,10 +168,10 @@ class _Hooks:
     def after(self, _: nn.Module, __: Any, output: torch.Tensor) -> None:
         """The output as the module computed it, before it is redistributed."""
         self._keep("output", output, "grad_output")
-        self.calls += not in_backward()
+        self.calls += not (in_backward() or evaluating())
 
     def _keep(self, kind: ModuleTensorKind, tensor: torch.Tensor, gradient: ModuleTensorKind | None = None) -> None:
-        if in_backward():
+        if in_backward() or evaluating():
             return
         call = self.calls
         self._seen.append(_Seen(self._fqn, call, kind, own(_detached(tensor)) if is_wide(tensor) else None))

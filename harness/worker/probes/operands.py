@@ -21,6 +21,7 @@ from torchao.float8 import float8_linear, float8_scaling_utils, float8_training_
 
 from harness.matrix.case import Case
 from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord, OperandTrace, Role
+from harness.worker.evaluation import evaluating
 from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.contents import Contents
@@ -36,7 +37,7 @@ UNKNOWN = "?"  # the FQN of a cast or matmul outside of every known module
 _CAST = "hp_tensor_and_scale_to_float8"
 _CASTING_MODULES = (float8_training_tensor, float8_scaling_utils, fsdp_utils)  # they import it by name
 
-Phase = Literal["forward", "recompute", "backward", "all_gather"]
+Phase = Literal["evaluation", "forward", "recompute", "backward", "all_gather"]
 
 
 class _Place:
@@ -53,7 +54,7 @@ class _Place:
         self.matmuls += 1
         if self.phase == "backward":
             return "dgrad" if self.matmuls == 1 else "wgrad"
-        return "recompute" if self.phase == "recompute" else "forward"
+        return "forward" if self.phase == "all_gather" else self.phase
 
 
 class OperandProbe(Probe):
@@ -257,7 +258,7 @@ class OperandProbe(Probe):
 
 def _forward_phase() -> Phase:
     """A forward that runs inside of a backward pass is a recomputation."""
-    return "recompute" if in_backward() else "forward"
+    return "evaluation" if evaluating() else "recompute" if in_backward() else "forward"
 
 
 _NOTHING = contextlib.nullcontext()

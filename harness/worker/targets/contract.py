@@ -36,6 +36,8 @@ def build_target(case: Case, world: World) -> Target:
     built = module.build(case, world)
     require_process_group("build")
     _require_parts(built)
+    if case.train.evaluate:
+        _require_evaluation(built)
     _require_parameters(built.model)
     target: Target = built
     return target
@@ -53,6 +55,15 @@ def _require_parts(built: Any) -> None:
         raise TargetMisfit(
             f"{what} without a method `step`.",
             f"give it `def step(self, microbatches)` that returns `loss, grad_norm`; {_INTERFACE}",
+        )
+
+
+def _require_evaluation(built: Any) -> None:
+    if not callable(getattr(built, "evaluate", None)):
+        raise TargetMisfit(
+            f"build() returned {_kind(built)} without a method `evaluate`, and the case has evaluate = true.",
+            "give it `def evaluate(self, microbatches)` that returns the loss, or leave `evaluate` out of the case; "
+            + _INTERFACE,
         )
 
 
@@ -89,24 +100,31 @@ def require_result(result: Any) -> tuple[Any, Any]:
             "end it with `return loss, grad_norm`, or with `return loss, None` where it computes no norm.",
         )
     loss, norm = result
-    _require_number("loss", loss)
+    _require_number("step", "loss", loss)
     if norm is not None:
-        _require_number("gradient norm", norm)
+        _require_number("step", "gradient norm", norm)
     return loss, norm
 
 
-def _require_number(name: str, value: Any) -> None:
+def require_loss(loss: Any) -> torch.Tensor | float:
+    """The loss that `evaluate` returned. Raises TargetMisfit for anything else."""
+    _require_number("evaluate", "loss", loss)
+    number: torch.Tensor | float = loss
+    return number
+
+
+def _require_number(method: str, name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise TargetMisfit(
-                f"step() returned a {name} of shape {list(value.shape)}.",
+                f"{method}() returned a {name} of shape {list(value.shape)}.",
                 "return one number: the mean over the tokens of the global batch."
                 if name == "loss"
                 else "return one number: the global L2 norm before clipping.",
             )
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TargetMisfit(
-            f"step() returned {_kind(value)} as its {name}.",
+            f"{method}() returned {_kind(value)} as its {name}.",
             "return a tensor with one element, or a float" + ("." if name == "loss" else ", or None."),
         )
 

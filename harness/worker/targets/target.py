@@ -51,3 +51,10 @@ class Target(Protocol):
 
         Returns the loss of the global batch, the same on every rank, and the gradient norm.
         """
+
+
+class Evaluates(Target, Protocol):
+    """A target that trains cases with `evaluate`."""
+
+    def evaluate(self, microbatches: Sequence[torch.Tensor]) -> torch.Tensor | float:
+        """The loss that `step` would return of `microbatches`, in evaluation mode, without gradients or an update."""

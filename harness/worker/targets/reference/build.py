@@ -21,7 +21,7 @@ from harness.worker.targets.reference.checkpointing import apply_checkpointing
 from harness.worker.targets.reference.clipping import clip_gradients
 from harness.worker.targets.reference.compiled import apply_compile
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert
-from harness.worker.targets.reference.loss import forward_backward, global_loss
+from harness.worker.targets.reference.loss import forward, forward_backward, global_loss
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.reference.parallel import Meshes, apply_fsdp, apply_tp, build_meshes
 from harness.worker.targets.target import StepResult, World
@@ -40,17 +40,27 @@ class ReferenceTarget:
         self._case = case
         self._meshes = meshes
 
+    def evaluate(self, microbatches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss of one step, in evaluation mode and without gradients."""
+        self.model.eval()
+        losses = [forward(self.model, batch, self._case) for batch in microbatches]
+        self.model.train()
+        return self._global_loss(losses)
+
     def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
         """Forward, backward, clipping where the case asks for it, and update."""
-        tp = self._meshes.tp
         losses = [forward_backward(self.model, batch, self._case) for batch in microbatches]
-        loss = global_loss(torch.stack(losses).sum(), tp=1 if tp is None else tp.size())
+        loss = self._global_loss(losses)
         max_norm = self._case.train.max_norm
         norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         after_optimizer_step(self.model, self._case.float8)
         return loss, norm
+
+    def _global_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        tp = self._meshes.tp
+        return global_loss(torch.stack(tuple(losses)).sum(), tp=1 if tp is None else tp.size())
 
 
 def build(case: Case, world: World) -> ReferenceTarget:

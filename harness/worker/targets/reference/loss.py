@@ -18,13 +18,27 @@ from harness.worker.targets.reference.model import Llama
 
 def forward_backward(model: Llama, batch: torch.Tensor, case: Case) -> torch.Tensor:
     """Accumulate gradients of one batch [local_batch, seq_len + 1]; returns its share of the global loss, detached."""
-    inputs, labels = batch[:, :-1], batch[:, 1:]
-    sharded_loss = case.layout.tp > 1 and case.layout.loss_parallel
-    with loss_parallel() if sharded_loss else contextlib.nullcontext():
-        logits = mask_padded_vocab(model(inputs), case)
-        loss = summed_loss(logits, labels) / global_token_count(case)
+    with _sharded_as_logits(case):
+        logits = mask_padded_vocab(model(batch[:, :-1]), case)
+        loss = summed_loss(logits, batch[:, 1:]) / global_token_count(case)
         loss.backward()
-    loss = loss.detach()
+    return _whole(loss.detach())
+
+
+@torch.no_grad()
+def forward(model: Llama, batch: torch.Tensor, case: Case) -> torch.Tensor:
+    """The share of one batch [local_batch, seq_len + 1] of the global loss, without gradients."""
+    with _sharded_as_logits(case):
+        logits = mask_padded_vocab(model(batch[:, :-1]), case)
+        return _whole(summed_loss(logits, batch[:, 1:]) / global_token_count(case))
+
+
+def _sharded_as_logits(case: Case) -> contextlib.AbstractContextManager[None]:
+    sharded = case.layout.tp > 1 and case.layout.loss_parallel
+    return loss_parallel() if sharded else contextlib.nullcontext()
+
+
+def _whole(loss: torch.Tensor) -> torch.Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 

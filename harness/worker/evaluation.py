@@ -1,0 +1,45 @@
+"""Evaluation: a forward pass of a target that no backward follows. Probes that watch training look away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+
+from harness.trace.inputs import StateChange
+from harness.worker.state import STATE
+from harness.worker.targets.contract import require_loss
+from harness.worker.targets.target import Evaluates, Target
+
+_running: list[Target] = []
+
+
+def evaluating() -> bool:
+    """True while a target evaluates."""
+    return bool(_running)
+
+
+def evaluate(target: Target, microbatches: Sequence[torch.Tensor], step: int) -> torch.Tensor | float:
+    """The loss of a batch as the target evaluates it. Keeps what of torch's state the target left changed by it."""
+    modes = {fqn: module.training for fqn, module in target.model.named_modules()}
+    with _while_running(target):
+        loss = require_loss(cast("Evaluates", target).evaluate(microbatches))
+    phase = f"the evaluation of step {step}"
+    STATE.look(phase)
+    changed = [fqn for fqn, module in target.model.named_modules() if module.training != modes.get(fqn)]
+    if changed:
+        before, after = ("on", "off") if modes[changed[0]] else ("off", "on")
+        after += f" in {len(changed)} of {len(modes)} modules"
+        STATE.add(StateChange(name="training mode", phase=phase, before=before, after=after))
+    return loss
+
+
+@contextmanager
+def _while_running(target: Target) -> Iterator[None]:
+    _running.append(target)
+    try:
+        yield
+    finally:
+        _running.pop()
