@@ -191,10 +191,25 @@ def _causes(expect: Expectations, trace: RankTrace) -> list[Finding]:
     """The causes that the traffic shows, each in the first step that shows it."""
     first: dict[str, Finding] = {}
     for step in _steps(expect, trace):
-        # weights that are not cast before they are gathered need no amax either: that is one fault, not two
-        for finding in _high_precision_gathers(expect, step) or _amax_reductions(step):
+        # A weight is cast before every gather, and one that is not cast needs no amax: that is one fault, not three.
+        for finding in _number_of_gathers(step) or _high_precision_gathers(expect, step) or _amax_reductions(step):
             first.setdefault(finding.message, finding)
     return list(first.values())
+
+
+def _number_of_gathers(step: _Step) -> list[Finding]:
+    expected, found = _gathers(step.expected).times, _gathers(step.found).times
+    if found == expected:
+        return []
+    return [
+        _finding(
+            message=f"weights are gathered too {'often' if found > expected else 'seldom'} along dp_shard",
+            step=step.number,
+            expected=f"{expected} all-gathers",
+            found=str(found),
+            fix="give fully_shard the `reshard_after_forward` that the case asks for.",
+        )
+    ]
 
 
 def _high_precision_gathers(expect: Expectations, step: _Step) -> list[Finding]:
@@ -202,7 +217,7 @@ def _high_precision_gathers(expect: Expectations, step: _Step) -> list[Finding]:
     elements = expect.float8_weight_elements(step.rank)
     if not elements:
         return []
-    surplus = _gathered_bytes(step.found) - _gathered_bytes(step.expected)
+    surplus = _gathers(step.found).payload_bytes - _gathers(step.expected).payload_bytes
     ratio = (elements + surplus) / (2 * elements)
     if ratio <= MAX_SHARE_OF_BFLOAT16:
         return []
@@ -216,10 +231,11 @@ def _high_precision_gathers(expect: Expectations, step: _Step) -> list[Finding]:
     ]
 
 
-def _gathered_bytes(traffic: Traffic) -> int:
-    return sum(
-        volume.payload_bytes for key, volume in traffic.items() if (key.axis, key.kind) == ("dp_shard", "all_gather")
-    )
+def _gathers(traffic: Traffic) -> Volume:
+    """All-gathers of weights."""
+    volumes = [volume for key, volume in traffic.items() if (key.axis, key.kind) == ("dp_shard", "all_gather")]
+    sizes = sum((Counter(each.sizes) for each in volumes), Counter[int]())
+    return Volume(sum(each.payload_bytes for each in volumes), sizes)
 
 
 def _amax_reductions(step: _Step) -> Iterator[Finding]:

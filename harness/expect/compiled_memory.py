@@ -53,7 +53,7 @@ def is_exact(case: Case) -> bool:
 def expected_saved(case: Case, *, step: int, rank: int) -> dict[str, int]:
     """Bytes by dtype that `rank` saves for the backward pass of `step` (1-based), where `is_exact`."""
     assert is_exact(case), "the partitioner chooses what some blocks save"
-    elements = head_elements(case, rank)
+    elements = head_elements(case, step, rank)
     for layer in range(case.model.shape.layers):
         elements += block_elements(case, layer, step) + _scales(case, layer, step)
     return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items())}
@@ -61,7 +61,7 @@ def expected_saved(case: Case, *, step: int, rank: int) -> dict[str, int]:
 
 def saved_limits(case: Case, *, step: int, rank: int) -> SavedLimits:
     """The limits of all bytes that `rank` saves for the backward pass of `step` (1-based)."""
-    least = most = _bytes(head_elements(case, rank))
+    least = most = _bytes(head_elements(case, step, rank))
     for layer in range(case.model.shape.layers):
         limits = _block_limits(case, layer, step)
         least, most = least + limits.least, most + limits.most

@@ -200,6 +200,12 @@ _BITWISE = (
         reason="the gathered shards carry the scale of the full weight, so it does not matter where they are cast",
     ),
     _Option(
+        name="reshard_after_forward",
+        applies=lambda case: case.layout.reshard_after_forward != "default",
+        partner=_with_layout(reshard_after_forward="default"),
+        reason="a weight that is gathered again has the same bits",
+    ),
+    _Option(
         name="precompute_scale",
         applies=lambda case: case.float8.precompute_scale,
         partner=_with_float8(precompute_scale=False),

@@ -14,7 +14,7 @@ from harness.expect.traffic import residual_tokens
 from harness.expect.trainer_traits import traits_of
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
-from harness.matrix.linears import BLOCK_LINEARS, ROWWISE, is_converted, local_features, shard_sizes
+from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, ROWWISE, is_converted, local_features, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES
 
 VERIFIED = CURRENT
@@ -25,22 +25,25 @@ Elements = Counter[str]  # by dtype
 def expected_saved(case: Case, *, step: int, rank: int) -> dict[str, int]:
     """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based)."""
     assert case.compile == "none", "compiled blocks save what `compiled_memory.py` says"
-    elements = head_elements(case, rank)
+    elements = head_elements(case, step, rank)
     for layer in range(case.model.shape.layers):
         elements += block_elements(case, layer, step)
     return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items())}
 
 
-def head_elements(case: Case, rank: int) -> Elements:
+def head_elements(case: Case, step: int, rank: int) -> Elements:
     """The final norm, the input of the output layer, log-probabilities and the normalizer of the loss.
 
-    With loss parallel a rank saves its shard of the log-probabilities, otherwise all of them.
+    With loss parallel a rank saves its shard of the log-probabilities, otherwise all of them. The output layer's weight
+    is freed after forward, and its scale saved, with `reshard_after_forward = "always"` alone.
     """
     padded, tp = case.model.padded_vocab_size, case.layout.tp
     vocab = shard_sizes(padded, tp)[rank % tp] if case.layout.loss_parallel else padded
     saved = _norm(case)
     saved[case.wide_dtype] += case.tokens_per_rank * vocab + 1
     saved[case.train.dtype] += case.tokens_per_rank * case.model.shape.dim
+    if case.layout.reshard_after_forward == "always" and is_converted(case, OUTPUT_FQN):
+        saved["float32"] += _has_scale_of_gather(case, step)
     counted = traits_of(case).counts_tokens_in
     if counted and case.layout.dp == 1:  # a sum over ranks makes it a Python number
         saved[counted] += 1
@@ -90,11 +93,19 @@ def _whole_block(case: Case) -> Elements:
 def gathered_scales(case: Case, layer: int, step: int) -> Elements:
     """Float8 all-gather: FSDP2 frees the gathered weights after forward, but the saved tensors keep their scales.
 
-    A precomputed scale belongs to the parameter and does not count as saved; step 1 has none.
+    A weight that is kept has its scale, which does not count as saved.
     """
-    if not case.float8.fp8_all_gather or (case.float8.precompute_scale and step > 1):
+    if case.layout.reshard_after_forward == "never" or not _has_scale_of_gather(case, step):
         return Counter()
     return Counter({"float32": len(converted_linears(case, layer))})
+
+
+def _has_scale_of_gather(case: Case, step: int) -> bool:
+    """True where a float8 weight gets a scale when it is gathered. A precomputed one belongs to the parameter.
+
+    Step 1 has none that is precomputed.
+    """
+    return case.float8.fp8_all_gather and not (case.float8.precompute_scale and step > 1)
 
 
 def _selected_outputs(case: Case, layer: int) -> Elements:

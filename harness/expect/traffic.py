@@ -91,26 +91,30 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     weights: tuple[Weight, ...]
     gathers: int  # in every forward, and once more in backward where the weights are freed after forward
-    freed: bool = True  # after forward
+    freed: bool  # after forward
 
 
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
     """The units in the order of the forward pass."""
-    shape, gathers = case.model.shape, 1 + _forwards(case)
+    shape, resharding = case.model.shape, case.layout.reshard_after_forward
     vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[rank % case.layout.tp]
+    freed, freed_last, forwards = resharding != "never", resharding == "always", _forwards(case)
     blocks = [
-        Unit(name=f"layers.{layer}", weights=tuple(_block_weights(case, layer)), gathers=gathers)
+        Unit(name=f"layers.{layer}", weights=tuple(_block_weights(case, layer)), gathers=forwards + freed, freed=freed)
         for layer in range(shape.layers)
     ]
     output = Weight(fqn=OUTPUT_FQN, rows=vocab, columns=shape.dim, gathered_in_float8=_cast_by_fsdp(case, OUTPUT_FQN))
     embedding = Weight(fqn="tok_embeddings", rows=vocab, columns=shape.dim)
     return (
-        Unit(name="tok_embeddings", weights=(embedding,), gathers=gathers),
+        Unit(name="tok_embeddings", weights=(embedding,), gathers=forwards + freed, freed=freed),
         *blocks,
-        # reshard_after_forward=False: backward starts with this unit, so its weights stay gathered. After an evaluation
-        # too; but FSDP2 takes what ran before the first unit for what backward needs next, and gathers it at the end.
+        # Backward starts with this unit, so by default its weights stay gathered. After an evaluation too; but FSDP2
+        # takes what ran before the first unit for what backward needs next, and gathers it at the end.
         Unit(
-            name="norm, output", weights=(Weight(fqn="norm", rows=shape.dim), output), gathers=gathers - 1, freed=False
+            name="norm, output",
+            weights=(Weight(fqn="norm", rows=shape.dim), output),
+            gathers=forwards + freed_last,
+            freed=freed_last,
         ),
     )
 

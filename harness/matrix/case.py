@@ -23,6 +23,7 @@ SymmMem = Literal["pipelined", "fallback"]
 CompileMode = Literal["none", "graph", "inductor"]
 Dtype = Literal["float64", "float32", "bfloat16"]
 ReduceDtype = Literal["float32", "bfloat16"]
+Resharding = Literal["default", "always", "never"]
 Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -108,6 +109,9 @@ class Layout(CaseStruct, frozen=True, kw_only=True):
     `symm_mem` selects the implementation of async TP's fused operators on a CPU: torch's `pipelined` one, chunk by
     chunk, or its unfused reference `fallback`. With `wait_for_embedding` a compiled block gets the finished output of
     the embedding; without it the block gets an AsyncCollectiveTensor, as in torchtitan.
+
+    `reshard_after_forward` is FSDP2's: after forward it frees the weights that it gathered and gathers them again in
+    backward, `always` or `never`. With `default` it keeps those of the last unit, with which backward begins.
     """
 
     dp_replicate: Degree = 1
@@ -118,6 +122,7 @@ class Layout(CaseStruct, frozen=True, kw_only=True):
     wait_for_embedding: bool = True
     sequence_parallel: bool = True
     loss_parallel: bool = True
+    reshard_after_forward: Resharding = "default"
 
     def __post_init__(self) -> None:
         if self.tp == 1:

@@ -166,6 +166,8 @@ def _layout_tokens(layout: Layout) -> list[str]:
         tokens.append("nosp")
     if not layout.loss_parallel:
         tokens.append("nolp")
+    if layout.reshard_after_forward != "default":
+        tokens.append(f"reshard.{layout.reshard_after_forward}")
     return tokens or ["single"]
 
 

@@ -128,6 +128,9 @@ def _layout(config: _Config, notes: list[str], ranks: int | None, where: str) ->
         "loss_parallel": bool(config("parallelism.enable_loss_parallel", True))
         and not config("parallelism.disable_loss_parallel", False),
         "async_tp": bool(config("parallelism.enable_async_tensor_parallel", False)) and tp > 1,
+        "reshard_after_forward": config("parallelism.fsdp_reshard_after_forward", "default")
+        if shard > 1
+        else "default",
     }
 
 

@@ -21,6 +21,8 @@ LACKS = {
     "padding": "padding_flag_lost padding_not_zeroed padding_on_one_operand_shifted padded_weight_rows_not_zeroed "
     "eps_lost",
     "selective checkpointing": "abs_saved_for_backward",
+    "reshard_after_forward": "weights_freed_after_forward",
+    "clipping": "gradients_not_clipped clipped_by_norm_of_own_shards replicated_gradients_counted_by_every_rank",
     "the Llama of the cases": "alignment_rule_ignored query_scale_folded_into_weights rope_base_of_another_model "
     "padded_vocabulary_not_masked padded_vocabulary_masked_short",
     "a case of FSDP2 x TP with the float8 all-gather that has no recorded fault": "weight_amax_over_world",
@@ -29,7 +31,12 @@ NOT_PLANTED = set(" ".join(LACKS.values()).split())
 # Its norm has no eps, and is not the RMSNorm of torch.
 NOT_REACHED = {"norm_eps_too_large", "norm_eps_of_another_model", "recomputed_norm_without_epsilon"}
 # Found by nothing but the recorded signatures: no rule that holds for any model forbids what these faults do.
-ONLY_SIGNED = {"output_kept_on_module", "compiled_amax_sent_twice", "compiled_matmul_outputs_kept"}
+ONLY_SIGNED = {
+    "output_kept_on_module",
+    "weights_kept_after_forward",
+    "compiled_amax_sent_twice",
+    "compiled_matmul_outputs_kept",
+}
 # Besides by what `expect` of the target states, or by a rule.
 SIGNED = {"precompute_dead_branch", "precompute_for_one_part", "float8_weight_kept_for_backward"}
 

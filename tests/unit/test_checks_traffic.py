@@ -108,6 +108,14 @@ def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None
     assert len(rest) == 2
 
 
+@pytest.mark.parametrize(("asked", "done", "word"), [("reshard.never-", "", "often"), ("", "reshard.never-", "seldom")])
+def test_weights_that_are_gathered_another_number_of_times_are_told_in_plain_words(asked, done, word) -> None:
+    case, other = (parse_case_id(f"fsdp2-{each}tensorwise-ag.fp8-v2048-s3-f32") for each in (asked, done))
+    first, *rest = check(case, records(other), records(other))
+    assert first.message == f"weights are gathered too {word} along dp_shard on ranks 0-1"
+    assert not any("each shard uses" in finding.message or "high precision" in finding.message for finding in rest)
+
+
 def test_missing_amax_reductions_are_told_in_plain_words() -> None:
     wrong = without(TP, CollectiveKey("tp", "all_reduce", "max", "float64"))
     first, second = check(TP, wrong, wrong)

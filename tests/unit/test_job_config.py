@@ -89,6 +89,10 @@ def test_the_ranks_of_the_job_tell_how_many_share_a_parameter() -> None:
             "fsdp2-tp2-nowait-nolp-bf16-graph-v2048-b16",
         ),
         (
+            "--parallelism.fsdp_reshard_after_forward never --activation_checkpoint.mode none",
+            "fsdp2-reshard.never-bf16-v2048-b16",
+        ),
+        (
             "--training.mixed_precision_param float32 --compile.no-enable --activation_checkpoint.mode none",
             "fsdp2-bf16-v2048-f32",
         ),

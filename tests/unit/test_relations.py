@@ -38,6 +38,7 @@ def partner_of(text: str) -> tuple[str, str] | None:
         ("fsdp2-tensorwise-ag.fp8-v2048-f32", "fp8_all_gather", "fsdp2-tensorwise-v2048-f32"),
         ("hsdp2x2-tensorwise-ag.fp8pre-v2048-f64", "fp8_all_gather", "hsdp2x2-tensorwise-v2048-f64"),
         ("tp2-rowwise-v2048-eval-b16", "evaluate", "tp2-rowwise-v2048-b16"),
+        ("fsdp2-reshard.never-rowwise-v2048-b16", "reshard_after_forward", "fsdp2-rowwise-v2048-b16"),
         ("fsdp2-tensorwise-ag.fp8pre-v2048-b16", "precompute_scale", "fsdp2-tensorwise-ag.fp8-v2048-b16"),
     ],
 )
@@ -134,8 +135,9 @@ def test_every_relation_is_about_two_cases_that_train_on_the_same_data(case: Cas
 
 
 def uncompiled_layout(case: Case) -> Layout:
-    """The layout without what belongs to compiled blocks alone."""
-    return replace(case, compile="none", layout=replace(case.layout, async_tp=False)).layout
+    """The layout without what belongs to compiled blocks alone, and without what is gathered how often."""
+    layout = replace(case.layout, async_tp=False, reshard_after_forward="default")
+    return replace(case, compile="none", layout=layout).layout
 
 
 @given(TRAINED_CASES)

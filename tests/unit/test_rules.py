@@ -71,6 +71,7 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("all_gather_needs_tensorwise", {"recipe": "rowwise", "fp8_all_gather": True, "dp_shard": 2}),
     ("precompute_needs_all_gather", {"recipe": "tensorwise", "precompute_scale": True, "dp_shard": 2}),
     ("reduce_dtype_needs_shards", {"reduce_dtype": "bfloat16", "dtype": "bfloat16"}),
+    ("reshard_needs_shards", {"reshard_after_forward": "never"}),
     ("reduce_dtype_of_exact_runs", {"reduce_dtype": "bfloat16", "dtype": "float64", "dp_shard": 2}),
     ("clipping_is_exact", {"max_norm": 0.5, "dtype": "float32"}),
     ("evaluation_is_eager", {"evaluate": True, "compile": "graph"}),

@@ -43,6 +43,18 @@ def test_fsdp_gathers_blocks_and_embedding_twice_and_reduces_every_gradient_once
     }
 
 
+@pytest.mark.parametrize(("resharding", "times"), [("always", 2), ("never", 1)])
+def test_weights_are_gathered_in_backward_again_where_they_were_freed(resharding: str, times: int) -> None:
+    case = case_of("tensorwise", dp_shard=2, fp8_all_gather=True, reshard_after_forward=resharding)
+    embedding = 2048 * 128
+    assert traffic(case)[CollectiveKey("dp_shard", "all_gather", "", "float32")] == (
+        2 * times,
+        times * (2 * embedding + 128) // 2 * 4,
+    )
+    assert traffic(case)[CollectiveKey("dp_shard", "all_gather", "", "uint8")][0] == 2 * times
+    assert traffic(case)[CollectiveKey("dp_shard", "all_reduce", "max", "float32")] == (14 * times, 14 * times * 4)
+
+
 def test_uneven_shards_are_padded_to_the_largest() -> None:
     """2048 rows over 3 ranks are 683 each; 128 are 43, 256 are 86."""
     case = case_of(dp_shard=3, global_batch=6)
@@ -146,6 +158,18 @@ def test_converting_linears_keeps_not_one_byte_more_and_no_float8(recipe) -> Non
     plain = saved(case_of(tp=2))
     assert saved(case_of(recipe, tp=2)) == plain
     assert not any(dtype.startswith("float8") for dtype in plain)
+
+
+def test_a_freed_float8_weight_leaves_its_scale() -> None:
+    plain = saved(case_of("tensorwise", dp_shard=2, output_layer=True))["float32"]
+    scales = {
+        resharding: saved(
+            case_of("tensorwise", dp_shard=2, output_layer=True, fp8_all_gather=True, reshard_after_forward=resharding)
+        )["float32"]
+        - plain
+        for resharding in ("default", "always", "never")
+    }
+    assert scales == {"default": 14 * 4, "always": 15 * 4, "never": 0}
 
 
 def test_float8_styles_keep_float8_inputs_instead_of_high_precision_ones() -> None:

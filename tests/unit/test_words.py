@@ -29,7 +29,7 @@ def test_a_word_has_a_meaning_and_names_axes(word: Word) -> None:
 
 @given(st.from_type(Case))
 def test_every_token_of_an_id_has_a_meaning(case: Case) -> None:
-    tokens = re.findall(r"(?:lr[\d.]+e-\d+|clip[\d.]+e-\d+|tol\.[\d.]+e-\d+|[^-]+)", case_id(case))
+    tokens = re.findall(r"(?:(?:lr|clip|tol\.)[\d.]+e-\d+|[^-]+)", case_id(case))
     assert all(meaning_of(token) for token in tokens)
 
 

@@ -27,6 +27,8 @@ CASES = [
     "tp2-nosp-nolp-rowwise-v2250-vpad128-gb4-s3-f32",
     sweep("fsdp4-tensorwise-ag.fp8-v2050-gb4-s3-f64"),
     "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-ac.full-v2048-gb4-s3-b16",
+    "fsdp2-reshard.always-tensorwise-head.fp8-v2048-gb4-s3-b16",
+    "fsdp2-reshard.never-tensorwise-ag.fp8pre-ac.layer2-v2050-gb4-s3-f32",
     sweep("fsdp2-tp2-tensorwise-ag.fp8pre-head.fp8-ac.layer2-v2048-gb4-s3-b16"),
 ]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchao.float8 import float8_linear, float8_ops, fsdp_utils
 from torchao.float8.float8_tensor_parallel import (
@@ -28,6 +28,7 @@ from harness.worker.faults.hooks import (
     on_last_rank,
     on_odd_rank,
     wrap,
+    wrap_everywhere,
 )
 
 
@@ -209,6 +210,16 @@ def gradients_reduced_in_another_dtype() -> None:
         return init
 
     wrap(MixedPrecisionPolicy, "__init__", make)
+
+
+def weights_kept_after_forward() -> None:
+    """FSDP2 frees no gathered weight after forward, whatever `reshard_after_forward` says."""
+    wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock: lambda asked, mesh_info: None)
+
+
+def weights_freed_after_forward() -> None:
+    """FSDP2 frees all gathered weights after forward and gathers them again, whatever was asked for."""
+    wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock: lambda asked, mesh_info: mesh_info)
 
 
 def amax_strategy_missing() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -118,10 +117,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
         param_dtype=torch.bfloat16 if case.train.dtype == "bfloat16" else None,
         reduce_dtype=None if case.reduce_dtype == case.train.dtype else getattr(torch, case.reduce_dtype),
     )
-    units: list[nn.Module | list[nn.Module]] = [model.tok_embeddings, *model.layers.values()]
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    asked = case.layout.reshard_after_forward
+    for unit in (model.tok_embeddings, *model.layers.values()):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=asked != "never")
+    fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=asked == "always")
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

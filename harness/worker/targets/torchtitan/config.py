@@ -60,6 +60,7 @@ def _set_layout(config: JobConfig, case: Case) -> None:
     parallelism, layout = config.parallelism, case.layout
     parallelism.data_parallel_replicate_degree = layout.dp_replicate
     parallelism.data_parallel_shard_degree = layout.dp_shard
+    parallelism.fsdp_reshard_after_forward = layout.reshard_after_forward
     parallelism.tensor_parallel_degree = layout.tp
     parallelism.disable_loss_parallel = not layout.loss_parallel
     parallelism.enable_async_tensor_parallel = layout.async_tp

@@ -82,6 +82,7 @@ def _parallelism(case: Case) -> ParallelismConfig:
     return ParallelismConfig(
         data_parallel_replicate_degree=case.layout.dp_replicate,
         data_parallel_shard_degree=case.layout.dp_shard,
+        fsdp_reshard_after_forward=case.layout.reshard_after_forward,
         tensor_parallel_degree=case.layout.tp,
         enable_sequence_parallel=case.layout.sequence_parallel,
     )
