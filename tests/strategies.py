@@ -34,6 +34,7 @@ _ANY: Strategies = {
     "steps": st.integers(1, 100_000),
     "global_batch": st.integers(1, 40),
     "seq_len": st.integers(1, 80),
+    "accumulation": st.integers(1, 8),
     "max_norm": st.none() | st.floats(0, 1e6, exclude_min=True),
     "lr": st.floats(0, 10, exclude_min=True),
     "seed": st.integers(0, 2**32 - 1),
@@ -52,6 +53,7 @@ _FITTING: Strategies = {
     "checkpoint_every": st.integers(1, 2),
     "global_batch": st.sampled_from([8, 16, 24]),
     "seq_len": st.sampled_from([32, 40]),
+    "accumulation": st.sampled_from([1, 2]),
     "max_norm": st.sampled_from([None, 0.5]),
     "loss_tolerance": st.sampled_from([None, 0.5]),
 }

@@ -91,6 +91,7 @@ def check_supported(case: Case) -> None:
         "sequence_parallel": case.layout.sequence_parallel and case.layout.tp > 1,
         "loss_parallel": case.layout.loss_parallel and case.layout.tp > 1,
         "reshard_after_forward": case.layout.reshard_after_forward != "default",
+        "accumulation": case.train.accumulation > 1,
         "tp_styles": case.float8.tp_styles != "plain",
         "output_layer": case.float8.output_layer,
         "kv_heads": case.model.shape.kv_heads != case.model.shape.heads,

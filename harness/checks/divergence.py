@@ -98,12 +98,24 @@ class _Comparison:
         casts, matmuls = self._casts[trace.rank], matmuls_by_key(trace)
         where = coordinates(self._case.layout, trace.rank)
         replay = where["dp_replicate"] * self._case.layout.dp_shard + where["dp_shard"]
+        counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in casts)
+        counts.update(key for key, _ in matmuls)
         in_order: list[tuple[int, Iterator[Mismatch]]] = [
-            (cast.index, self._cast(trace.rank, key, occurrence, self._replayed(_in_witness(key), occurrence, replay)))
+            (
+                cast.index,
+                self._cast(
+                    trace.rank, key, occurrence, self._replayed(_in_witness(key), occurrence, counts[key], replay)
+                ),
+            )
             for (key, occurrence), cast in casts.items()
         ]
         in_order += [
-            (matmul.index, self._matmul(trace.rank, key, matmul, self._replayed(_in_witness(key), occurrence, replay)))
+            (
+                matmul.index,
+                self._matmul(
+                    trace.rank, key, matmul, self._replayed(_in_witness(key), occurrence, counts[key], replay)
+                ),
+            )
             for (key, occurrence), matmul in matmuls.items()
         ]
         present = {key for key, _ in matmuls}
@@ -115,11 +127,14 @@ class _Comparison:
         for _, mismatches in sorted(in_order, key=lambda item: item[0]):
             yield from mismatches
 
-    def _replayed(self, key: CastKey | MatmulKey, occurrence: int, replay: int) -> int:
-        """The occurrence in the witness that corresponds to `occurrence` on the data-parallel rank `replay`."""
+    def _replayed(self, key: CastKey | MatmulKey, occurrence: int, count: int, replay: int) -> int:
+        """The occurrence in the witness of this one of `count` on the data-parallel rank `replay`."""
         if isinstance(key, CastKey) and key.phase == "gathered" and self._case.train.evaluate:
             occurrence = max(0, occurrence - 1)  # evaluation reads it first
-        return replay * (self._witness_counts[key] // self._case.layout.dp) + occurrence
+        microbatches = self._case.train.accumulation
+        microbatch, within = divmod(occurrence, max(1, count // microbatches))
+        of_witness = self._witness_counts[key] // (self._case.layout.dp * microbatches)
+        return (replay * microbatches + microbatch) * of_witness + within
 
     def _missing_matmul(self, rank: int, key: MatmulKey, expected: MatmulRecord) -> Iterator[Mismatch]:
         what, found = f"matmul {key.gemm}", "none: was the linear converted?"

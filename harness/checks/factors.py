@@ -38,6 +38,7 @@ class Explanation(NamedTuple):
 
 _DP, _TP, _WORLD = "the data-parallel degree", "the tensor-parallel degree", "the number of ranks"
 _OF_RANKS = (_DP, _TP, _WORLD)
+_MICROBATCHES = "the microbatches of an update"
 
 
 def factor(found: float, expected: float, case: Case, *, within: float = _CLOSE) -> Factor | None:
@@ -59,7 +60,8 @@ def _numbers(case: Case) -> Mapping[int, tuple[str, ...]]:
         (_DP, layout.dp),
         (_TP, layout.tp),
         (_WORLD, layout.world_size),
-        ("the sequences of a microbatch", case.local_batch),
+        (_MICROBATCHES, train.accumulation),
+        ("the sequences of a microbatch", case.microbatch),
         ("the sequences of the global batch", train.global_batch),
         ("the tokens of a sequence", train.seq_len),
         ("the tokens of a microbatch", case.tokens_per_rank),
@@ -165,6 +167,8 @@ def _gradient_fix(times: Factor) -> str:
             "FSDP2 averages gradients over data-parallel ranks already: do not divide the loss by their number before "
             "backward()."
         )
+    if _MICROBATCHES in times.names and not times.inverse:
+        return "divide the loss of every microbatch by their number before backward()."
     if set(times.names) & set(_OF_RANKS):
         if times.inverse:
             return "the loss or the gradients are divided by the number of ranks once too often."

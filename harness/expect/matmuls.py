@@ -28,7 +28,7 @@ def recomputed_calls(case: Case) -> int:
     policy sees `aten.mm` of a Float8TrainingTensor or DTensor, so its list needs no `_scaled_mm` to include them.
     A compiled block does not recompute what backward does not read.
     """
-    return sum(
+    return case.train.accumulation * sum(
         is_converted(case, f"layers.{layer}.{name}")
         for layer in range(case.model.shape.layers)
         for position, name in enumerate(BLOCK_LINEARS, start=1)

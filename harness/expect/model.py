@@ -48,8 +48,8 @@ def llama_model(case: Case) -> Model:
     shares = {fqn for fqn in styled if not fqn.endswith(_OWN_INPUT)}
     return Model(
         converted=converted,
-        calls=dict.fromkeys(converted, 1),
-        recomputed={fqn: int(is_checkpointed(case, fqn)) for fqn in converted},
+        calls=dict.fromkeys(converted, case.train.accumulation),
+        recomputed={fqn: case.train.accumulation * is_checkpointed(case, fqn) for fqn in converted},
         on_tp=frozenset(converted),
         styled=styled,
         gathered=frozenset(converted if case.gathers_float8 else ()),

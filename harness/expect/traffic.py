@@ -10,7 +10,7 @@ are those of one rank; `residual_tokens` are the share of them that a TP rank ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -54,14 +54,18 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
 def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, ...]:
     """All collectives of `rank` in `step` (1-based). Every later step equals step 2."""
-    terms = (
-        *_fsdp(case, rank),
+    of_microbatch = (
+        *_gathers_of_weights(case, rank),
         *_weight_amax(case, step),
-        *_precompute(case),
         *_activations(case),
         *_tensor_parallel_amax(case),
         *_loss(case),
-        *_norm_gradients(case),
+    )
+    reduced = (*_reductions(case, rank), *_norm_gradients(case))
+    terms = (
+        *_repeated(of_microbatch, case.train.accumulation),
+        *_repeated(reduced, case.reductions if case.uses_fsdp else 1),
+        *_precompute(case),
         *_global_norm(case),
     )
     sent = tuple(term for term in terms if term.times and axis_size(case.layout, term.axis) > 1)
@@ -71,6 +75,12 @@ def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, .
 def _forwards(case: Case) -> int:
     """Forward passes of one step: that of its evaluation, and the one that is trained."""
     return 1 + case.train.evaluate
+
+
+def _repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
+    for term in terms:
+        least = None if term.least is None else term.least * times
+        yield msgspec.structs.replace(term, times=term.times * times, least=least)
 
 
 # Data parallel: FSDP2 and HSDP
@@ -132,15 +142,9 @@ def _cast_by_fsdp(case: Case, fqn: str) -> bool:
     return case.float8.fp8_all_gather and is_converted(case, fqn)
 
 
-def _fsdp(case: Case, rank: int) -> Iterator[Transfer]:
-    """Weights are gathered and gradients reduce-scattered, a unit at a time; HSDP then sums the shards over replicas.
-
-    The rows of every parameter are sharded as by torch.chunk and padded to the largest shard. Gradients are summed
-    (`set_gradient_divide_factor(1)`) in the reduce dtype.
-    """
-    ranks = case.layout.dp_shard
+def _gathers_of_weights(case: Case, rank: int) -> Iterator[Transfer]:
+    """Weights are gathered a unit at a time."""
     for unit in fsdp_units(case, rank):
-        shard = sum(-(-weight.rows // ranks) * weight.columns for weight in unit.weights)
         dtype, elements = _gathered(case, unit)
         yield Transfer(
             axis="dp_shard",
@@ -150,6 +154,17 @@ def _fsdp(case: Case, rank: int) -> Iterator[Transfer]:
             times=unit.gathers,
             purpose=f"weights of {unit.name}",
         )
+
+
+def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
+    """Gradients are reduce-scattered a unit at a time; HSDP then sums the shards over replicas.
+
+    The rows of every parameter are sharded as by torch.chunk and padded to the largest shard. Gradients are summed
+    (`set_gradient_divide_factor(1)`) in the reduce dtype.
+    """
+    ranks = case.layout.dp_shard
+    for unit in fsdp_units(case, rank):
+        shard = sum(-(-weight.rows // ranks) * weight.columns for weight in unit.weights)
         for axis, kind, count in (("dp_shard", "reduce_scatter", shard * ranks), ("dp_replicate", "all_reduce", shard)):
             yield Transfer(
                 axis=axis,
@@ -181,7 +196,7 @@ def converted_weight_shards(case: Case, rank: int) -> int:
     """Elements of converted weights that `rank` sends in all-gathers of one step."""
     ranks = case.layout.dp_shard
     return sum(
-        unit.gathers * -(-weight.rows // ranks) * weight.columns
+        case.train.accumulation * unit.gathers * -(-weight.rows // ranks) * weight.columns
         for unit in fsdp_units(case, rank)
         for weight in unit.weights
         if weight.gathered_in_float8
@@ -304,7 +319,7 @@ def _sum_of_partials(case: Case, kind: str, times: int, dtype: str, purpose: str
 def residual_tokens(case: Case) -> int:
     """Tokens that a rank holds between blocks."""
     shares = case.layout.tp if case.layout.sequence_parallel else 1
-    return case.local_batch * -(-case.train.seq_len // shares)
+    return case.microbatch * -(-case.train.seq_len // shares)
 
 
 # Tensor parallel: scales

@@ -24,6 +24,7 @@ CompileMode = Literal["none", "graph", "inductor"]
 Dtype = Literal["float64", "float32", "bfloat16"]
 ReduceDtype = Literal["float32", "bfloat16"]
 Resharding = Literal["default", "always", "never"]
+ReduceGrads = Literal["every_microbatch", "last_microbatch"]
 Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -214,6 +215,8 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     1e-7 changes the rounding of some FP8 value within a step or two, and gradients are then 2 % apart.
 
     `reduce_dtype` is that of FSDP2's mixed precision: `bfloat16` rounds the gradients of every rank, and their sum.
+    `accumulation` is the number of microbatches that a data-parallel rank splits its sequences into, for one update.
+    `reduce_grads` says after which of them FSDP2 reduces gradients; before the last it may accumulate them unreduced.
     `max_norm` is the global norm that gradients are clipped to before an update; None: they are not clipped.
     `evaluate`: every step begins with an evaluation of its batch, without gradients and in evaluation mode.
     """
@@ -223,6 +226,8 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     seq_len: PositiveInt = 32
     dtype: Dtype = "float32"
     reduce_dtype: ReduceDtype = "float32"
+    accumulation: PositiveInt = 1
+    reduce_grads: ReduceGrads = "every_microbatch"
     max_norm: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     evaluate: bool = False
     lr: Annotated[float, Meta(gt=0, le=10)] = 1e-3
@@ -279,9 +284,19 @@ class Case(CaseStruct, frozen=True, kw_only=True):
         return self.train.global_batch // self.layout.dp
 
     @property
+    def microbatch(self) -> int:
+        """Sequences of a forward of one data-parallel rank."""
+        return self.local_batch // self.train.accumulation
+
+    @property
+    def reductions(self) -> int:
+        """How often FSDP2 reduces the gradients of a step."""
+        return self.train.accumulation if self.train.reduce_grads == "every_microbatch" else 1
+
+    @property
     def tokens_per_rank(self) -> int:
-        """Tokens per linear and rank in a step: the contraction size of its wgrad matmul."""
-        return self.local_batch * self.train.seq_len
+        """Tokens per linear and rank in a forward: the contraction size of its wgrad matmul."""
+        return self.microbatch * self.train.seq_len
 
     @property
     def uses_fsdp(self) -> bool:

@@ -141,7 +141,14 @@ def reference_case(case: Case) -> Case:
     return Case(
         target=case.target,
         model=msgspec.structs.replace(case.model, pad_vocab_to_multiple_of=1),
-        train=msgspec.structs.replace(train, dtype="bfloat16", reduce_dtype="float32", evaluate=False),
+        train=msgspec.structs.replace(
+            train,
+            dtype="bfloat16",
+            reduce_dtype="float32",
+            accumulation=1,
+            reduce_grads="every_microbatch",
+            evaluate=False,
+        ),
     )
 
 
@@ -210,6 +217,8 @@ def _train_tokens(train: Train) -> list[str]:
         f"gb{train.global_batch}": train.global_batch != default.global_batch,
         f"sl{train.seq_len}": train.seq_len != default.seq_len,
         f"s{train.steps}": train.steps != default.steps,
+        f"accum{train.accumulation}": train.accumulation != default.accumulation,
+        "reduce.last": train.reduce_grads != default.reduce_grads,
         f"clip{train.max_norm!r}": train.max_norm != default.max_norm,
         "eval": train.evaluate,
         f"lr{train.lr!r}": train.lr != default.lr,

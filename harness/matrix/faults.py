@@ -121,6 +121,9 @@ CARRIER_IDS = (
     "fsdp2-tensorwise-ag.fp8pre-v2048-eval-f64",
     "tp2-rowwise-v2048-eval-f64",
     "fsdp2-reshard.never-tensorwise-ag.fp8-v2048-f64",
+    "tp2-rowwise-v2048-accum2-f64",
+    "fsdp2-tensorwise-v2048-accum2-f64",
+    "fsdp2-tensorwise-v2048-accum2-reduce.last-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 REFUSED_CARRIER_ID = CARRIER_IDS[-1]  # an expected refusal, for faults that make it train

@@ -123,6 +123,37 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         when=lambda case: case.train.global_batch % case.layout.dp != 0,
     ),
     Exclusion(
+        name="accumulation_divides_batch",
+        reason="every microbatch must have the same number of sequences, at least one",
+        source=f"{_TORCHTITAN}/train.py",
+        axes=("global_batch", "dp_replicate", "dp_shard", "accumulation"),
+        when=lambda case: case.train.global_batch % (case.layout.dp * case.train.accumulation) != 0,
+    ),
+    Exclusion(
+        name="accumulation_is_eager",
+        reason="what compiled blocks are recorded to save, fuse and cast is that of one forward a step",
+        source="docs/architecture.md",
+        axes=("accumulation", "compile"),
+        when=lambda case: case.train.accumulation > 1 and case.compile != "none",
+    ),
+    Exclusion(
+        name="reduce_grads_needs_microbatches",
+        reason="which microbatch FSDP2 reduces gradients after is a choice between several, of dp_shard above 1",
+        source="https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html",
+        axes=("reduce_grads", "accumulation", "dp_shard"),
+        when=lambda case: (
+            case.train.reduce_grads != "every_microbatch"
+            and (case.train.accumulation == 1 or case.layout.dp_shard == 1)
+        ),
+    ),
+    Exclusion(
+        name="torchtitan_reduces_every_microbatch",
+        reason="torchtitan leaves FSDP2's gradient synchronization on for every microbatch",
+        source=f"{_TORCHTITAN}/train.py",
+        axes=("target", "reduce_grads"),
+        when=lambda case: case.target in VERSIONS and case.train.reduce_grads != "every_microbatch",
+    ),
+    Exclusion(
         name="replicate_needs_shard",
         reason="dp_replicate without dp_shard is DDP, which is not a supported layout; HSDP has both above 1",
         source=f"{_TORCHTITAN}/models/llama3/infra/parallelize.py",
@@ -215,6 +246,15 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source="docs/architecture.md",
         axes=("max_norm", "dtype"),
         when=lambda case: case.train.max_norm is not None and case.train.dtype != "float64",
+    ),
+    Exclusion(
+        name="evaluation_is_plain",
+        reason="what FSDP2 gathers after an evaluation was measured with one batch a step and its default resharding",
+        source="docs/architecture.md",
+        axes=("evaluate", "accumulation", "reshard_after_forward", "dp_shard"),
+        when=lambda case: (
+            case.train.evaluate and (case.train.accumulation > 1 or case.layout.reshard_after_forward != "default")
+        ),
     ),
     Exclusion(
         name="evaluation_is_eager",
@@ -420,7 +460,16 @@ REFUSALS: tuple[Refusal, ...] = (
         reason="the tokens per rank are the inner dimension of the weight-gradient matmul and not a multiple of 16; "
         "pad_inner_dim or rowwise_with_gw_hp (weight gradient in high precision) make the case valid",
         source=f"{_TORCHAO}/float8_linear.py",
-        axes=("target", "global_batch", "seq_len", "dp_replicate", "dp_shard", "recipe", "pad_inner_dim"),
+        axes=(
+            "target",
+            "global_batch",
+            "accumulation",
+            "seq_len",
+            "dp_replicate",
+            "dp_shard",
+            "recipe",
+            "pad_inner_dim",
+        ),
         when=_misaligned_tokens,
         check="alignment",
         pattern=_ALIGNMENT_PATTERN,

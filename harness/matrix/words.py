@@ -153,6 +153,13 @@ WORDS: tuple[Word, ...] = (
     _numbered("training", "gb", "8", "{0} sequences a step, over all ranks", "global_batch"),
     _numbered("training", "sl", "32", "sequences of {0} tokens", "seq_len"),
     _numbered("training", "s", "5", "{0} steps", "steps"),
+    _numbered("training", "accum", "2", "{0} microbatches of every rank for an update", "accumulation"),
+    _flag(
+        "training",
+        "reduce.last",
+        "gradients are reduced after the last microbatch alone",
+        reduce_grads="last_microbatch",
+    ),
     _numbered("training", "clip", "0.5", "gradients are clipped to a global norm of {0}", "max_norm", kind=float),
     _flag("training", "eval", "the batch of every step is evaluated before it is trained on", evaluate=True),
     _numbered("training", "lr", "0.001", "learning rate {0}", "lr", kind=float),

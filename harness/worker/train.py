@@ -117,7 +117,7 @@ def train(  # noqa: PLR0913  what a request may ask for
         unmatched_filters=_unmatched(case.float8.filter_fqns, [linear.fqn for linear in found.linears]),
         peak_memory_bytes=_peak_memory_bytes(device) - base_memory,
         data_digest=prepared.data_digest,
-        batch_digests=tuple(data.digest({"tokens": batch.cpu().numpy()}) for batch in prepared.tokens.unbind(1)),
+        batch_digests=_batch_digests(case, prepared.tokens),
         software=software(),
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         virtual=virtual,
@@ -135,12 +135,13 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
     `solo_witness`: as the single-rank reference of the layout. `digests_built`: keep what the target had built.
     """
     dp = case.layout.dp if solo_witness else 1
+    microbatches = dp * case.train.accumulation
     world = World(
         device=device,
         fsdp=case.uses_fsdp,
         dp_rank=0 if solo_witness else dp_rank(case.layout, dist.get_rank()),
-        microbatches=dp,
-        local_batch=case.local_batch,
+        microbatches=microbatches,
+        local_batch=case.microbatch,
     )
     built = _as_built(case, solo_witness)
     target = build_target(built, world)
@@ -148,11 +149,11 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
     weights = write_weights(target.model, case)
     tokens = data.global_tokens(case)
     part = slice(None) if solo_witness else data.batch_slice(case, world.dp_rank)
-    mine = tokens[:, part].reshape(len(tokens), dp, case.local_batch, -1)
+    mine = tokens[:, part].reshape(len(tokens), microbatches, case.microbatch, -1)
     return Prepared(
         case=built,
         world=world,
-        target=InTurns(target, case.layout) if dp > 1 else target,
+        target=InTurns(target, case) if dp > 1 else target,
         tokens=given_tokens(mine, device),
         data_digest=data.digest({"tokens": tokens, **weights}),
         built=digests,
@@ -218,6 +219,12 @@ class _BeforeFirstUpdate:
     def most(self) -> int:
         """The steps of the optimizer that took most of them."""
         return max(self._steps.values(), default=0)
+
+
+def _batch_digests(case: Case, tokens: torch.Tensor) -> tuple[str, ...]:
+    """Of the tokens of every data-parallel rank in `tokens` [steps, microbatches, sequences, seq_len + 1]."""
+    of_ranks = tokens.flatten(1, 2).split(case.local_batch, dim=1)
+    return tuple(data.digest({"tokens": batch.cpu().numpy()}) for batch in of_ranks)
 
 
 def _as_built(case: Case, solo_witness: bool) -> Case:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._pytree import tree_leaves
 
-from harness.matrix.case import Layout
+from harness.matrix.case import Case
 from harness.worker.inputs import sequences_in
 from harness.worker.probes.gathered import FSDPParam, fsdp_params
 from harness.worker.targets.target import StepResult, Target
@@ -29,12 +29,13 @@ _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums ar
 
 
 class InTurns:
-    """A target whose `step` gets the microbatches of all data-parallel ranks of `layout`, in rank order."""
+    """A target whose `step` gets the microbatches of all data-parallel ranks of a case, in rank order."""
 
-    def __init__(self, target: Target, layout: Layout) -> None:
+    def __init__(self, target: Target, case: Case) -> None:
         self.model = target.model
         self._target = target
-        self._shards = layout.dp_shard
+        self._shards = case.layout.dp_shard
+        self._of_a_turn = case.train.accumulation
         self._turn = 0
         self._batches: Sequence[Any] = ()
         self._sums: dict[FSDPParam, list[_Sum]] = {}  # one for every reduction of a step
@@ -43,7 +44,8 @@ class InTurns:
 
     def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
         """The step of the target. Every reduction of FSDP2 in it gives what those of the ranks would have given."""
-        self._batches = [batch.cpu().numpy() for batch in microbatches]
+        turns = (microbatches[at : at + self._of_a_turn] for at in range(0, len(microbatches), self._of_a_turn))
+        self._batches = [torch.cat(tuple(batches)).cpu().numpy() for batches in turns]
         self._turn = 0
         self._sums.clear()
         self._reduced.clear()

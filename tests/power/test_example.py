@@ -22,6 +22,8 @@ LACKS = {
     "eps_lost",
     "selective checkpointing": "abs_saved_for_backward",
     "reshard_after_forward": "weights_freed_after_forward",
+    "accumulation": "microbatches_summed gradients_zeroed_between_microbatches last_microbatch_not_reduced "
+    "gradients_reduced_after_every_microbatch",
     "clipping": "gradients_not_clipped clipped_by_norm_of_own_shards replicated_gradients_counted_by_every_rank",
     "the Llama of the cases": "alignment_rule_ignored query_scale_folded_into_weights rope_base_of_another_model "
     "padded_vocabulary_not_masked padded_vocabulary_masked_short",

@@ -68,6 +68,13 @@ def test_gradients_that_are_all_off_by_one_factor() -> None:
     assert off is None
 
 
+def test_gradients_summed_over_microbatches() -> None:
+    case = make_case(tp=2, accumulation=2, steps=1)
+    found = explain_gradients(case, assemble(gradients(2, 2).traces), assemble(gradients(1, 1).traces), 1, None)
+    assert found is not None and "the microbatches of an update" in found.what
+    assert found.fix.startswith("divide the loss of every microbatch")
+
+
 def test_some_gradients_that_are_off_are_named() -> None:
     case = make_case(tp=2, steps=1)
     found = explain_gradients(case, assemble(gradients(1, 2, 1).traces), assemble(gradients(1, 1, 1).traces), 1, None)

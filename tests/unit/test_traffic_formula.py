@@ -55,6 +55,24 @@ def test_weights_are_gathered_in_backward_again_where_they_were_freed(resharding
     assert traffic(case)[CollectiveKey("dp_shard", "all_reduce", "max", "float32")] == (14 * times, 14 * times * 4)
 
 
+@pytest.mark.parametrize(("reduce_grads", "reductions"), [("every_microbatch", 8), ("last_microbatch", 4)])
+def test_microbatches_repeat_everything_but_a_deferred_reduction(reduce_grads: str, reductions: int) -> None:
+    one = case_of("tensorwise", dp_shard=2, tp=2, global_batch=4, sequence_parallel=False)
+    two = case_of(
+        "tensorwise",
+        dp_shard=2,
+        tp=2,
+        global_batch=8,
+        sequence_parallel=False,
+        accumulation=2,
+        reduce_grads=reduce_grads,
+    )
+    for key, (times, payload) in traffic(one).items():
+        more = reductions // 4 if key.kind == "reduce_scatter" else 2
+        assert traffic(two)[key] == (more * times, more * payload)
+    assert traffic(two).keys() == traffic(one).keys()
+
+
 def test_uneven_shards_are_padded_to_the_largest() -> None:
     """2048 rows over 3 ranks are 683 each; 128 are 43, 256 are 86."""
     case = case_of(dp_shard=3, global_batch=6)

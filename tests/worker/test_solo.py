@@ -61,6 +61,8 @@ def test_in_float64_every_kind_of_layout_is_exact_at_every_step(trained, witness
         "fsdp3-tensorwise-v2050-gb6-s2-b16",
         "fsdp2-bf16-ac.full-v2048-gb4-s3-b16",
         "hsdp2x2-tensorwise-v2048-gb4-s2-reduce.b16-b16",
+        "fsdp2-tensorwise-ag.fp8-v2048-gb4-s3-accum2-b16",
+        "fsdp2-rowwise-v2048-s3-accum4-reduce.last-b16",
         sweep("fsdp2-rowwise-v2048-gb4-s3-reduce.b16-f32"),
     ],
 )

@@ -37,6 +37,8 @@ def findings(text: str, run: Run) -> list[Finding]:
         "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s2-b16",
         "fsdp3-tensorwise-v2048-gb6-s2-f32",
         "fsdp2-reshard.always-tensorwise-ag.fp8-head.fp8-v2048-gb4-s2-b16",
+        "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-accum2-f64",
+        "hsdp2x2-tensorwise-ag.fp8pre-v2048-s2-accum2-reduce.last-b16",
         "fsdp2-reshard.never-rowwise-ac.full-v2048-gb4-s2-f32",
         "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f32",
     ],
@@ -77,6 +79,11 @@ def test_under_fsdp_and_tp_the_amax_of_a_gathered_weight_is_reduced_over_both_on
             "replicas_reduced_over_shards",
             "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f32",
             "all_reduce (sum) in float32 along dp_replicate",
+        ),
+        (
+            "gradients_reduced_after_every_microbatch",
+            "fsdp2-rowwise-v2048-gb4-s2-accum2-reduce.last-f32",
+            "wrong number or size of reduce_scatter (sum) in float32",
         ),
         ("weights_kept_after_forward", "fsdp2-rowwise-v2048-gb4-s2-f32", "weights are gathered too seldom"),
         (

@@ -222,6 +222,11 @@ def weights_freed_after_forward() -> None:
     wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock: lambda asked, mesh_info: mesh_info)
 
 
+def gradients_reduced_after_every_microbatch() -> None:
+    """Asking FSDP2 not to reduce gradients has no effect."""
+    wrap(FSDPModule, "set_requires_gradient_sync", lambda stock: lambda *_, **__: None)
+
+
 def amax_strategy_missing() -> None:
     """DTensor has no sharding strategy for a rowwise amax."""
     propagator = DTensor._op_dispatcher.sharding_propagator

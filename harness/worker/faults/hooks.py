@@ -19,7 +19,7 @@ from torchao.float8 import float8_scaling_utils, fsdp_utils
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from harness.matrix.case import Layout
+from harness.matrix.case import Case, Layout
 from harness.worker import train
 from harness.worker.probes.probe import in_backward
 from harness.worker.virtual import collectives
@@ -223,19 +223,36 @@ def around_loss(change: Callable[..., torch.Tensor]) -> None:
     wrap_everywhere(F, "cross_entropy", make)
 
 
-def layout_of_run() -> Callable[[], Layout]:
-    """Returns a function that says the layout of the case, once it is being built."""
-    layouts: list[Layout] = []
+def case_of_run() -> Callable[[], Case]:
+    """Returns a function that says which case it is, once it is being built."""
+    cases: list[Case] = []
 
     def make(stock: Any) -> Any:
-        def prepare(case: Any, *args: Any, **kwargs: Any) -> Any:
-            layouts.append(case.layout)
+        def prepare(case: Case, *args: Any, **kwargs: Any) -> Any:
+            cases.append(case)
             return stock(case, *args, **kwargs)
 
         return prepare
 
     wrap(train, "prepare", make)
-    return lambda: layouts[-1]
+    return lambda: cases[-1]
+
+
+def layout_of_run() -> Callable[[], Layout]:
+    """Returns a function that says the layout of the case, once it is being built."""
+    case = case_of_run()
+    return lambda: case().layout
+
+
+def before_microbatch(change: Callable[[nn.Module, int], object]) -> None:
+    """Call `change(model, number)` before every forward of the whole model; numbers count from 1 in every step."""
+    step, seen = counted_steps(), [0, 0]
+
+    def before(model: nn.Module, *_: Any) -> None:
+        seen[:] = [step(), seen[1] + 1 if seen[0] == step() else 1]
+        change(model, seen[1])
+
+    after_build(lambda target: target.model.register_forward_pre_hook(before, prepend=True))
 
 
 def gathered_copies(tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:

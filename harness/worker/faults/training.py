@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -24,6 +25,8 @@ from harness.worker.faults.hooks import (
     around_evaluation,
     around_loss,
     around_update,
+    before_microbatch,
+    case_of_run,
     gathered_copies,
     in_parameter_groups,
     layout_of_run,
@@ -83,6 +86,41 @@ def gradients_accumulate() -> None:
     """Gradients are not zeroed after the optimizer step."""
     for owner in (Optimizer, nn.Module):
         wrap(owner, "zero_grad", lambda stock: lambda *_, **__: None)
+
+
+def microbatches_summed() -> None:
+    """Gradients are summed over the microbatches of a step instead of averaged."""
+    case = case_of_run()
+
+    def change(model: nn.Module, step: int) -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                local(param.grad).mul_(case().train.accumulation)
+
+    after_backward(change)
+
+
+def gradients_zeroed_between_microbatches() -> None:
+    """Gradients are zeroed before every microbatch, so that only those of the last one are left."""
+
+    def change(model: nn.Module, number: int) -> None:
+        if number > 1:
+            model.zero_grad()
+
+    before_microbatch(change)
+
+
+def last_microbatch_not_reduced() -> None:
+    """The gradients of the last microbatch are not reduced: they come with those of the next step."""
+    case = case_of_run()
+
+    def change(model: nn.Module, number: int) -> None:
+        if number in (1, case().train.accumulation):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(number == 1, recurse=False)
+
+    before_microbatch(change)
 
 
 def update_missing_on_one_rank() -> None:

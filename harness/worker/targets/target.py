@@ -37,7 +37,7 @@ class World(NamedTuple):
     device: torch.device
     fsdp: bool  # apply FSDP2, on a mesh of one rank too: mixed precision and float8 all-gather are FSDP2's
     dp_rank: int  # which part of the global batch this rank trains on
-    microbatches: int  # how many `step` gets: 1, or those of all data-parallel ranks for the single-rank reference
+    microbatches: int  # how many `step` gets: the `accumulation` of the case, times `dp` for the single-rank reference
     local_batch: int  # sequences of a microbatch
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Case
@@ -49,7 +50,11 @@ class ReferenceTarget:
 
     def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
         """Forward, backward, clipping where the case asks for it, and update."""
-        losses = [forward_backward(self.model, batch, self._case) for batch in microbatches]
+        losses = []
+        for number, batch in enumerate(microbatches, start=1):
+            if isinstance(self.model, FSDPModule) and self._case.train.reduce_grads == "last_microbatch":
+                self.model.set_requires_gradient_sync(number == len(microbatches))
+            losses.append(forward_backward(self.model, batch, self._case))
         loss = self._global_loss(losses)
         max_norm = self._case.train.max_norm
         norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm)
