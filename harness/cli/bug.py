@@ -11,6 +11,7 @@ import click
 
 from harness.cli.bug_bisect import bisect_command
 from harness.cli.bug_check import check_command
+from harness.cli.bug_export import export_command
 from harness.cli.bug_import import import_command
 from harness.cli.options import json_option, plan_parameter, root_option
 from harness.durable import write_whole
@@ -25,6 +26,7 @@ Examples:
   fp8-harness bug shrink ao-1938 --output ao.toml the smallest case that fails alike
   fp8-harness bug bisect ao-1938 --package torchao --good 0.6.1 --bad 0.18.0
   fp8-harness bug check                           are they all still found?
+  fp8-harness bug export ao-1938                  a script and the draft of an issue
 """
 _REPRO_EPILOG = """\b
 Examples:
@@ -64,6 +66,7 @@ def bug() -> None:
 bug.add_command(import_command)
 bug.add_command(bisect_command)
 bug.add_command(check_command)
+bug.add_command(export_command)
 
 
 @bug.command("list")

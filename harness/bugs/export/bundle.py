@@ -1,0 +1,280 @@
+"""One file from many: a function and everything that it needs, copied as text. What a case decides is decided.
+
+Sources are parsed, never imported. Definitions keep their text, so what people wrote is what people read.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib.util
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from harness.errors import HarnessError
+
+PACKAGE = "harness"
+_LENGTH = 120  # of a line
+_WIDTH = 110  # of a list of imports
+
+
+class Reached(HarnessError):
+    """A definition needs a module that cannot be copied."""
+
+
+def bundle(module: str, name: str, given: Mapping[str, object], *, limits: tuple[str, ...] = ()) -> str:
+    """Imports, constants and definitions that function `name` of `module` needs, itself last.
+
+    `given` has the values of the names of the module `…given`: flags (bool) decide, the others become constants.
+    Raises `Reached` where it needs a module whose dotted name starts with one of `limits`.
+    """
+    found = _Bundle(given, limits)
+    found.add(module, name)
+    return found.text()
+
+
+def settled(source: str, flags: Mapping[str, bool]) -> str:
+    """The source with every `if FLAG:`, `a if FLAG else b`, `not FLAG` and `FLAG or a` decided."""
+    while (choice := next(_choices(ast.parse(source), flags), None)) is not None:
+        node, kept = choice
+        source = _with_value(source, node, kept) if isinstance(kept, ast.expr) else _with_body(source, node, kept)
+    return source
+
+
+def _choices(tree: ast.AST, flags: Mapping[str, bool]) -> Iterator[tuple[ast.AST, ast.expr | list[ast.stmt]]]:
+    """What is decided by a flag, outer ones first, and what is kept of it."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.If(test=ast.Name(id=name)) if name in flags:
+                yield node, node.body if flags[name] else node.orelse
+            case ast.If(test=ast.BoolOp(op=ast.Or(), values=[ast.Name(id=name), _])) if flags.get(name):
+                yield node, node.body
+            case ast.IfExp(test=ast.Name(id=name)) if name in flags:
+                yield node, node.body if flags[name] else node.orelse
+            case ast.BoolOp(op=ast.Or(), values=[ast.Name(id=name), other]) if name in flags:
+                yield node, other
+
+
+def _with_body(source: str, choice: ast.AST, kept: list[ast.stmt]) -> str:
+    """The source with these statements in place of an `if`."""
+    assert isinstance(choice, ast.If) and choice.end_lineno is not None
+    lines = source.splitlines(keepends=True)
+    body = ""
+    if kept:
+        text = textwrap.dedent("".join(lines[kept[0].lineno - 1 : kept[-1].end_lineno]))
+        body = textwrap.indent(text, " " * choice.col_offset)
+    return "".join([*lines[: choice.lineno - 1], body, *lines[choice.end_lineno :]])
+
+
+def _with_value(source: str, choice: ast.AST, kept: ast.expr) -> str:
+    """The source with this expression in place of a choice and its parentheses."""
+    whole, value = ast.get_source_segment(source, choice), ast.get_source_segment(source, kept)
+    assert whole is not None and value is not None
+    return source.replace(f"({whole})" if f" ({whole})" in source else whole, value, 1)
+
+
+class _Source:
+    """The top level of one module: text and place of what it defines, and where it imports from."""
+
+    def __init__(self, module: str, flags: Mapping[str, bool]) -> None:
+        self.text = settled(source_of(module).read_text(), flags)
+        self.definitions: dict[str, ast.stmt] = {}
+        self.imports: dict[str, tuple[str, str | None, str]] = {}
+        for node in ast.parse(self.text).body:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    bound = alias.asname or alias.name.partition(".")[0]
+                    self.imports[bound] = (alias.name, None, alias.asname or "")
+            elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+                for alias in node.names:
+                    self.imports[alias.asname or alias.name] = (node.module or "", alias.name, alias.asname or "")
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                self.definitions[node.name] = node
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                self.definitions |= {each.id: node for each in targets if isinstance(each, ast.Name)}
+
+    def of(self, node: ast.stmt) -> str:
+        """The text of a definition, with its decorators."""
+        decorators = [each.lineno for each in getattr(node, "decorator_list", ())]
+        lines = self.text.splitlines()
+        return "\n".join(lines[min([node.lineno, *decorators]) - 1 : node.end_lineno])
+
+
+@functools.cache
+def _read(module: str, flags: tuple[tuple[str, bool], ...]) -> _Source:
+    return _Source(module, dict(flags))
+
+
+def source_of(module: str) -> Path:
+    """The file of a module of this package, which is not imported."""
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None and spec.submodule_search_locations is not None
+    path = Path(spec.submodule_search_locations[0]).joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+class _Bundle:
+    """What was collected so far."""
+
+    def __init__(self, given: Mapping[str, object], limits: tuple[str, ...]) -> None:
+        self._constants = {name: value for name, value in given.items() if not isinstance(value, bool)}
+        self._flags = {name: value for name, value in given.items() if isinstance(value, bool)}
+        self._limits = limits
+        self._sources: dict[str, _Source] = {}
+        self._plain: set[tuple[str, str]] = set()
+        self._from: dict[str, set[str]] = {}
+        self._used: set[str] = set()
+        self._texts: dict[tuple[str, str], str] = {}
+
+    def add(self, module: str, name: str) -> None:
+        """Add a definition, after what it needs."""
+        source = self._source(module)
+        node = source.definitions.get(name)
+        if node is None:
+            raise Reached(f"it needs {module}.{name}, which is a part of the harness.")
+        key = (module, source.of(node))
+        if key in self._texts:
+            return
+        self._texts[key] = ""  # it may need itself
+        self._require_no_import_inside(node)
+        for used in _names(node):
+            if used in self._flags:
+                continue
+            if used in source.definitions:
+                self.add(module, used)
+            elif used in source.imports:
+                self._import(*source.imports[used], used)
+            else:
+                assert hasattr(builtins, used) or used in _bound(node), f"{module}: {name} uses {used}"
+        del self._texts[key]
+        self._texts[key] = _without_aliases(source.of(node))  # behind what it needs
+
+    def _require_no_import_inside(self, node: ast.stmt) -> None:
+        for each in ast.walk(node):
+            if isinstance(each, ast.ImportFrom) and (each.module or "").startswith(f"{PACKAGE}."):
+                raise Reached(f"it needs {each.module}, which is a part of the harness.")
+
+    def _source(self, module: str) -> _Source:
+        if module not in self._sources:
+            if any(module == limit or module.startswith(f"{limit}.") for limit in self._limits):
+                raise Reached(f"it needs {module}, which is a part of the harness.")
+            self._sources[module] = _read(module, tuple(self._flags.items()))
+        return self._sources[module]
+
+    def _import(self, module: str, name: str | None, alias: str, bound: str) -> None:
+        if module.partition(".")[0] == PACKAGE:
+            assert name is not None, f"{module} is imported whole"
+            if bound in self._constants:
+                self._used.add(bound)
+            else:
+                self.add(module, name)
+        elif name is None:
+            self._plain.add((module, alias))
+        else:
+            self._from.setdefault(module, set()).add(f"{name} as {alias}" if alias else name)
+
+    def text(self) -> str:
+        """The file, without a docstring. Constants that are read once are written where they are read."""
+        body = "\n".join(self._blocks())
+        kept = {}
+        for name, value in self._constants.items():
+            if name not in self._used:
+                continue
+            read = re.compile(rf"\b{name}\b")
+            if len(read.findall(body)) == 1:
+                body = read.sub(_literal(value).replace("\\", r"\\"), body)
+            else:
+                kept[name] = value
+        if "torch." in body:
+            self._plain.add(("torch", ""))
+        constants = _constant_lines(kept)
+        return "\n".join([*_import_lines(self._plain, self._from), *([""] if constants else []), *constants, body, ""])
+
+    def _blocks(self) -> Iterator[str]:
+        """Definitions: two empty lines around those of several lines."""
+        before = False
+        for text in self._texts.values():
+            several = "\n" in text
+            yield ("\n\n" if several or before else "") + text.replace("  # noqa: E731", "")
+            before = several
+
+
+class _Code(str):
+    """A constant that is an expression."""
+
+    __slots__ = ()
+
+
+def code(text: str) -> str:
+    """A constant whose value is this expression of torch."""
+    return _Code(text)
+
+
+def _constant_lines(constants: Mapping[str, object]) -> list[str]:
+    """Integers side by side in one line, every other constant in one of its own."""
+    integers = {name: value for name, value in constants.items() if isinstance(value, int)}
+    others = [f"{name} = {_literal(value)}" for name, value in constants.items() if name not in integers]
+    line = f"{', '.join(integers)} = {', '.join(map(str, integers.values()))}"
+    return [*([line] if integers else []), *others]
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, _Code):
+        return value
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _without_aliases(text: str) -> str:
+    """A definition without variables that are only another name, which is what is left of some choices."""
+    for line, name, value in re.findall(r"^( +(\w+) = ([A-Z]\w*[a-z]\w*)\n)", text, flags=re.MULTILINE):
+        if len(re.findall(rf"^ +{name} = ", text, flags=re.MULTILINE)) == 1:
+            shorter = re.sub(rf"\b{name}\b", value, text.replace(line, ""))
+            text = shorter if all(len(each) <= _LENGTH for each in shorter.splitlines()) else text
+    return text
+
+
+def _names(node: ast.AST) -> list[str]:
+    """Names that are read, in order, each once."""
+    loads = [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)]
+    return list(dict.fromkeys(loads))
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """Names that a definition binds itself: parameters, variables, functions and errors inside."""
+    bound = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    bound |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+    bound |= {each.name for each in ast.walk(node) if isinstance(each, ast.ExceptHandler) and each.name}
+    bound |= {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+    bound |= {
+        alias.asname or alias.name
+        for each in ast.walk(node)
+        if isinstance(each, ast.ImportFrom | ast.Import)
+        for alias in each.names
+    }
+    return bound
+
+
+def _import_lines(plain: set[tuple[str, str]], names: Mapping[str, set[str]]) -> list[str]:
+    """Standard library first, then the others, each group sorted; long ones in parentheses."""
+    lines: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+    for module, alias in plain:
+        lines[_others(module)].append((f"0{module}", f"import {module} as {alias}" if alias else f"import {module}"))
+    for module, found in names.items():
+        line = f"from {module} import {', '.join(sorted(found))}"
+        if len(line) > _WIDTH:
+            wrapped = textwrap.fill(", ".join(sorted(found)), _WIDTH, initial_indent="    ", subsequent_indent="    ")
+            line = f"from {module} import (\n{wrapped},\n)"
+        lines[_others(module)].append((f"1{module}", line))
+    first, second = ([text for _, text in sorted(lines[others])] for others in (False, True))
+    return [*first, *([""] if first else []), *second]
+
+
+def _others(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "torchao", "numpy", "torchtitan")

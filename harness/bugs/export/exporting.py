@@ -1,0 +1,91 @@
+"""Writes what an export consists of: the script, planted faults as files, and what was found for the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from harness.bugs.asked import Asked
+from harness.bugs.export.fault import exported_fault
+from harness.bugs.export.script import Script, script
+from harness.durable import write_whole
+from harness.errors import HarnessError
+from harness.matrix.caseid import case_id
+from harness.matrix.faults import PREFIX
+from harness.result import CaseResult
+from harness.running.injection import Injection
+from harness.verdict import FailureSignature, Finding
+
+
+class Exported(NamedTuple):
+    """A script that was written, and what it is about."""
+
+    title: str
+    case_id: str
+    signature: FailureSignature
+    finding: Finding
+    script: Script
+    file: Path
+    patches: tuple[str, ...]  # FILE.py:FUNCTION of what makes the case fail
+
+
+class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
+    """A case that was tried next to the exported one."""
+
+    changes: dict[str, object]
+    result: Seen
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What a neighbour showed, as `bug shrink` writes it. `message` is empty where nothing failed."""
+
+    case_id: str
+    message: str
+    signature: FailureSignature | None
+
+
+class _Shrunk(msgspec.Struct, frozen=True, kw_only=True):
+    needed: tuple[Neighbour, ...]
+
+
+def export(asked: Asked, result: CaseResult, injections: Sequence[Injection], folder: Path) -> Exported:
+    """Write the script of a case that failed, and the planted faults that make it fail. HarnessError if it did not."""
+    case, signature = asked.case, result.failure_signature
+    if signature is None:
+        raise HarnessError(
+            "it does not fail, so there is nothing to export.",
+            where=case_id(case),
+            fix="give the case, and by --inject the fault, with which it fails.",
+        )
+    title = asked.bug.bug.title if asked.bug is not None else _title(signature)
+    made = script(case, signature, title=title)
+    file = folder / f"{asked.bug.id if asked.bug is not None else case_id(case)}.py"
+    patches = tuple(_patch(injection, folder) for injection in injections)
+    write_whole(file, made.text.encode())
+    return Exported(title, case_id(case), signature, result.findings[0], made, file, patches)
+
+
+def read_neighbours(path: Path) -> tuple[Neighbour, ...]:
+    """The cases next to the smallest one in the JSON of `bug shrink`. HarnessError for another file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Shrunk, strict=False).needed
+    except (OSError, msgspec.DecodeError) as error:
+        fix = "give what `fp8-harness bug shrink CASE --json FILE.json` wrote."
+        raise HarnessError(f"cannot read: {error}.", where=f"--shrunk {path}", fix=fix) from error
+
+
+def _patch(injection: Injection, folder: Path) -> str:
+    """FILE.py:FUNCTION that does the same as an injection; of a planted fault, a new file in `folder`."""
+    if not injection.text.startswith(PREFIX):
+        return injection.target
+    fault = injection.text.removeprefix(PREFIX)
+    write_whole(folder / f"{fault}.py", exported_fault(fault).encode())
+    return f"{folder / fault}.py:{fault}"
+
+
+def _title(signature: FailureSignature) -> str:
+    at = f" in {signature.where[-1]}" if signature.where and signature.kind != "crash" else ""
+    return f"{signature.what}{at}"

@@ -1,0 +1,34 @@
+"""A planted fault as a file of its own, which an exported script takes as a patch."""
+
+from __future__ import annotations
+
+import ast
+
+from harness.bugs.export.bundle import Reached, bundle, source_of
+from harness.errors import HarnessError
+
+_FAULTS = "harness.worker.faults"
+# Parts of the harness that do not run without it.
+_LIMITS = (
+    "harness.matrix",
+    "harness.trace",
+    "harness.worker.discovery",
+    "harness.worker.probes",
+    "harness.worker.targets",
+    "harness.worker.virtual",
+)
+
+
+def exported_fault(name: str) -> str:
+    """The file that plants a fault by its function of the same name. HarnessError where it needs the harness."""
+    for path in sorted(source_of(_FAULTS).parent.glob("*.py")):
+        if any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.parse(path.read_text()).body):
+            try:
+                body = bundle(f"{_FAULTS}.{path.stem}", name, {}, limits=_LIMITS)
+            except Reached as reached:
+                raise HarnessError(
+                    f"planted fault {name} cannot be exported: {reached.what}",
+                    fix="write it as a function of a file, and give --inject FILE.py:FUNCTION.",
+                ) from reached
+            return f'"""Plants the fault {name}: a deliberate bug."""\n\n{body}'
+    raise AssertionError(f"no module of {_FAULTS} plants {name}")

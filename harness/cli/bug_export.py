@@ -1,0 +1,87 @@
+"""`fp8-harness bug export`: a case that fails as one Python file for an issue, and the draft of the issue."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from harness.cli.options import plan_parameter, root_option
+from harness.durable import write_whole
+from harness.running.plan import Plan
+
+_EPILOG = """\b
+Examples:
+  fp8-harness bug export ao-1938
+  fp8-harness bug shrink ao-1938 --json shrunk.json
+  fp8-harness bug export CASE --shrunk shrunk.json --output for-the-issue
+  torchrun --nproc-per-node 3 for-the-issue/CASE.py PATCH.py:FUNCTION
+
+\b
+The script needs torch and torchao only, and runs on GPUs or on a CPU.
+It is run once here, to see that it shows the fault (--no-run: it is not).
+
+\b
+Exit codes: 0 exported, 1 exported but the script does not show the fault
+here, 2 usage error, a case that does not fail, or a failure that no
+script can tell, 130 interrupted.
+"""
+
+
+@click.command("export", epilog=_EPILOG)
+@click.argument("case", metavar="CASE")
+@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="What makes the case fail. Repeatable.")
+@click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back.")
+@click.option("--shrunk", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False), help="Of bug shrink.")
+@click.option("--output", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), default=Path())
+@click.option("--run/--no-run", "proved", default=True, help="Run the script once, to see that it shows the fault.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@plan_parameter
+@root_option
+def export_command(  # noqa: PLR0913  one parameter per option
+    *,
+    case: str,
+    inject: tuple[str, ...],
+    planted: bool,
+    shrunk: Path | None,
+    output: Path,
+    proved: bool,
+    quiet: bool,
+    plan_for: Callable[..., Plan],
+    root: str | None,
+) -> int:
+    """Write one Python file that shows how CASE fails, and a draft of an issue.
+
+    CASE is the id of a case, a file with one case, or the name of a bug file.
+    """
+    from harness.bugs.asked import asked_case, injections_of
+    from harness.bugs.export.exporting import export, read_neighbours
+    from harness.bugs.export.proof import proof_of
+    from harness.bugs.export.script import exported_case
+    from harness.bugs.trials import open_trials
+    from harness.project import find_project
+    from harness.report.issue import exported_text, issue_text
+    from harness.running.machine import hardware, installed_version
+    from harness.running.progress import open_progress
+
+    project = find_project(root)
+    asked = asked_case(project, case)
+    asked = asked._replace(case=exported_case(asked.case))
+    injections = injections_of(asked, inject, planted=planted)
+    neighbours = read_neighbours(shrunk) if shrunk is not None else ()
+    plan = plan_for()
+    with (
+        open_progress(sys.stderr, quiet=quiet, verbose=False) as progress,
+        open_trials(project, plan, progress, asked.case, injections) as trials,
+    ):
+        (result,) = trials.run([asked.case])
+    exported = export(asked, result, injections, output)
+    proof = proof_of(exported.file, exported.script.ranks, exported.patches) if proved else None
+    versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}
+    device = "CPU ranks" if plan.device == "cpu" else hardware(plan.device)
+    text = issue_text(exported, proof, versions=versions, device=device, neighbours=neighbours)
+    write_whole(exported.file.with_suffix(".md"), text.encode())
+    click.echo(exported_text(exported, proof), nl=False)
+    return int(proof is not None and proof.told != "FAULT")

@@ -1,0 +1,168 @@
+"""Exported scripts: one short Python file without this project, with what the case has and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import re
+
+import pytest
+
+from harness.bugs.export.bundle import settled
+from harness.bugs.export.fault import exported_fault
+from harness.bugs.export.proof import told_by
+from harness.bugs.export.script import error_pattern, exported_case, script
+from harness.checks.failure_signature import normalized
+from harness.errors import HarnessError
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.faults import all_faults
+from harness.verdict import FailureSignature
+
+FSDP_TP = "fsdp2-tp2-tensorwise-ag.fp8-dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s1-f64"
+SCALES = FailureSignature(kind="scales", what="scale does not match the amax", first_step=1)
+CRASH = FailureSignature(kind="crash", what="RuntimeError: N is not N", first_step=1)
+MISMATCH = FailureSignature(kind="crash", what="CollectiveMismatch: ranks disagree", first_step=1)
+SCATTERED = FailureSignature(kind="graphs", what="fused_scaled_matmul_reduce_scatter gives wrong rows", first_step=1)
+ATP = "atp2-tensorwise-tpstyle.fp8-graph-v2048-gb2-s1-b16"
+
+
+def text_of(case: str, signature: FailureSignature) -> str:
+    return script(exported_case(parse_case_id(case)), signature, title="it fails").text
+
+
+def unknown_names(text: str) -> set[str]:
+    """Names that are read and that nothing in the file binds."""
+    nodes = list(ast.walk(ast.parse(text)))
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    bound |= {str(node.name) for node in nodes if isinstance(node, ast.ExceptHandler)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    read = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return read - bound - set(dir(builtins)) - {"__name__"}
+
+
+def unused_imports(text: str) -> set[str]:
+    nodes = list(ast.walk(ast.parse(text)))
+    read = {node.id for node in nodes if isinstance(node, ast.Name)}
+    aliases = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    return {alias.asname or alias.name.partition(".")[0] for alias in aliases} - read
+
+
+@pytest.mark.parametrize("signature", [SCALES, CRASH, MISMATCH], ids=["scales", "crash", "mismatch"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        FSDP_TP,
+        "fsdp3-tensorwise-ag.fp8-v2048-gb3-s2-f64",
+        "tp2-tensorwise-head.fp8-v2256-f64",
+        "tp2-nosp-nolp-tensorwise-tpstyle.fp8-v2048-f32",
+        "hsdp2x2-rowwise-ac.full-v2048-b16",
+        "hsdp2x2-tensorwise-ag.fp8pre-ac.op-v2048-f64",
+        "fsdp2-tensorwise-graph-v2048-b16",
+    ],
+)
+def test_a_script_is_short_and_complete(case: str, signature: FailureSignature) -> None:
+    text = text_of(case, signature)
+    assert unknown_names(text) == set()
+    assert unused_imports(text) == set()
+    assert "harness" not in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+    assert len(text.splitlines()) < 140
+
+
+@pytest.mark.parametrize(
+    ("case", "signature"),
+    [
+        (FSDP_TP, SCALES),
+        ("fsdp3-tensorwise-ag.fp8-v2048-gb3-s2-f64", MISMATCH),
+        ("tp2-tensorwise-head.fp8-v2256-f64", CRASH),
+        (ATP, SCATTERED),
+    ],
+)
+def test_scripts_of_recorded_faults_have_less_than_120_lines(case: str, signature: FailureSignature) -> None:
+    assert len(text_of(case, signature).splitlines()) < 120
+
+
+def test_a_script_has_only_what_the_case_has() -> None:
+    text = text_of("fsdp2-tensorwise-v2048-f64", SCALES)
+    assert "fully_shard" in text and "float32" in text
+    assert not re.search("parallelize_module|checkpoint|compile|float8_all_gather|all_gather|AdamW|float64", text)
+
+
+def test_later_steps_need_an_optimizer() -> None:
+    third = FailureSignature(kind="parity", what="gradients differ", first_step=3)
+    assert "AdamW" in text_of("fsdp2-tensorwise-v2048-f64", third)
+
+
+def test_gradients_under_tp_are_compared_in_float32() -> None:
+    assert exported_case(parse_case_id("tp2-tensorwise-v2048-b16")).train.dtype == "float32"
+    assert exported_case(parse_case_id("tp2-rowwise-v2048-f64")).train.dtype == "bfloat16"
+    assert exported_case(parse_case_id("fsdp2-tensorwise-v2048-b16")).train.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["hang", "traffic", "memory", "loss_vs_golden", "graphs"])
+def test_what_a_script_cannot_tell_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(HarnessError, match=f"kind {kind} cannot be exported"):
+        text_of("tp2-tensorwise-v2048-f32", FailureSignature(kind=kind, what="it is wrong"))
+
+
+def test_async_tp_is_refused_but_for_its_scattered_rows() -> None:
+    with pytest.raises(HarnessError, match="async TP cannot be exported"):
+        text_of(ATP, SCALES)
+
+
+def test_a_target_of_ones_own_is_refused() -> None:
+    with pytest.raises(HarnessError, match="target my_model cannot be exported"):
+        text_of("target.my_model-tp2-tensorwise-v2048-f32", SCALES)
+
+
+def test_the_pattern_of_an_error_finds_it_with_other_numbers() -> None:
+    pattern = error_pattern(normalized("RuntimeError: expected [16, 2] at rank 3, got (a + b) of 0x7f\nmore"))
+    assert re.search(pattern, "RuntimeError: expected [32, 4] at rank 1, got (a + b) of 0x99")
+    assert not re.search(pattern, "RuntimeError: expected [32, 4] at rank 1, got (a - b) of 0x99")
+
+
+def test_flags_are_decided() -> None:
+    choices = "    if A:\n        y = 1 if B else 2\n    else:\n        y = 3\n    if A or x:\n        y += 1\n"
+    source = f"def f(x):\n{choices}    return y\n"
+    assert settled(source, {"A": True, "B": False}) == "def f(x):\n    y = 2\n    y += 1\n    return y\n"
+    assert "y = 3\n    if x:\n" in settled(source, {"A": False, "B": False})
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        ("rank 1: fixed: x\n  expected  a\n  found     b\nrank 0: FAULT: y\n  expected  c\n", "FAULT"),
+        ("rank 1: fixed\nrank 0: fixed\n", "fixed"),
+        ("rank 1: fixed\nrank 0: cannot tell: x\n", "cannot tell"),
+        ("Traceback\nImportError: torchao\n", "cannot tell"),
+    ],
+)
+def test_what_a_script_told(output: str, told: str) -> None:
+    assert told_by(output).told == told
+
+
+def test_a_planted_fault_becomes_a_file() -> None:
+    text = exported_fault("amax_without_abs")
+    assert unknown_names(text) == set()
+    assert "harness" not in text
+
+
+@pytest.mark.parametrize("name", ["row_scales_of_another_rank", "one_gradient_lost", "loss_over_local_tokens"])
+def test_a_planted_fault_that_needs_the_harness_is_refused(name: str) -> None:
+    with pytest.raises(HarnessError, match="cannot be exported: it needs harness"):
+        exported_fault(name)
+
+
+def test_every_planted_fault_is_a_file_or_refused() -> None:
+    files = 0
+    for name in all_faults():
+        with contextlib.suppress(HarnessError):
+            text = exported_fault(name)
+            files += 1
+            assert unknown_names(text) == set(), name
+    assert files > 50
