@@ -110,6 +110,12 @@ def test_what_a_script_cannot_tell_is_refused_by_name(kind: str) -> None:
         text_of("tp2-tensorwise-v2048-f32", FailureSignature(kind=kind, what="it is wrong"))
 
 
+def test_other_failures_of_numbers_are_told_by_their_gradients() -> None:
+    case = exported_case(parse_case_id("tp2-tensorwise-v2048-f32"))
+    traffic = FailureSignature(kind="traffic", what="amax reductions are missing")
+    assert script(case, traffic, title="it fails", checks=["parity"]).tells == "gradients"
+
+
 def test_async_tp_is_refused_but_for_its_scattered_rows() -> None:
     with pytest.raises(HarnessError, match="async TP cannot be exported"):
         text_of(ATP, SCALES)

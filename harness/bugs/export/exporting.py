@@ -61,7 +61,8 @@ def export(asked: Asked, result: CaseResult, injections: Sequence[Injection], fo
             fix="give the case, and by --inject the fault, with which it fails.",
         )
     title = asked.bug.bug.title if asked.bug is not None else _title(signature)
-    made = script(case, signature, title=title)
+    checks = {finding.check for finding in result.findings if finding.judged}
+    made = script(case, signature, title=title, checks=checks)
     file = folder / f"{asked.bug.id if asked.bug is not None else case_id(case)}.py"
     patches = tuple(_patch(injection, folder) for injection in injections)
     write_whole(file, made.text.encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -20,11 +20,13 @@ _PARTS = "harness.worker.exported"
 _NUMBERS = ("scales", "parity", "local_parity", "divergence", "metamorphic", "recompute", "finite")
 _EXACT = 1e-5  # clean runs are bitwise equal to one rank, or differ by the rounding of a mean
 _FLOAT32 = 0.03  # clean runs: 0.007, where sums in another order move a value to the next one of float8
-_BFLOAT16 = 0.3  # clean runs under TP: 0.16
-_INSTEAD: Mapping[str, str] = {
-    "hang": "a script cannot tell a hang from a slow machine",
-    "loss_vs_golden": "it needs the BF16 reference curve; a case whose gradients differ from one rank can be exported",
-    "graphs": "it needs the compiled graphs, which the harness records",
+_BFLOAT16 = 0.3  # clean runs under TP: 0.11
+_NEEDED: Mapping[str, str] = {
+    "hang": "a deadline that tells a hang from a slow machine",
+    "loss_vs_golden": "the BF16 reference curve",
+    "graphs": "the compiled graphs",
+    "traffic": "the number of collectives that this very model must send",
+    "memory": "the bytes that this very model must save",
 }
 
 
@@ -55,9 +57,12 @@ def exported_case(case: Case) -> Case:
     return msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, dtype=dtype))
 
 
-def script(case: Case, signature: FailureSignature, *, title: str) -> Script:
-    """The script that shows this failure of the case. HarnessError for a kind of failure that no script can tell."""
-    tells = telling(signature)
+def script(case: Case, signature: FailureSignature, *, title: str, checks: Collection[str] = ()) -> Script:
+    """The script that shows this failure of the case, by what any of `checks`, which failed, can be told by.
+
+    HarnessError for a failure that no script can tell.
+    """
+    tells = telling(signature, checks)
     if case.layout.async_tp and tells != "scattered":
         raise HarnessError(
             "async TP cannot be exported, but for wrong rows of fused_scaled_matmul_reduce_scatter.",
@@ -83,17 +88,18 @@ if __name__ == "__main__":
 """
 
 
-def telling(signature: FailureSignature) -> str:
+def telling(signature: FailureSignature, checks: Collection[str] = ()) -> str:
     """The part that tells failures like this one: the name of a file of worker/exported/."""
     if signature.kind == "crash":
         return "mismatch" if "CollectiveMismatch" in signature.what else "crash"
     if signature.kind == "graphs" and signature.what.startswith("fused_scaled_matmul_reduce_scatter gives wrong rows"):
         return "scattered"
-    if signature.kind in _NUMBERS:
+    if signature.kind != "hang" and not {signature.kind, *checks}.isdisjoint(_NUMBERS):
         return "gradients"
+    needed = _NEEDED.get(signature.kind, "what the harness records of a run")
     raise HarnessError(
-        f"a failure of kind {signature.kind} cannot be exported: {signature.what}.",
-        fix=f"{_INSTEAD.get(signature.kind, 'it needs what the harness records')}; until then, give the case id.",
+        f"a failure of kind {signature.kind} cannot be exported: a script would need {needed}.",
+        fix="give the id of the case in the issue, or export a case whose gradients differ from those of one rank.",
     )
 
 
