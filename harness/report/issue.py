@@ -67,8 +67,10 @@ def _axes(text: str) -> str:
 
 def _divergence(exported: Exported) -> Iterable[str]:
     finding = exported.finding
-    yield finding.message.partition("\n")[0]
-    if finding.expected is not None or finding.found is not None:
+    yield exported.signature.what if finding is None else finding.message.partition("\n")[0]
+    if finding is None:
+        yield "It must be raised: no kernel can run this case."
+    elif finding.expected is not None or finding.found is not None:
         yield ""
         yield f"- expected: {finding.expected or 'something else'}"
         yield f"- found: {finding.found or 'nothing'}"

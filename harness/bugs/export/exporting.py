@@ -26,7 +26,7 @@ class Exported(NamedTuple):
     title: str
     case_id: str
     signature: FailureSignature
-    finding: Finding
+    finding: Finding | None  # the first; None for a refusal that torch must raise
     script: Script
     file: Path
     patches: tuple[str, ...]  # FILE.py:FUNCTION of what makes the case fail
@@ -66,7 +66,7 @@ def export(asked: Asked, result: CaseResult, injections: Sequence[Injection], fo
     file = folder / f"{asked.bug.id if asked.bug is not None else case_id(case)}.py"
     patches = tuple(_patch(injection, folder) for injection in injections)
     write_whole(file, made.text.encode())
-    return Exported(title, case_id(case), signature, result.findings[0], made, file, patches)
+    return Exported(title, case_id(case), signature, next(iter(result.findings), None), made, file, patches)
 
 
 def read_neighbours(path: Path) -> tuple[Neighbour, ...]:
