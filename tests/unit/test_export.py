@@ -12,7 +12,7 @@ import pytest
 from harness.bugs.export.bundle import settled
 from harness.bugs.export.fault import exported_fault
 from harness.bugs.export.proof import told_by
-from harness.bugs.export.script import error_pattern, exported_case, script
+from harness.bugs.export.script import error_pattern, exported_case, script, telling
 from harness.checks.failure_signature import normalized
 from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
@@ -85,6 +85,14 @@ def test_a_script_is_short_and_complete(case: str, signature: FailureSignature) 
 )
 def test_scripts_of_recorded_faults_have_less_than_120_lines(case: str, signature: FailureSignature) -> None:
     assert len(text_of(case, signature).splitlines()) < 120
+
+
+@pytest.mark.parametrize(
+    ("signature", "tells"),
+    [(SCALES, "gradients"), (CRASH, "crash"), (MISMATCH, "mismatch"), (SCATTERED, "scattered")],
+)
+def test_each_kind_of_failure_is_told_in_its_own_way(signature: FailureSignature, tells: str) -> None:
+    assert telling(signature) == tells
 
 
 def test_a_script_has_only_what_the_case_has() -> None:
