@@ -191,10 +191,13 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
 
     CASE is the id of a case, a file with one case, or the name of a bug file.
     """
+    import msgspec
+
     from harness.bugs.asked import asked_case, injections_of
     from harness.bugs.shrink import open_journal, shrink
     from harness.bugs.trials import open_trials
     from harness.cli.new import write_new_case
+    from harness.matrix.caseid import case_id
     from harness.project import find_project
     from harness.report.bugs import shrunk_json, shrunk_text
     from harness.running.progress import open_progress
@@ -210,7 +213,8 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
         open_trials(project, plan, progress, asked.case, injections) as trials,
     ):
         found = shrink(asked.case, trials, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
-    click.echo(shrunk_text(found, injected=[each.text for each in injections]), nl=False, err=str(json_file) == "-")
+    again = msgspec.structs.replace(plan, injections=injections).command(case_id(found.case))
+    click.echo(shrunk_text(found, command=again), nl=False, err=str(json_file) == "-")
     _write(json_file, lambda: shrunk_json(found))
     if output is not None:
         write_new_case(output, found.case, force=force)

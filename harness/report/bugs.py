@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -94,15 +93,14 @@ def _one_of(found: Bisected) -> str:
     return " or ".join(filter(None, (", ".join(versions[:-1]), versions[-1])))
 
 
-def shrunk_text(found: Shrunk, *, injected: Sequence[str] = ()) -> str:
-    """The smallest case, what the failure needs and does not depend on, and the runs that say so."""
+def shrunk_text(found: Shrunk, *, command: str = "") -> str:
+    """The smallest case and the command that runs it, what the failure needs and does not depend on, with the runs."""
     ended = "" if found.complete else "; the budget ended it, so a smaller case may fail alike"
-    word = shlex.join([word for text in injected for word in ("--inject", text)])
     lines = [
         f"smallest case: {case_id(found.case)}",
         *_pair("was", case_id(found.first)),
         *_pair("fails by", found.signature.text),
-        *_pair("run it by", f"fp8-harness run --case {case_id(found.case)} {word}".strip()),
+        *_pair("run it by", command),
         "",
         *_needs(found),
         *_independent(found),

@@ -153,10 +153,22 @@ def add_costs(project: Command) -> None:
     shutil.copy(REPOSITORY / "golden" / "evidence" / "costs.json", project.folder / "golden" / "evidence")
 
 
+def imported_bug(project: Command) -> str:
+    (project.folder / "report.md").write_text(
+        "# Crash\npytorch/ao#77 on 2025-06-03: rowwise, TP=2, `RuntimeError: boom`\n"
+    )
+    done = project.run("bug", "import", "report.md")
+    file = project.folder / "cases" / "bugs" / "ao-77.toml"
+    file.write_text(file.read_text().replace("[case.axes]", "[case.axes]\nloss_tolerance = 0.05\nsteps = 3"))
+    line = next(line for line in done.stdout.splitlines() if line.startswith("run it: "))
+    return f"`{line.removeprefix('run it: ')}`"
+
+
 SITUATIONS: dict[str, Callable[[Command], str]] = {
     "list_words": wrong_word,
     "explain_case": excluded_case,
     "list_cases": nothing_selected,
+    "run_file": imported_bug,
     "list_faults": wrong_fault,
     "list_checks": no_check,
     "list_goldens": wrong_family,

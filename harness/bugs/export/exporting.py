@@ -74,7 +74,7 @@ def read_neighbours(path: Path) -> tuple[Neighbour, ...]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Shrunk, strict=False).needed
     except (OSError, msgspec.DecodeError) as error:
-        fix = "give what `fp8-harness bug shrink CASE --json FILE.json` wrote."
+        fix = "give what `bug shrink` wrote by --json FILE.json."
         raise HarnessError(f"cannot read: {error}.", where=f"--shrunk {path}", fix=fix) from error
 
 

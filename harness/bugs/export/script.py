@@ -66,7 +66,7 @@ def script(case: Case, signature: FailureSignature, *, title: str, checks: Colle
     if case.layout.async_tp and tells != "scattered":
         raise HarnessError(
             "async TP cannot be exported, but for wrong rows of fused_scaled_matmul_reduce_scatter.",
-            fix="export the case without async TP, if it fails alike: see what `fp8-harness bug shrink` finds.",
+            fix="export the case without async TP, if it fails alike: `bug shrink` tells.",
         )
     given = _flags(case, signature) | _constants(case, signature) | {"ERROR": error_pattern(signature.what)}
     given["ALWAYS_PARALLEL"] = tells in ("crash", "mismatch")
