@@ -13,6 +13,7 @@ from harness.cli.bug_bisect import bisect_command
 from harness.cli.bug_check import check_command
 from harness.cli.bug_export import export_command
 from harness.cli.bug_import import import_command
+from harness.cli.bug_trial import run_once
 from harness.cli.options import json_option, plan_parameter, root_option
 from harness.durable import write_whole
 from harness.errors import HarnessError
@@ -140,21 +141,16 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
 ) -> Any:
     from harness.bugs.asked import asked_case, injections_of
     from harness.bugs.reproduce import reproduced
-    from harness.bugs.trials import open_trials, tried
+    from harness.bugs.trials import tried
     from harness.project import find_project
     from harness.report.bugs import read_reproduced, reproduced_json, reproduced_text
     from harness.running.machine import hardware, installed_version
-    from harness.running.progress import open_progress
 
     project = find_project(root)
     asked = asked_case(project, case)
     injections = injections_of(asked, inject, planted=planted)
     plan = plan_for()
-    with (
-        open_progress(sys.stderr, quiet=quiet, verbose=False) as progress,
-        open_trials(project, plan, progress, asked.case, injections) as trials,
-    ):
-        (result,) = trials.run([asked.case])
+    result = run_once(project, asked.case, plan, injections, quiet=quiet)
     packages = asked.bug.bug.versions if asked.bug is not None else ()
     installed = {package: version for package in packages if (version := installed_version(package)) is not None}
     device = "the virtual FP8 device" if plan.device == "cpu" else hardware(plan.device)

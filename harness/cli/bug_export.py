@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
+from harness.cli.bug_trial import run_once
 from harness.cli.options import plan_parameter, root_option
 from harness.durable import write_whole
 from harness.running.plan import Plan
@@ -60,11 +60,9 @@ def export_command(  # noqa: PLR0913  one parameter per option
     from harness.bugs.export.exporting import export, read_neighbours
     from harness.bugs.export.proof import proof_of
     from harness.bugs.export.script import exported_case
-    from harness.bugs.trials import open_trials
     from harness.project import find_project
     from harness.report.issue import exported_text, issue_text
     from harness.running.machine import hardware, installed_version
-    from harness.running.progress import open_progress
 
     project = find_project(root)
     asked = asked_case(project, case)
@@ -72,11 +70,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     injections = injections_of(asked, inject, planted=planted)
     neighbours = read_neighbours(shrunk) if shrunk is not None else ()
     plan = plan_for()
-    with (
-        open_progress(sys.stderr, quiet=quiet, verbose=False) as progress,
-        open_trials(project, plan, progress, asked.case, injections) as trials,
-    ):
-        (result,) = trials.run([asked.case])
+    result = run_once(project, asked.case, plan, injections, quiet=quiet)
     exported = export(asked, result, injections, output)
     proof = proof_of(exported.file, exported.script.ranks, exported.patches) if proved else None
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}

@@ -6,25 +6,44 @@ probes record the effect. `harness/matrix/faults.toml` lists and describes the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
-from harness.matrix.faults import FaultClass, fault_named
-from harness.worker.faults import amax, communication, compiled, conversion, execution, kept, shapes, stale, training
+from harness.matrix.faults import Fault, FaultClass, fault_named
+from harness.worker.faults import (
+    amax,
+    clipping,
+    communication,
+    compiled,
+    conversion,
+    execution,
+    kept,
+    shapes,
+    stale,
+    training,
+)
 
-# The module of every fault class; a fault is planted by the function of its name.
-FAULT_MODULES: dict[FaultClass, ModuleType] = {
-    "A": amax,
-    "B": stale,
-    "C": conversion,
-    "D": communication,
-    "E": execution,
-    "F": shapes,
-    "G": training,
-    "H": compiled,
-    "I": kept,
+# The modules of every fault class; a fault is planted by the function of its name.
+FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
+    "A": (amax,),
+    "B": (stale,),
+    "C": (conversion,),
+    "D": (communication,),
+    "E": (execution,),
+    "F": (shapes,),
+    "G": (training, clipping),
+    "H": (compiled,),
+    "I": (kept,),
 }
 
 
 def plant(name: str) -> None:
     """Plant a fault in this process, for the rest of its life."""
-    getattr(FAULT_MODULES[fault_named(name).group], name)()
+    function_of(fault_named(name))()
+
+
+def function_of(fault: Fault) -> Callable[[], None]:
+    """The function that plants a fault."""
+    modules = FAULT_MODULES[fault.group]
+    found: Callable[[], None] = next(getattr(module, fault.name) for module in modules if hasattr(module, fault.name))
+    return found

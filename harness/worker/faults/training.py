@@ -12,8 +12,6 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case
@@ -34,7 +32,6 @@ from harness.worker.faults.hooks import (
     on_last_rank,
     on_odd_rank,
     wrap,
-    wrap_everywhere,
 )
 from harness.worker.faults.parts import (
     first_weight,
@@ -304,43 +301,6 @@ def update_clipped_in_one_step() -> None:
         stock()
 
     around_update(change)
-
-
-def gradients_not_clipped() -> None:
-    """The norm of all gradients is taken and reported, and no gradient is scaled."""
-    wrap_everywhere(clip_grad, "_clip_grads_with_norm_", lambda stock: lambda *args, **kwargs: None)
-
-
-def clipped_by_norm_of_own_shards() -> None:
-    """Every rank clips by the norm of the gradients that it holds."""
-
-    def make(stock: Any) -> Any:
-        return lambda grads, *args, **kwargs: stock([local(grad) for grad in grads], *args, **kwargs)
-
-    wrap_everywhere(clip_grad, "_get_total_norm", make)
-
-
-def replicated_gradients_counted_by_every_rank() -> None:
-    """Gradients that all TP ranks hold alike count once for every rank in the global norm."""
-    layout = layout_of_run()
-
-    def make(stock: Any) -> Any:
-        def total(grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-            grads = list(grads)
-            alike = [grad for grad in grads if isinstance(grad, DTensor) and not grad.placements[-1].is_shard()]
-            whole: torch.Tensor = stock(grads, *args, **kwargs)
-            if not alike or layout().tp == 1:
-                return whole
-            whole, extra = (_whole(norm) for norm in (whole, stock(alike, *args, **kwargs)))
-            return (whole.square() + (layout().tp - 1) * extra.square()).sqrt()
-
-        return total
-
-    wrap_everywhere(clip_grad, "_get_total_norm", make)
-
-
-def _whole(norm: torch.Tensor) -> torch.Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def weight_rounded_by_evaluation() -> None:
