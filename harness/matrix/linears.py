@@ -69,10 +69,10 @@ def is_checkpointed(case: Case, fqn: str) -> bool:
 
 
 def gemms(case: Case) -> tuple[Gemm, ...]:
-    """The scaled matmuls of one step in order of execution: all forwards, then the backwards from the last linear.
+    """The scaled matmuls of a microbatch in order of execution: all forwards, then the backwards from the last linear.
 
-    Without recomputed forwards, which repeat listed shapes, and without a wgrad in high precision. Where TP ranks hold
-    shards of different sizes, each size is listed once.
+    Without recomputed forwards and those of an evaluation, which repeat listed shapes, and without a wgrad in high
+    precision. Where TP ranks hold shards of different sizes, each size is listed once.
     """
     m = case.tokens_per_rank
     linears = [linear for fqn in linear_fqns(case) if is_converted(case, fqn) for linear in _local(case, fqn)]

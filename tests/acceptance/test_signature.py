@@ -112,11 +112,11 @@ def test_a_damaged_signature_ends_a_run_before_it_begins(mine: Command) -> None:
 
 
 KEEPS_WEIGHTS = """
-import functools
 from harness.worker.targets.reference import parallel
 
 def apply():
-    parallel.fully_shard = functools.partial(parallel.fully_shard, reshard_after_forward=False)
+    stock = parallel.fully_shard
+    parallel.fully_shard = lambda *args, **given: stock(*args, **{**given, "reshard_after_forward": False})
 """
 
 

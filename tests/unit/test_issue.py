@@ -53,7 +53,7 @@ def test_neighbours_are_a_table(tmp_path: Path) -> None:
 def test_a_file_that_is_no_shrink_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text("[]")
-    with pytest.raises(HarnessError, match="give what `fp8-harness bug shrink CASE"):
+    with pytest.raises(HarnessError, match="give what `bug shrink` wrote"):
         read_neighbours(file)
 
 
