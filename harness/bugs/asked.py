@@ -10,7 +10,7 @@ from harness.matrix.bugfile import BugFile, holds_bugs, read_bug_file
 from harness.matrix.case import Case
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
-from harness.running.selection import Query, select_cases
+from harness.running.selection import one_case
 
 
 class Asked(NamedTuple):
@@ -26,11 +26,7 @@ def asked_case(project: Project, text: str) -> Asked:
     if bug is not None:
         found = read_bug_file(bug)
         return Asked(found.runnable(), found)
-    is_file = text.endswith(".toml")
-    cases = select_cases(project, Query(sources=(text,)) if is_file else Query(case_ids=(text,)))
-    if len(cases) > 1:
-        raise HarnessError(f"it has {len(cases)} cases.", where=text, fix="give the id of one of them.")
-    return Asked(cases[0], None)
+    return Asked(one_case(project, text), None)
 
 
 def injections_of(asked: Asked, given: tuple[str, ...], *, planted: bool) -> tuple[Injection, ...]:

@@ -16,7 +16,7 @@ from harness.bugs.report import Report
 from harness.bugs.shapes import shown_by_shapes
 from harness.bugs.statements import Statement, resolve
 from harness.errors import HarnessError
-from harness.matrix.bugfile import UNREPORTED, Bug, BugFile
+from harness.matrix.bugfile import UNREPORTED, Bug, BugFile, Status
 
 _TOML = re.compile(
     r"(?m)^[ \t]*\[(?:parallelism|activation_checkpoint|float8|quantize[\w.]*)\]"
@@ -111,11 +111,11 @@ def _day(report: Report, seen: Observed, asked: Asked) -> tuple[datetime.date, s
     return asked.today, "today: the report has no date, --date YYYY-MM-DD says one"
 
 
-def _bug(report: Report, seen: Observed, link: str, status: str) -> Bug:
+def _bug(report: Report, seen: Observed, link: str, status: Status) -> Bug:
     return Bug(
         title=report.title,
         link=link,
-        status="refused" if status == "refused" else "open",
+        status=status,
         symptom=seen.symptom,
         reported=seen.reported,
         message=seen.message,

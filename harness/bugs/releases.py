@@ -14,11 +14,11 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
 from harness.errors import HarnessError
@@ -63,7 +63,10 @@ def versions_between(package: str, good: str, bad: str, source: Source) -> tuple
 
 
 def python_with(package: str, version: str, source: Source, folder: Path) -> Path:
-    """The Python of an environment with this version, made in `folder` where it is not there. Raises NotInstalled."""
+    """The Python of an environment with this version, made in `folder` where it is not there.
+
+    Raises NotInstalled, or TimeoutExpired.
+    """
     home = folder / f"{canonicalize_name(package)}-{version}"
     python, done = home / "bin" / "python", home / ".ready"
     if not done.exists():
@@ -85,13 +88,20 @@ def _install(package: str, version: str, source: Source, python: Path) -> None:
     else:
         pip = [sys.executable, "-m", "pip", "--python", str(python)]
         command = [*pip, "install", "--quiet", "--no-deps", "--only-binary", ":all:", *source.options, wanted]
-    done = _run(command, _INSTALL_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S, check=False)
     if done.returncode != 0:
         raise NotInstalled(_last(done.stderr) or f"{Path(command[0]).name} ended with {done.returncode}")
 
 
 def _in_index(package: str, source: Source) -> Iterable[Version]:
-    done = _run([sys.executable, "-m", "pip", "index", "versions", "--pre", *source.options, package], _LIST_S)
+    command = [sys.executable, "-m", "pip", "index", "versions", "--pre", *source.options, package]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        what = f"pip named no versions in {_LIST_S:.0f} s."
+        raise HarnessError(
+            what, where=f"--package {package}", fix="give another --index-url, or --find-links."
+        ) from error
     found = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
     if found is None:
         what = f"pip names no versions: {_last(done.stderr) or 'it says nothing'}."
@@ -104,17 +114,10 @@ def _in_index(package: str, source: Source) -> Iterable[Version]:
 def _in_folder(package: str, folder: Path) -> Iterable[Version]:
     wheels = folder.glob("*.whl") if folder.is_dir() else ()
     for wheel in wheels:
-        with contextlib.suppress(InvalidWheelFilename, InvalidSdistFilename, InvalidVersion):
+        with contextlib.suppress(InvalidWheelFilename):
             name, version, *_ = parse_wheel_filename(wheel.name)
             if name == canonicalize_name(package):
                 yield version
-
-
-def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise NotInstalled(f"{Path(command[0]).name} took longer than {timeout_s:.0f} s") from error
 
 
 def _version(text: str) -> Version:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, axis_values, case_from_axes
+from harness.matrix.axes import AXES, axis_values, case_from_axes, shown_value
 from harness.matrix.case import Case
 from harness.matrix.rules import exclusions, expected_refusal
 
@@ -50,7 +50,7 @@ class Smaller(NamedTuple):
     @property
     def text(self) -> str:
         """What was changed: `tp 1, async_tp false`."""
-        return ", ".join(f"{name} {_shown(value)}" for name, value in self.changes.items())
+        return ", ".join(f"{name} {shown_value(value)}" for name, value in self.changes.items())
 
 
 def smaller_cases(case: Case, *, steps: int = 1) -> Iterator[Smaller]:
@@ -77,7 +77,7 @@ def with_changes(case: Case, changes: Mapping[str, object]) -> Smaller | None:
     A case that torch must refuse is none either, unless the first must be refused too.
     """
     values = axis_values(case) | dict(changes)
-    found = _allowed(_own_sizes(case, values), frozenset(changes))
+    found = _allowed(_with_heads(values), frozenset(changes))
     if found is None or found == case or (expected_refusal(found) is None) != (expected_refusal(case) is None):
         return None
     now, before = axis_values(found), axis_values(case)
@@ -111,16 +111,16 @@ def _sizes(value: object, smallest: int) -> Sequence[int]:
     return [size for size in dict.fromkeys(sorted({*parts, *aligned})) if smallest <= size < value]
 
 
-def _own_sizes(case: Case, values: Mapping[str, object]) -> dict[str, object]:
+def _with_heads(values: Mapping[str, object]) -> dict[str, object]:
     """The values with a number of heads that fits, where another dim, tp or number of heads needs one."""
-    before, found = axis_values(case), dict(values)
+    found = dict(values)
     dim, heads, tp = (int(str(found[name])) for name in ("dim", "heads", "tp"))
     if dim % heads or (dim // heads) % 2 or heads % tp:
         found["heads"] = heads = tp if dim % tp == 0 and (dim // tp) % 2 == 0 else heads
     kv_heads = int(str(found["kv_heads"]))
     if heads % kv_heads or kv_heads % tp:
         found["kv_heads"] = heads
-    return {name: value for name, value in found.items() if value is not None or before[name] is not None}
+    return found
 
 
 def _allowed(values: Mapping[str, object], fixed: frozenset[str]) -> Case | None:
@@ -147,7 +147,3 @@ def _allowed(values: Mapping[str, object], fixed: frozenset[str]) -> Case | None
         else:
             return None
     return None
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

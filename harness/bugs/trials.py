@@ -54,10 +54,6 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
         return "no failure" if self.signature is None else self.signature.text
 
 
-class Interrupted(Exception):
-    """Ctrl-C ended the trials."""
-
-
 class Trials:
     """Runs cases until closed. `run` is called from one thread."""
 
@@ -69,14 +65,14 @@ class Trials:
         self._asked = 0
 
     def run(self, cases: Sequence[Case]) -> tuple[CaseResult, ...]:
-        """The result of every case, in order. HarnessError for more ranks than slots; `Interrupted` by Ctrl-C."""
+        """The result of every case, in order. HarnessError for more ranks than slots, KeyboardInterrupt by Ctrl-C."""
         check_fits(cases, self._plan)
         self._asked += len(cases)
         self._progress.begin(self._asked)
         ended = run_schedule(cases, self._runner, _Observer(self._progress), jobs=self._plan.jobs)
         results = [result for result in ended.results if result is not None]
         if ended.interrupted or len(results) < len(cases):
-            raise Interrupted
+            raise KeyboardInterrupt
         return tuple(results)
 
 

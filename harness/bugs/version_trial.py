@@ -32,15 +32,10 @@ class VersionTrial:
     def __init__(
         self, project: Project, asked: str, case: Case, *, package: str, source: Source, words: Sequence[str] = ()
     ) -> None:
-        self._asked, self._case, self._package = asked, case, package
-        self._source, self._words = source, tuple(words)
+        self._asked, self._package, self._source, self._words = asked, package, source, tuple(words)
         self._folder = project.state / "versions"
-
-    @property
-    def depends_on(self) -> tuple[str, ...]:
-        """What the answers depend on besides the version: the case, the injections, and the harness itself."""
-        sources = source_digest(_HARNESS, _HARNESS.rglob("*.py"))
-        return (case_id(self._case), self._package, *self._words, sources)
+        # What the answers depend on besides the version: the case, the injections, and the harness itself.
+        self.depends_on = (case_id(case), package, *words, source_digest(_HARNESS, _HARNESS.rglob("*.py")))
 
     def ask(self, version: str) -> Told:
         """Install the version and run the case with it. A version that tells nothing is skipped, with the reason."""
@@ -49,8 +44,8 @@ class VersionTrial:
             answer, why = self._repro(python, version)
         except NotInstalled as error:
             return Told(version=version, answer="skipped", why=f"not installed: {error}")
-        except subprocess.TimeoutExpired:
-            return Told(version=version, answer="skipped", why=f"took longer than {_TRIAL_S:.0f} s")
+        except subprocess.TimeoutExpired as error:
+            return Told(version=version, answer="skipped", why=f"took longer than {error.timeout:.0f} s")
         return Told(version=version, answer=answer, why=why)
 
     def _repro(self, python: Path, version: str) -> tuple[Answer, str]:

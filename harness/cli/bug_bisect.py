@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import root_option
-from harness.durable import write_whole
+from harness.cli.options import json_option, root_option, write_json
 
 _EPILOG = """\b
 Examples:
@@ -42,7 +41,7 @@ version is not good or the bad one not bad, 130 interrupted.
     help="Take versions from the wheels in this folder, and from no index.",
 )
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank. Repeatable.")
-@click.option("--json", "json_file", metavar="FILE", type=click.Path(path_type=Path), help="Write the result as JSON.")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @root_option
 def bisect_command(  # noqa: PLR0913  one parameter per option
@@ -82,10 +81,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
         answers = open_answers(project, trial.depends_on)
         found = bisect(versions, _spelled(bad, versions), trial.ask, answers, package=package, note=progress.note)
     click.echo(bisected_text(found), nl=False, err=str(json_file) == "-")
-    if str(json_file) == "-":
-        click.echo(bisected_json(found).decode(), nl=False)
-    elif json_file is not None:
-        write_whole(json_file, bisected_json(found))
+    write_json(json_file, lambda: bisected_json(found))
 
 
 def _spelled(version: str, versions: Sequence[str]) -> str:

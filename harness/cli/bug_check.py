@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import json_option, plan_parameter, root_option
-from harness.durable import write_whole
+from harness.cli.options import json_option, plan_parameter, root_option, write_json
 from harness.running.plan import Plan
 
 _EPILOG = """\b
@@ -48,7 +47,6 @@ def check_command(
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
         corpus = check_corpus(project, bugs, plan, progress)
-    click.echo(corpus_text(corpus), nl=False)
-    if json_file is not None:
-        write_whole(json_file, corpus_json(corpus))
+    click.echo(corpus_text(corpus), nl=False, err=str(json_file) == "-")
+    write_json(json_file, lambda: corpus_json(corpus))
     return corpus.exit_code

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, root_option
+from harness.cli.options import json_option, root_option, write_json
 from harness.durable import write_whole
 from harness.errors import HarnessError
 
@@ -86,7 +86,7 @@ def import_command(  # noqa: PLR0913  one parameter per option
     to_stderr = dry_run or str(json_file) == "-"
     click.echo(imported_text(found, file=shown), nl=False, err=to_stderr)
     if json_file is not None:
-        _write_json(json_file, imported_json(found, file=shown))
+        write_json(json_file, lambda: imported_json(found, file=shown))
     elif dry_run:
         click.echo(text, nl=False)
 
@@ -124,10 +124,3 @@ def _path(bug_id: str, output: Path | None, root: str | None, *, force: bool) ->
     if path.exists() and not force:
         raise HarnessError("this file exists.", where=str(path), fix="name another by --output, or give --force.")
     return path
-
-
-def _write_json(path: Path, content: bytes) -> None:
-    if str(path) == "-":
-        click.echo(content.decode(), nl=False)
-    else:
-        write_whole(path, content)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from harness.durable import write_whole
 from harness.running.plan import DEFAULT_JOBS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -109,9 +111,17 @@ def plan_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
     return plan_options(with_plan)
 
 
+def write_json(path: Path | None, content: Callable[[], bytes]) -> None:
+    """Write what `json_option` asks for: to a file, with "-" to stdout, and nothing without a path."""
+    if path is None:
+        return
+    if str(path) == "-":
+        click.echo(content().decode(), nl=False)
+    else:
+        write_whole(path, content())
+
+
 def json_option(command: Command) -> Command:
     """`--json FILE`: where to write the results."""
-    from pathlib import Path
-
     path = click.Path(path_type=Path, dir_okay=False)
     return click.option("--json", "json_file", metavar="FILE", type=path, help="Write the results as JSON.")(command)

@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from harness.cli.new import write_new_case
-from harness.cli.options import json_option, plan_parameter, root_option
+from harness.cli.options import json_option, plan_parameter, root_option, write_json
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
-from harness.matrix.case import Case
 from harness.matrix.targets import MODULES, NAME
 from harness.running.plan import Plan
 
@@ -89,22 +88,22 @@ def check_command(  # noqa: PLR0913  one parameter per option
     import msgspec
 
     from harness.project import find_project
-    from harness.report.target import target_exit_code, target_text
+    from harness.report.target import target_exit_code, target_json, target_text
     from harness.running.progress import open_progress
+    from harness.running.selection import one_case
     from harness.studies.target_check import Asked, check_target, parse_layout
 
     if not NAME.fullmatch(module):
         fix = f"give the dotted name of a module, not its path, or one of {', '.join(MODULES)}."
         raise HarnessError("not the name of a target.", where=module, fix=fix)
     project = find_project(root)
-    base = None if given is None else _case(project, given)
+    base = None if given is None else one_case(project, given)
     asked = Asked(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
         report = check_target(project, asked, plan, progress)
     click.echo(target_text(report), nl=False, err=str(json_file) == "-")
-    if json_file is not None:
-        _write(json_file, report)
+    write_json(json_file, lambda: target_json(report))
     return target_exit_code(report)
 
 
@@ -143,24 +142,3 @@ def _text_of(path: str) -> str:
         raise HarnessError(f"cannot be read: {error.strerror}.", where=path, fix=fix) from error
     except UnicodeDecodeError as error:
         raise HarnessError("not a text file.", where=path, fix="give a TOML file of torchtitan.") from error
-
-
-def _case(project: Any, given: str) -> Case:
-    """The case of an id, or the only one of a file."""
-    from harness.running.selection import Query, select_cases
-
-    is_file = given.endswith(".toml")
-    cases = select_cases(project, Query(sources=(given,)) if is_file else Query(case_ids=(given,)))
-    if len(cases) > 1:
-        raise HarnessError(f"it has {len(cases)} cases.", where=given, fix="give the id of one of them by --case ID.")
-    return cases[0]
-
-
-def _write(path: Path, report: Any) -> None:
-    from harness.durable import write_whole
-    from harness.report.target import target_json
-
-    if str(path) == "-":
-        click.echo(target_json(report).decode(), nl=False)
-    else:
-        write_whole(path, target_json(report))

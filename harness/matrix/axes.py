@@ -202,6 +202,13 @@ def suggestion(word: str, known: Iterable[object]) -> str:
     return f"use one of {', '.join(words)}."
 
 
+def shown_value(value: object) -> str:
+    """A value of an axis as reports print it: `false`, `wk+wq`, `none` for an empty list."""
+    if isinstance(value, tuple | list):
+        return "+".join(map(str, value)) or "none"
+    return _format_value(value)
+
+
 def _value_at(case: Case, path: tuple[str, ...]) -> object:
     value: object = case
     for part in path:

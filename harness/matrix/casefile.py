@@ -40,6 +40,7 @@ from harness.matrix.axes import (
     choices,
     ignored_axes,
     own_axes,
+    shown_value,
     suggestion,
 )
 from harness.matrix.case import Case
@@ -58,7 +59,7 @@ class AxisGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     def label(self, index: int) -> str:
         """The name of a value in reports: `tp=2`, or `dp_replicate=2,dp_shard=2`."""
-        return ",".join(f"{name}={_format_value(value)}" for name, value in self.values[index].items())
+        return ",".join(f"{name}={shown_value(value)}" for name, value in self.values[index].items())
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,9 +271,3 @@ def _case_by_axes(toml: TomlFile, table: object, base: dict[str, object], *, pat
         what = f"this case ignores {', '.join(ignored)}."
         raise toml.error(*path, "axes", ignored[0], what=what, fix="remove it, or change the option that disables it.")
     return case
-
-
-def _format_value(value: object) -> str:
-    if isinstance(value, tuple):
-        return "+".join(value) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,7 +14,7 @@ from harness.bugs.reproduce import Reproduced
 from harness.bugs.shrink import Attempt, Shrunk
 from harness.errors import HarnessError
 from harness.jsonform import to_json
-from harness.matrix.axes import AXES, axis_values, own_axes
+from harness.matrix.axes import AXES, axis_values, own_axes, shown_value
 from harness.matrix.bugfile import BugFile
 from harness.matrix.caseid import case_id
 from harness.plural import counted
@@ -138,16 +138,20 @@ def _needs(found: Shrunk) -> Iterable[str]:
         yield "needs"
     for name, attempts in by_axis.items():
         number = isinstance(values[name], int) and not isinstance(values[name], bool)
-        yield f"  {name} {_shown(values[name])}{' or more' if number else ''}"
+        yield f"  {name} {shown_value(values[name])}{' or more' if number else ''}"
         for each in attempts:
-            told = ", ".join(f"{axis} {_shown(value)}" for axis, value in each.changes.items())
+            told = ", ".join(f"{axis} {shown_value(value)}" for axis, value in each.changes.items())
             yield from _indented(f"with {told}: {each.result.text}  [{each.result.case_id}]", 4)
 
 
 def _independent(found: Shrunk) -> Iterable[str]:
     """The axes that were changed on the way: the failure is the same without."""
     first, last = axis_values(found.first), axis_values(found.case)
-    changed = [f"{name} ({_shown(first[name])} -> {_shown(last[name])})" for name in AXES if first[name] != last[name]]
+    changed = [
+        f"{name} ({shown_value(first[name])} -> {shown_value(last[name])})"
+        for name in AXES
+        if first[name] != last[name]
+    ]
     whole = [each.replace(" ", _NO_BREAK) for each in changed]
     lines = _indented(f"does not depend on {', '.join(whole)}", 0) if changed else []
     return [line.replace(_NO_BREAK, " ") for line in lines]
@@ -182,12 +186,6 @@ def _indented(text: str, indent: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return "+".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _bug(bug: BugFile) -> dict[str, Any]:

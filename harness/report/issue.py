@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.bugs.export.exporting import Exported, Neighbour
 from harness.bugs.export.proof import Proof
-from harness.matrix.axes import own_axes
+from harness.matrix.axes import own_axes, shown_value
 from harness.matrix.caseid import parse_case_id
 
 
@@ -62,7 +62,7 @@ def _command(exported: Exported, *, whole: bool = False) -> str:
 
 
 def _axes(text: str) -> str:
-    return ", ".join(f"`{name} = {_shown(value)}`" for name, value in own_axes(parse_case_id(text)).items())
+    return ", ".join(f"`{name} = {shown_value(value)}`" for name, value in own_axes(parse_case_id(text)).items())
 
 
 def _divergence(exported: Exported) -> Iterable[str]:
@@ -84,16 +84,10 @@ def _table(exported: Exported, neighbours: Sequence[Neighbour]) -> Iterable[str]
     yield "|---|---|"
     yield f"| nothing | {_cell(exported.signature.text)} |"
     for each in neighbours:
-        changed = ", ".join(f"{name} = {_shown(value)}" for name, value in each.changes.items())
+        changed = ", ".join(f"{name} = {shown_value(value)}" for name, value in each.changes.items())
         signature = each.result.signature
         yield f"| {_cell(changed)} | {'nothing: it passes' if signature is None else _cell(signature.text)} |"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple | list):
-        return "+".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -102,6 +102,14 @@ def select_for_target(project: Project, query: Query) -> tuple[tuple[Case, ...],
     return chosen, Counter(rules[0].reason for case in replaced if (rules := exclusions(case)))
 
 
+def one_case(project: Project, text: str) -> Case:
+    """The case of an id, or the only one of a file. HarnessError for a file with several."""
+    cases = select_cases(project, Query(sources=(text,)) if text.endswith(".toml") else Query(case_ids=(text,)))
+    if len(cases) > 1:
+        raise HarnessError(f"it has {len(cases)} cases.", where=text, fix="give the id of one of them.")
+    return cases[0]
+
+
 def _asked(project: Project, query: Query) -> list[Case]:
     """The cases of the ids and sources of a query, whatever trains them."""
     named = [_runnable_case(text) for text in query.case_ids]
