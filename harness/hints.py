@@ -45,6 +45,11 @@ def list_goldens() -> str:
     return _command("golden", "list")
 
 
+def list_results() -> str:
+    """Lists the stored runs."""
+    return _command("results", "list")
+
+
 def rerun_failed(*, root: str | None) -> str:
     """Runs what was not good, or never ran, in the last run of a project. `root` is what was given as --root."""
     return _command("run", *(() if root is None else ("--root", root)), "--rerun-failed")

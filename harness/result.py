@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from harness.environment import Environment
+from harness.measured import Measured
 from harness.trace import Run
 from harness.verdict import ExitCode, FailureSignature, Finding, GoldenSource, NotJudged, Verdict, exit_code
 
@@ -44,6 +46,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     derived: tuple[str, ...] = ()  # checks whose tolerance was derived, because none was measured for such cases
     command: str = ""  # runs only this case again
     failure_signature: FailureSignature | None = None  # None where nothing failed, or nothing was found out
+    measured: Measured | None = None  # None where no rank finished
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show
 
     @property
@@ -71,6 +74,9 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     interrupted: bool = False
     provenance: dict[str, str] = {}
+    environment: Environment | None = None
+    name: str = ""  # that the user gave it by --name
+    started: str = ""  # UTC, ISO 8601, seconds
     witnesses: tuple[WitnessMade, ...] = ()
     left_out: tuple[str, ...] = ()  # ids that were selected and did not fit into the budget
 

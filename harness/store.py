@@ -1,5 +1,5 @@
-"""Results on disk: `results.jsonl` in the folder of a run, one line of JSON per case, and `cases.json`, what it
-runs and with which options.
+"""Results on disk: `results.jsonl` in the folder of a run, one line of JSON per case; `cases.json`, what it runs, with
+which options and where; and `ended.json` of a run that came to its end.
 
 Every line is on disk before the next case is reported, so an interrupted run keeps the results of all finished cases.
 The list of cases is there before the first rank starts: a case in it without a result was never reached by a run that
@@ -13,19 +13,22 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from harness.durable import append_line, write_whole
+from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.result import CaseResult
+from harness.result import CaseResult, RunResult, WitnessMade
+from harness.verdict import Verdict
 
 SCHEMA = 1
 FILE_NAME = "results.jsonl"
 PLAN_NAME = "cases.json"
+END_NAME = "ended.json"
 _CASE_ID = re.compile(rb'"case_id":"([\w.+-]+)"')
 
 
@@ -56,13 +59,43 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 _AS_USUAL = RunOptions()
 
 
+class RunStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run before its first rank starts. `left_out`: ids that did not fit into the budget."""
+
+    cases: tuple[str, ...]  # ids of all cases, in order
+    options: RunOptions = _AS_USUAL
+    environment: Environment | None = None  # None in runs of earlier versions
+    name: str = ""  # that the user gave it
+    started: str = ""  # UTC, ISO 8601, seconds
+    left_out: tuple[str, ...] = ()
+
+
+class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run when it ends: its wall clock seconds so far, resumed ones included."""
+
+    wall_s: float
+    interrupted: bool
+    provenance: dict[str, str] = {}
+    witnesses: tuple[WitnessMade, ...] = ()
+
+
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     """The results in a folder. `damaged` says what could not be read: these cases did not pass."""
 
     results: tuple[CaseResult, ...]  # the last one of every case, in the order of storing
     damaged: tuple[Damage, ...] = ()
-    planned: tuple[str, ...] = ()  # ids of all cases of the run, in order; empty where they were not recorded
-    options: RunOptions = _AS_USUAL
+    start: RunStart = RunStart(cases=())  # of no cases where it was not recorded
+    end: RunEnd | None = None  # None: the run was killed, or still runs
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """Ids of all cases of the run, in order; empty where they were not recorded."""
+        return self.start.cases
+
+    @property
+    def options(self) -> RunOptions:
+        """The options of the run."""
+        return self.start.options
 
     @property
     def failed_ids(self) -> tuple[str, ...]:
@@ -79,6 +112,20 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
         """Ids that damaged lines name, of cases without a result."""
         return self._without_result([damage.case_id for damage in self.damaged if damage.case_id is not None])
 
+    def as_result(self) -> RunResult:
+        """The result of the run so far, in the order of the plan; planned cases without a result are `not_run`."""
+        found = {result.case_id: result for result in self.results}
+        ids = dict.fromkeys((*self.planned, *found))
+        end = self.end or RunEnd(wall_s=sum(result.seconds for result in self.results), interrupted=True)
+        result = RunResult(
+            results=tuple(found.get(name) or _not_run(name) for name in ids),
+            wall_s=end.wall_s,
+            interrupted=end.interrupted,
+            provenance=end.provenance,
+            witnesses=end.witnesses,
+        )
+        return with_start(result, self.start)
+
     def _without_result(self, case_ids: Sequence[str]) -> tuple[str, ...]:
         ended = {result.case_id for result in self.results}
         return tuple(case_id for case_id in dict.fromkeys(case_ids) if case_id not in ended)
@@ -89,10 +136,24 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
     result: CaseResult
 
 
-class _Plan(msgspec.Struct, frozen=True, kw_only=True):
+def _not_run(name: str) -> CaseResult:
+    ranks = parse_case_id(name).world_size
+    return CaseResult(case_id=name, verdict=Verdict.NOT_RUN, findings=(), attempts=(), world_size=ranks)
+
+
+def with_start(result: RunResult, start: RunStart) -> RunResult:
+    """The result with what was known before the run."""
+    return msgspec.structs.replace(
+        result, environment=start.environment, name=start.name, started=start.started, left_out=start.left_out
+    )
+
+
+class _Start(RunStart, frozen=True, kw_only=True):
     schema: int
-    cases: tuple[str, ...]
-    options: RunOptions = _AS_USUAL
+
+
+class _End(RunEnd, frozen=True, kw_only=True):
+    schema: int
 
 
 class RunStore:
@@ -100,7 +161,8 @@ class RunStore:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
-        self._plan = folder / PLAN_NAME
+        self._start = folder / PLAN_NAME
+        self._end = folder / END_NAME
         self._lock = threading.Lock()
 
     @property
@@ -108,9 +170,13 @@ class RunStore:
         """The file of the results; it may not exist yet."""
         return self._path
 
-    def plan(self, case_ids: Sequence[str], options: RunOptions = _AS_USUAL) -> None:
-        """Store which cases the run is going to run and how, before it starts. Raises `WriteFailed`."""
-        write_whole(self._plan, to_json(_Plan(schema=SCHEMA, cases=tuple(case_ids), options=options)))
+    def begin(self, start: RunStart) -> None:
+        """Store what the run is going to run, where and how, before it starts. Raises `WriteFailed`."""
+        write_whole(self._start, to_json(_Start(schema=SCHEMA, **msgspec.structs.asdict(start))))
+
+    def finish(self, end: RunEnd) -> None:
+        """Store how the run ended. Raises `WriteFailed`."""
+        write_whole(self._end, to_json(_End(schema=SCHEMA, **msgspec.structs.asdict(end))))
 
     def append(self, result: CaseResult) -> None:
         """Append one result and fsync. Raises `WriteFailed`."""
@@ -119,7 +185,9 @@ class RunStore:
 
     def read(self) -> StoredRun:
         """All results stored so far; empty if none are. Raises `HarnessError` if a file cannot be read."""
-        plan, damaged = self._read_plan()
+        damaged: list[Damage] = []
+        start = _read_part(self._start, _Start, damaged) or RunStart(cases=())
+        end = _read_part(self._end, _End, damaged)
         results: dict[str, CaseResult] = {}
         for number, line in enumerate(_content(self._path).split(b"\n"), 1):
             if not line:
@@ -132,9 +200,7 @@ class RunStore:
             else:
                 results.pop(result.case_id, None)
                 results[result.case_id] = result
-        return StoredRun(
-            results=tuple(results.values()), damaged=tuple(damaged), planned=plan.cases, options=plan.options
-        )
+        return StoredRun(results=tuple(results.values()), damaged=tuple(damaged), start=start, end=end)
 
     def result_of(self, case_id: str) -> CaseResult | None:
         """The last result of one case; None where none can be read. Cheap: other lines are not decoded."""
@@ -145,14 +211,20 @@ class RunStore:
                     return _read_line(line)
         return None
 
-    def _read_plan(self) -> tuple[_Plan, list[Damage]]:
-        content, unknown = _content(self._plan), _Plan(schema=SCHEMA, cases=())
-        if not content:
-            return unknown, []
-        try:
-            return from_json(content, _Plan), []
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return unknown, [Damage(text=f"{self._plan}: not a list of cases: {error}")]
+
+Part = TypeVar("Part")
+
+
+def _read_part(path: Path, kind: type[Part], damaged: list[Damage]) -> Part | None:
+    """What a file holds besides the results; None where there is none, or where it is `damaged` now."""
+    content = _content(path)
+    if not content:
+        return None
+    try:
+        return from_json(content, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        damaged.append(Damage(text=f"{path}: cannot be read: {error}"))
+        return None
 
 
 def _content(path: Path) -> bytes:

@@ -8,6 +8,7 @@ Making references (`references.py`) is the same way with another judge.
 
 from __future__ import annotations
 
+import datetime
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from harness.running.budget import cases_within
 from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.case_runner import CaseRunner, Judge
 from harness.running.executor import open_executor
+from harness.running.fingerprint import environment
 from harness.running.machine import hardware, installed_version
 from harness.running.plan import Plan
 from harness.running.progress import Progress
@@ -33,8 +35,7 @@ from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_for_target, select_sources
 from harness.running.target_source import check_targets
 from harness.running.witnesses import open_witnesses
-from harness.store import RunOptions, RunStore
-from harness.verdict import Verdict
+from harness.store import RunEnd, RunStart, RunStore, with_start
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,14 +55,20 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     check_targets((case.target for case in cases), project.root)
     judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
     _announce(judge, progress, query, plan, store=not project.is_shipped)
+    start = RunStart(
+        cases=tuple(map(case_id, cases)),
+        options=plan.given,
+        environment=environment(plan, project.root),
+        name=plan.name,
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        left_out=left_out,
+    )
     store = RunStore(project.new_run_folder())
     storing = _Storing(store, progress)
-    storing.plan(cases, plan.given)
+    storing.begin(start)
     result = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
-    for each in result.results:
-        if each.verdict is Verdict.NOT_RUN:
-            storing.keep(each)
-    return Report(result=msgspec.structs.replace(result, left_out=left_out), stored=store.path)
+    storing.finish(result)
+    return Report(result=with_start(result, start), stored=store.path)
 
 
 def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tuple[Case, ...], tuple[str, ...]]:
@@ -152,10 +159,10 @@ class _Storing:
         self._store = store
         self._progress = progress
 
-    def plan(self, cases: Sequence[Case], options: RunOptions) -> None:
+    def begin(self, start: RunStart) -> None:
         """Store which cases there are and how they are run, or say why not."""
         try:
-            self._store.plan([case_id(case) for case in cases], options)
+            self._store.begin(start)
         except WriteFailed as error:
             self._progress.note(f"list of cases not stored: {error.text}")
 
@@ -165,6 +172,20 @@ class _Storing:
             self._store.append(result)
         except WriteFailed as error:
             self._progress.note(f"result not stored: {error.text}")
+
+    def finish(self, result: RunResult) -> None:
+        """Store how the run ended, or say why not."""
+        try:
+            self._store.finish(
+                RunEnd(
+                    wall_s=result.wall_s,
+                    interrupted=result.interrupted,
+                    provenance=result.provenance,
+                    witnesses=result.witnesses,
+                )
+            )
+        except WriteFailed as error:
+            self._progress.note(f"end of the run not stored: {error.text}")
 
 
 def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:

@@ -49,6 +49,7 @@ from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.expect.expectations import Expectations, version_gap
 from harness.matrix.case import Case
+from harness.measured import Measured
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import UNJUDGED, Finding, GoldenSource, NotJudged, Verdict
 
@@ -144,6 +145,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     golden: GoldenSource = ""
     golden_losses: tuple[float, ...] = ()  # what the losses were compared with
     derived: tuple[str, ...] = ()  # checks whose tolerance was derived
+    measured: Measured | None = None
 
 
 def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: Sequence[Check] = CHECKS) -> Judgement:

@@ -13,11 +13,11 @@ import msgspec
 from click.core import ParameterSource
 
 from harness.cli.options import plan_options, query_options, root_option
+from harness.document import json_report
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.hints import rerun_failed as rerun_command
 from harness.project import Project, find_project
-from harness.report.document import json_report
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
 from harness.report.table import rich_table, started
@@ -72,6 +72,7 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option(
     "--rerun-failed", is_flag=True, help="Run what was not good, or never ran, in the last run, in the same way."
 )
+@click.option("--name", default="", metavar="NAME", help="A name for the stored run, such as a release.")
 @click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the results as JSON; -: to stdout.")
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
@@ -102,6 +103,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     maxfail: int | None,
     first_failure: bool,
     rerun_failed: bool,
+    name: str,
     json_file: Path | None,
     junit_file: Path | None,
     markdown_file: Path | None,
@@ -136,7 +138,9 @@ def run_command(  # noqa: PLR0913  one parameter an option
     given = msgspec.structs.replace(given, inject=tuple(each.text_anywhere for each in plan.injections))
     logs = _log_folder(keep_logs) if keep_logs else None
     most = 1 if first_failure else maxfail
-    plan = msgspec.structs.replace(plan, given=given, root_option=root, logs=logs, max_failures=most, traces=save_trace)
+    plan = msgspec.structs.replace(
+        plan, given=given, root_option=root, logs=logs, max_failures=most, traces=save_trace, name=name
+    )
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
         report = run(project, query, plan, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout

@@ -4,7 +4,8 @@ Owns their file format (sealed JSON under `golden/<hardware class>/<family>.json
 the comparison of an old one with a new one. `checks/loss_vs_golden.py` compares runs with goldens.
 
 Public names: `Golden`, `Provenance`, `hardware_class`, `make_golden`, `load_golden`, `write_golden`, `list_goldens`,
-`compare_goldens`, `update_command`, `provenance_of`, `missing_reason`, `tree_commit`, `changed_files`,
+`compare_goldens`, `update_command`, `provenance_of`, `missing_reason`, `tree_commit`, `tree_difference`,
+`changed_files`,
 `GoldenMissing`, `GoldenDamaged`.
 """
 
@@ -149,6 +150,11 @@ def tree_commit(root: Path) -> str:
 def changed_files(root: Path) -> tuple[str, ...]:
     """The tracked files that make `tree_commit` say "-dirty", relative to the git repository; empty without git."""
     return tuple(filter(None, _git(root, "diff", "--name-only", "-z", "HEAD").split("\0")))
+
+
+def tree_difference(root: Path) -> str:
+    """The differences of tracked files from the commit, as a patch; empty without git or without any."""
+    return _git(root, "diff", "HEAD")
 
 
 def _git(root: Path, *words: str) -> str:

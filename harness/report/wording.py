@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from textwrap import indent
 
 from harness.checks.causes import first_effect
+from harness.document import check_totals, verdict_totals
 from harness.plural import counted
-from harness.report.document import check_totals, verdict_totals
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict

@@ -18,6 +18,7 @@ from harness.checks.causes import by_cause
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.checks.divergence import first_divergence
 from harness.checks.judge import Judgement, judge
+from harness.checks.measuring import measured
 from harness.checks.recorded import showing, with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses
@@ -118,6 +119,7 @@ class CaseJudge:
             witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other, replay=again)
         judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
         found = _explained(case, run, judged, golden, cache, has_formulas=witnesses.expect.has_formulas)
+        found = msgspec.structs.replace(found, measured=measured(case, run, witnesses, twin=cache.kept_twin(case)))
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in showing(basis.known, case, found.findings) if fault.fix not in mended)
         return with_known_faults(found, left, datetime.date.today())

@@ -161,6 +161,7 @@ class CaseRunner:
             derived=judgement.derived,
             command=self._plan.command(name),
             failure_signature=signature_of(judgement.verdict, judgement.findings, run),
+            measured=judgement.measured,
         )
 
 

@@ -20,6 +20,7 @@ from harness.evidence.golden import hardware_class
 Device = Literal["cpu", "cuda"]
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 _ASK_TIMEOUT_S = 20.0
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -41,7 +42,18 @@ def resolve_device(asked: str) -> Device:
 
 def hardware(device: Device) -> str:
     """The hardware class of the first device that a run uses: `cpu`, or such as `nvidia-h200`."""
-    return "cpu" if device == "cpu" else hardware_class(_cuda_name())
+    return hardware_class(device_name(device))
+
+
+def device_name(device: Device) -> str:
+    """The name of the device that ranks run on, as they report it: "cpu", or such as "NVIDIA H200"."""
+    return "cpu" if device == "cpu" else _cuda_name()
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver; empty where the kernel names none."""
+    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _read(_DRIVER_VERSION))
+    return found[1] if found else ""
 
 
 def installed_version(distribution: str) -> str | None:

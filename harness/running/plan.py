@@ -55,6 +55,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     digests_built: bool = False  # as `RunRequest`
     traces: Path | None = None  # save what ranks recorded here (`tables.py`)
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
+    name: str = ""  # that the user gave the run
     given: RunOptions = RunOptions()  # what a rerun repeats
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 

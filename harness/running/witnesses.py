@@ -71,6 +71,12 @@ class WitnessCache:
         witness = twin_case(case)
         return self._witness(witness, f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
 
+    def kept_twin(self, case: Case) -> Run | None:
+        """The BF16 twin where it was run before for what is installed now, without running it."""
+        witness = twin_case(case)
+        name = f"twin {case_id(witness)}"
+        return self._kept.get(name) or self._stored(self._path(name, witness.target))
+
     def reference(self, case: Case) -> Run | None:
         """The BF16 reference of a case on one rank, for want of a stored golden; None when it did not finish."""
         witness = reference_case(case)

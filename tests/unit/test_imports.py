@@ -20,13 +20,13 @@ LEVELS = [
     ["studies"],
     ["workflow"],
     ["running"],
-    ["store", "project", "tables"],
+    ["store", "project", "tables", "document"],
     ["checks"],
     ["evidence"],
     ["expect"],
     ["request", "result", "jsonform"],
     ["engine", "matrix", "durable"],
-    ["errors", "hints", "plural", "trace", "verdict"],
+    ["environment", "errors", "hints", "measured", "plural", "trace", "verdict"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 WORKER_MAY_READ = {"matrix", "trace", "request", "result", "verdict", "errors"}  # values

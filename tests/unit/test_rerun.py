@@ -9,7 +9,7 @@ import pytest
 from harness.project import Project
 from harness.running.rerun import rerun_query
 from harness.running.selection import NothingSelected
-from harness.store import RunOptions, RunStore
+from harness.store import RunOptions, RunStart, RunStore
 from harness.verdict import Verdict
 from tests.builders import make_result
 
@@ -19,7 +19,7 @@ GOOD, BAD, THIRD = "single-rowwise-v2048-f32", "fsdp2-rowwise-v2048-f32", "tp2-r
 def new_run(project: Project, *planned: str) -> RunStore:
     store = RunStore(project.new_run_folder())
     if planned:
-        store.plan(planned)
+        store.begin(RunStart(cases=planned))
     return store
 
 
@@ -102,7 +102,7 @@ def test_a_damaged_list_of_cases_is_noted(project: Project) -> None:
     store.append(make_result(BAD, Verdict.CRASH))
     (store.path.parent / "cases.json").write_bytes(b"[")
     (note,) = rerun_query(project).notes
-    assert "cases.json: not a list of cases" in note
+    assert "cases.json: cannot be read" in note
 
 
 def test_a_run_in_which_all_is_good_has_nothing_to_run(project: Project) -> None:
@@ -113,7 +113,7 @@ def test_a_run_in_which_all_is_good_has_nothing_to_run(project: Project) -> None
 
 def test_the_options_of_the_run_come_back(project: Project) -> None:
     options = RunOptions(device="cpu", timeout_s=3.0, inject=("/fix.py:apply", "fault:amax_without_abs"))
-    RunStore(project.new_run_folder()).plan([GOOD], options)
+    RunStore(project.new_run_folder()).begin(RunStart(cases=(GOOD,), options=options))
     found = rerun_query(project).options
     assert found == options
     words = "--device cpu --timeout-s 3 --inject /fix.py:apply --inject fault:amax_without_abs"

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.report.document import json_report
+from harness.document import json_report
+from harness.environment import Environment
+from harness.measured import CastRange, Curve, Measured, Sent
 from harness.result import Attempt, CaseResult, RunResult, WithFix
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import FailureSignature, Finding, NotJudged, Verdict
@@ -83,8 +85,22 @@ traces = st.builds(trace, st.integers(0, 7), st.lists(floats, max_size=3))
 runs = st.builds(
     Run, traces=st.lists(traces, max_size=2).map(tuple), failures=st.lists(failures, max_size=2).map(tuple)
 )
+curves = st.builds(Curve, losses=st.tuples(floats), grad_norms=st.tuples(floats))
+ranges = st.builds(
+    CastRange, fqn=texts, role=st.sampled_from(["input", "weight", "grad_output"]), step=st.integers(1, 9)
+)
+measurements = st.builds(
+    Measured,
+    curves=st.dictionaries(st.sampled_from(["case", "golden"]), curves, max_size=2),
+    loss_distance=st.none() | floats,
+    saved_bytes=st.none() | st.integers(0, 9),
+    wire=st.dictionaries(texts, st.builds(Sent, calls=st.integers(0, 9), payload_bytes=st.integers(0, 9)), max_size=1),
+    casts=st.lists(ranges, max_size=2).map(tuple),
+)
+environments = st.builds(Environment, packages=st.dictionaries(texts, texts, max_size=2), threads=st.integers(0, 9))
 results = st.builds(
     CaseResult,
+    measured=st.none() | measurements,
     golden=st.sampled_from(["stored", "run here", ""]),
     golden_losses=st.lists(floats, max_size=3).map(tuple),
     derived=st.lists(texts, max_size=2).map(tuple),
@@ -132,9 +148,17 @@ def test_the_schema_is_a_schema() -> None:
 
 
 @settings(max_examples=30)
-@given(st.lists(results, max_size=3), seconds, st.booleans())
-def test_every_document_is_valid(found: list[CaseResult], wall_s: float, interrupted: bool) -> None:
-    run = RunResult(results=tuple(found), wall_s=wall_s, interrupted=interrupted, provenance={"torch": "2"})
+@given(st.lists(results, max_size=3), seconds, st.booleans(), st.none() | environments)
+def test_every_document_is_valid(
+    found: list[CaseResult], wall_s: float, interrupted: bool, environment: Environment | None
+) -> None:
+    run = RunResult(
+        results=tuple(found),
+        wall_s=wall_s,
+        interrupted=interrupted,
+        provenance={"torch": "2"},
+        environment=environment,
+    )
     VALIDATOR.validate(document(run))
     assert document(run)["exit_code"] == run.exit_code
     assert sum(document(run)["totals"].values()) == len(found)

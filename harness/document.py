@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from harness.environment import Environment
 from harness.jsonform import to_json
+from harness.measured import Measured
 from harness.result import Attempt, CaseResult, RunResult, WithFix, WitnessMade
 from harness.trace import RankFailure
 from harness.verdict import FailureSignature, Finding, GoldenSource, NotJudged, Verdict
@@ -39,12 +41,14 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     with_fix: WithFix | None
     failure_signature: FailureSignature | None = None
+    measured: Measured | None = None
 
 
 class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
     """A run. `totals` has the number of cases of every verdict, including zeros; `check_totals`, of checks in them.
 
-    `witnesses` are those that had to be run; `left_out` are ids that did not fit into `--budget-s`.
+    `witnesses` are those that had to be run; `left_out` are ids that did not fit into `--budget-s`. `name` is that of
+    `--name`. Documents of earlier versions say nothing of the environment.
     """
 
     schema: int
@@ -58,6 +62,9 @@ class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[CaseDocument, ...]
     witnesses: tuple[WitnessMade, ...]
     left_out: tuple[str, ...]
+    environment: Environment | None = None
+    name: str = ""
+    started: str = ""  # UTC, ISO 8601, seconds
 
 
 def json_report(run: RunResult) -> bytes:
@@ -79,6 +86,9 @@ def run_document(run: RunResult) -> RunDocument:
         cases=tuple(_case_document(result) for result in run.results),
         witnesses=run.witnesses,
         left_out=run.left_out,
+        environment=run.environment,
+        name=run.name,
+        started=run.started,
     )
 
 
@@ -120,4 +130,5 @@ def _case_document(result: CaseResult) -> CaseDocument:
         command=result.command,
         with_fix=result.with_fix,
         failure_signature=result.failure_signature,
+        measured=result.measured,
     )

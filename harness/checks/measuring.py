@@ -1,0 +1,120 @@
+"""From what the ranks of a run recorded to the numbers that are kept of it (`harness/measured.py`)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from harness.checks.assembly import largest
+from harness.checks.parity import worst_distances
+from harness.checks.ranks import traces_by_rank
+from harness.checks.witnesses import Witnesses
+from harness.matrix.case import Case
+from harness.measured import CastRange, Curve, Measured, Sent
+from harness.trace import RankTrace, Run
+from harness.trace.operands import CastRecord
+from harness.trace.traffic import collective_words
+
+
+def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = None) -> Measured | None:
+    """The numbers of a run and of what it was compared with; None where no rank finished."""
+    if not run.traces:
+        return None
+    traces = traces_by_rank(run)
+    curves = {"case": _curve(run), "solo": _curve(witnesses.solo), "twin": _curve(twin)}
+    golden, solo, replay = witnesses.golden, witnesses.solo, witnesses.replay
+    if golden is not None:
+        curves["golden"] = Curve(losses=golden.losses, grad_norms=golden.grad_norms)
+    found = {name: curve for name, curve in curves.items() if curve is not None}
+    replayed = () if replay is None or not replay.complete else replay.traces[0].module_distances or ()
+    return Measured(
+        curves=found,
+        allowed_loss=() if golden is None or witnesses.tolerance is None else witnesses.tolerance.per_step,
+        loss_distance=_apart(found["case"], found["golden"]) if golden is not None else None,
+        parity=_worst(worst_distances(run, solo, steps=range(1, case.train.steps + 1))) if solo is not None else None,
+        local_parity=_worst([each.distance for each in replayed if each.problem is None]),
+        scaled_mm_calls=sum(step.scaled_mm_calls for trace in traces for step in trace.steps),
+        wire=_wire(traces),
+        saved_bytes=_saved(traces),
+        fused=_fused(traces),
+        digests=_digests(traces),
+        casts=_casts(traces),
+    )
+
+
+def _curve(run: Run | None) -> Curve | None:
+    if run is None or not run.traces:
+        return None
+    steps = traces_by_rank(run)[0].steps
+    return Curve(losses=tuple(step.loss for step in steps), grad_norms=tuple(step.grad_norm for step in steps))
+
+
+def _apart(found: Curve, golden: Curve) -> float | None:
+    return _worst([abs(loss - reference) for loss, reference in zip(found.losses, golden.losses, strict=False)])
+
+
+def _worst(values: Sequence[float]) -> float | None:
+    return largest(values) if values else None
+
+
+def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
+    calls: Counter[str] = Counter()
+    payload_bytes: Counter[str] = Counter()
+    for record in (record for trace in traces for record in trace.traffic or ()):
+        words = collective_words(axis=record.axis, kind=record.kind, op=record.op, dtype=record.dtype)
+        calls[words] += sum(record.sizes.values())
+        payload_bytes[words] += record.payload_bytes
+    return {words: Sent(calls=calls[words], payload_bytes=payload_bytes[words]) for words in sorted(calls)}
+
+
+def _saved(traces: Sequence[RankTrace]) -> int | None:
+    if any(trace.saved_memory is None for trace in traces):
+        return None
+    return sum(each.saved_bytes for trace in traces for each in trace.saved_memory or ())
+
+
+def _fused(traces: Iterable[RankTrace]) -> Mapping[str, int]:
+    found: Counter[str] = Counter()
+    for call in (call for trace in traces if trace.graphs is not None for call in trace.graphs.calls):
+        found[f"{call.operator} in {call.phase}"] += call.times
+    return dict(sorted(found.items()))
+
+
+def _digests(traces: Sequence[RankTrace]) -> Mapping[str, str]:
+    """A digest of every kind of record that the ranks left."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for trace in traces:
+        operands = trace.operands
+        for cast in operands.casts if operands is not None else ():
+            of_cast = (cast.step, trace.rank, cast.fqn, cast.role, cast.phase)
+            parts["casts"].append(repr((*of_cast, cast.scale.digest, cast.data_digest)))
+        for matmul in operands.matmuls if operands is not None else ():
+            of_matmul = (matmul.step, trace.rank, matmul.fqn, matmul.gemm, matmul.m, matmul.k, matmul.n)
+            parts["matmuls"].append(repr((*of_matmul, matmul.a_digest, matmul.b_digest)))
+        for sketch in trace.sketches or ():
+            kind = "gradients" if sketch.kind == "grad" else "parameters"
+            parts[kind].append(repr((sketch.step, trace.rank, sketch.fqn, sketch.digest)))
+    return {kind: hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16] for kind, found in parts.items()}
+
+
+def _casts(traces: Iterable[RankTrace]) -> tuple[CastRange, ...]:
+    by_operand: dict[tuple[int, str, str], list[CastRecord]] = defaultdict(list)
+    for cast in (cast for trace in traces if trace.operands is not None for cast in trace.operands.casts):
+        by_operand[cast.step, cast.fqn, cast.role].append(cast)
+    return tuple(_range(*key, casts) for key, casts in sorted(by_operand.items()))
+
+
+def _range(step: int, fqn: str, role: str, casts: Sequence[CastRecord]) -> CastRange:
+    elements = sum(cast.elements for cast in casts)
+    return CastRange(
+        fqn=fqn,
+        role=role,
+        step=step,
+        amax=largest([cast.amax for cast in casts]),
+        scale_min=-largest([-cast.scale.minimum for cast in casts]),
+        scale_max=largest([cast.scale.maximum for cast in casts]),
+        saturated=sum(cast.saturated for cast in casts) / elements if elements else math.nan,
+        flushed=sum(cast.flushed for cast in casts) / elements if elements else math.nan,
+    )

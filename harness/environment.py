@@ -1,0 +1,50 @@
+"""The environment of a run: everything besides the cases that its numbers depend on, and when two are the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run was made with, as `running/fingerprint.py` finds it. Names no user, host or path."""
+
+    packages: Mapping[str, str] = {}  # versions of fp8-harness, torch, torchao, numpy, …; python
+    contents: Mapping[str, str] = {}  # digests of the sources of packages that are installed from a checkout or edited
+    device: str = ""  # "cpu" or the name of the GPU
+    driver: str = ""  # of the GPU
+    cpu: str = ""  # model and extensions
+    threads: int = 0  # that this process may use
+    limits: str = ""  # environment variables that limit the arithmetic of a CPU
+    platform: str = ""  # "Linux x86_64"
+    engine: str = ""
+    program: str = ""  # of the ranks
+    commit: str = ""  # of the project with the cases; ends in "-dirty" where tracked files differ from it
+    changes: str = ""  # digest of these differences
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where every field is: numbers of a CPU must then be equal too."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+
+    def differences(self, other: Environment) -> tuple[str, ...]:
+        """What differs, each as "torch 2.12.0 -> 2.13.0"; empty where nothing does."""
+        mine, others = self.words, other.words
+        names = dict.fromkeys((*mine, *others))
+        return tuple(
+            f"{name} {mine.get(name) or 'none'} -> {others.get(name) or 'none'}"
+            for name in names
+            if mine.get(name) != others.get(name)
+        )
+
+    @property
+    def words(self) -> Mapping[str, str]:
+        """Every fact under one name: packages by theirs, sources as "torchao sources"."""
+        facts = {name: str(getattr(self, name)) for name in self.__struct_fields__ if name not in _BY_PACKAGE}
+        sources = {f"{name} sources": digest for name, digest in self.contents.items()}
+        return {name: value for name, value in {**self.packages, **sources, **facts}.items() if value not in ("", "0")}
+
+
+_BY_PACKAGE = ("packages", "contents")

@@ -1,0 +1,57 @@
+"""What one run of a case measured: the numbers that are kept with its result, compared by `gate` and drawn by reports.
+
+Small enough to keep for every case of every run; what the ranks recorded in full is only kept by `--save-trace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Loss (nats) and global gradient norm of every step."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+
+
+class CastRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The casts to float8 of one operand of a linear in one step, over all ranks and phases."""
+
+    fqn: str
+    role: str  # "input", "weight", "grad_output"
+    step: int  # 1-based
+    amax: float  # of the high-precision tensor
+    scale_min: float
+    scale_max: float
+    saturated: float  # share of the elements whose scaled magnitude exceeds the largest float8 value
+    flushed: float  # share of the elements that are not zero and became zero
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Collectives of one kind, of all ranks and steps. `payload_bytes` is the sum of the inputs of all ranks."""
+
+    calls: int
+    payload_bytes: int
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of one run. None, or empty: not recorded, or not compared.
+
+    `curves` are of "case" and of what it was compared with: "golden" and "twin" (BF16), "solo" (the same recipe on one
+    rank). `digests` are equal where every bit is: of "casts", "matmuls", "gradients" and "parameters".
+    """
+
+    curves: Mapping[str, Curve] = {}
+    allowed_loss: tuple[float, ...] = ()  # nats from the golden, of every step
+    loss_distance: float | None = None  # the largest from the golden, in nats
+    parity: float | None = None  # the largest relative distance of a gradient from solo
+    local_parity: float | None = None  # the largest relative distance of a tensor of a module from its replay
+    scaled_mm_calls: int | None = None  # of all ranks and steps
+    wire: Mapping[str, Sent] = {}  # by kind, dtype and mesh axis: "all_gather in uint8 along dp_shard"
+    saved_bytes: int | None = None  # for backward, of all ranks and steps
+    fused: Mapping[str, int] = {}  # executions of fused operators, of all ranks and steps
+    digests: Mapping[str, str] = {}
+    casts: tuple[CastRange, ...] = ()

@@ -1,0 +1,65 @@
+"""The fingerprint of this machine and its packages, for results that are compared with those of other runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from harness.environment import Environment
+from harness.evidence.golden import tree_commit, tree_difference
+from harness.running.machine import (
+    arithmetic_limits,
+    cpu_extensions,
+    device_name,
+    driver_version,
+)
+from harness.running.plan import Plan
+from harness.running.witness_key import installed_source
+
+PACKAGES = ("fp8-harness", "torch", "torchao", "torchtitan", "numpy", "triton")
+_MODULES = {"fp8-harness": "harness"}
+
+
+def environment(plan: Plan, root: Path) -> Environment:
+    """The environment of a run by this plan in the project at `root`. Reads the sources of editable installs."""
+    found = {name: each for name in PACKAGES if (each := _installed(name)) is not None}
+    digests = {name: _digest(name) for name, each in found.items() if _is_editable(each)}
+    return Environment(
+        packages={**{name: each.version for name, each in found.items()}, "python": platform.python_version()},
+        contents={name: digest for name, digest in digests.items() if digest},
+        device=device_name(plan.device),
+        driver=driver_version() if plan.device == "cuda" else "",
+        cpu=cpu_extensions(),
+        threads=len(os.sched_getaffinity(0)),
+        limits=arithmetic_limits(),
+        platform=f"{platform.system()} {platform.machine()}",
+        engine=plan.engine,
+        program=plan.program,
+        commit=tree_commit(root),
+        changes=hashlib.sha256(difference.encode()).hexdigest()[:16] if (difference := tree_difference(root)) else "",
+    )
+
+
+def _installed(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _is_editable(found: Distribution) -> bool:
+    """True when pip installed it from a folder whose files may change under the same version."""
+    direct = found.read_text("direct_url.json")
+    try:
+        return direct is not None and bool(json.loads(direct).get("dir_info", {}).get("editable"))
+    except (ValueError, AttributeError):
+        return False
+
+
+def _digest(name: str) -> str:
+    source = installed_source(_MODULES.get(name, name))
+    return "" if source is None else source.digest[:16]
