@@ -84,12 +84,14 @@ def _gradients(
     asked = expect.case.reduce_dtype
     dtypes = {record.dtype for record in records if (record.axis, record.kind) == ("dp_shard", "reduce_scatter")}
     if dtypes - {asked}:
+        kept = {parameter.dtype for parameter in _parameters(trace) if parameter.trained}
+        fix = "set reduce_dtype in MixedPrecisionPolicy, or `reduce_dtype` in the case to what you mean."
         yield _finding(
             message=f"gradients are reduced in {', '.join(sorted(dtypes - {asked}))} instead of {asked}",
             step=step,
             expected=f"reduce_scatter in {asked}",
             found=", ".join(sorted(dtypes)),
-            fix="set reduce_dtype in MixedPrecisionPolicy, or `reduce_dtype` in the case to what you mean.",
+            fix=fix if kept == {expect.case.wide_dtype} else None,  # parameters of another dtype are mended first
         )
 
 
