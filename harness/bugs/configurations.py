@@ -16,7 +16,7 @@ from harness.matrix.spellings import Option, Value, on_day, option_named, plain_
 _GENERIC = frozenset({"enable", "mode", "name", "components", "backend", "dtype", "dim", "config", "adapter", "fp8"})
 _FLAG = re.compile(r"""(?<![\w-])--([A-Za-z][\w.-]*)(?:(?:=|[ \t]+)("[^"\n]*"|'[^'\n]*'|(?!-)[^\s`]+))?""")
 _VARIABLE = re.compile(r"\b(NGPU|CONFIG_FILE|CONFIG|MODULE|WORLD_SIZE)=[\"']?([\w./ -]*?)[\"']?(?=\s|$)")
-_LINE = re.compile(r"^(\s*)(?:- )?[\"']?([\w.-]+)[\"']?\s*[:=]\s*(.*?)\s*,?\s*(?:#.*)?$")
+_LINE = re.compile(r"^(\s*)(?:[-*+] +)?[\"']?([\w.-]+)[\"']?\s*[:=]\s*(.*?)\s*,?\s*(?:#.*|\s\(.*\))?$")
 _SECTION = re.compile(r"^\s*\[([\w.]+)\]\s*$")
 _MAX_OPTIONS = 5_000
 _MAX_DEPTH = 12  # of parents

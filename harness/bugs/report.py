@@ -37,6 +37,8 @@ _PYTHON = re.compile(
     r"^\s*(?:>>> )?(?:import \w|from [\w.]+ import|def \w|class \w|@\w|[\w.]+\s*=\s*[\w.]+\(|[\w.]+\()"
 )
 _SETTING = re.compile(r"^\s*(?:\[[\w.]+\]|[\w.-]+\s*=\s*[^=\s]|[\w.-]+:(?:\s|$))")
+# In a list, only where nothing but a remark follows: `- steps = 400 (a shorter run)`.
+_LISTED = re.compile(r"\s*[-*+]\s+\w+[._][\w.]+\s*[=:]\s*(?:[\w./-]+|\"[^\"]*\"|'[^']*')\s*(?:\(.*\))?\s*$")
 _DUMP = re.compile(
     r"^\W{0,4}(?:\[?(?:pip3?|conda)\]|Collecting environment|(?:Is |CUDA |GCC |Clang |CMake |Libc |OS\b|ROCM|Platform"
     r"|Python |Numpy |PyTorch |GPU |Nvidia |cuDNN |Versions of|CPU|System RAM|`?Accelerate`? )[^:]{0,40}:"
@@ -208,6 +210,5 @@ def _kind_of_line(line: str) -> Kind:
         return "dump"
     if _COMMAND.search(line):
         return "command"
-    if re.match(r"\s*(?:\[[\w.]+\]\s*$|[\w.]+_[\w.]+\s*[=:]\s*\S|[a-z]\w*\.[\w.]+\s*=\s*\S)", line):
-        return "lines"
-    return "prose"
+    setting = re.match(r"\s*(?:\[[\w.]+\]\s*$|[\w.]+_[\w.]+\s*[=:]\s*\S|[a-z]\w*\.[\w.]+\s*=\s*\S)", line)
+    return "lines" if setting or _LISTED.match(line) else "prose"

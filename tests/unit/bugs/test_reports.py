@@ -111,6 +111,15 @@ mode = "none"
 ```
 """
 )
+LISTED = (
+    head("pytorch/torchtitan", 653, "2025-06-26", "a hang with float8")
+    + """
+`CONFIG_FILE="./llama3_8b.toml" ./run_train.sh --model.converters="float8"`, with these changes of the file:
+- data_parallel_shard_degree = 4 (of a node with 8 GPUs)
+* activation_checkpoint.mode = "full"
+- metrics.log_freq: every 10 steps, for TP = 2 as well
+"""
+)
 EMPTY_SHARDS = (
     head("pytorch/ao", 1938, "2025-03-24", "FSDP2 fails with fewer features than GPUs")
     + """
@@ -225,6 +234,12 @@ RUNNABLE = {
         "hsdp2x2-tensorwise-ag.fp8-filter.attention.wk-v2048-b16",
         "wrong_numbers",
         "dp_shard dp_replicate filter_fqns fp8_all_gather",
+    ),
+    LISTED: Expected(
+        "torchtitan-653",
+        "fsdp4-tp2-tensorwise-tpstyle.fp8-ac.full-kvheads.4-v2048-gb4-b16",
+        "hang",
+        "tp dp_shard checkpointing",
     ),
     EMPTY_SHARDS: Expected(
         "ao-1938", "fsdp2-tensorwise-ag.fp8-dim.64-ffn.16-v2048-gb4-b16", "crash", "fp8_all_gather", "dim", "dp_shard"
