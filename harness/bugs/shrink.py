@@ -55,6 +55,7 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     first: Case
     case: Case
     signature: FailureSignature
+    message: str  # the first finding of the smallest case, with its numbers
     attempts: tuple[Attempt, ...]
     needed: tuple[Attempt, ...]
     complete: bool
@@ -146,6 +147,7 @@ class _Shrinking:
             first=self._first,
             case=self._case,
             signature=self._signature,
+            message=self._tried([self._case])[0].message,
             attempts=tuple(self._attempts),
             needed=self._needed(),
             complete=complete,

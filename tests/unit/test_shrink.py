@@ -18,7 +18,7 @@ from harness.matrix.caseid import case_id
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.report.bugs import shrunk_json, shrunk_text
 from harness.result import CaseResult
-from harness.verdict import FailureSignature, Verdict
+from harness.verdict import FailureSignature, Finding, Verdict
 from tests.builders import make_case, make_result
 from tests.strategies import POSSIBLE_CASES
 
@@ -46,7 +46,9 @@ class ModelOfABug:
     def _result(self, case: Case) -> CaseResult:
         found = self.fails(case)
         verdict = Verdict.PASSED if found is None else Verdict.INVARIANT
-        return make_result(case_id(case), verdict, failure_signature=found)
+        finding = Finding(check="graphs", message=f"{case.tokens_per_rank} of 128 rows are wrong")
+        findings = () if found is None else (finding,)
+        return make_result(case_id(case), verdict, failure_signature=found, findings=findings)
 
 
 def needs(**axes: int | str) -> Fails:
@@ -113,6 +115,8 @@ def test_another_failure_is_not_taken(tmp_path: Path) -> None:
     assert "with tp 2: parity: gradients differ" in " ".join(text.split())
     assert "does not depend on" in text
     assert case_id(found.case).encode() in shrunk_json(found)
+    assert found.message.endswith("of 128 rows are wrong")
+    assert f"says      {found.message}" in text
 
 
 def test_a_shrink_that_was_killed_goes_on(tmp_path: Path) -> None:
