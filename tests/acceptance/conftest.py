@@ -65,7 +65,7 @@ class Command:
             check=False,
         )
 
-    def shell(self, line: str, *, fake: bool = False) -> subprocess.CompletedProcess[str]:
+    def shell(self, line: str, *, fake: bool = False, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a printed command line as it is; only PATH leads to this `fp8-harness` and this `python`.
 
         The line must name the rank program itself, unless it is to be the `fake` one.
@@ -84,7 +84,7 @@ class Command:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=timeout_s,
             check=False,
         )
 

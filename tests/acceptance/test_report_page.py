@@ -38,7 +38,9 @@ def test_the_document_is_what_happens(tmp_path: Path) -> None:
         elif text.startswith("cd "):
             here = here / text.removeprefix("cd ")
         else:
-            done = Command(here, {"FP8_HARNESS_STATE": str(tmp_path / "state")}).shell(text)
+            done = Command(here, {"FP8_HARNESS_STATE": str(tmp_path / "state")}).shell(
+                text, timeout_s=600
+            )  # compiles on four ranks
             assert done.returncode == FAILS.get(text, 0), f"{text}\n{done.stdout}{done.stderr}"
             assert SAYS.get(text, "") in done.stdout, done.stdout
             said.add(text)
