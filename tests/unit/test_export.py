@@ -112,6 +112,23 @@ def test_gradients_under_tp_are_compared_in_float32() -> None:
     assert exported_case(parse_case_id("fsdp2-tensorwise-v2048-b16")).train.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("case", "compares"),
+    [
+        ("fsdp2-tp2-rowwise-ac.full-v2048-b16", True),
+        ("tp2-rowwise-v2048-f32", True),  # its matmuls write bfloat16
+        ("tp2-rowwise-graph-v2048-b16", False),  # hooks would change the graphs
+        ("tp2-tensorwise-v2048-b16", False),  # becomes float32
+        ("hsdp2x2-rowwise-v2048-b16", False),
+    ],
+)
+def test_linears_are_compared_where_tp_ranks_add_bfloat16(case: str, compares: bool) -> None:
+    text = text_of(case, SCALES)
+    assert ("from_float(" in text) == compares
+    assert (unknown_names(text), unused_imports(text)) == (set(), set())
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
 @pytest.mark.parametrize("kind", ["hang", "traffic", "memory", "loss_vs_golden", "graphs"])
 def test_what_a_script_cannot_tell_is_refused_by_name(kind: str) -> None:
     with pytest.raises(HarnessError, match=f"kind {kind} cannot be exported"):

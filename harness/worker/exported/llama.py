@@ -54,6 +54,7 @@ from harness.worker.exported.given import (
     HSDP,
     KV_DIM,
     LAYERS,
+    LINEARS,
     LOSS_PARALLEL,
     LR,
     MIXED_PRECISION,
@@ -69,6 +70,7 @@ from harness.worker.exported.given import (
     TP,
     VOCAB,
 )
+from harness.worker.exported.linears import watch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -173,6 +175,8 @@ def gradients(parallel):
             model = build(mesh["dp_shard"] if FSDP else None, mesh["tp"] if TP else None)
         if DP:
             tokens = tokens.chunk(REPLICAS, dim=1)[dist.get_rank() * REPLICAS // dist.get_world_size()]
+        if LINEARS:
+            watch(model)
     else:
         if FSDP:
             alone = init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("rank", "alone"))["alone"]
