@@ -138,6 +138,7 @@ def _training(case: Case) -> str:
     changed = [
         f"_{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
     ]
+    changed += ["_bias"] if model.bias else []
     return f"{target}{model.preset}{''.join(changed)}{'' if lr == Train().lr else f'_lr{lr:g}'}"
 
 

@@ -119,7 +119,7 @@ def _unread_outputs(case: Case, layer: int) -> Elements:
     if case.layout.tp > 1 and not case.layout.sequence_parallel:
         return Counter()
     saved = 0
-    if not is_recomputed(case, layer, len(BLOCK_LINEARS)):
+    if not is_recomputed(case, layer, _LAST):
         saved += case.tokens_per_rank * local_features(case, _LAST)[1]
     if case.layout.tp > 1:
         saved += residual_tokens(case) * case.model.shape.dim

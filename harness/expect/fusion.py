@@ -62,9 +62,10 @@ def executed_scaled_mm_calls(case: Case) -> int:
 def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
     recomputed = case.checkpointing.wraps(layer)
     for names in _READ_INPUT:
-        yield _gather(case, layer, "forward", names, f"input of {_names(names)}")
+        yield _gather(case, layer, "forward", names, f"input of {_names(names)}", bias=case.model.bias)
         if recomputed:
-            yield _gather(case, layer, "backward", names, f"recomputed input of {_names(names)}")
+            again = f"recomputed input of {_names(names)}"
+            yield _gather(case, layer, "backward", names, again, bias=case.model.bias)
     for name in _WRITE_OUTPUT:
         yield _scatter(case, layer, "forward", name, f"output of {name}")
         yield _gather(case, layer, "backward", (name,), f"output gradient of {name}")
@@ -82,13 +83,16 @@ def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:
         )
 
 
-def _gather(case: Case, layer: int, phase: Phase, names: tuple[str, ...], purpose: str) -> FusionCandidate:
+def _gather(
+    case: Case, layer: int, phase: Phase, names: tuple[str, ...], purpose: str, *, bias: bool = False
+) -> FusionCandidate:
     """Fused where the matmuls read the gathered tensor itself: in high precision, or in float8 cast before the gather.
 
-    With one sequence per rank the gathered tensor is assembled in a way that the pass does not recognize.
+    In high precision a matmul with a `bias` is `aten.addmm`, which the pass does not know. With one sequence per rank
+    the gathered tensor is assembled in a way that the pass does not recognize.
     """
     scaled = [_is_scaled(case, layer, name) for name in names]
-    reads_gathered = not any(scaled) or case.float8.tp_styles == "float8"
+    reads_gathered = case.float8.tp_styles == "float8" if any(scaled) else not bias
     return FusionCandidate(
         phase=phase,
         collective="all_gather",
@@ -101,7 +105,7 @@ def _gather(case: Case, layer: int, phase: Phase, names: tuple[str, ...], purpos
 
 
 def _scatter(case: Case, layer: int, phase: Phase, name: str, purpose: str) -> FusionCandidate:
-    """Fused unless a cast follows the matmul: for float32 activations, axiswise scaling writes bfloat16.
+    """Fused unless something follows the matmul: a bias, or a cast where axiswise scaling writes bfloat16 for float32.
 
     In float64, which no GPU has, the virtual device writes what the activations are.
     """
@@ -114,7 +118,7 @@ def _scatter(case: Case, layer: int, phase: Phase, name: str, purpose: str) -> F
         purpose=purpose,
         matmuls=1,
         scaled=scaled,
-        fuses=not cast,
+        fuses=not cast and not case.model.bias,
     )
 
 

@@ -31,15 +31,20 @@ def recomputed_calls(case: Case) -> int:
     return case.train.accumulation * sum(
         is_converted(case, f"layers.{layer}.{name}")
         for layer in range(case.model.shape.layers)
-        for position, name in enumerate(BLOCK_LINEARS, start=1)
-        if is_recomputed(case, layer, position) and not (case.compile != "none" and _is_unused_in_backward(case, name))
+        for name in BLOCK_LINEARS
+        if is_recomputed(case, layer, name) and not (case.compile != "none" and _is_unused_in_backward(case, name))
     )
 
 
-def is_recomputed(case: Case, layer: int, position: int) -> bool:
-    """True when checkpointing recomputes this matmul of a block; `position` counts the block's matmuls from 1."""
-    saved = case.checkpointing.mode == "selective_op" and position % 2 == 1
-    return case.checkpointing.wraps(layer) and not saved
+def is_recomputed(case: Case, layer: int, name: str) -> bool:
+    """True when checkpointing recomputes the matmul of this linear of a block.
+
+    `selective_op` counts `aten.mm`. A linear in high precision with a bias is `aten.addmm`, which it never saves.
+    """
+    if case.checkpointing.mode != "selective_op":
+        return case.checkpointing.wraps(layer)
+    counted = [each for each in BLOCK_LINEARS if not case.model.bias or is_converted(case, f"layers.{layer}.{each}")]
+    return name not in counted or counted.index(name) % 2 == 1
 
 
 def _is_unused_in_backward(case: Case, name: str) -> bool:

@@ -115,8 +115,8 @@ def _selected_outputs(case: Case, layer: int) -> Elements:
     """
     tokens, dim = case.tokens_per_rank, case.model.shape.dim
     saved = 0
-    for position, name in enumerate(BLOCK_LINEARS, start=1):
-        if not is_recomputed(case, layer, position):
+    for name in BLOCK_LINEARS:
+        if not is_recomputed(case, layer, name):
             saved += tokens * local_features(case, name)[1]
     if case.layout.tp > 1 and case.layout.sequence_parallel:
         saved += 2 * residual_tokens(case) * dim

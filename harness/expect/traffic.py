@@ -136,6 +136,8 @@ def _block_weights(case: Case, layer: int) -> Iterator[Weight]:
         inputs, outputs = local_features(case, name)
         fqn = f"layers.{layer}.{name}"
         yield Weight(fqn=fqn, rows=outputs, columns=inputs, gathered_in_float8=_cast_by_fsdp(case, fqn))
+        if case.model.bias:  # sharded over TP like the outputs
+            yield Weight(fqn=f"{fqn}.bias", rows=outputs)
 
 
 def _cast_by_fsdp(case: Case, fqn: str) -> bool:
@@ -454,7 +456,7 @@ def _global_norm(case: Case) -> Iterator[Transfer]:
     if not _reads_norms(case):
         return
     layers = case.model.shape.layers
-    norms, others = 2 * layers + 1, len(BLOCK_LINEARS) * layers + 2
+    norms, others = 2 * layers + 1, len(BLOCK_LINEARS) * layers * (1 + case.model.bias) + 2
     together = case.layout.tp == 1 or case.layout.sequence_parallel
     counts = {"dp_shard": [norms + others] if together else [norms, others]}
     counts["tp"] = [norms + others] if together else [others]

@@ -66,6 +66,8 @@ class Model(CaseStruct, frozen=True, kw_only=True):
 
     `pad_vocab_to_multiple_of` adds rows to the embedding and to the output layer. Their logits are masked in the loss:
     the result is that of the unpadded vocabulary, the shapes are those that a GPU accepts.
+
+    With `bias` every linear of a block has one, colwise and rowwise ones; the output layer has none.
     """
 
     preset: Preset = "tiny"
@@ -76,6 +78,7 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     heads: PositiveInt | None = None
     kv_heads: PositiveInt | None = None
     ffn_dim: PositiveInt | None = None
+    bias: bool = False
 
     def __post_init__(self) -> None:
         base = MODEL_PRESETS[self.preset]

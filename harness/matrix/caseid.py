@@ -208,7 +208,8 @@ def _vocab_tokens(model: Model) -> list[str]:
 
 
 def _override_tokens(model: Model) -> list[str]:
-    return [f"{word}.{getattr(model, name)}" for name, word in SHAPE_WORDS.items() if getattr(model, name)]
+    sizes = [f"{word}.{getattr(model, name)}" for name, word in SHAPE_WORDS.items() if getattr(model, name)]
+    return [*sizes, *(["bias"] if model.bias else [])]
 
 
 def _train_tokens(train: Train) -> list[str]:

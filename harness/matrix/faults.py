@@ -122,6 +122,7 @@ CARRIER_IDS = (
     "tp2-rowwise-v2048-eval-f64",
     "fsdp2-reshard.never-tensorwise-ag.fp8-v2048-f64",
     "tp2-rowwise-v2048-accum2-f64",
+    "tp2-rowwise-bias-v2048-f64",
     "fsdp2-tensorwise-v2048-accum2-f64",
     "fsdp2-tensorwise-v2048-accum2-reduce.last-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",

@@ -108,11 +108,13 @@ def linear_features(case: Case, name: str) -> tuple[int, int]:
 
 
 def parameter_count(case: Case) -> int:
-    """Parameters of the whole model: embedding, linears and norms."""
+    """Parameters of the whole model: embedding, linears with their biases, and norms."""
     features = [linear_features(case, fqn.split(".", 2)[-1]) for fqn in linear_fqns(case)]
     shape = case.model.shape
     norms = (2 * shape.layers + 1) * shape.dim
-    return shape.dim * case.model.padded_vocab_size + sum(inputs * outputs for inputs, outputs in features) + norms
+    biases = sum(outputs for _, outputs in features[:-1]) if case.model.bias else 0
+    weights = sum(inputs * outputs for inputs, outputs in features)
+    return shape.dim * case.model.padded_vocab_size + weights + biases + norms
 
 
 def local_features(case: Case, name: str) -> tuple[int, int]:

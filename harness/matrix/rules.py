@@ -286,6 +286,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         when=lambda case: case.float8.tp_styles == "float8" and _filters_a_block_linear(case),
     ),
     Exclusion(
+        name="tp_styles_round_bias_gradients",
+        reason="float8 TP styles cast a gradient before the bias gets its own of it, which is then 5 to 19 % off, and "
+        "faults could hide in that",
+        source=f"{_TORCHAO}/float8_tensor_parallel.py",
+        axes=("tp_styles", "recipe", "bias"),
+        when=lambda case: case.float8.tp_styles == "float8" and case.model.bias,
+    ),
+    Exclusion(
         name="filter_matches",
         reason="an entry of filter_fqns that matches no linear of the model has no effect",
         source=f"{_TORCHTITAN}/components/quantization/utils.py",
@@ -356,6 +364,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source=f"{_TORCHTITAN}/config/job_config.py",
         axes=("target", "reduce_dtype"),
         when=lambda case: case.target == TORCHTITAN and case.train.reduce_dtype != "float32",
+    ),
+    Exclusion(
+        name="torchtitan_has_no_bias",
+        reason="the linears of torchtitan's Llama 3 have no bias",
+        source=f"{_TORCHTITAN}/models/llama3/model/model.py",
+        axes=("target", "bias"),
+        when=lambda case: case.target in VERSIONS and case.model.bias,
     ),
     Exclusion(
         name="torchtitan_evaluates_other_tokens",

@@ -148,6 +148,7 @@ WORDS: tuple[Word, ...] = (
         _numbered("model", f"{word}.", "512" if name.endswith("dim") else "4", f"{name} {{0}}", name)
         for name, word in SHAPE_WORDS.items()
     ),
+    _flag("model", "bias", "the linears of blocks have a bias", bias=True),
     _numbered("vocabulary", "v", "2048", "vocabulary of {0} tokens", "vocab_size"),
     _numbered("vocabulary", "vpad", "128", "padded to a multiple of {0}", "pad_vocab_to_multiple_of"),
     _numbered("training", "gb", "8", "{0} sequences a step, over all ranks", "global_batch"),

@@ -25,6 +25,8 @@ LACKS = {
     "accumulation": "microbatches_summed gradients_zeroed_between_microbatches last_microbatch_not_reduced "
     "gradients_reduced_after_every_microbatch",
     "clipping": "gradients_not_clipped clipped_by_norm_of_own_shards replicated_gradients_counted_by_every_rank",
+    "bias, the axis": "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp "
+    "bias_gradient_of_own_positions",
     "the Llama of the cases": "alignment_rule_ignored query_scale_folded_into_weights rope_base_of_another_model "
     "padded_vocabulary_not_masked padded_vocabulary_masked_short",
     "a case of FSDP2 x TP with the float8 all-gather that has no recorded fault": "weight_amax_over_world",

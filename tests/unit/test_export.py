@@ -63,6 +63,7 @@ def unused_imports(text: str) -> set[str]:
         "hsdp2x2-rowwise-ac.full-v2048-b16",
         "hsdp2x2-tensorwise-ag.fp8pre-ac.op-v2048-f64",
         "fsdp2-tensorwise-graph-v2048-b16",
+        "tp2-rowwise-bias-v2048-b16",
     ],
 )
 def test_a_script_is_short_and_complete(case: str, signature: FailureSignature) -> None:
@@ -72,6 +73,12 @@ def test_a_script_is_short_and_complete(case: str, signature: FailureSignature) 
     assert "harness" not in text
     assert all(len(line) <= 120 for line in text.splitlines())
     assert len(text.splitlines()) < 140
+
+
+def test_the_linears_of_a_script_have_the_bias_of_the_case() -> None:
+    plain, biased = (text_of(f"tp2-rowwise-{bias}v2048-b16", SCALES) for bias in ("", "bias-"))
+    assert "nn.Linear(k, n, bias=False)" in plain
+    assert "nn.Linear(k, n))" in biased
 
 
 @pytest.mark.parametrize(

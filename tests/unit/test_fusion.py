@@ -49,6 +49,13 @@ def test_axiswise_scaling_fuses_nothing_outside_bfloat16() -> None:
     assert expected_fusions(Expectations(parse_case_id("atp2-tensorwise-graph-v2048-f32")))
 
 
+def test_a_bias_stands_between_a_matmul_and_its_collective() -> None:
+    assert fused("atp2-bf16-ac.full-graph-bias-v2048-b16") == {"fw_ag": 0, "fw_rs": 0, "bw_ag": 2, "bw_rs": 0}
+    assert not expected_fusions(Expectations(parse_case_id("atp2-tensorwise-graph-bias-v2048-b16")))
+    filtered = fused("atp2-tensorwise-filter.wo-graph-bias-v2048-b16")
+    assert filtered == {"fw_ag": 0, "fw_rs": 0, "bw_ag": 1, "bw_rs": 0}
+
+
 def test_filtered_linears_gather_and_fuse_in_high_precision() -> None:
     filtered = fused("atp2-tensorwise-filter.wk+wq+wv-graph-v2048-b16")
     assert (filtered["fw_ag"], filtered["fw_rs"]) == (1, 2)

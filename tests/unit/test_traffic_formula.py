@@ -9,9 +9,11 @@ from msgspec.structs import replace
 
 from harness.checks.traffic import CollectiveKey, expected_traffic
 from harness.expect.expectations import Expectations
+from harness.expect.matmuls import is_recomputed
 from harness.expect.saved_memory import expected_saved
 from harness.expect.traffic import converted_weight_shards, expected_transfers
 from harness.matrix.case import Case, Checkpointing
+from harness.matrix.linears import BLOCK_LINEARS
 from tests.builders import make_case
 from tests.strategies import EAGER_CASES
 
@@ -71,6 +73,41 @@ def test_microbatches_repeat_everything_but_a_deferred_reduction(reduce_grads: s
         more = reductions // 4 if key.kind == "reduce_scatter" else 2
         assert traffic(two)[key] == (more * times, more * payload)
     assert traffic(two).keys() == traffic(one).keys()
+
+
+@pytest.mark.parametrize(("tp", "features"), [(1, 5 * 128 + 2 * 256), (2, 3 * 64 + 2 * 128 + 2 * 128)])
+def test_biases_are_gathered_and_reduced_with_their_block(tp: int, features: int) -> None:
+    """TP shards those of wq, wk, wv, w1 and w3 with the outputs; every rank holds those of wo and w2 whole."""
+    without, with_bias = (traffic(case_of(dp_shard=2, tp=tp, bias=bias)) for bias in (False, True))
+    more = {
+        key: (found[0] - without[key][0], found[1] - without[key][1])
+        for key, found in with_bias.items()
+        if found != without[key]
+    }
+    assert more == {
+        CollectiveKey("dp_shard", "all_gather", "", "float32"): (0, 2 * 2 * features // 2 * 4),
+        CollectiveKey("dp_shard", "reduce_scatter", "sum", "float32"): (0, 2 * features * 4),
+    }
+
+
+def test_the_norm_of_all_gradients_has_those_of_biases() -> None:
+    key = CollectiveKey("tp", "all_reduce", "sum", "float64")
+    plain, biased = (
+        traffic(case_of(tp=2, sequence_parallel=False, max_norm=0.5, dtype="float64", bias=bias))[key]
+        for bias in (False, True)
+    )
+    assert (biased[0] - plain[0], biased[1] - plain[1]) == (0, 14 * 8)
+
+
+def test_selective_checkpointing_saves_no_matmul_that_adds_a_bias() -> None:
+    """`aten.addmm` is not in the list of saved operators, `aten.mm` of a converted linear is."""
+    high, full = (saved(case_of(bias=True, checkpointing=mode)) for mode in ("selective_op", "full"))
+    assert high == full
+    converted = [saved(case_of("tensorwise", bias=bias, checkpointing="selective_op")) for bias in (False, True)]
+    assert converted[0] == converted[1]
+    filtered = case_of("rowwise", bias=True, checkpointing="selective_op", filter_fqns=["wq", "w3"])
+    again = [name for name in BLOCK_LINEARS if is_recomputed(filtered, 0, name)]
+    assert again == ["attention.wq", "attention.wv", "feed_forward.w1", "feed_forward.w3"]
 
 
 def test_uneven_shards_are_padded_to_the_largest() -> None:
@@ -203,4 +240,4 @@ def test_float8_styles_keep_float8_inputs_instead_of_high_precision_ones() -> No
 def test_full_checkpointing_saves_less_than_any_other_mode(case: Case, step: int) -> None:
     modes = [Checkpointing(mode=mode) for mode in ("full", "selective_op", "selective_layer", "none")]
     full, *others = (sum(saved(replace(case, checkpointing=mode), step).values()) for mode in modes)
-    assert full < min(others) or case.model.shape.layers == 1
+    assert full < min(others) or case.model.shape.layers == 1 or (case.model.bias and full == min(others))

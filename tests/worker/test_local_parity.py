@@ -26,6 +26,7 @@ CASES = [
     sweep("hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16"),
     "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-f32",
     "tp2-bf16-v2050-vpad128-gb4-s2-b16",
+    "tp2-rowwise-bias-v2048-gb4-s2-b16",
 ]
 
 

@@ -40,6 +40,7 @@ def test_checkpointing_keeps_what_the_formula_says_and_full_less_than_selective(
         "tp2-nosp-nolp-tensorwise-v2048-gb4-s2-f32",
         "tp4-bf16-v2050-gb4-s2-f32",
         "tp2-tensorwise-kvheads.4-v2048-gb4-s2-f32",
+        "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-f32",
         "fsdp2-tensorwise-ag.fp8-v2048-gb4-s2-f32",
         "fsdp2-reshard.always-tensorwise-ag.fp8-head.fp8-v2048-gb4-s2-b16",
         "fsdp2-reshard.never-tensorwise-ag.fp8-v2048-gb4-s2-f32",

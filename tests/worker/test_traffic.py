@@ -40,6 +40,7 @@ def findings(text: str, run: Run) -> list[Finding]:
         "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-accum2-f64",
         "hsdp2x2-tensorwise-ag.fp8pre-v2048-s2-accum2-reduce.last-b16",
         "fsdp2-reshard.never-rowwise-ac.full-v2048-gb4-s2-f32",
+        "fsdp2-tensorwise-ag.fp8-bias-v2048-gb4-s2-f32",
         "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f32",
     ],
 )

@@ -107,6 +107,7 @@ def telling(signature: FailureSignature, checks: Collection[str] = ()) -> str:
 def _flags(case: Case, signature: FailureSignature) -> dict[str, object]:
     layout, float8, mode = case.layout, case.float8, case.checkpointing.mode
     return {
+        "BIAS": case.model.bias,
         "CHECKPOINT_ALL": mode == "full",
         "CHECKPOINT_OPS": mode == "selective_op",
         "CHECKPOINT_SOME": mode == "selective_layer",

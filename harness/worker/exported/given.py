@@ -6,6 +6,7 @@ import torch
 
 # Flags
 ALWAYS_PARALLEL: bool = False
+BIAS: bool = True
 CHECKPOINT_ALL: bool = True
 CHECKPOINT_OPS: bool = True
 CHECKPOINT_SOME: bool = True

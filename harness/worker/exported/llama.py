@@ -36,6 +36,7 @@ from harness.worker.exported.given import (
     ALWAYS_PARALLEL,
     AXES,
     BATCH,
+    BIAS,
     CHECKPOINT_ALL,
     CHECKPOINT_OPS,
     CHECKPOINT_SOME,
@@ -81,7 +82,10 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
         widths = {"wq": (DIM, DIM), "wk": (DIM, KV_DIM), "wv": (DIM, KV_DIM), "wo": (DIM, DIM)}
         for name, (k, n) in (widths | {"w1": (DIM, FFN), "w2": (FFN, DIM), "w3": (DIM, FFN)}).items():
-            setattr(self, name, nn.Linear(k, n, bias=False))
+            if BIAS:
+                setattr(self, name, nn.Linear(k, n))
+            else:
+                setattr(self, name, nn.Linear(k, n, bias=False))
 
     def forward(self, x):
         h = self.attention_norm(x)

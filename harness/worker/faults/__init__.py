@@ -12,6 +12,7 @@ from types import ModuleType
 from harness.matrix.faults import Fault, FaultClass, fault_named
 from harness.worker.faults import (
     amax,
+    bias,
     clipping,
     communication,
     compiled,
@@ -27,11 +28,11 @@ from harness.worker.faults import (
 FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "A": (amax,),
     "B": (stale,),
-    "C": (conversion,),
-    "D": (communication,),
+    "C": (conversion, bias),
+    "D": (communication, bias),
     "E": (execution,),
     "F": (shapes,),
-    "G": (training, clipping),
+    "G": (training, clipping, bias),
     "H": (compiled,),
     "I": (kept,),
 }

@@ -72,7 +72,12 @@ def build(case: Case, world: World) -> ReferenceTarget:
     """Build model, parallelism and optimizer. The order matters: FP8, TP, checkpointing, compile, FSDP2."""
     meshes = build_meshes(case.layout, world)
     with torch.device(world.device):
-        model = Llama(case.model.shape, vocab_size=case.model.padded_vocab_size, seq_len=case.train.seq_len)
+        model = Llama(
+            case.model.shape,
+            vocab_size=case.model.padded_vocab_size,
+            seq_len=case.train.seq_len,
+            bias=case.model.bias,
+        )
     if case.train.dtype == "float64":
         model.double()
     convert(model, case.float8)

@@ -33,13 +33,13 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 class Attention(nn.Module):
     """Causal self-attention with grouped key and value heads."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, bias: bool) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.wq = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=False)
-        self.wk = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
-        self.wv = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
-        self.wo = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=False)
+        self.wq = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=bias)
+        self.wk = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=bias)
+        self.wv = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=bias)
+        self.wo = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=bias)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[batch, seq, dim] to [batch, seq, dim]."""
@@ -53,11 +53,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x)."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, bias: bool) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
-        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
-        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=bias)
+        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=bias)
+        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, dim] to [batch, seq, dim]."""
@@ -67,12 +67,12 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, bias: bool) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=1e-5)
-        self.attention = Attention(shape)
+        self.attention = Attention(shape, bias=bias)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=1e-5)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward = FeedForward(shape, bias=bias)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[batch, seq, dim] to [batch, seq, dim]."""
@@ -83,10 +83,10 @@ class TransformerBlock(nn.Module):
 class Llama(nn.Module):
     """Tokens [batch, seq] to logits [batch, seq, vocab_size]."""
 
-    def __init__(self, shape: ModelShape, *, vocab_size: int, seq_len: int) -> None:
+    def __init__(self, shape: ModelShape, *, vocab_size: int, seq_len: int, bias: bool = False) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocab_size, shape.dim)
-        self.layers = nn.ModuleDict({str(index): TransformerBlock(shape) for index in range(shape.layers)})
+        self.layers = nn.ModuleDict({str(index): TransformerBlock(shape, bias=bias) for index in range(shape.layers)})
         self.norm = nn.RMSNorm(shape.dim, eps=1e-5)
         self.output = nn.Linear(shape.dim, vocab_size, bias=False)
         cos, sin = rope_cache(shape.head_dim, seq_len)
