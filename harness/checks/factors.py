@@ -66,6 +66,7 @@ def _numbers(case: Case) -> Mapping[int, tuple[str, ...]]:
         ("the tokens of a sequence", train.seq_len),
         ("the tokens of a microbatch", case.tokens_per_rank),
         ("the tokens of the global batch", train.tokens),
+        ("the labels of the global batch", 0 if train.ignored_tokens == "none" else train.valid_tokens),
     ):
         if value > 1:
             numbers[value] = (*numbers.get(value, ()), name)

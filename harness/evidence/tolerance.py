@@ -159,14 +159,14 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
             name=LOSS_VS_GOLDEN, key=key, per_step=(own,) * steps, margin=None, evidence="loss_tolerance of case"
         )
     measured, samples = _tolerance(LOSS_VS_GOLDEN, key, steps, root)
-    measured_tokens = min(parse_case_id(sample.case_id).train.tokens for sample in samples)
-    factor = max(1.0, math.sqrt(measured_tokens / case.train.tokens))
+    measured_tokens = min(parse_case_id(sample.case_id).train.valid_tokens for sample in samples)
+    factor = max(1.0, math.sqrt(measured_tokens / case.train.valid_tokens))
     if factor == 1:
         return measured
     return msgspec.structs.replace(
         measured,
         per_step=tuple(allowed * factor for allowed in measured.per_step),
-        evidence=f"{measured.evidence}; times {factor:.3g} for {case.train.tokens} tokens",
+        evidence=f"{measured.evidence}; times {factor:.3g} for {case.train.valid_tokens} tokens",
     )
 
 

@@ -67,6 +67,7 @@ def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, .
         *_repeated(reduced, case.reductions if case.uses_fsdp else 1),
         *_precompute(case),
         *_global_norm(case),
+        *_token_count(case),
     )
     sent = tuple(term for term in terms if term.times and axis_size(case.layout, term.axis) > 1)
     return (*sent, *reports(case)) if traits_of(case).logs else sent
@@ -420,6 +421,16 @@ def _loss(case: Case) -> Iterator[Transfer]:
                 elements=case.tokens_per_rank,
                 times=times * _forwards(case),
                 purpose=purpose,
+            )
+
+
+def _token_count(case: Case) -> Iterator[Transfer]:
+    """How many labels the ranks have, where a case ignores some. What a trainer counts anyway is among its reports."""
+    if case.train.ignored_tokens != "none" and not traits_of(case).logs:
+        for axis in DP_AXES:
+            times, purpose = _forwards(case), "number of labels"
+            yield Transfer(
+                axis=axis, kind="all_reduce", op="sum", dtype="int64", elements=1, times=times, purpose=purpose
             )
 
 

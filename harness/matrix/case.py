@@ -25,6 +25,7 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 ReduceDtype = Literal["float32", "bfloat16"]
 Resharding = Literal["default", "always", "never"]
 ReduceGrads = Literal["every_microbatch", "last_microbatch"]
+IgnoredTokens = Literal["none", "unequal", "half"]
 Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -222,6 +223,8 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     `reduce_grads` says after which of them FSDP2 reduces gradients; before the last it may accumulate them unreduced.
     `max_norm` is the global norm that gradients are clipped to before an update; None: they are not clipped.
     `evaluate`: every step begins with an evaluation of its batch, without gradients and in evaluation mode.
+    `ignored_tokens`: labels that the loss leaves out. `unequal`: every sequence has fewer labels than the one before,
+    so every data-parallel rank has fewer. `half`: the second half of the batch has none, so some ranks have none.
     """
 
     steps: Annotated[int, Meta(ge=1, le=100_000)] = 5
@@ -233,6 +236,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     reduce_grads: ReduceGrads = "every_microbatch"
     max_norm: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     evaluate: bool = False
+    ignored_tokens: IgnoredTokens = "none"
     lr: Annotated[float, Meta(gt=0, le=10)] = 1e-3
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 
@@ -240,6 +244,17 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     def tokens(self) -> int:
         """Tokens of one step over all ranks."""
         return self.global_batch * self.seq_len
+
+    @property
+    def valid_tokens(self) -> int:
+        """Tokens of one step, over all ranks, that the loss is a mean over."""
+        return self.tokens - sum(map(self.ignored_labels, range(self.global_batch)))
+
+    def ignored_labels(self, sequence: int) -> int:
+        """How many labels at the end of a sequence of the global batch the loss leaves out."""
+        if self.ignored_tokens == "half":
+            return self.seq_len if 2 * sequence >= self.global_batch else 0
+        return self.seq_len * sequence // self.global_batch if self.ignored_tokens == "unequal" else 0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.lr):

@@ -89,6 +89,7 @@ def family_id(case: Case) -> str:
             f"gb{train.global_batch}",
             f"sl{train.seq_len}",
             *([] if train.max_norm is None else [f"clip{train.max_norm!r}"]),
+            *([] if train.ignored_tokens == "none" else [f"ignore.{train.ignored_tokens}"]),
             f"lr{train.lr!r}",
             f"seed{train.seed}",
         )
@@ -222,6 +223,7 @@ def _train_tokens(train: Train) -> list[str]:
         "reduce.last": train.reduce_grads != default.reduce_grads,
         f"clip{train.max_norm!r}": train.max_norm != default.max_norm,
         "eval": train.evaluate,
+        f"ignore.{train.ignored_tokens}": train.ignored_tokens != default.ignored_tokens,
         f"lr{train.lr!r}": train.lr != default.lr,
         f"seed{train.seed}": train.seed != default.seed,
         f"reduce.{DTYPES[train.reduce_dtype]}": train.reduce_dtype != default.reduce_dtype,

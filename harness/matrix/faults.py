@@ -125,6 +125,8 @@ CARRIER_IDS = (
     "tp2-rowwise-bias-v2048-f64",
     "fsdp2-tensorwise-v2048-accum2-f64",
     "fsdp2-tensorwise-v2048-accum2-reduce.last-f64",
+    "fsdp2-tensorwise-v2048-ignore.unequal-f64",
+    "fsdp2-tensorwise-v2048-ignore.half-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 REFUSED_CARRIER_ID = CARRIER_IDS[-1]  # an expected refusal, for faults that make it train

@@ -163,6 +163,10 @@ WORDS: tuple[Word, ...] = (
     ),
     _numbered("training", "clip", "0.5", "gradients are clipped to a global norm of {0}", "max_norm", kind=float),
     _flag("training", "eval", "the batch of every step is evaluated before it is trained on", evaluate=True),
+    _flag(
+        "training", "ignore.unequal", "every sequence has fewer labels than the one before", ignored_tokens="unequal"
+    ),
+    _flag("training", "ignore.half", "the second half of the batch has no labels", ignored_tokens="half"),
     _numbered("training", "lr", "0.001", "learning rate {0}", "lr", kind=float),
     _numbered("training", "seed", "0", "seed {0}", "seed"),
     _flag("training", "reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),

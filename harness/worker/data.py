@@ -100,6 +100,14 @@ def global_tokens(case: Case) -> Tokens:
     )
 
 
+def ignored_labels(case: Case) -> npt.NDArray[np.bool_]:
+    """Which labels the loss leaves out in every step: [global_batch, seq_len]."""
+    train = case.train
+    kept = [train.seq_len - train.ignored_labels(sequence) for sequence in range(train.global_batch)]
+    ignored: npt.NDArray[np.bool_] = np.arange(train.seq_len) >= np.array(kept)[:, None]
+    return ignored
+
+
 def batch_slice(case: Case, dp_rank: int) -> slice:
     """The sequences of the global batch that a data-parallel rank trains on. TP ranks of one dp rank share them."""
     return slice(dp_rank * case.local_batch, (dp_rank + 1) * case.local_batch)

@@ -21,11 +21,14 @@ def evaluating() -> bool:
     return bool(_running)
 
 
-def evaluate(target: Target, microbatches: Sequence[torch.Tensor], step: int) -> torch.Tensor | float:
-    """The loss of a batch as the target evaluates it. Keeps what of torch's state the target left changed by it."""
+def evaluate(target: Target, batches: Sequence[Sequence[torch.Tensor]], step: int) -> torch.Tensor | float:
+    """The loss of a batch, given as to `step`, as the target evaluates it.
+
+    Keeps what of torch's state the target left changed by it.
+    """
     modes = {fqn: module.training for fqn, module in target.model.named_modules()}
     with _while_running(target):
-        loss = require_loss(cast("Evaluates", target).evaluate(microbatches))
+        loss = require_loss(cast("Evaluates", target).evaluate(*batches))
     phase = f"the evaluation of step {step}"
     STATE.look(phase)
     changed = [fqn for fqn, module in target.model.named_modules() if module.training != modes.get(fqn)]

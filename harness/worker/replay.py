@@ -241,7 +241,7 @@ def _replay_step(prepared: Prepared, watching: Replay, step: int) -> StepTrace:
 
     watching.begin_step(step)
     hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-    loss, _ = prepared.target.step(tuple(prepared.tokens[step - 1]))
+    loss, _ = prepared.target.step(*prepared.batches(step))
     for hook in hooks:
         hook.remove()
     return StepTrace(step=step, loss=float(loss), grad_norm=math.sqrt(squares), scaled_mm_calls=0, seconds=0.0)

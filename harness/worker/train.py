@@ -39,7 +39,7 @@ from harness.worker.reduction import gradient_norm, squared_norm_share
 from harness.worker.state import STATE
 from harness.worker.targets.contract import build_target, require_process_group, require_result
 from harness.worker.targets.statement import stated_by
-from harness.worker.targets.target import Target, World
+from harness.worker.targets.target import IGNORED, Target, World
 from harness.worker.turns import InTurns
 from harness.worker.weights import write_weights
 
@@ -67,9 +67,15 @@ class Prepared(NamedTuple):
     world: World
     target: Target
     tokens: torch.Tensor  # [steps, microbatches, local_batch, seq_len + 1]
+    labels: torch.Tensor | None  # [steps, microbatches, local_batch, seq_len]; None where every token has one
     data_digest: str
     built: Digests  # the parameters as the target built them, where asked for
     inputs: InputWatch
+
+    def batches(self, step: int) -> tuple[Sequence[torch.Tensor], ...]:
+        """What the target is given in a step: microbatches, and their labels where the case ignores some."""
+        given = (self.tokens,) if self.labels is None else (self.tokens, self.labels)
+        return tuple(tuple(each[step - 1]) for each in given)
 
 
 def train(  # noqa: PLR0913  what a request may ask for
@@ -150,11 +156,13 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
     tokens = data.global_tokens(case)
     part = slice(None) if solo_witness else data.batch_slice(case, world.dp_rank)
     mine = tokens[:, part].reshape(len(tokens), microbatches, case.microbatch, -1)
+    given = given_tokens(mine, device)
     return Prepared(
         case=built,
         world=world,
         target=InTurns(target, case) if dp > 1 else target,
-        tokens=given_tokens(mine, device),
+        tokens=given,
+        labels=None if case.train.ignored_tokens == "none" else _labels(case, given, part),
         data_digest=data.digest({"tokens": tokens, **weights}),
         built=digests,
         inputs=InputWatch(target.model, tokens, part),
@@ -166,11 +174,18 @@ def given_tokens(tokens: data.Tokens, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(tokens).to(device)
 
 
+def _labels(case: Case, tokens: torch.Tensor, part: slice) -> torch.Tensor:
+    """The labels of the sequences that this rank trains on, `part` of the global batch."""
+    labels = tokens[..., 1:]
+    ignored = torch.from_numpy(data.ignored_labels(case)[part]).to(labels.device)
+    return labels.masked_fill(ignored.reshape(labels.shape[1:]), IGNORED)
+
+
 def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watching: ProbeSet) -> StepTrace:
     """One step of the target, evaluated before where the case asks for it, seen where its optimizer gets gradients."""
-    target, microbatches = prepared.target, tuple(prepared.tokens[step - 1])
+    target, batches = prepared.target, prepared.batches(step)
     started, calls_before = time.perf_counter(), scaled_mm.calls
-    evaluation_loss = _number(evaluate(target, microbatches, step)) if prepared.case.train.evaluate else None
+    evaluation_loss = _number(evaluate(target, batches, step)) if prepared.case.train.evaluate else None
     shares: list[torch.Tensor] = []
 
     def see_gradients() -> None:
@@ -178,7 +193,7 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
         shares.append(own(squared_norm_share(target.model)))
 
     with _BeforeFirstUpdate(see_gradients) as updates:
-        result = target.step(microbatches)
+        result = target.step(*batches)
     require_process_group("step")
     loss, norm = require_result(result)
     if not shares:  # an optimizer that did not step: what it would have got is what there is

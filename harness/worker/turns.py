@@ -42,7 +42,7 @@ class InTurns:
         self._reduced: Counter[FSDPParam] = Counter()  # how often in this turn
         self.model.register_forward_pre_hook(self._see, with_kwargs=True)
 
-    def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
+    def step(self, microbatches: Sequence[torch.Tensor], *labels: Sequence[torch.Tensor]) -> StepResult:
         """The step of the target. Every reduction of FSDP2 in it gives what those of the ranks would have given."""
         turns = (microbatches[at : at + self._of_a_turn] for at in range(0, len(microbatches), self._of_a_turn))
         self._batches = [torch.cat(tuple(batches)).cpu().numpy() for batches in turns]
@@ -53,7 +53,7 @@ class InTurns:
         stock = reducing.foreach_reduce
         reducing.foreach_reduce = self._reducing(stock)
         try:
-            return self._target.step(microbatches)
+            return self._target.step(microbatches, *labels)
         finally:
             reducing.foreach_reduce = stock
 

@@ -24,6 +24,8 @@ LACKS = {
     "reshard_after_forward": "weights_freed_after_forward",
     "accumulation": "microbatches_summed gradients_zeroed_between_microbatches last_microbatch_not_reduced "
     "gradients_reduced_after_every_microbatch",
+    "ignored_tokens": "token_count_not_reduced mean_of_means_of_ranks mean_over_no_labels "
+    "backward_skipped_without_labels",
     "clipping": "gradients_not_clipped clipped_by_norm_of_own_shards replicated_gradients_counted_by_every_rank",
     "bias, the axis": "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp "
     "bias_gradient_of_own_positions",

@@ -153,6 +153,11 @@ def test_async_tp_is_refused_but_for_its_scattered_rows() -> None:
         text_of(ATP, SCALES)
 
 
+def test_ignored_tokens_are_refused() -> None:
+    with pytest.raises(HarnessError, match="ignored tokens cannot be exported"):
+        text_of("fsdp2-tensorwise-v2048-ignore.half-f32", SCALES)
+
+
 def test_a_target_of_ones_own_is_refused() -> None:
     with pytest.raises(HarnessError, match="target my_model cannot be exported"):
         text_of("target.my_model-tp2-tensorwise-v2048-f32", SCALES)

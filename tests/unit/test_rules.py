@@ -70,6 +70,7 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("all_gather_needs_fsdp", {"recipe": "tensorwise", "fp8_all_gather": True}),
     ("all_gather_needs_tensorwise", {"recipe": "rowwise", "fp8_all_gather": True, "dp_shard": 2}),
     ("precompute_needs_all_gather", {"recipe": "tensorwise", "precompute_scale": True, "dp_shard": 2}),
+    ("ignored_tokens_need_sequences", {"ignored_tokens": "half", "global_batch": 1}),
     ("reduce_dtype_needs_shards", {"reduce_dtype": "bfloat16", "dtype": "bfloat16"}),
     ("accumulation_divides_batch", {"accumulation": 3}),
     ("accumulation_is_eager", {"accumulation": 2, "compile": "graph"}),

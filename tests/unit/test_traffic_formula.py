@@ -110,6 +110,17 @@ def test_selective_checkpointing_saves_no_matmul_that_adds_a_bias() -> None:
     assert again == ["attention.wq", "attention.wv", "feed_forward.w1", "feed_forward.w3"]
 
 
+@pytest.mark.parametrize(("evaluate", "times"), [(False, 1), (True, 2)])
+def test_ranks_add_up_their_labels_where_some_are_ignored(evaluate: bool, times: int) -> None:
+    layout = {"dp_shard": 2, "dp_replicate": 2, "evaluate": evaluate}
+    counted = traffic(case_of(ignored_tokens="half", **layout))
+    more = {
+        CollectiveKey(axis, "all_reduce", "sum", "int64"): (times, 8 * times) for axis in ("dp_shard", "dp_replicate")
+    }
+    assert counted == traffic(case_of(**layout)) | more
+    assert traffic(case_of(ignored_tokens="half", tp=2)) == traffic(case_of(tp=2))
+
+
 def test_uneven_shards_are_padded_to_the_largest() -> None:
     """2048 rows over 3 ranks are 683 each; 128 are 43, 256 are 86."""
     case = case_of(dp_shard=3, global_batch=6)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.worker import data
+from tests.builders import make_case
 
 
 def test_the_bits_never_change():
@@ -27,6 +28,16 @@ def test_tokens_are_in_range_and_follow_their_rule(vocab_size, seed):
     assert tokens.shape == (1, 2, 65)
     assert tokens.min() >= 0
     assert tokens.max() < vocab_size
+
+
+@given(st.integers(2, 9), st.integers(1, 40), st.sampled_from(["none", "unequal", "half"]))
+def test_the_last_labels_of_a_sequence_are_ignored(sequences, length, ignored_tokens):
+    case = make_case(global_batch=sequences, seq_len=length, ignored_tokens=ignored_tokens)
+    ignored = data.ignored_labels(case)
+    assert ignored.shape == (sequences, length)
+    assert (~ignored).sum() == case.train.valid_tokens
+    assert (np.diff(ignored.astype(int), axis=1) >= 0).all()
+    assert not ignored[0].any()
 
 
 def test_tokens_are_zipf_distributed_and_mostly_predictable():

@@ -42,6 +42,8 @@ def findings(text: str, run: Run) -> list[Finding]:
         "fsdp2-reshard.never-rowwise-ac.full-v2048-gb4-s2-f32",
         "fsdp2-tensorwise-ag.fp8-bias-v2048-gb4-s2-f32",
         "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f32",
+        "hsdp2x2-tensorwise-v2048-gb4-s2-ignore.half-b16",
+        "fsdp2-tp2-rowwise-v2048-gb4-s2-eval-ignore.unequal-f64",
     ],
 )
 def test_clean_runs_send_what_the_formula_says(trained, text: str):

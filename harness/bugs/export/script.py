@@ -50,6 +50,11 @@ def exported_case(case: Case) -> Case:
             f"target {case.target} cannot be exported: a script has the reference Llama.",
             fix="export the case without its target, if it fails there too.",
         )
+    if case.train.ignored_tokens != "none":
+        raise HarnessError(
+            "ignored tokens cannot be exported: every label of a script counts.",
+            fix="export the case without ignored_tokens, if it fails there too.",
+        )
     dtype = case.train.dtype
     if dtype == "float64":
         dtype = "bfloat16" if case.float8.traits.writes_bfloat16 else "float32"

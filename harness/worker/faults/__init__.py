@@ -19,6 +19,7 @@ from harness.worker.faults import (
     conversion,
     execution,
     kept,
+    labels,
     shapes,
     stale,
     training,
@@ -32,7 +33,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "D": (communication, bias),
     "E": (execution,),
     "F": (shapes,),
-    "G": (training, clipping, bias),
+    "G": (training, clipping, bias, labels),
     "H": (compiled,),
     "I": (kept,),
 }

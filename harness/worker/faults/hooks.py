@@ -125,7 +125,7 @@ def around_evaluation(change: Callable[[Callable[[], Any], nn.Module], Any]) -> 
 
     def replace(target: Any) -> None:
         stock = target.evaluate
-        target.evaluate = lambda microbatches: change(functools.partial(stock, microbatches), target.model)
+        target.evaluate = lambda *batches: change(functools.partial(stock, *batches), target.model)
 
     after_build(replace)
 

@@ -379,8 +379,8 @@ def _reported(change: Callable[[torch.Tensor | float], torch.Tensor | float]) ->
         def train_step(prepared: train.Prepared, *rest: Any) -> Any:
             target = prepared.target
 
-            def step(microbatches: Sequence[torch.Tensor]) -> StepResult:
-                loss, norm = target.step(microbatches)
+            def step(*batches: Sequence[torch.Tensor]) -> StepResult:
+                loss, norm = target.step(*batches)
                 return change(loss.detach() if isinstance(loss, torch.Tensor) else loss), norm
 
             reporting = SimpleNamespace(model=target.model, step=step, evaluate=getattr(target, "evaluate", None))

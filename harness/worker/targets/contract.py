@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ def build_target(case: Case, world: World) -> Target:
     _require_parts(built)
     if case.train.evaluate:
         _require_evaluation(built)
+    if case.train.ignored_tokens != "none":
+        for name in ("step", *(["evaluate"] if case.train.evaluate else [])):
+            _require_labels(name, getattr(built, name))
     _require_parameters(built.model)
     target: Target = built
     return target
@@ -65,6 +70,17 @@ def _require_evaluation(built: Any) -> None:
             "give it `def evaluate(self, microbatches)` that returns the loss, or leave `evaluate` out of the case; "
             + _INTERFACE,
         )
+
+
+def _require_labels(name: str, method: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(method).bind((), ())
+    except TypeError as error:
+        raise TargetMisfit(
+            f"{name}() takes no labels, and the case has ignored_tokens.",
+            f"give it `def {name}(self, microbatches, labels=None)`, with labels of -100 where the loss leaves a token "
+            f"out, or leave `ignored_tokens` out of the case; {_INTERFACE}",
+        ) from error
 
 
 def _require_parameters(model: nn.Module) -> None:

@@ -26,6 +26,8 @@ from torch import nn
 # norm before clipping, None where the target computes none.
 StepResult = tuple[torch.Tensor | float, torch.Tensor | float | None]
 
+IGNORED = -100  # the label of a token that the loss leaves out: what cross entropy ignores by default
+
 
 class World(NamedTuple):
     """What a rank is told. The process group is initialized; ranks are numbered with `tp` varying fastest.
@@ -50,6 +52,10 @@ class Target(Protocol):
         """One optimizer step over `microbatches`, each int64 [local_batch, seq_len + 1]: inputs and shifted labels.
 
         Returns the loss of the global batch, the same on every rank, and the gradient norm.
+
+        Of cases with `ignored_tokens` alone `step`, and `evaluate` too, get a second argument: the labels of every
+        microbatch, int64 [local_batch, seq_len], `IGNORED` where a token has none. A rank may have no label at all. The
+        loss is then the mean over the labels of the global batch that are not ignored.
         """
 
 

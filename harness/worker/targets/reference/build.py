@@ -22,7 +22,7 @@ from harness.worker.targets.reference.checkpointing import apply_checkpointing
 from harness.worker.targets.reference.clipping import clip_gradients
 from harness.worker.targets.reference.compiled import apply_compile
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert
-from harness.worker.targets.reference.loss import forward, forward_backward, global_loss
+from harness.worker.targets.reference.loss import Batch, forward, forward_backward, global_loss, global_token_count
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.reference.parallel import Meshes, apply_fsdp, apply_tp, build_meshes
 from harness.worker.targets.target import StepResult, World
@@ -41,20 +41,24 @@ class ReferenceTarget:
         self._case = case
         self._meshes = meshes
 
-    def evaluate(self, microbatches: Sequence[torch.Tensor]) -> torch.Tensor:
+    def evaluate(
+        self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """The loss of one step, in evaluation mode and without gradients."""
+        batches, tokens = self._counted(microbatches, labels)
         self.model.eval()
-        losses = [forward(self.model, batch, self._case) for batch in microbatches]
+        losses = [forward(self.model, batch, self._case, tokens) for batch in batches]
         self.model.train()
         return self._global_loss(losses)
 
-    def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
+    def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
         """Forward, backward, clipping where the case asks for it, and update."""
+        batches, tokens = self._counted(microbatches, labels)
         losses = []
-        for number, batch in enumerate(microbatches, start=1):
+        for number, batch in enumerate(batches, start=1):
             if isinstance(self.model, FSDPModule) and self._case.train.reduce_grads == "last_microbatch":
                 self.model.set_requires_gradient_sync(number == len(microbatches))
-            losses.append(forward_backward(self.model, batch, self._case))
+            losses.append(forward_backward(self.model, batch, self._case, tokens))
         loss = self._global_loss(losses)
         max_norm = self._case.train.max_norm
         norm = None if max_norm is None else clip_gradients(self.optimizer, max_norm)
@@ -62,6 +66,14 @@ class ReferenceTarget:
         self.optimizer.zero_grad()
         after_optimizer_step(self.model, self._case.float8)
         return loss, norm
+
+    def _counted(
+        self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None
+    ) -> tuple[Sequence[Batch], int]:
+        """The batches of one step, and over how many tokens of all ranks their loss is a mean."""
+        labels = labels or [tokens[:, 1:] for tokens in microbatches]
+        batches = [Batch(tokens[:, :-1], own) for tokens, own in zip(microbatches, labels, strict=True)]
+        return batches, global_token_count(batches, self._meshes.dp, self._case)
 
     def _global_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         tp = self._meshes.tp

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import loss_parallel
@@ -14,23 +18,31 @@ from torch.distributed.tensor.parallel import loss_parallel
 from harness.matrix.case import Case
 from harness.worker.reduction import of_all_ranks
 from harness.worker.targets.reference.model import Llama
+from harness.worker.targets.target import IGNORED
 
 
-def forward_backward(model: Llama, batch: torch.Tensor, case: Case) -> torch.Tensor:
-    """Accumulate gradients of one batch [local_batch, seq_len + 1]; returns its share of the global loss, detached."""
+class Batch(NamedTuple):
+    """A microbatch: inputs and labels, [local_batch, seq_len] each."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+
+
+def forward_backward(model: Llama, batch: Batch, case: Case, tokens: int) -> torch.Tensor:
+    """Accumulate gradients of one batch; returns its share of the loss, the mean over `tokens`, detached."""
     with _sharded_as_logits(case):
-        logits = mask_padded_vocab(model(batch[:, :-1]), case)
-        loss = summed_loss(logits, batch[:, 1:]) / global_token_count(case)
+        logits = mask_padded_vocab(model(batch.inputs), case)
+        loss = summed_loss(logits, batch.labels) / tokens
         loss.backward()
     return _whole(loss.detach())
 
 
 @torch.no_grad()
-def forward(model: Llama, batch: torch.Tensor, case: Case) -> torch.Tensor:
-    """The share of one batch [local_batch, seq_len + 1] of the global loss, without gradients."""
+def forward(model: Llama, batch: Batch, case: Case, tokens: int) -> torch.Tensor:
+    """The share of one batch of the loss, the mean over `tokens`, without gradients."""
     with _sharded_as_logits(case):
-        logits = mask_padded_vocab(model(batch[:, :-1]), case)
-        return _whole(summed_loss(logits, batch[:, 1:]) / global_token_count(case))
+        logits = mask_padded_vocab(model(batch.inputs), case)
+        return _whole(summed_loss(logits, batch.labels) / tokens)
 
 
 def _sharded_as_logits(case: Case) -> contextlib.AbstractContextManager[None]:
@@ -42,15 +54,27 @@ def _whole(loss: torch.Tensor) -> torch.Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
-def global_token_count(case: Case) -> int:
-    """Tokens over which the loss of one step is averaged, on all data-parallel ranks."""
-    return case.train.tokens
+def global_token_count(batches: Sequence[Batch], dp: DeviceMesh | None, case: Case) -> int:
+    """Tokens over which the loss of one step is averaged, on all data-parallel ranks of the mesh `dp`.
+
+    Ranks add up the labels that they have where a case ignores some.
+    """
+    if case.train.ignored_tokens == "none":
+        return case.train.tokens
+    count = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
+    for axis in range(0 if dp is None else dp.ndim):
+        if dp is not None and dp.size(axis) > 1:
+            count = funcol.all_reduce(count, "sum", (dp, axis))
+    return int(count)
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy summed over the tokens of this rank, at least in float32, as torchtitan computes it."""
+    """Cross entropy summed over the labels of this rank, at least in float32, as torchtitan computes it.
+
+    Labels that are IGNORED add nothing, and have gradients of zero.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum")
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=IGNORED)
 
 
 def mask_padded_vocab(logits: torch.Tensor, case: Case) -> torch.Tensor:

@@ -31,17 +31,17 @@ def register_graph_backend() -> None:
         torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)
 
 
-def train_step(trainer: Any, microbatches: Sequence[torch.Tensor]) -> StepResult:
+def train_step(
+    trainer: Any, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None
+) -> StepResult:
     """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
     trainer.step += 1
-    trainer.train_step(trainer.batch_generator([_batch(tokens) for tokens in microbatches]))
+    labels = labels or [tokens[:, 1:] for tokens in microbatches]
+    # A batch as torchtitan's data loaders give it: named inputs, and labels, each [local_batch, seq_len].
+    batches = [({"input": tokens[:, :-1]}, label) for tokens, label in zip(microbatches, labels, strict=True)]
+    trainer.train_step(trainer.batch_generator(batches))
     logged: Logged = trainer.metrics_processor.logged
     return logged.loss, logged.grad_norm
-
-
-def _batch(tokens: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A batch as torchtitan's data loaders give it: named inputs, and labels, each [local_batch, seq_len]."""
-    return {"input": tokens[:, :-1]}, tokens[:, 1:]
 
 
 class Logged(NamedTuple):

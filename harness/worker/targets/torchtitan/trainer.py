@@ -41,9 +41,9 @@ class TrainedByTorchtitan:
             self._trainer = _StepTrainer(config, one_rank_fsdp=world.fsdp and case.world_size == 1)
         self.model: nn.Module = self._trainer.model_parts[0]
 
-    def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
+    def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
         """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
-        return train_step(self._trainer, microbatches)
+        return train_step(self._trainer, microbatches, labels)
 
 
 class _StepTrainer(Trainer):  # type: ignore[misc]  # torchtitan is not installed where mypy runs

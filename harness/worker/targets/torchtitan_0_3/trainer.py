@@ -45,9 +45,9 @@ class TrainedByTorchtitan:
         self.model: nn.Module = self._trainer.model_parts[0]
         add_names(self.model)
 
-    def step(self, microbatches: Sequence[torch.Tensor]) -> StepResult:
+    def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
         """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
-        return train_step(self._trainer, microbatches)
+        return train_step(self._trainer, microbatches, labels)
 
 
 class _Nothing(Configurable):  # type: ignore[misc]  # torchtitan is not installed where mypy runs
