@@ -26,7 +26,7 @@ from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.matrix.known import KnownFault, Symptom
-from harness.matrix.rules import Refusal
+from harness.matrix.rule import Refusal
 from harness.result import Attempt, CaseResult
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.graphs import GraphTrace, PartitionRecord

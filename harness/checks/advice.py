@@ -49,6 +49,11 @@ _KNOWN = (
         "call backward() once for every microbatch, on a loss of its own.",
     ),
     _Advice(
+        r"Missing key in checkpoint state_dict: \S*param_groups",
+        "another layout has other parameter groups: save options of an optimizer by parameter, with "
+        "StateDictOptions(flatten_optimizer_state_dict=True) in get_state_dict and set_state_dict.",
+    ),
+    _Advice(
         r"No module named",
         "install it into the environment of fp8-harness, or run where its file is: the folder of the project and the "
         "current one are searched.",

@@ -30,6 +30,7 @@ from harness.checks import (
     model,
     parity,
     recompute,
+    resume,
     scales,
     signature,
     stated,
@@ -70,6 +71,7 @@ CAUSES = (
             Told(parity.NAME, "wrong tokens"),
             Told(tokens.NAME),
             Told(model.NAME, "buffer "),
+            Told(resume.NAME),
         ),
     ),
     Stage(

@@ -17,7 +17,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, id_words, parse_case_id, reference_case
 from harness.matrix.known import matching
 from harness.matrix.linears import converted_fqns
-from harness.matrix.rules import Rule
+from harness.matrix.rule import Rule
 from harness.matrix.rules import explain as explain_rules
 from harness.matrix.scope import SCOPE
 from harness.matrix.targets import is_llama

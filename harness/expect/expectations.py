@@ -29,7 +29,8 @@ from harness.expect.relations import Relation
 from harness.expect.traffic import Transfer
 from harness.expect.versions import Verified
 from harness.matrix.case import Case
-from harness.matrix.rules import Refusal, expected_refusal
+from harness.matrix.rule import Refusal
+from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import is_llama
 from harness.trace.traffic import Moment
 

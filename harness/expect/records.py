@@ -37,6 +37,8 @@ def not_judged(case: Case, *, model_found: bool = True, stated: Collection[str] 
         reasons["clipping"] = "gradients are not clipped"
     if not case.train.evaluate:
         reasons["evaluation"] = "nothing is evaluated"
+    if case.train.resume == "none":
+        reasons["resume"] = "the run is not resumed"
     if is_llama(case.target):
         return {**reasons, "signature": "formulas say what the model sends, multiplies and keeps"}
     no_formula = f"no formula for the model of {case.target}"

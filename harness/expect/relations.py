@@ -180,6 +180,12 @@ _BITWISE = (
         reason="an evaluation changes nothing that training reads",
     ),
     _Option(
+        name="resume",
+        applies=lambda case: case.train.resume != "none",
+        partner=lambda case: msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, resume="none")),
+        reason="a state that is saved and loaded has the same bits",
+    ),
+    _Option(
         name="tp_styles",
         applies=lambda case: case.float8.tp_styles == "float8",
         partner=_with_float8(tp_styles="plain"),

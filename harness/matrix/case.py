@@ -26,6 +26,7 @@ ReduceDtype = Literal["float32", "bfloat16"]
 Resharding = Literal["default", "always", "never"]
 ReduceGrads = Literal["every_microbatch", "last_microbatch"]
 IgnoredTokens = Literal["none", "unequal", "half"]
+Resume = Literal["none", "same", "resharded"]
 Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -225,6 +226,8 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     `evaluate`: every step begins with an evaluation of its batch, without gradients and in evaluation mode.
     `ignored_tokens`: labels that the loss leaves out. `unequal`: every sequence has fewer labels than the one before,
     so every data-parallel rank has fewer. `half`: the second half of the batch has none, so some ranks have none.
+    `resume`: in the middle of the run the state is saved and loaded into a target that is built anew, which trains the
+    other steps; with `resharded` through another layout of the same ranks (`resumed.py`).
     """
 
     steps: Annotated[int, Meta(ge=1, le=100_000)] = 5
@@ -237,6 +240,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     max_norm: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     evaluate: bool = False
     ignored_tokens: IgnoredTokens = "none"
+    resume: Resume = "none"
     lr: Annotated[float, Meta(gt=0, le=10)] = 1e-3
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 
@@ -255,6 +259,11 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         if self.ignored_tokens == "half":
             return self.seq_len if 2 * sequence >= self.global_batch else 0
         return self.seq_len * sequence // self.global_batch if self.ignored_tokens == "unequal" else 0
+
+    @property
+    def resumed_after(self) -> int | None:
+        """The step after which the state is saved and loaded; None where the run is not resumed."""
+        return None if self.resume == "none" else self.steps // 2
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.lr):

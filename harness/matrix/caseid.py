@@ -111,8 +111,8 @@ def family_case(family: str) -> Case | None:
 def solo_case(case: Case) -> Case:
     """The case whose solo witness is used for `case`: without all options that must not change a number.
 
-    These are tensor parallelism and its styles, checkpointing, compile, evaluation, and the split of dp into shards and
-    replicas, unless both sums of that split are rounded.
+    These are tensor parallelism and its styles, checkpointing, compile, evaluation, resuming, and the split of dp into
+    shards and replicas, unless both sums of that split are rounded.
     """
     layout = case.layout
     rounds_twice = case.train.reduce_dtype == "bfloat16"
@@ -123,21 +123,21 @@ def solo_case(case: Case) -> Case:
         float8=msgspec.structs.replace(case.float8, tp_styles="plain"),
         checkpointing=Checkpointing(),
         compile="none",
-        train=msgspec.structs.replace(case.train, evaluate=False),
+        train=msgspec.structs.replace(case.train, evaluate=False, resume="none"),
         checks=Checks(),
     )
 
 
 def twin_case(case: Case) -> Case:
-    """The BF16 twin of a case: the same layout without FP8, checkpointing and evaluation, in bfloat16."""
-    train = msgspec.structs.replace(case.train, dtype="bfloat16", evaluate=False)
+    """The BF16 twin of a case: the same layout without FP8, checkpointing, evaluation and resuming, in bfloat16."""
+    train = msgspec.structs.replace(case.train, dtype="bfloat16", evaluate=False, resume="none")
     return msgspec.structs.replace(
         case, float8=Float8(), checkpointing=Checkpointing(), compile="none", train=train, checks=Checks()
     )
 
 
 def reference_case(case: Case) -> Case:
-    """The case whose run is the golden: bf16 on one rank; no checkpointing, compile, evaluation, padding, checks."""
+    """The case whose run is the golden: bf16 on one rank, without all options that must not change a loss."""
     train = case.train
     return Case(
         target=case.target,
@@ -149,8 +149,14 @@ def reference_case(case: Case) -> Case:
             accumulation=1,
             reduce_grads="every_microbatch",
             evaluate=False,
+            resume="none",
         ),
     )
+
+
+def layout_id(layout: Layout) -> str:
+    """How an id spells a layout, such as "fsdp2-tp2"."""
+    return "-".join(_layout_tokens(layout))
 
 
 def _target_tokens(case: Case) -> list[str]:
@@ -224,6 +230,8 @@ def _train_tokens(train: Train) -> list[str]:
         f"clip{train.max_norm!r}": train.max_norm != default.max_norm,
         "eval": train.evaluate,
         f"ignore.{train.ignored_tokens}": train.ignored_tokens != default.ignored_tokens,
+        "resume": train.resume == "same",
+        "resume.resharded": train.resume == "resharded",
         f"lr{train.lr!r}": train.lr != default.lr,
         f"seed{train.seed}": train.seed != default.seed,
         f"reduce.{DTYPES[train.reduce_dtype]}": train.reduce_dtype != default.reduce_dtype,

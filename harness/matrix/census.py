@@ -12,7 +12,7 @@ import msgspec
 
 from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.casefile import CaseFile
-from harness.matrix.rules import Rule
+from harness.matrix.rule import Rule
 from harness.matrix.space import Kind, Space, Table, spaces_of
 
 

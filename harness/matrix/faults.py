@@ -39,10 +39,21 @@ FAULT_CLASSES: dict[FaultClass, str] = {
 # The first thing that a fault changes where it applies; tests verify it for every fault.
 #   numbers  losses or gradient norms      matmuls  conversion or the number of scaled matmuls    data  the data digest
 #   operands only casts                    traffic  only collectives                              memory  saved bytes
-#   graphs   what is compiled or fused     state  what the target leaves changed
+#   graphs   what is compiled or fused     state  what the target leaves changed              resumed  what was loaded
 #   crash    a rank raises                 trains   a refused case trains                         nothing  equivalent
 Shows = Literal[
-    "numbers", "matmuls", "data", "operands", "traffic", "memory", "graphs", "state", "crash", "trains", "nothing"
+    "numbers",
+    "matmuls",
+    "data",
+    "operands",
+    "traffic",
+    "memory",
+    "graphs",
+    "state",
+    "resumed",
+    "crash",
+    "trains",
+    "nothing",
 ]
 
 # What a fault needs, by its `model`: not every one can be planted at a seam of torch, torchao or the harness.
@@ -120,6 +131,8 @@ CARRIER_IDS = (
     "fsdp2-tp2-rowwise-v2048-clip0.25-f64",
     "fsdp2-tensorwise-ag.fp8pre-v2048-eval-f64",
     "tp2-rowwise-v2048-eval-f64",
+    "fsdp2-tensorwise-ag.fp8pre-v2048-resume-f64",
+    "tp2-rowwise-v2048-resume.resharded-f64",
     "fsdp2-reshard.never-tensorwise-ag.fp8-v2048-f64",
     "tp2-rowwise-v2048-accum2-f64",
     "tp2-rowwise-bias-v2048-f64",

@@ -40,7 +40,7 @@ from packaging.version import Version
 from harness.errors import HarnessError
 from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
-from harness.matrix.rules import Rule
+from harness.matrix.rule import Rule
 from harness.matrix.selector import axes_read, parse_selector
 from harness.matrix.targets import is_llama
 from harness.matrix.tomlfile import TomlFile, read_toml_file

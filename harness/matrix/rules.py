@@ -1,19 +1,19 @@
 """Which combinations are excluded and which torch must refuse: every rule by name, with reason and source.
 
-An excluded case is impossible or meaningless. A case with an expected refusal is run, and fails if it trains. A rule
-declares the axes that it reads, so that the matrix can evaluate it on part of a case; it must not read others.
+An excluded case is impossible or meaningless. A case with an expected refusal is run, and fails if it trains.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, linear_fqns, shard_sizes
-from harness.matrix.targets import TORCHTITAN, TORCHTITAN_0_3, VERSIONS, is_llama
+from harness.matrix.resumed import other_layout
+from harness.matrix.rule import Exclusion, Refusal
+from harness.matrix.targets import TORCHTITAN, TORCHTITAN_0_3, VERSIONS
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
@@ -21,31 +21,6 @@ _TORCHTITAN_0_3 = "https://github.com/pytorch/torchtitan/blob/v0.3.0/torchtitan"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
 _MODEL_AXES = ("target", "model", "dim", "layers", "heads", "kv_heads", "ffn_dim")
 _CONVERSION_AXES = ("recipe", "filter_fqns")
-
-
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """A named property of cases. `axes` are the axes that it reads (`axes.py`); `when` says if a case has it."""
-
-    name: str
-    reason: str
-    source: str
-    axes: tuple[str, ...]
-    when: Callable[[Case], bool]
-
-    def applies(self, case: Case) -> bool:
-        """True when the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""
-        return (is_llama(case.target) or "target" not in self.axes) and self.when(case)
-
-
-class Exclusion(Rule, frozen=True):
-    """A combination that is never run: impossible or meaningless."""
-
-
-class Refusal(Rule, frozen=True):
-    """A combination that torch must refuse. `check` judges it; the error message must match `pattern` (re.search)."""
-
-    check: str
-    pattern: str
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,6 +247,27 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         when=lambda case: case.train.evaluate and case.compile != "none",
     ),
     Exclusion(
+        name="resume_needs_two_steps",
+        reason="a run is resumed in its middle: there must be a step before and one after",
+        source="docs/architecture.md",
+        axes=("resume", "steps"),
+        when=lambda case: case.train.resume != "none" and case.train.steps == 1,
+    ),
+    Exclusion(
+        name="resume_is_eager",
+        reason="blocks that are built anew are compiled anew, and the checks of graphs know one compilation of each",
+        source="docs/architecture.md",
+        axes=("resume", "compile"),
+        when=lambda case: case.train.resume != "none" and case.compile != "none",
+    ),
+    Exclusion(
+        name="resharding_needs_another_layout",
+        reason="one rank has no other layout; nor has FSDP2 over two ranks or an odd number, whose other one is HSDP",
+        source="harness/matrix/resumed.py",
+        axes=("resume", "dp_replicate", "dp_shard", "tp"),
+        when=lambda case: case.train.resume == "resharded" and other_layout(case.layout) is None,
+    ),
+    Exclusion(
         name="tp_styles_need_tp",
         reason="float8 TP styles define how activations are sent between TP ranks: tp must be above 1",
         source=f"{_TORCHAO}/float8_tensor_parallel.py",
@@ -385,6 +381,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source=f"{_TORCHTITAN}/components/validate.py",
         axes=("target", "evaluate"),
         when=lambda case: case.target in VERSIONS and case.train.evaluate,
+    ),
+    Exclusion(
+        name="torchtitan_resumes_at_start",
+        reason="torchtitan loads a checkpoint when a trainer starts; the target takes steps of one that has started",
+        source=f"{_TORCHTITAN}/components/checkpoint.py",
+        axes=("target", "resume"),
+        when=lambda case: case.target in VERSIONS and case.train.resume != "none",
     ),
     Exclusion(
         name="torchtitan_chooses_symm_mem",

@@ -17,7 +17,8 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, axis_values, case_from_axes, ignored_axes
 from harness.matrix.case import Case
 from harness.matrix.casefile import AxisGroup, Block
-from harness.matrix.rules import EXCLUSIONS, REFUSALS, Exclusion, Rule
+from harness.matrix.rule import Exclusion, Rule
+from harness.matrix.rules import EXCLUSIONS, REFUSALS
 
 Row = tuple[int, ...]
 # excluded: left out. refused: runs, and must end in an error. known: runs into a recorded upstream fault.

@@ -167,6 +167,13 @@ WORDS: tuple[Word, ...] = (
         "training", "ignore.unequal", "every sequence has fewer labels than the one before", ignored_tokens="unequal"
     ),
     _flag("training", "ignore.half", "the second half of the batch has no labels", ignored_tokens="half"),
+    _flag("training", "resume", "state is saved in the middle of the run, and resumed by a new target", resume="same"),
+    _flag(
+        "training",
+        "resume.resharded",
+        "resumed through another layout, which loads and saves state",
+        resume="resharded",
+    ),
     _numbered("training", "lr", "0.001", "learning rate {0}", "lr", kind=float),
     _numbered("training", "seed", "0", "seed {0}", "seed"),
     _flag("training", "reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),

@@ -14,6 +14,7 @@ from harness.trace.model import ModelRecord
 from harness.trace.modules import ModuleDistance, ModuleShard
 from harness.trace.operands import OperandTrace
 from harness.trace.record import Record
+from harness.trace.resumed import Resumed
 from harness.trace.sketches import TensorSketch
 from harness.trace.stated import Stated
 from harness.trace.traffic import SavedMemory, TrafficRecord
@@ -48,6 +49,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     model: ModelRecord | None = None
     inputs: tuple[StepInputs, ...] | None = None  # None where the model is not called as a whole, or compiled whole
     state: tuple[StateChange, ...] = ()
+    resumed: Resumed | None = None  # None where the case is not
     stated: tuple[Stated, ...] | None = None  # one for every step; None where the target states nothing
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
@@ -66,6 +68,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
 _RECORDS = (
     "model",
     "inputs",
+    "resumed",
     "stated",
     "sketches",
     "operands",

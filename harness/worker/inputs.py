@@ -61,6 +61,11 @@ class InputWatch:
             self._steps.append(_found(step, self._now, self._tokens[step - 1], self._mine))
         self._now = []
 
+    def follow(self, before: InputWatch) -> None:
+        """Go on with the record of the model that was trained before."""
+        self._steps = before._steps
+        self._called, self._whole = before._called and self._called, before._whole and self._whole
+
     def record(self) -> tuple[StepInputs, ...] | None:
         """What was found in every step; None where not every step called the whole model with whole tensors."""
         return tuple(self._steps) if self._called and self._whole and self._steps else None

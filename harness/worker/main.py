@@ -79,6 +79,7 @@ def rank_main(context: RankContext) -> bytes:
         solo_witness=request.solo,
         noise=request.noise,
         digests_built=request.digests_built,
+        folder=context.folder,
     )
     return msgspec.msgpack.encode(trace)
 

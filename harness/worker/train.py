@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import msgspec
@@ -19,8 +21,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.mesh import dp_rank
+from harness.matrix.resumed import resumed_in
 from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
+from harness.trace.resumed import Resumed
 from harness.worker import data
 from harness.worker.discovery import Digests, Discovery, parameter_digests
 from harness.worker.evaluation import evaluate
@@ -36,6 +40,7 @@ from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.sketches import SketchProbe
 from harness.worker.probes.traffic import TrafficProbe
 from harness.worker.reduction import gradient_norm, squared_norm_share
+from harness.worker.resuming import hand_over
 from harness.worker.state import STATE
 from harness.worker.targets.contract import build_target, require_process_group, require_result
 from harness.worker.targets.statement import stated_by
@@ -88,12 +93,14 @@ def train(  # noqa: PLR0913  what a request may ask for
     solo_witness: bool = False,
     noise: Noise | None = None,
     digests_built: bool = False,
+    folder: Path | None = None,
 ) -> RankTrace:
-    """Build and train one case on this rank. Returns its trace."""
+    """Build and train one case on this rank; `folder` is that of its job. Returns its trace."""
     base_memory = _peak_memory_bytes(device)
     STATE.restart()
     report_phase("build")
-    steps = []
+    steps: list[StepTrace] = []
+    resumed = None
     if case.compile != "none":
         probes = [name for name in probes if name not in EAGER_PROBES]
     with (
@@ -102,12 +109,10 @@ def train(  # noqa: PLR0913  what a request may ask for
     ):
         prepared = prepare(case, device, solo_witness=solo_witness, digests_built=digests_built)
         stated = stated_by(prepared.case, prepared.world) if "traffic" in probes else None
-        model = prepared.target.model
         if noise is not None:
-            add_noise(model, noise)
+            add_noise(prepared.target.model, noise)
         STATE.look("build")
-        discovery = Discovery(model, prepared.case, prepared.built)
-        watching.attach(model)
+        discovery = _watch(prepared, watching)
         for step in range(1, len(prepared.tokens) + 1):
             report_phase(f"step {step}")
             watching.begin_step(step)
@@ -115,6 +120,12 @@ def train(  # noqa: PLR0913  what a request may ask for
             STATE.look(f"step {step}")
             discovery.end_step()
             prepared.inputs.end_step(step)
+            if step == prepared.case.train.resumed_after:
+                report_phase(f"resuming after step {step}")
+                prepared, resumed = _resumed(prepared, case, step, folder)
+                discovery = _watch(prepared, watching)
+                gc.collect()  # what was trained before is gone, as in a new process
+                STATE.look(f"resuming after step {step}")
     found = discovery.record()
     return RankTrace(
         rank=dist.get_rank(),
@@ -130,9 +141,25 @@ def train(  # noqa: PLR0913  what a request may ask for
         model=found,
         inputs=prepared.inputs.record(),
         state=STATE.changes,
+        resumed=resumed,
         stated=stated,
         **watching.results(),
     )
+
+
+def _watch(prepared: Prepared, watching: ProbeSet) -> Discovery:
+    """Let the probes and a new discovery watch a target that is built."""
+    watching.attach(prepared.target.model)
+    return Discovery(prepared.target.model, prepared.case, prepared.built)
+
+
+def _resumed(prepared: Prepared, case: Case, step: int, folder: Path | None) -> tuple[Prepared, Resumed]:
+    """A target that is built anew and has the state of the one that was trained, and what became of that state."""
+    assert folder is not None, "a run that is resumed has a folder"
+    fresh = [prepare(each, prepared.world.device) for each in resumed_in(case)]
+    resumed = hand_over(prepared.target, [each.target for each in fresh], folder, step=step)
+    fresh[-1].inputs.follow(prepared.inputs)
+    return fresh[-1]._replace(built=prepared.built), resumed
 
 
 def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, digests_built: bool = False) -> Prepared:

@@ -13,6 +13,7 @@ STYLED = "target.styled-tp2-tensorwise-tpstyle.fp8-v2048-s2-f64"
 REDUCED = "target.synchronizing-hsdp2x2-tensorwise-v2048-s3-reduce.b16-b16"
 ACCUMULATED = "target.accumulating-fsdp2-tensorwise-v2048-s3-f32"
 EVALUATED = "target.toy-fsdp2-tensorwise-v2048-s3-eval-f64"
+RESUMED = "target.toy-fsdp2-tp2-tensorwise-v2048-s3-resume.resharded-b16"
 TIED = "target.tied-fsdp2-tensorwise-ag.fp8-head.fp8-v2048-s2-f64"
 
 
@@ -30,10 +31,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 
 def test_clean_runs_pass(project: Command) -> None:
-    cases = (STYLED, TIED, ACCUMULATED, REDUCED, EVALUATED)
+    cases = (STYLED, TIED, ACCUMULATED, REDUCED, EVALUATED, RESUMED)
     done = project.run("run", *(word for case in cases for word in ("--case", case)), timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 cases: 5 passed" in done.stdout
+    assert "6 cases: 6 passed" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,11 @@ def test_clean_runs_pass(project: Command) -> None:
         (ACCUMULATED, "one_row_of_a_gradient_scaled", "1e-08 allowed"),
         (EVALUATED, "old_weight_in_evaluation", "the loss of the evaluation is not that of training on the same batch"),
         (EVALUATED, "evaluation_mode_left_on", "leaves torch's training mode changed after the evaluation of step 1"),
+        (
+            RESUMED,
+            "optimizer_state_not_loaded",
+            "the state that fsdp4 loaded is not the one that was saved: exp_avg of",
+        ),
         (TIED, "fp8_all_gather_flag_lost", "wrong number of casts: first in blocks.0.down"),
     ],
 )

@@ -5,12 +5,16 @@ It imports nothing of the harness, as a user's own module.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -113,6 +117,20 @@ class Toy:
             total = sum(self.loss(part).double() for part in parts) / len(parts)
         self.model.train()
         return self.reported(total)
+
+    by_parameter = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state(self) -> dict[str, Any]:
+        parts = get_state_dict(self.model, self.optimizer, options=self.by_parameter)
+        return dict(zip(("model_state_dict", "optim_state_dict"), parts, strict=True))
+
+    def save(self, folder: Path) -> None:
+        save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        state = self.state()
+        load(state, checkpoint_id=folder)
+        set_state_dict(self.model, self.optimizer, **state, options=self.by_parameter)
 
     def step(self, microbatches: Any) -> Any:
         total, parts = torch.zeros((), dtype=torch.float64, device=self.world.device), self.parts(microbatches)

@@ -28,6 +28,10 @@ ValueError: x
         ("AssertionError: Torch not compiled with CUDA enabled", "world.device"),
         ("RuntimeError: aten.mm: got mixed torch.Tensor and DTensor", "parameter group"),
         ("RuntimeError: Expected both dimensions of mat2 to be divisible by 16", "multiples of 16"),
+        (
+            "RuntimeError: Missing key in checkpoint state_dict: optimizer.param_groups.1.lr.",
+            "flatten_optimizer_state_dict=True",
+        ),
         ("the zygote must be single-threaded to fork, but it also has: TMonitor", "tqdm.tqdm.monitor_interval = 0"),
     ],
 )

@@ -14,7 +14,7 @@ from harness.expect import relations
 from harness.expect.expectations import Expectations
 from harness.expect.records import not_judged, not_recorded
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.rules import Refusal
+from harness.matrix.rule import Refusal
 from harness.trace import RankTrace, Run
 from harness.trace.operands import OperandTrace
 from harness.trace.traffic import LiveMemory, SavedMemory

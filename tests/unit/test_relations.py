@@ -38,6 +38,7 @@ def partner_of(text: str) -> tuple[str, str] | None:
         ("fsdp2-tensorwise-ag.fp8-v2048-f32", "fp8_all_gather", "fsdp2-tensorwise-v2048-f32"),
         ("hsdp2x2-tensorwise-ag.fp8pre-v2048-f64", "fp8_all_gather", "hsdp2x2-tensorwise-v2048-f64"),
         ("tp2-rowwise-v2048-eval-b16", "evaluate", "tp2-rowwise-v2048-b16"),
+        ("tp2-rowwise-v2048-resume.resharded-b16", "resume", "tp2-rowwise-v2048-b16"),
         ("fsdp2-reshard.never-rowwise-v2048-b16", "reshard_after_forward", "fsdp2-rowwise-v2048-b16"),
         ("fsdp2-tensorwise-ag.fp8pre-v2048-b16", "precompute_scale", "fsdp2-tensorwise-ag.fp8-v2048-b16"),
     ],

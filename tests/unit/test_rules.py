@@ -14,10 +14,10 @@ from harness.matrix.axes import AXES, axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import converted_fqns, gemms, shard_sizes
+from harness.matrix.rule import Rule
 from harness.matrix.rules import (
     EXCLUSIONS,
     REFUSALS,
-    Rule,
     exclusions,
     expected_refusal,
     explain,
@@ -86,6 +86,11 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("evaluation_is_eager", {"evaluate": True, "compile": "graph"}),
     ("torchtitan_evaluates_other_tokens", {"target": "torchtitan", "evaluate": True}),
     ("torchtitan_evaluates_other_tokens", {"target": "torchtitan_0_3", "evaluate": True}),
+    ("resume_needs_two_steps", {"resume": "same", "steps": 1}),
+    ("resume_is_eager", {"resume": "same", "compile": "graph"}),
+    ("resharding_needs_another_layout", {"resume": "resharded", "dp_shard": 2}),
+    ("torchtitan_resumes_at_start", {"target": "torchtitan", "resume": "same"}),
+    ("torchtitan_resumes_at_start", {"target": "torchtitan_0_3", "resume": "same"}),
     ("torchtitan_reduces_in_float32", {"target": "torchtitan", "reduce_dtype": "bfloat16", "dp_shard": 2}),
     ("tp_styles_need_tp", {"recipe": "tensorwise", "tp_styles": "float8"}),
     ("tp_styles_need_tensorwise", {"recipe": "rowwise", "tp_styles": "float8", "tp": 2}),

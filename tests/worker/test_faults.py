@@ -62,6 +62,7 @@ def changes(found: Sequence[RankTrace], clean: Sequence[RankTrace]) -> set[str]:
         "memory": differ("saved_memory"),
         "graphs": differ("graphs"),
         "state": differ("state"),
+        "resumed": differ("resumed"),
     }
     return {name for name, is_seen in seen.items() if is_seen}
 

@@ -20,6 +20,7 @@ from harness.worker.faults import (
     execution,
     kept,
     labels,
+    resuming,
     shapes,
     stale,
     training,
@@ -33,7 +34,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "D": (communication, bias),
     "E": (execution,),
     "F": (shapes,),
-    "G": (training, clipping, bias, labels),
+    "G": (training, clipping, bias, labels, resuming),
     "H": (compiled,),
     "I": (kept,),
 }

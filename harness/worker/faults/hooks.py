@@ -120,14 +120,24 @@ def after_build(change: Callable[[Any], object]) -> None:
     wrap(train, "prepare", make)
 
 
-def around_evaluation(change: Callable[[Callable[[], Any], nn.Module], Any]) -> None:
+Around = Callable[[Callable[[], Any], nn.Module], Any]
+
+
+def around_evaluation(change: Around) -> None:
     """Replace every evaluation by `change(stock, model)`, which returns its loss."""
+    after_build(lambda target: around(target, "evaluate", change))
 
-    def replace(target: Any) -> None:
-        stock = target.evaluate
-        target.evaluate = lambda *batches: change(functools.partial(stock, *batches), target.model)
 
-    after_build(replace)
+def around_load(change: Around) -> None:
+    """Replace every load of a state by `change(stock, model)`."""
+    after_build(lambda target: around(target, "load", change))
+
+
+def around(target: Any, method: str, change: Around) -> None:
+    """Replace a method of one target by `change(stock, model)`."""
+    stock = getattr(target, method, None)
+    if stock is not None:
+        setattr(target, method, lambda *args: change(functools.partial(stock, *args), target.model))
 
 
 def after_backward(change: Callable[[nn.Module, int], None]) -> None:

@@ -15,6 +15,7 @@ from harness.worker.discovery import converted_linears, linears
 from harness.worker.faults.hooks import (
     after_backward,
     around_evaluation,
+    around_load,
     counted_steps,
     float8_part,
     local,
@@ -110,6 +111,18 @@ def precomputed_scale_stale_in_evaluation() -> None:
 def _set_scales(shards: Sequence[Any], scales: Sequence[Any]) -> None:
     for shard, scale in zip(shards, scales, strict=True):
         shard._precomputed_scale = scale
+
+
+def precomputed_scale_stale_after_load() -> None:
+    """Scales are precomputed for the initial weights, and not again for those that are loaded."""
+
+    def load(stock: Callable[[], Any], model: nn.Module) -> None:
+        fsdp_utils.precompute_float8_dynamic_scale_for_fsdp(model)
+        initial = [shard._precomputed_scale for shard in _weight_shards(model)]
+        stock()
+        _set_scales(_weight_shards(model), initial)
+
+    around_load(load)
 
 
 def old_weight_in_evaluation() -> None:

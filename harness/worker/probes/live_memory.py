@@ -27,6 +27,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.trace.traffic import LiveMemory, LiveTensor, Moment
 from harness.worker.probes.gathered import fsdp_params, local_part
+from harness.worker.probes.optimizers import optimizers_of
 from harness.worker.probes.own import is_own
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
@@ -70,6 +71,7 @@ class Census:
     def attach(self, model: nn.Module) -> None:
         """The model is built. Tensors of integers that exist now are data: tokens, and the ranks of meshes."""
         self._model = model
+        self._optimizers = optimizers_of(model)
         found = _alive(explained=())
         self._data = [StorageWeakRef(live.tensor.untyped_storage()) for live in found if _is_integer(live.tensor)]
 

@@ -43,6 +43,8 @@ def build_target(case: Case, world: World) -> Target:
     if case.train.ignored_tokens != "none":
         for name in ("step", *(["evaluate"] if case.train.evaluate else [])):
             _require_labels(name, getattr(built, name))
+    if case.train.resume != "none":
+        _require_resuming(built)
     _require_parameters(built.model)
     target: Target = built
     return target
@@ -81,6 +83,16 @@ def _require_labels(name: str, method: Callable[..., Any]) -> None:
             f"give it `def {name}(self, microbatches, labels=None)`, with labels of -100 where the loss leaves a token "
             f"out, or leave `ignored_tokens` out of the case; {_INTERFACE}",
         ) from error
+
+
+def _require_resuming(built: Any) -> None:
+    missing = [name for name in ("save", "load") if not callable(getattr(built, name, None))]
+    if missing:
+        raise TargetMisfit(
+            f"build() returned {_kind(built)} without a method `{missing[0]}`, and the case is resumed.",
+            "give it `def save(self, folder)` and `def load(self, folder)`, or leave `resume` out of the case; "
+            + _INTERFACE,
+        )
 
 
 def _require_parameters(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ What is stated must be found exactly, what is not is free. `statement.py` reads 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -64,3 +65,16 @@ class Evaluates(Target, Protocol):
 
     def evaluate(self, microbatches: Sequence[torch.Tensor]) -> torch.Tensor | float:
         """The loss that `step` would return of `microbatches`, in evaluation mode, without gradients or an update."""
+
+
+class Resumes(Target, Protocol):
+    """A target that trains cases with `resume`."""
+
+    def save(self, folder: Path) -> None:
+        """Write all that training goes on from into a folder that all ranks share and that does not exist yet."""
+
+    def load(self, folder: Path) -> None:
+        """Read it, as a target that has not trained. What is derived from weights, such as scales, is made again.
+
+        It may have been saved by another layout of as many ranks.
+        """

@@ -10,6 +10,7 @@ that of the logical tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.matrix.case import Case
 from harness.worker.targets.reference.checkpointing import apply_checkpointing
+from harness.worker.targets.reference.checkpoints import load_state, save_state
 from harness.worker.targets.reference.clipping import clip_gradients
 from harness.worker.targets.reference.compiled import apply_compile
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert
@@ -74,6 +76,15 @@ class ReferenceTarget:
         labels = labels or [tokens[:, 1:] for tokens in microbatches]
         batches = [Batch(tokens[:, :-1], own) for tokens, own in zip(microbatches, labels, strict=True)]
         return batches, global_token_count(batches, self._meshes.dp, self._case)
+
+    def save(self, folder: Path) -> None:
+        """Write the state of model and optimizer."""
+        save_state(self.model, self.optimizer, folder)
+
+    def load(self, folder: Path) -> None:
+        """Read it. Weights have changed as by an update, so precomputed scales are those of other weights."""
+        load_state(self.model, self.optimizer, folder)
+        after_optimizer_step(self.model, self._case.float8)
 
     def _global_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         tp = self._meshes.tp

@@ -1,0 +1,73 @@
+"""Resume: is the state that was loaded the one that was saved, every bit of it, in every layout that loaded it?
+
+Steps that follow are judged as those of any run: nothing but the state is handed on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+from harness.checks.ranks import traces_by_rank
+from harness.checks.witnesses import Witnesses
+from harness.matrix.case import Case
+from harness.matrix.caseid import layout_id
+from harness.matrix.resumed import resumed_in
+from harness.plural import counted
+from harness.trace import RankTrace, Run
+from harness.trace.resumed import Resumed
+from harness.verdict import Finding
+
+NAME = "resume"
+
+
+def check_resume(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
+    """The first layout that holds another state than the one that was saved, on the first rank where it does."""
+    del witnesses  # it needs no other run
+    layouts = [layout_id(other.layout) for other in resumed_in(case)]
+    traces = traces_by_rank(run)
+    found = (
+        finding
+        for number, layout in enumerate(layouts)
+        for trace in traces
+        for finding in _differences(trace, number, layout)
+    )
+    return list(itertools.islice(found, 1))
+
+
+def _differences(trace: RankTrace, number: int, layout: str) -> Iterator[Finding]:
+    resumed = trace.resumed
+    if resumed is None or len(resumed.loaded) <= number:
+        yield Finding(
+            check=NAME,
+            message=f"no state was loaded by {layout}",
+            rank=trace.rank,
+            expected="the state that was saved",
+            found="none",
+        )
+        return
+    saved, loaded = resumed.saved, resumed.loaded[number]
+    wrong = [name for name in sorted(saved.keys() | loaded.keys()) if saved.get(name) != loaded.get(name)]
+    if wrong:
+        yield _finding(trace.rank, resumed, number, layout, wrong)
+
+
+def _finding(rank: int, resumed: Resumed, number: int, layout: str, wrong: list[str]) -> Finding:
+    first = wrong[0]
+    whats = Counter(name.partition(" ")[2] for name in wrong)
+    words = ", ".join(
+        f"{what} of {counted(count, 'parameter')}" if what else f"the values of {counted(count, 'parameter')}"
+        for what, count in whats.items()
+    )
+    fqn, _, what = first.partition(" ")
+    return Finding(
+        check=NAME,
+        message=f"the state that {layout} loaded is not the one that was saved: {words}; first {what or 'the values'} "
+        f"of {fqn}",
+        step=resumed.after_step + 1,
+        rank=rank,
+        module=fqn,
+        expected=resumed.saved.get(first, "nothing"),
+        found=resumed.loaded[number].get(first, "nothing"),
+    )

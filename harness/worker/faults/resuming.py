@@ -1,0 +1,109 @@
+"""Class G: state that is lost, rounded or misplaced where it is saved or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.worker.faults.hooks import after_build, around, around_load, on_last_rank
+from harness.worker.faults.parts import first_weight
+from harness.worker.probes.optimizers import optimizers_of
+from harness.worker.probes.places import held
+
+
+def _moments(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """What optimizers keep, parameter by parameter."""
+    for optimizer in optimizers_of(model):
+        yield from optimizer.state.values()
+
+
+def optimizer_state_not_loaded() -> None:
+    """The optimizer goes on without moments."""
+
+    def load(stock: Callable[[], object], model: nn.Module) -> None:
+        stock()
+        for optimizer in optimizers_of(model):
+            optimizer.state.clear()
+
+    around_load(load)
+
+
+def optimizer_step_count_lost() -> None:
+    """The moments are loaded, and the optimizer counts its steps from the first again."""
+
+    def load(stock: Callable[[], object], model: nn.Module) -> None:
+        stock()
+        for kept in _moments(model):
+            kept["step"].zero_()
+
+    around_load(load)
+
+
+def moments_rounded_by_checkpoint() -> None:
+    """Moments are saved in bfloat16."""
+
+    def load(stock: Callable[[], object], model: nn.Module) -> None:
+        stock()
+        for kept in _moments(model):
+            for moment in (held(value) for name, value in kept.items() if name != "step"):
+                moment.copy_(moment.bfloat16())
+
+    around_load(load)
+
+
+def learning_rate_lost_by_load() -> None:
+    """The learning rate is another one than when the state was saved."""
+
+    def load(stock: Callable[[], object], model: nn.Module) -> None:
+        stock()
+        for optimizer in optimizers_of(model):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.1
+
+    around_load(load)
+
+
+def weight_of_one_rank_not_loaded() -> None:
+    """The last rank keeps its part of one weight as it was initialised."""
+
+    def load(stock: Callable[[], object], model: nn.Module) -> None:
+        weight = held(first_weight(model))
+        initial = weight.clone()
+        stock()
+        if on_last_rank():
+            held(first_weight(model)).copy_(initial)
+
+    around_load(load)
+
+
+def resharded_rows_in_another_order() -> None:
+    """The layout that only loads the state and saves it again has the rows of a weight in an order of its own."""
+    built = [0]
+
+    def roll(model: nn.Module, places: int) -> None:
+        weight = held(first_weight(model))
+        weight.copy_(weight.roll(places, 0))
+
+    def load(stock: Callable[[], object], model: nn.Module) -> None:
+        stock()
+        roll(model, 1)
+
+    def save(stock: Callable[[], object], model: nn.Module) -> None:
+        roll(model, -1)
+        stock()
+
+    def change(target: Any) -> None:
+        built[0] += 1
+        if built[0] == 2:  # the first trains before the state is saved, the last behind it
+            around(target, "load", load)
+            around(target, "save", save)
+
+    after_build(change)
+
+
+def float8_weights_not_safe_to_load() -> None:
+    """The class of weights that FSDP2 casts is not among those that torch may load."""
+    torch.serialization.clear_safe_globals()

@@ -1,0 +1,75 @@
+"""Resuming: the state of a target is saved, and loaded into others that are built anew. The last of them trains on.
+
+The whole state is digested before and after, so that it can be compared across layouts, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from harness.trace.resumed import Resumed, State
+from harness.worker.probes.digests import ordered_digest
+from harness.worker.probes.optimizers import optimizers_of
+from harness.worker.probes.places import held
+from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.sketches import clean_fqn
+from harness.worker.targets.target import Resumes, Target
+from harness.worker.virtual.collectives import unobserved
+
+
+def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step: int) -> Resumed:
+    """Save what was trained for `step` steps, load it into the first target, save that, and so on, under `folder`."""
+    saved, loaded = state_of(trained.model), []
+    for number, target in enumerate(targets):
+        place = folder / f"checkpoint-{number}"
+        cast("Resumes", trained).save(place)
+        dist.barrier()
+        cast("Resumes", target).load(place)
+        loaded.append(state_of(target.model))
+        trained = target
+    return Resumed(after_step=step, saved=saved, loaded=tuple(loaded))
+
+
+@torch.no_grad()
+@unobserved()
+def state_of(model: nn.Module) -> State:
+    """Every parameter of a model, and what its optimizers keep of it and have for options. All ranks must call it."""
+    values = dict(sorted(_values(model), key=lambda each: each[0]))
+    return {name: _written(value) for name, value in values.items()}
+
+
+def _values(model: nn.Module) -> Iterator[tuple[str, object]]:
+    optimizers = optimizers_of(model)
+    for name, param in model.named_parameters():
+        fqn = clean_fqn(name)
+        yield fqn, param
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if any(param is each for each in group["params"]):
+                    yield from ((f"{fqn} {option}", value) for option, value in group.items() if option != "params")
+            for kept, value in optimizer.state.get(param, {}).items():
+                yield f"{fqn} {kept}", value
+
+
+def _written(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    whole = _whole(value)
+    return f"{dtype_name(whole.dtype)} {list(whole.shape)} {ordered_digest(whole)}"
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The logical tensor, without the subclass that FSDP2 casts."""
+    local: Any = held(tensor)
+    if not isinstance(tensor, DTensor):
+        return cast("torch.Tensor", local)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    ).full_tensor()

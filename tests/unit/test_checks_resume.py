@@ -1,0 +1,106 @@
+"""The check `resume`: what is loaded is what was saved. Which layouts load it, and which runs are not resumed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from msgspec.structs import replace
+
+from harness.checks.resume import check_resume
+from harness.expect.records import not_judged
+from harness.matrix.case import Layout
+from harness.matrix.caseid import case_id, family_id, layout_id, parse_case_id, reference_case, solo_case, twin_case
+from harness.matrix.resumed import other_layout, resumed_in
+from harness.matrix.rules import exclusions
+from harness.trace.resumed import Resumed, State
+from harness.verdict import Finding
+from tests.builders import make_case, make_trace, make_witnesses, run_of
+from tests.strategies import POSSIBLE_CASES
+
+CASE = make_case(tp=2, resume="resharded", steps=4)
+SAVED: State = {"norm.weight": "float32 [4] a", "norm.weight step": "2.0", "wq.weight": "float32 [4, 4] b"}
+
+
+def check(*loaded: State, rank: int = 1) -> list[Finding]:
+    fine = Resumed(after_step=2, saved=SAVED, loaded=(SAVED, SAVED))
+    wrong = replace(fine, loaded=loaded)
+    traces = [make_trace(rank=each, losses=[8.0, 7.9]) for each in (0, 1)]
+    traces = [replace(trace, resumed=wrong if trace.rank == rank else fine) for trace in traces]
+    return check_resume(CASE, run_of(*traces), make_witnesses(CASE))
+
+
+def test_the_saved_state_has_no_findings() -> None:
+    assert check(SAVED, SAVED) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("layout", "loaded"),
+    [("fsdp2", ({**SAVED, "norm.weight step": "0.0"}, SAVED)), ("tp2", (SAVED, {**SAVED, "norm.weight step": "0.0"}))],
+)
+def test_a_value_that_differs_is_named_with_the_layout_that_loaded_it(
+    layout: str, loaded: tuple[State, ...], rank: int
+) -> None:
+    (finding,) = check(*loaded, rank=rank)
+    assert finding.message == (
+        f"the state that {layout} loaded is not the one that was saved: step of 1 parameter; first step of norm.weight"
+    )
+    assert (finding.step, finding.rank, finding.module) == (3, rank, "norm.weight")
+    assert (finding.expected, finding.found) == ("2.0", "0.0")
+
+
+def test_what_is_only_saved_or_only_loaded_differs() -> None:
+    (finding,) = check({"norm.weight": "float32 [4] a", "new.weight": "float32 [1] c"}, SAVED)
+    assert "the values of 2 parameters, step of 1 parameter; first the values of new.weight" in finding.message
+    assert (finding.expected, finding.found) == ("nothing", "float32 [1] c")
+
+
+def test_a_state_that_is_not_loaded_everywhere_is_found() -> None:
+    (finding,) = check(SAVED)
+    assert finding.message == "no state was loaded by tp2"
+    trace = make_trace(rank=0, losses=[8.0])
+    (finding,) = check_resume(CASE, run_of(trace), make_witnesses(CASE))
+    assert finding.message == "no state was loaded by fsdp2"
+
+
+def test_without_resuming_nothing_is_judged() -> None:
+    assert "resume" in not_judged(make_case())
+    assert "resume" not in not_judged(CASE)
+
+
+def test_witnesses_and_goldens_are_not_resumed() -> None:
+    plain = parse_case_id("fsdp2-tp2-rowwise-v2048-s2-b16")
+    for word in ("resume", "resume.resharded"):
+        case = parse_case_id(f"fsdp2-tp2-rowwise-v2048-s2-{word}-b16")
+        for made in (solo_case, twin_case, reference_case):
+            assert made(case) == made(plain)
+        assert family_id(case) == family_id(plain)
+
+
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [
+        (Layout(tp=2), "fsdp2"),
+        (Layout(dp_shard=2, tp=2), "fsdp4"),
+        (Layout(dp_replicate=2, dp_shard=2), "fsdp4"),
+        (Layout(dp_shard=4), "hsdp2x2"),
+        (Layout(dp_shard=2), None),
+        (Layout(), None),
+    ],
+)
+def test_the_other_layout(layout: Layout, other: str | None) -> None:
+    found = other_layout(layout)
+    assert (None if found is None else layout_id(found)) == other
+
+
+@given(POSSIBLE_CASES)
+def test_state_is_loaded_by_possible_cases_of_the_same_ranks_and_last_by_the_case(case: object) -> None:
+    assert isinstance(case, type(CASE))
+    targets = resumed_in(case)
+    assert len(targets) == {"none": 0, "same": 1, "resharded": 2}[case.train.resume]
+    assert targets[-1:] in ((), (case,))
+    for other in targets[:-1]:
+        assert other.world_size == case.world_size
+        assert other.layout != case.layout
+        assert not resumed_in(other)
+        assert not exclusions(other), case_id(other)
