@@ -12,7 +12,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What a run was made with, as `running/fingerprint.py` finds it. Names no user, host or path."""
 
     packages: Mapping[str, str] = {}  # versions of fp8-harness, torch, torchao, numpy, …; python
-    contents: Mapping[str, str] = {}  # digests of the sources of packages that are installed from a checkout or edited
+    contents: Mapping[str, str] = {}  # digests of the sources of packages that are installed from a checkout
+    targets: Mapping[str, str] = {}  # digests of the sources of the user's own targets
+    injected: tuple[str, ...] = ()  # what --inject calls in every rank, each with a digest of its file
     device: str = ""  # "cpu" or the name of the GPU
     driver: str = ""  # of the GPU
     cpu: str = ""  # model and extensions
@@ -42,9 +44,11 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def words(self) -> Mapping[str, str]:
         """Every fact under one name: packages by theirs, sources as "torchao sources"."""
-        facts = {name: str(getattr(self, name)) for name in self.__struct_fields__ if name not in _BY_PACKAGE}
-        sources = {f"{name} sources": digest for name, digest in self.contents.items()}
-        return {name: value for name, value in {**self.packages, **sources, **facts}.items() if value not in ("", "0")}
+        facts = {name: str(getattr(self, name)) for name in self.__struct_fields__ if name not in _SEVERAL}
+        sources = {f"{name} sources": digest for name, digest in (*self.contents.items(), *self.targets.items())}
+        injected = {"injected": "; ".join(self.injected)}
+        named = {**self.packages, **sources, **facts, **injected}
+        return {name: value for name, value in named.items() if value not in ("", "0")}
 
 
-_BY_PACKAGE = ("packages", "contents")
+_SEVERAL = ("packages", "contents", "targets", "injected")

@@ -41,7 +41,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The numbers of one run. None, or empty: not recorded, or not compared.
 
     `curves` are of "case" and of what it was compared with: "golden" and "twin" (BF16), "solo" (the same recipe on one
-    rank). `digests` are equal where every bit is: of "casts", "matmuls", "gradients" and "parameters".
+    rank). `digests` are equal where every bit is: of "casts", "matmuls", "gradients" and "parameters". Of a cast in a
+    compiled graph it is known neither in which block it is nor how much it flushes: it counts in `digests` alone.
     """
 
     curves: Mapping[str, Curve] = {}

@@ -58,7 +58,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     start = RunStart(
         cases=tuple(map(case_id, cases)),
         options=plan.given,
-        environment=environment(plan, project.root),
+        environment=environment(plan, project.root, (case.target for case in cases)),
         name=plan.name,
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         left_out=left_out,

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from harness.checks.assembly import largest
-from harness.checks.parity import worst_distances
+from harness.checks.parity import rounded, worst_distances
 from harness.checks.ranks import traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
@@ -33,7 +33,7 @@ def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = N
         curves=found,
         allowed_loss=() if golden is None or witnesses.tolerance is None else witnesses.tolerance.per_step,
         loss_distance=_apart(found["case"], found["golden"]) if golden is not None else None,
-        parity=_worst(worst_distances(run, solo, steps=range(1, case.train.steps + 1))) if solo is not None else None,
+        parity=_parity(case, run, solo) if solo is not None else None,
         local_parity=_worst([each.distance for each in replayed if each.problem is None]),
         scaled_mm_calls=sum(step.scaled_mm_calls for trace in traces for step in trace.steps),
         wire=_wire(traces),
@@ -53,6 +53,12 @@ def _curve(run: Run | None) -> Curve | None:
 
 def _apart(found: Curve, golden: Curve) -> float | None:
     return _worst([abs(loss - reference) for loss, reference in zip(found.losses, golden.losses, strict=False)])
+
+
+def _parity(case: Case, run: Run, solo: Run) -> float | None:
+    sketches = (sketch for trace in solo.traces for sketch in trace.sketches or ())
+    steps = sorted({sketch.step for sketch in sketches if sketch.kind == "grad"})
+    return _worst(worst_distances(run, solo, steps=steps, ignored=rounded(case)))
 
 
 def _worst(values: Sequence[float]) -> float | None:
@@ -93,6 +99,9 @@ def _digests(traces: Sequence[RankTrace]) -> Mapping[str, str]:
         for matmul in operands.matmuls if operands is not None else ():
             of_matmul = (matmul.step, trace.rank, matmul.fqn, matmul.gemm, matmul.m, matmul.k, matmul.n)
             parts["matmuls"].append(repr((*of_matmul, matmul.a_digest, matmul.b_digest)))
+        graphs = trace.graphs
+        for seen in (*(graphs.casts or ()), *graphs.unknown_casts) if graphs is not None else ():
+            parts["casts"].append(repr((trace.rank, seen)))
         for sketch in trace.sketches or ():
             kind = "gradients" if sketch.kind == "grad" else "parameters"
             parts[kind].append(repr((sketch.step, trace.rank, sketch.fqn, sketch.digest)))

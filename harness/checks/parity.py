@@ -7,6 +7,7 @@ directly, because AdamW hides a gradient of the wrong magnitude.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 
 import msgspec
@@ -101,7 +102,7 @@ def worst_distance(run: Run, solo: Run, *, step: int) -> float:
     return worst_distances(run, solo, steps=range(step, step + 1))[0]
 
 
-def worst_distances(run: Run, solo: Run, *, steps: range, ignored: float = 0.0) -> tuple[float, ...]:
+def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float = 0.0) -> tuple[float, ...]:
     """The largest relative distance of any gradient at every one of `steps`; NaN where no gradient was compared."""
     found, expected = assemble(run.traces), assemble(solo.traces)
     return tuple(largest(_distances(found, expected, step, "grad", ignored).values()) for step in steps)

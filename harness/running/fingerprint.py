@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -18,19 +19,25 @@ from harness.running.machine import (
     driver_version,
 )
 from harness.running.plan import Plan
+from harness.running.target_source import own_source_digest
 from harness.running.witness_key import installed_source
 
 PACKAGES = ("fp8-harness", "torch", "torchao", "torchtitan", "numpy", "triton")
 _MODULES = {"fp8-harness": "harness"}
 
 
-def environment(plan: Plan, root: Path) -> Environment:
-    """The environment of a run by this plan in the project at `root`. Reads the sources of editable installs."""
+def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environment:
+    """The environment of a run by this plan in the project at `root` that trains these targets.
+
+    Reads the sources of editable installs and of targets of the user's own.
+    """
     found = {name: each for name in PACKAGES if (each := _installed(name)) is not None}
     digests = {name: _digest(name) for name, each in found.items() if _is_editable(each)}
     return Environment(
         packages={**{name: each.version for name, each in found.items()}, "python": platform.python_version()},
         contents={name: digest for name, digest in digests.items() if digest},
+        targets={name: digest for name in sorted(set(targets)) if (digest := own_source_digest(name, root))},
+        injected=tuple(Path(each.content).name for each in plan.injections),
         device=device_name(plan.device),
         driver=driver_version() if plan.device == "cuda" else "",
         cpu=cpu_extensions(),

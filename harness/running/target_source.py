@@ -59,6 +59,12 @@ def target_file(target: str, root: Path) -> str:
     return next((str(path) for path in _files(target, folders) if path.as_posix().endswith(endings)), target)
 
 
+def own_source_digest(target: str, root: Path) -> str:
+    """A digest of the package of a target of the user's own, equal on any machine; empty for targets of the harness."""
+    files = [] if target in MODULES else _files(target, search_path(root))
+    return source_digest(files[0].parent, files)[:16] if files else ""
+
+
 @functools.cache
 def target_digest(target: str, root: Path) -> str:
     """A digest of what a target computes with, besides torch and the harness; empty for the reference target."""

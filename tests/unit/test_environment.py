@@ -1,0 +1,137 @@
+"""When two environments are the same, and how a difference is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.environment import Environment
+from harness.running import fingerprint
+from harness.running.fingerprint import environment
+from harness.running.plan import Plan, make_plan
+
+HERE = Environment(
+    packages={"torch": "2.13.0", "torchao": "0.18.0"},
+    contents={"torchao": "abc"},
+    device="cpu",
+    threads=2,
+    commit="1234",
+)
+FIELDS = sorted(set(Environment.__struct_fields__) - {"packages", "contents", "targets", "injected", "threads"})
+
+
+@given(st.dictionaries(st.text(), st.text()), st.randoms())
+def test_the_fingerprint_does_not_depend_on_the_order_of_packages(packages: dict[str, str], random: object) -> None:
+    shuffled = list(packages.items())
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    one, other = (replace(HERE, packages=found, contents=found) for found in (packages, dict(shuffled)))
+    assert one.fingerprint == other.fingerprint and one.differences(other) == ()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_any_field_changes_the_fingerprint_and_is_told(name: str) -> None:
+    other = replace(HERE, **{name: "new"})
+    assert other.fingerprint != HERE.fingerprint
+    assert HERE.differences(other) == (f"{name} {getattr(HERE, name) or 'none'} -> new",)
+
+
+def test_what_has_several_parts_is_told_by_part() -> None:
+    packages = {"torchao": "0.19.0", "numpy": "2.4.0"}
+    changes = {"packages": packages, "contents": {}, "targets": {"mine": "d"}, "injected": ("f.py:g e",), "threads": 4}
+    assert HERE.differences(replace(HERE, **changes)) == (
+        "torch 2.13.0 -> none",
+        "torchao 0.18.0 -> 0.19.0",
+        "torchao sources abc -> none",
+        "threads 2 -> 4",
+        "numpy none -> 2.4.0",
+        "mine sources none -> d",
+        "injected none -> f.py:g e",
+    )
+    for name, value in changes.items():
+        assert replace(HERE, **{name: value}).fingerprint != HERE.fingerprint
+
+
+# What is found on this machine
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    monkeypatch.setenv("FP8_HARNESS_PROGRAM", "tests.acceptance.fake_program")
+    return make_plan(device="cpu")
+
+
+def git(folder: Path, *words: str) -> None:
+    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
+
+
+def test_it_is_the_same_twice_and_names_what_is_there(plan: Plan, tmp_path: Path) -> None:
+    found = environment(plan, tmp_path)
+    assert found == environment(plan, tmp_path)
+    assert {"fp8-harness", "numpy", "python"} <= found.packages.keys()
+    assert (found.device, found.driver, found.engine) == ("cpu", "", "zygote")
+    assert found.threads > 0 and found.commit == "unknown"
+    assert str(tmp_path) not in repr(found)
+
+
+def test_the_commit_and_every_change_of_it_count(plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "case.toml"
+    file.write_text("a")
+    git(tmp_path, "init")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    clean = environment(plan, tmp_path)
+    assert len(clean.commit) == 40 and clean.changes == ""
+    found = []
+    for text in ("b", "c"):
+        file.write_text(text)
+        found.append(environment(plan, tmp_path))
+    assert all(each.commit == f"{clean.commit}-dirty" for each in found)
+    assert len({each.fingerprint for each in (clean, *found)}) == 3
+
+
+def test_a_target_of_the_users_own_counts_by_its_source(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("a = 1\n")
+    first = environment(plan, tmp_path, ("reference", "mine"))
+    assert first.targets.keys() == {"mine"}
+    (tmp_path / "mine.py").write_text("a = 2\n")
+    assert environment(plan, tmp_path, ("mine",)).targets != first.targets
+
+
+def test_an_injection_counts_by_its_name_and_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8_HARNESS_PROGRAM", "tests.acceptance.fake_program")
+    monkeypatch.chdir(tmp_path)
+    patch = tmp_path / "patch.py"
+    patch.write_text("def apply(): pass\n")
+    near, far = (
+        environment(make_plan(device="cpu", injections=(text,)), tmp_path)
+        for text in ("patch.py:apply", f"{patch}:apply")
+    )
+    assert near == far and near.injected[0].startswith("patch.py:apply ")
+    patch.write_text("def apply(): return 1\n")
+    assert environment(make_plan(device="cpu", injections=("patch.py:apply",)), tmp_path).injected != near.injected
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "editable"),
+    [
+        (None, False),
+        ("", False),
+        ("[]", False),
+        (json.dumps({"url": "file:///x", "dir_info": {}}), False),
+        (json.dumps({"url": "file:///x", "dir_info": {"editable": True}}), True),
+    ],
+)
+def test_an_editable_install_is_told(tmp_path: Path, direct_url: str | None, editable: bool) -> None:
+    folder = tmp_path / "x-1.dist-info"
+    folder.mkdir()
+    if direct_url is not None:
+        (folder / "direct_url.json").write_text(direct_url)
+    assert fingerprint._is_editable(PathDistribution(folder)) is editable

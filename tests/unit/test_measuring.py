@@ -1,0 +1,203 @@
+"""The numbers that are kept of a run: they change where one bit of it does, and say nothing where nothing is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import pytest
+from msgspec.structs import replace
+
+from harness.checks.measuring import measured
+from harness.measured import Measured, Sent
+from harness.trace import RankTrace, Run
+from harness.trace.graphs import FusedCall, GraphCast
+from harness.trace.operands import CastRecord, OperandTrace
+from tests.builders import (
+    WQ,
+    make_case,
+    make_cast,
+    make_distance,
+    make_failure,
+    make_golden,
+    make_graphs,
+    make_matmul,
+    make_run,
+    make_saved,
+    make_scale,
+    make_sent,
+    make_sketch,
+    make_tolerance,
+    make_witnesses,
+    run_of,
+    with_casts,
+    with_rank,
+    with_sketches,
+    with_step,
+)
+
+CASE = make_case(recipe="tensorwise", dp_shard=2, steps=3)
+CASTS = (make_cast(), make_cast(index=1, role="weight", amax=4.0))
+
+
+def graph_cast(**changes: object) -> GraphCast:
+    cast = make_cast()
+    numbers = {name: getattr(cast, name) for name in GraphCast.__struct_fields__ if hasattr(cast, name)}
+    return replace(GraphCast(**numbers, order=1, is_weight=False), **changes)
+
+
+def recorded() -> Run:
+    """Two ranks that recorded one of everything."""
+    return make_run(
+        CASE,
+        calls=7,
+        operands=OperandTrace(casts=CASTS, matmuls=(make_matmul(*CASTS, index=2),)),
+        sketches=(make_sketch(WQ), make_sketch(WQ, kind="param")),
+        graphs=make_graphs(casts=(graph_cast(),), calls=(fused(2), fused(3, step=2))),
+        traffic=(make_sent(1), make_sent(2), make_sent(2, kind="all_reduce", op="sum", times=1)),
+        saved_memory=(make_saved(1, 100), make_saved(2, 28)),
+    )
+
+
+def fused(times: int, step: int = 1) -> FusedCall:
+    return FusedCall(
+        step=step,
+        phase="forward",
+        operator="fused_all_gather_matmul",
+        collective="all_gather",
+        times=times,
+        matmuls=1,
+        scaled=False,
+        rows=4,
+        worst=0.0,
+        wrong_rows=0,
+        example=None,
+    )
+
+
+def numbers(run: Run, **witnesses: object) -> Measured:
+    found = measured(CASE, run, make_witnesses(CASE, **witnesses))
+    assert found is not None
+    return found
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    assert before.keys() == after.keys()
+    return {name for name in before if before[name] != after[name]}
+
+
+def last_rank(change: Callable[[RankTrace], RankTrace]) -> Run:
+    return with_rank(recorded(), 1, change)
+
+
+def other_cast(trace: RankTrace, **changes: object) -> RankTrace:
+    assert trace.operands is not None
+    casts = (replace(trace.operands.casts[0], **changes), *trace.operands.casts[1:])
+    return replace(trace, operands=replace(trace.operands, casts=casts))
+
+
+NEXT = make_scale(224.00001525878906)  # one bit above the scale of the cast
+
+
+def test_equal_runs_have_equal_numbers() -> None:
+    assert numbers(recorded()) == numbers(recorded())
+    assert numbers(recorded()).digests.keys() == {"casts", "matmuls", "gradients", "parameters"}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda trace: other_cast(trace, data_digest="datb"), "casts"),
+        (lambda trace: other_cast(trace, scale=NEXT), "casts"),
+        (lambda trace: replace(trace, graphs=make_graphs(casts=(graph_cast(scale=NEXT),))), "casts"),
+        (lambda trace: replace(trace, graphs=make_graphs(casts=(graph_cast(saturated=1),))), "casts"),
+        (
+            lambda trace: replace(
+                trace, operands=OperandTrace(casts=CASTS, matmuls=(make_matmul(*CASTS, index=2, b_digest="x"),))
+            ),
+            "matmuls",
+        ),
+        (
+            lambda trace: replace(trace, sketches=(make_sketch(WQ, digest="x"), make_sketch(WQ, kind="param"))),
+            "gradients",
+        ),
+        (
+            lambda trace: replace(trace, sketches=(make_sketch(WQ), make_sketch(WQ, kind="param", digest="x"))),
+            "parameters",
+        ),
+    ],
+)
+def test_one_bit_of_one_rank_changes_the_digest_of_its_kind(
+    change: Callable[[RankTrace], RankTrace], kind: str
+) -> None:
+    assert changed(numbers(recorded()).digests, numbers(last_rank(change)).digests) == {kind}
+
+
+def test_a_digest_does_not_depend_on_the_order_of_ranks() -> None:
+    run = recorded()
+    assert numbers(run_of(*reversed(run.traces))) == numbers(run)
+
+
+def test_counts_are_of_all_ranks_and_steps() -> None:
+    found = numbers(recorded())
+    assert found.scaled_mm_calls == 2 * 3 * 7
+    assert found.saved_bytes == 2 * 128
+    assert found.fused == {"fused_all_gather_matmul in forward": 10}
+    assert found.wire == {
+        "all_gather in uint8 along dp_shard": Sent(calls=16, payload_bytes=16 * 512),
+        "all_reduce (sum) in uint8 along dp_shard": Sent(calls=2, payload_bytes=2 * 512),
+    }
+
+
+def test_the_range_of_an_operand_is_over_all_of_its_casts() -> None:
+    def louder(cast: CastRecord) -> CastRecord:
+        return (
+            replace(cast, amax=8.0, scale=make_scale(56.0), saturated=512, flushed=256)
+            if cast.role == "input"
+            else cast
+        )
+
+    inputs, weights = numbers(with_casts(recorded(), louder, rank=1)).casts
+    assert (inputs.fqn, inputs.role, inputs.step) == (WQ, "input", 1)
+    assert (inputs.amax, inputs.scale_min, inputs.scale_max) == (8.0, 56.0, 224.0)
+    assert (inputs.saturated, inputs.flushed) == (0.5, 0.25)
+    assert (weights.role, weights.amax, weights.saturated) == ("weight", 4.0, 0.0)
+
+
+def test_nan_is_the_worst_of_all() -> None:
+    golden = make_golden(CASE)
+    run = with_step(recorded(), 0, 2, loss=math.nan)
+    assert math.isnan(numbers(run, golden=golden).loss_distance or 0.0)
+    quiet = with_casts(recorded(), lambda cast: replace(cast, amax=math.nan), rank=1)
+    assert all(math.isnan(each.amax) for each in numbers(quiet).casts)
+    solo = make_run(CASE, sketches=(make_sketch(WQ, value=math.nan),))
+    assert math.isnan(numbers(recorded(), solo=solo).parity or 0.0)
+
+
+def test_what_was_compared_is_kept_with_its_distance() -> None:
+    golden, tolerance = make_golden(CASE, [7.75, 7.75, 7.25]), make_tolerance(0.5, 0.5, 0.5)
+    replay = make_run(CASE, module_distances=(make_distance(distance=0.25), make_distance(distance=9.0, problem="x")))
+    run = with_sketches(recorded(), lambda sketch: replace(sketch, owner=False), rank=1)
+    found = numbers(run, golden=golden, tolerance=tolerance, solo=run_of(run.traces[0]), replay=replay)
+    assert (found.loss_distance, found.parity, found.local_parity) == (0.25, 0.0, 0.25)
+    assert found.allowed_loss == (0.5, 0.5, 0.5)
+    assert found.curves.keys() == {"case", "golden", "solo"}
+    assert found.curves["golden"].losses == (7.75, 7.75, 7.25)
+
+
+def test_gradients_that_only_round_do_not_count() -> None:
+    small, large = make_sketch("bias", value=1e-20), make_sketch(WQ, value=1.0)
+    off = (replace(small, sums=make_sketch("", value=2e-20).sums), large)
+    run, solo = (run_of(replace(make_run(CASE).traces[0], sketches=kept)) for kept in (off, (small, large)))
+    assert numbers(run, solo=solo).parity == 0.0
+
+
+def test_what_was_not_recorded_or_compared_is_none() -> None:
+    found = numbers(make_run(CASE), solo=make_run(CASE))
+    assert (found.loss_distance, found.parity, found.local_parity, found.saved_bytes) == (None, None, None, None)
+    assert (found.digests, found.casts, found.wire, found.fused) == ({}, (), {}, {})
+    assert found.curves.keys() == {"case", "solo"}
+
+
+def test_of_a_run_in_which_nothing_finished_nothing_is_kept() -> None:
+    assert measured(CASE, run_of(make_failure()), make_witnesses(CASE)) is None
