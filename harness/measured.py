@@ -52,7 +52,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     local_parity: float | None = None  # the largest relative distance of a tensor of a module from its replay
     scaled_mm_calls: int | None = None  # of all ranks and steps
     wire: Mapping[str, Sent] = {}  # by kind, dtype and mesh axis: "all_gather in uint8 along dp_shard"
+    expected_wire: Mapping[str, Sent] = {}  # by the formula, without kinds of which it gives only limits
     saved_bytes: int | None = None  # for backward, of all ranks and steps
+    expected_saved_bytes: int | None = None  # by the formula; None where there is none, or where it gives only limits
     fused: Mapping[str, int] = {}  # executions of fused operators, of all ranks and steps
     digests: Mapping[str, str] = {}
     casts: tuple[CastRange, ...] = ()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from harness.checks.assembly import largest
 from harness.checks.parity import rounded, worst_distances
 from harness.checks.ranks import traces_by_rank
 from harness.checks.witnesses import Witnesses
+from harness.expect.expectations import Expectations, version_gap
 from harness.matrix.case import Case
 from harness.measured import CastRange, Curve, Measured, Sent
 from harness.trace import RankTrace, Run
@@ -37,7 +38,9 @@ def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = N
         local_parity=_worst([each.distance for each in replayed if each.problem is None]),
         scaled_mm_calls=sum(step.scaled_mm_calls for trace in traces for step in trace.steps),
         wire=_wire(traces),
+        expected_wire=_expected_wire(witnesses.expect, traces),
         saved_bytes=_saved(traces),
+        expected_saved_bytes=_expected_saved(witnesses.expect, traces),
         fused=_fused(traces),
         digests=_digests(traces),
         casts=_casts(traces),
@@ -73,6 +76,40 @@ def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
         calls[words] += sum(record.sizes.values())
         payload_bytes[words] += record.payload_bytes
     return {words: Sent(calls=calls[words], payload_bytes=payload_bytes[words]) for words in sorted(calls)}
+
+
+def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Sent]:
+    """What the formula says that these ranks send; empty where it does not apply."""
+    if not _applies("traffic", expect, traces) or any(trace.traffic is None for trace in traces):
+        return {}
+    calls: Counter[str] = Counter()
+    payload_bytes: Counter[str] = Counter()
+    limited: set[str] = set()
+    for term in (term for step, rank in _turns(expect, traces) for term in expect.transfers(step=step, rank=rank)):
+        words = collective_words(axis=term.axis, kind=term.kind, op=term.op, dtype=term.dtype)
+        calls[words] += term.times
+        payload_bytes[words] += term.payload_bytes
+        if term.least is not None and expect.case.compile != "none":
+            limited.add(words)
+    exact = sorted(calls.keys() - limited)
+    return {words: Sent(calls=calls[words], payload_bytes=payload_bytes[words]) for words in exact}
+
+
+def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
+    """What the formula says that these ranks save; None where it does not apply."""
+    if not _applies("saved memory", expect, traces) or not expect.saves_exactly or _saved(traces) is None:
+        return None
+    return sum(sum(expect.saved_bytes(step=step, rank=rank).values()) for step, rank in _turns(expect, traces))
+
+
+def _applies(formula: str, expect: Expectations, traces: Sequence[RankTrace]) -> bool:
+    verified = version_gap(formula, traces[0].software) is None
+    return expect.has_formulas and expect.refusal is None and verified
+
+
+def _turns(expect: Expectations, traces: Iterable[RankTrace]) -> Iterator[tuple[int, int]]:
+    """Every step (1-based) of every rank."""
+    return ((step, trace.rank) for trace in traces for step in range(1, expect.case.train.steps + 1))
 
 
 def _saved(traces: Sequence[RankTrace]) -> int | None:

@@ -89,12 +89,15 @@ curves = st.builds(Curve, losses=st.tuples(floats), grad_norms=st.tuples(floats)
 ranges = st.builds(
     CastRange, fqn=texts, role=st.sampled_from(["input", "weight", "grad_output"]), step=st.integers(1, 9)
 )
+sent = st.dictionaries(texts, st.builds(Sent, calls=st.integers(0, 9), payload_bytes=st.integers(0, 9)), max_size=1)
 measurements = st.builds(
     Measured,
     curves=st.dictionaries(st.sampled_from(["case", "golden"]), curves, max_size=2),
     loss_distance=st.none() | floats,
     saved_bytes=st.none() | st.integers(0, 9),
-    wire=st.dictionaries(texts, st.builds(Sent, calls=st.integers(0, 9), payload_bytes=st.integers(0, 9)), max_size=1),
+    expected_saved_bytes=st.none() | st.integers(0, 9),
+    wire=sent,
+    expected_wire=sent,
     casts=st.lists(ranges, max_size=2).map(tuple),
 )
 environments = st.builds(Environment, packages=st.dictionaries(texts, texts, max_size=2), threads=st.integers(0, 9))

@@ -1,0 +1,78 @@
+"""What formulas say of wire and saved bytes is kept with what was measured, where they apply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.checks.measuring import measured
+from harness.expect.expectations import Expectations
+from harness.matrix.case import Case
+from harness.measured import Measured
+from harness.trace.traffic import SavedMemory, TrafficRecord
+from tests.builders import make_case, make_trace, make_witnesses, run_of
+
+FSDP = make_case(recipe="tensorwise", dp_shard=2, steps=3)
+
+
+def measured_of(case: Case, **changes: Any) -> Measured:
+    """The numbers of a run that sends and saves what the formulas say."""
+    expect = Expectations(case)
+    steps, exact = range(1, case.train.steps + 1), expect.saves_exactly
+    traces = [
+        make_trace(
+            case,
+            rank,
+            **{
+                "traffic": tuple(sent for step in steps for sent in records(expect, step, rank)),
+                "saved_memory": tuple(saved(expect, step, rank) for step in steps) if exact else None,
+                **changes,
+            },
+        )
+        for rank in range(case.world_size)
+    ]
+    found = measured(case, run_of(*traces), make_witnesses(case))
+    assert found is not None
+    return found
+
+
+def records(expect: Expectations, step: int, rank: int) -> list[TrafficRecord]:
+    return [
+        TrafficRecord(
+            step=step,
+            axis=term.axis,
+            group_size=2,
+            kind=term.kind,
+            op=term.op,
+            dtype=term.dtype,
+            payload_bytes=term.payload_bytes,
+            sizes={term.elements: term.times},
+        )
+        for term in expect.transfers(step=step, rank=rank)
+    ]
+
+
+def saved(expect: Expectations, step: int, rank: int) -> SavedMemory:
+    by_dtype = expect.saved_bytes(step=step, rank=rank)
+    return SavedMemory(step=step, saved_bytes=sum(by_dtype.values()), float8_bytes=0, by_dtype=by_dtype)
+
+
+def test_a_run_as_the_formulas_say() -> None:
+    found = measured_of(FSDP)
+    assert found.expected_wire == found.wire and len(found.wire) > 1
+    assert found.expected_saved_bytes == found.saved_bytes and found.saved_bytes
+
+
+def test_what_was_not_recorded_has_no_expectation() -> None:
+    assert measured_of(FSDP, traffic=None).expected_wire == {}
+    assert measured_of(FSDP, saved_memory=None).expected_saved_bytes is None
+
+
+def test_formulas_say_nothing_of_other_versions() -> None:
+    found = measured_of(FSDP, software={"torch": "9.0.0", "torchao": "0.18.0"})
+    assert (found.expected_wire, found.expected_saved_bytes) == ({}, None)
+
+
+def test_what_is_only_limited_is_left_out() -> None:
+    found = measured_of(make_case(recipe="tensorwise", tp=2, compile="graph", tp_styles="float8"))
+    assert found.expected_saved_bytes is None
+    assert found.wire.keys() - found.expected_wire.keys() == {"all_reduce (max) in float64 along tp"}
