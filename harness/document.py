@@ -48,7 +48,7 @@ class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
     """A run. `totals` has the number of cases of every verdict, including zeros; `check_totals`, of checks in them.
 
     `witnesses` are those that had to be run; `left_out` are ids that did not fit into `--budget-s`. `name` is that of
-    `--name`. Documents of earlier versions say nothing of the environment.
+    `--name`, `shard` that of `--shard`, such as "2/4". Documents of earlier versions say nothing of the environment.
     """
 
     schema: int
@@ -65,6 +65,7 @@ class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment | None = None
     name: str = ""
     started: str = ""  # UTC, ISO 8601, seconds
+    shard: str = ""
 
 
 def json_report(run: RunResult) -> bytes:
@@ -89,6 +90,7 @@ def run_document(run: RunResult) -> RunDocument:
         environment=run.environment,
         name=run.name,
         started=run.started,
+        shard=run.shard,
     )
 
 

@@ -68,6 +68,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""  # that the user gave it
     started: str = ""  # UTC, ISO 8601, seconds
     left_out: tuple[str, ...] = ()
+    shard: str = ""  # "2/4"; empty: all of it
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,9 +144,8 @@ def _not_run(name: str) -> CaseResult:
 
 def with_start(result: RunResult, start: RunStart) -> RunResult:
     """The result with what was known before the run."""
-    return msgspec.structs.replace(
-        result, environment=start.environment, name=start.name, started=start.started, left_out=start.left_out
-    )
+    facts = {name: getattr(start, name) for name in ("environment", "name", "started", "left_out", "shard")}
+    return msgspec.structs.replace(result, **facts)
 
 
 class _Start(RunStart, frozen=True, kw_only=True):

@@ -62,6 +62,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
         name=plan.name,
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         left_out=left_out,
+        shard="" if query.shard is None else query.shard.text,
     )
     store = RunStore(project.new_run_folder())
     storing = _Storing(store, progress)
@@ -76,7 +77,9 @@ def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tupl
     cases, excluded = select_for_target(project, query)
     for reason, count in excluded.items():
         progress.note(f"left out, {count} of the cases: {reason}.")
-    if query.budget_s is None:
+    if query.shard is not None and not cases:
+        progress.note(f"shard {query.shard.text} has no case: fewer cases than shards are selected.")
+    if query.budget_s is None or not cases:
         return cases, ()
     found = cases_within(project, cases, select_sources(project, query), query.budget_s)
     progress.note(f"budget of {query.budget_s:g} s: {len(found.cases)} of {len(cases)} cases.")

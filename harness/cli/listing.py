@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from harness.cli.options import query_options, root_option
+from harness.cli.options import query_options, root_option, shard_option
 from harness.project import Project, find_project
 
 if TYPE_CHECKING:
+    from harness.matrix.shard import Shard
     from harness.running.selection import Query
 
 _EPILOG = """\b
 Examples:
   fp8-harness list                        the smoke tier
   fp8-harness list pr --select 'tp=4,8'   cases of tier pr with TP 4 or 8
+  fp8-harness list pr --shard 1/4         the first of four parts that take as long as each other
   fp8-harness list pr --why               what every case of a chosen tier is there for
   fp8-harness list my/cases.toml --json   a file of your own, for a program
 """
@@ -23,6 +25,7 @@ Examples:
 
 @click.command("list", epilog=_EPILOG)
 @query_options
+@shard_option
 @root_option
 @click.option("--why", is_flag=True, help="Print also what each case is expected to cost and what it is there for.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -33,6 +36,7 @@ def list_command(  # noqa: PLR0913  one parameter an option
     case_ids: tuple[str, ...],
     expressions: tuple[str, ...],
     target: str | None,
+    shard: Shard | None,
     root: str | None,
     why: bool,
     as_json: bool,
@@ -42,7 +46,7 @@ def list_command(  # noqa: PLR0913  one parameter an option
     from harness.plural import counted
     from harness.running.selection import Query, select_cases
 
-    query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, target=target)
+    query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, target=target, shard=shard)
     project = find_project(root)
     cases = select_cases(project, query)
     reasons = _reasons(project, query) if why else {}

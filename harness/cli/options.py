@@ -45,6 +45,18 @@ def query_options(command: Command) -> Command:
     return command
 
 
+def shard_option(command: Command) -> Command:
+    """`--shard I/N`: which part of the cases."""
+
+    def parsed(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+        from harness.matrix.shard import parse_shard
+
+        return None if value is None else parse_shard(value)
+
+    text = "Part I of N of these cases, of nearly equal CPU seconds, the same on every machine."
+    return click.option("--shard", metavar="I/N", callback=parsed, help=text)(command)
+
+
 def plan_options(command: Command) -> Command:
     """`--device --engine -j --slots --timeout-s`: how cases are run."""
     for decorate in reversed(

@@ -12,11 +12,12 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from harness.cli.options import plan_options, query_options, root_option
+from harness.cli.options import plan_options, query_options, root_option, shard_option
 from harness.document import json_report
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.hints import rerun_failed as rerun_command
+from harness.matrix.shard import Shard
 from harness.project import Project, find_project
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
@@ -40,6 +41,7 @@ Examples:
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run --case tp4-rowwise-v2256-f32  one case
   fp8-harness run pr --budget-s 60              what covers most in a minute
+  fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts, for `results merge`
   fp8-harness run pr --target my_pkg.my_target  by a trainer of your own
   fp8-harness run --rerun-failed                what was not good in the last run
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
@@ -57,6 +59,7 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 @click.command("run", epilog=_EPILOG)
 @query_options
+@shard_option
 @plan_options
 @root_option
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank before it builds.")
@@ -92,6 +95,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     case_ids: tuple[str, ...],
     expressions: tuple[str, ...],
     target: str | None,
+    shard: Shard | None,
     device: str,
     engine: EngineKind,
     jobs: int,
@@ -121,7 +125,12 @@ def run_command(  # noqa: PLR0913  one parameter an option
     for path, _ in outputs:
         _check_folder(path)
     query = Query(
-        sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, target=target, budget_s=budget_s
+        sources=(*sources, *tiers),
+        case_ids=case_ids,
+        expressions=expressions,
+        target=target,
+        budget_s=budget_s,
+        shard=shard,
     )
     project = find_project(root)
     given = _given_options()

@@ -8,7 +8,7 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.cheap_cover import Price, Pricing
+from harness.matrix.cheap_cover import Pricing
 from harness.matrix.choice import carries, contained
 from harness.matrix.faults import Fault
 from harness.matrix.tier import Selection, tier_spaces
@@ -44,7 +44,7 @@ def within_budget(
         fits = {
             name: cost_s
             for name in worth
-            if name not in kept and spent_s + (cost_s := _added_s(prices[name], needed)) <= budget_cpu_s
+            if name not in kept and spent_s + (cost_s := prices[name].beyond(needed)) <= budget_cpu_s
         }
         if not fits:
             break
@@ -75,7 +75,3 @@ def _worth(cases: Sequence[Case], selections: Sequence[Selection], faults: Seque
             goals = contained(case, spaces, file.strength)
             worth[case_id(case)] |= {(file.name, *goal) for goal in goals}
     return worth
-
-
-def _added_s(price: Price, needed: set[str]) -> float:
-    return price.own_s + sum(cost_s for name, cost_s in price.shared_s.items() if name not in needed)

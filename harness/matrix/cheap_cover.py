@@ -26,6 +26,10 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     own_s: float
     shared_s: Mapping[str, float] = {}
 
+    def beyond(self, witnesses: Collection[str]) -> float:
+        """CPU seconds of the case where these witnesses are there already."""
+        return self.own_s + sum(cost_s for name, cost_s in self.shared_s.items() if name not in witnesses)
+
 
 Pricing = Callable[[Case], Price]
 Goal = tuple[int, Combination]  # a combination of values in one of the spaces

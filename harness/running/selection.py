@@ -12,15 +12,19 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
+from harness.evidence.costs import Costs, read_costs
+from harness.evidence.estimate import estimate
 from harness.hints import explain_case, list_cases
 from harness.matrix.bugfile import cases_of_bugs, holds_bugs
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.cheap_cover import Price, Pricing
 from harness.matrix.chosen import chosen_path, read_chosen
 from harness.matrix.known import KnownFault, read_known
 from harness.matrix.rules import exclusions
 from harness.matrix.selector import parse_selector
+from harness.matrix.shard import Shard, cases_of_shard
 from harness.matrix.targets import MODULES, NAME
 from harness.matrix.tier import Selection, select
 from harness.project import Project
@@ -40,6 +44,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     expressions: tuple[str, ...] = ()  # all must hold
     target: str | None = None  # trains every case in place of its own target
     budget_s: float | None = None  # seconds of wall clock that the run may take; None: as long as it takes
+    shard: Shard | None = None  # the part to run here; None: all of it
 
     @property
     def effective_sources(self) -> tuple[str, ...]:
@@ -50,7 +55,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of a command line that ask for the same cases, but for the budget."""
+        """The words of a command line that ask for the same cases, but for the budget and the shard."""
         cases = (word for case_id in self.case_ids for word in ("--case", case_id))
         selected = (word for text in self.expressions for word in ("--select", text))
         target = () if self.target is None else ("--target", self.target)
@@ -87,7 +92,7 @@ def select_cases(project: Project, query: Query) -> tuple[Case, ...]:
 def select_for_target(project: Project, query: Query) -> tuple[tuple[Case, ...], Mapping[str, int]]:
     """The cases a query asks for, and by the reason how many of its tiers and ids its target cannot train.
 
-    HarnessError when no case is left.
+    HarnessError when no case is left before it is divided into shards.
     """
     asked = _asked(project, query)
     cases = trained_by(query.target, asked)
@@ -99,7 +104,14 @@ def select_for_target(project: Project, query: Query) -> tuple[tuple[Case, ...],
             fix=f"widen the selection; `{list_cases(query.effective_sources)}` shows it.",
         )
     replaced = () if query.target is None else _with_target(query.target, asked)
+    if query.shard is not None:
+        chosen = cases_of_shard(chosen, query.shard, _pricing(read_costs(project.root)))
     return chosen, Counter(rules[0].reason for case in replaced if (rules := exclusions(case)))
+
+
+def _pricing(costs: Costs) -> Pricing:
+    """What a case costs on any machine, whatever was measured on this one."""
+    return lambda case: Price(own_s=estimate(case, costs).case_cpu_s, shared_s=costs.price(case).shared_s)
 
 
 def one_case(project: Project, text: str) -> Case:

@@ -117,6 +117,25 @@ def test_without_a_golden_the_reference_is_run_and_named(project: Command) -> No
     assert case["golden"] == "run here"
 
 
+def test_shards_run_every_case_once_and_say_which_they_are(shared: Command, tmp_path: Path) -> None:
+    ran: list[str] = []
+    for index in range(1, 6):
+        out = tmp_path / f"{index}.json"
+        done = shared.run("run", "smoke", *CPU, "--shard", f"{index}/5", "--json", str(out))
+        assert done.returncode == 0, done.stdout + done.stderr
+        document = json.loads(out.read_text())
+        ids = [case["id"] for case in document["cases"]]
+        assert document["shard"] == f"{index}/5" and document["exit_code"] == 0
+        listed = shared.run("list", "smoke", "--shard", f"{index}/5")
+        assert (listed.returncode, [line.split()[1] for line in listed.stdout.splitlines()]) == (0, ids)
+        assert ("no case: fewer cases than shards" in done.stderr) is (not ids)
+        ran += ids
+    listed = json.loads(shared.run("list", "smoke", "--json").stdout)
+    assert sorted(ran) == sorted(case["id"] for case in listed) and len(ran) == 4
+    assert shared.run("run", "smoke", *CPU, "--shard", "6/5").returncode == 2
+    assert shared.run("run", "smoke", *CPU, "--select", "tp=16", "--shard", "1/2").returncode == 3
+
+
 def test_rerun_failed(project: Command) -> None:
     failing(project, 1)
     done = project.run("run", "--rerun-failed", *CPU)

@@ -1,0 +1,95 @@
+"""Shards: every case in exactly one, on every machine the same, and none with much more to do than the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import HarnessError
+from harness.evidence.costs import read_costs
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.matrix.cheap_cover import Price, Pricing
+from harness.matrix.shard import Shard, cases_of_shard, parse_shard, shards
+from harness.project import find_project
+from harness.running.selection import Query, select_cases
+from tests.builders import make_case
+
+ROOT = Path(__file__).parents[2]
+WITNESSES = st.dictionaries(st.sampled_from("abc"), st.floats(0, 50), max_size=2)
+PRICES = st.lists(st.builds(Price, own_s=st.floats(0.1, 100), shared_s=WITNESSES), min_size=1, max_size=12)
+
+
+def cases(count: int) -> list[Case]:
+    return [make_case(seed=seed) for seed in range(count)]
+
+
+def pricing(prices: list[Price]) -> Pricing:
+    return lambda case: prices[case.train.seed]
+
+
+@given(PRICES, st.integers(1, 15), st.randoms(use_true_random=False))
+def test_every_case_is_in_one_shard_whatever_the_order(prices: list[Price], count: int, random: Random) -> None:
+    given_cases, price = cases(len(prices)), pricing(prices)
+    mixed = list(given_cases)
+    random.shuffle(mixed)
+    parts = shards(given_cases, count, price)
+    assert sorted(name for part in parts for name in part) == sorted(map(case_id, given_cases))
+    assert shards(mixed, count, price) == parts
+    assert all(parts) or count > len(prices), "an empty shard, although there are cases enough"
+    of_each = [cases_of_shard(given_cases, Shard(index=i + 1, count=count), price) for i in range(count)]
+    assert [{case_id(case) for case in part} for part in of_each] == [set(part) for part in parts]
+
+
+@given(PRICES, st.integers(1, 6))
+def test_no_shard_has_more_to_do_than_its_share_and_one_case(prices: list[Price], count: int) -> None:
+    price = pricing(prices)
+    total_s = sum(each.beyond(()) for each in prices)
+    for part in shards(cases(len(prices)), count, price):
+        own_s = sum(price(case).own_s for case in cases(len(prices)) if case_id(case) in part)
+        assert own_s <= total_s / count + max(each.beyond(()) for each in prices) + 1e-9
+
+
+def test_one_dear_case_has_a_shard_of_its_own() -> None:
+    price = pricing([Price(own_s=1.0)] * 6 + [Price(own_s=6.0)])
+    assert sorted(map(len, shards(cases(7), 2, price))) == [1, 6]
+
+
+def test_cases_that_share_a_dear_witness_go_to_one_shard() -> None:
+    price = pricing([Price(own_s=1.0, shared_s={"ab"[seed % 2]: 50.0}) for seed in range(6)])
+    even, odd = sorted(
+        [case.train.seed % 2 for case in cases_of_shard(cases(6), Shard(index=index, count=2), price)]
+        for index in (1, 2)
+    )
+    assert (even, odd) == ([0, 0, 0], [1, 1, 1])
+
+
+def test_a_tier_is_divided_evenly_and_by_stored_costs_alone() -> None:
+    project = find_project(ROOT)
+    price = read_costs(ROOT).price
+    parts = [select_cases(project, Query(sources=("pr",), shard=Shard(index=i, count=4))) for i in range(1, 5)]
+    together = [case for part in parts for case in part]
+    assert sorted(map(case_id, together)) == sorted(map(case_id, select_cases(project, Query(sources=("pr",)))))
+    own_s = [sum(price(case).own_s for case in part) for part in parts]
+    assert max(own_s) < 1.25 * min(own_s)
+
+
+def test_an_empty_shard_selects_nothing() -> None:
+    query = Query(case_ids=("single-bf16-v2048-b16",), shard=Shard(index=2, count=2))
+    assert select_cases(find_project(ROOT), query) == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "0/2", "3/2", "1/0", "-1/2", "1/2/3", "a/b", "1 /2", "\u0661/\u0662", "1/2\n"]
+)
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(HarnessError, match="1/4"):
+        parse_shard(text)
+
+
+def test_a_shard_is_written_as_it_is_read() -> None:
+    assert parse_shard("2/4").text == "2/4"
