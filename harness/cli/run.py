@@ -12,6 +12,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from harness.cli.github import quoted, tell_github
 from harness.cli.options import plan_options, query_options, root_option, shard_option
 from harness.document import json_report
 from harness.durable import WriteFailed, write_whole
@@ -80,6 +81,11 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
 @click.option(
+    "--github/--no-github",
+    envvar="GITHUB_ACTIONS",
+    help="Annotate cases that are not good, and write the summary of the job. Default: in GitHub Actions.",
+)
+@click.option(
     "--save-trace",
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
@@ -111,6 +117,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     json_file: Path | None,
     junit_file: Path | None,
     markdown_file: Path | None,
+    github: bool,
     save_trace: Path | None,
     keep_logs: Path | None,
     quiet: bool,
@@ -153,9 +160,12 @@ def run_command(  # noqa: PLR0913  one parameter an option
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
         report = run(project, query, plan, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
-    if verbose:
-        click.echo(not_judged_text(report.result), nl=False, file=text_file)
-    _print(report.result, text_file, rerun=rerun_command(root=root), quiet=quiet)
+    with quoted(text_file, on=github):
+        if verbose:
+            click.echo(not_judged_text(report.result), nl=False, file=text_file)
+        _print(report.result, text_file, rerun=rerun_command(root=root), quiet=quiet)
+    if github:
+        tell_github(report.result, text_file)
     return _write(report, outputs)
 
 

@@ -1,7 +1,9 @@
 """The JUnit XML report for CI systems: one testcase per case.
 
 `failure`: the case was judged and is not good. `error`: it could not be judged (crash, hang, infra, not run).
-`skipped`: it failed as its recorded upstream fault says. Their text lists the findings.
+`skipped`: it failed as its recorded upstream fault says. Their text lists the findings and the command that reproduces
+them. `system-out`: how ranks failed, with the end of what they printed; of a known fault also the findings, because few
+viewers show the text of a skipped test; of a case that passed as expected, what was expected.
 """
 
 from __future__ import annotations
@@ -52,10 +54,22 @@ def _add_case(group: ElementTree.Element, result: CaseResult, suite: str) -> Non
     if element is not None:
         message = headline(result) or outcome(result)
         verdict = ElementTree.SubElement(case, element, {"type": result.verdict.value, "message": message})
-        verdict.text = "\n".join(findings_texts(result.findings)) or outcome(result)
-    failures = result.run.failures if result.run and element is not None else ()  # of a refusal that passed: none
-    if failures:
-        ElementTree.SubElement(case, "system-out").text = "\n\n".join(failure_text(failure) for failure in failures)
+        verdict.text = "\n".join(_texts(result))
+    output = "\n\n".join(_output(result))
+    if output:
+        ElementTree.SubElement(case, "system-out").text = output
+
+
+def _texts(result: CaseResult) -> list[str]:
+    command = [f"reproduce: {result.command}"] if result.command else []
+    return [*(findings_texts(result.findings) or [outcome(result)]), *map(printable, command)]
+
+
+def _output(result: CaseResult) -> list[str]:
+    if result.verdict is Verdict.PASSED:  # a refusal that passed has failures
+        return list(filter(None, [headline(result)]))
+    failures = [failure_text(failure) for failure in (result.run.failures if result.run else ())]
+    return ["\n".join(_texts(result)), *failures] if result.verdict is Verdict.KNOWN else failures
 
 
 def _add_properties(parent: ElementTree.Element, values: dict[str, str]) -> None:

@@ -302,3 +302,20 @@ def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Command
     assert "1 crash" in done.stderr and "not_run" in done.stderr
     again = project.run("run", "many", "--maxfail", "2", "-q", *CPU)
     assert again.returncode == 1 and "6 passed, 1 crash" in again.stdout
+
+
+def test_github_is_told_what_failed_and_obeys_no_rank(project: Command) -> None:
+    project.planted("bad", 1)
+    summary = project.folder / "summary.md"
+    summary.write_text("before\n")
+    inside = Command(project.folder, {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(summary)})
+    done = inside.run("run", "bad", *CPU)
+    assert done.returncode == 1
+    stop, *said, end, annotation = [line for line in done.stdout.splitlines() if line]
+    assert stop.startswith("::stop-commands::") and end == f"::{stop.removeprefix('::stop-commands::')}::"
+    assert any("planted failure" in line for line in said)
+    assert annotation.startswith("::error title=fsdp2-tensorwise-") and "%0Areproduce: " in annotation
+    assert summary.read_text().startswith("before\n## fp8-harness: not good")
+    assert "::" not in inside.run("run", "smoke", *CPU, "--no-github").stdout
+    out = inside.run("run", "bad", *CPU, "--json", "-")
+    assert json.loads(out.stdout)["exit_code"] == 1 and "::error" in out.stderr

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.checks.stacks import LAST_OUTPUT
 from harness.report.junit import junit_report
 from harness.result import CaseResult, RunResult
 from harness.verdict import Finding, Verdict
@@ -59,11 +60,25 @@ def test_a_known_fault_is_skipped_with_its_text() -> None:
     root = parsed(result(Verdict.KNOWN), result(Verdict.PASSED))
     (skipped,) = root.findall(".//skipped")
     assert skipped.get("message") == "why" and root.get("skipped") == "1" and root.get("tests") == "2"
+    output = root.findtext(".//testcase/system-out") or ""
+    assert "c [rank 2]: why" in output and "reproduce: fp8-harness run --case a" in output
+
+
+def test_a_bad_case_has_the_command_and_the_end_of_the_output_of_ranks() -> None:
+    failure = make_failure(0, traceback=f"Traceback\n{LAST_OUTPUT}\nNCCL gave up")
+    case = parsed(make_result("a", Verdict.CRASH, run=run_of(failure)))
+    assert (case.findtext(".//error") or "").endswith("reproduce: fp8-harness run --case a")
+    assert (case.findtext(".//system-out") or "").endswith("NCCL gave up")
+
+
+def test_a_case_that_passed_as_expected_says_so() -> None:
+    root = parsed(make_result(expectation="output_alignment"))
+    assert root.findtext(".//system-out") == "as expected: output_alignment"
 
 
 def test_a_bad_case_without_findings_still_says_what_it_is() -> None:
     (error,) = parsed(make_result(verdict=Verdict.NOT_RUN)).findall(".//error")
-    assert error.get("message") == "was not run" == error.text
+    assert error.get("message") == "was not run" == (error.text or "").splitlines()[0]
 
 
 @given(st.text(st.characters(codec=None)))
