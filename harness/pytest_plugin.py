@@ -8,7 +8,8 @@ depend on it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +18,34 @@ import pytest
 if TYPE_CHECKING:
     from harness.matrix.case import Case
     from harness.project import Project
-    from harness.result import CaseResult
+    from harness.result import CaseResult, RunResult
     from harness.running.plan import Plan
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the `--fp8-...` options."""
+    """Add the `--fp8-...` options. Each is that of `fp8-harness run`; the others are pytest's own."""
     group = parser.getgroup("fp8-harness", "FP8 parallel training cases")
     group.addoption("--fp8-tier", action="append", default=[], metavar="TIER", help="run the cases of this tier")
-    group.addoption("--fp8-root", metavar="DIR", help="project root with cases/ and golden/")
+    group.addoption("--fp8-select", action="append", default=[], metavar="EXPR", help="keep cases that match")
+    group.addoption("--fp8-target", metavar="NAME", help="train every case by this target")
+    group.addoption("--fp8-shard", metavar="I/N", help="part I of N of the cases, of nearly equal CPU seconds")
     group.addoption("--fp8-device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    group.addoption("--fp8-engine", choices=("zygote", "torchrun"), default="zygote", help="default: zygote")
     group.addoption("--fp8-slots", type=int, metavar="N", help="ranks at the same time on this machine")
-    group.addoption("--fp8-inject", action="append", default=[], metavar="FILE.py:FUNCTION", help="as --inject of run")
     group.addoption("--fp8-timeout-s", type=float, metavar="S", help="seconds for one attempt at a case")
+    group.addoption("--fp8-root", metavar="DIR", help="project root with cases/ and golden/")
+    group.addoption("--fp8-inject", action="append", default=[], metavar="FILE.py:FUNCTION", help="as --inject of run")
+    group.addoption("--fp8-name", default="", metavar="NAME", help="a name for the run, in its JSON")
+    group.addoption("--fp8-json", type=Path, metavar="FILE", help="write the results as JSON")
+    group.addoption("--fp8-markdown", type=Path, metavar="FILE", help="write a summary as markdown")
+    group.addoption("--fp8-save-trace", type=Path, metavar="DIR", help="write scales, norms, … of every case")
+    group.addoption("--fp8-keep-logs", type=Path, metavar="DIR", help="keep output and dumps of ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add the files of `--fp8-tier` to what pytest collects; alone, unless other paths were named too."""
+    if config.getoption("--fp8-json") or config.getoption("--fp8-markdown"):
+        config.pluginmanager.register(_Results(config), "fp8-harness results")
     tiers: list[str] = config.getoption("--fp8-tier")
     if not tiers:
         return
@@ -51,6 +63,25 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     return CaseFileNode.from_parent(parent, path=file_path)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the cases of `--fp8-shard` alone, of all cases that `-k` and node ids left."""
+    text: str | None = config.getoption("--fp8-shard")
+    if text is None:
+        return
+    from harness.matrix.caseid import case_id
+    from harness.matrix.shard import parse_shard
+    from harness.running.selection import in_shard
+
+    with _usage_errors():
+        cases = tuple({item.name: item.case for item in items if isinstance(item, CaseItem)}.values())
+        kept = {case_id(case) for case in in_shard(_project(config), cases, parse_shard(text))}
+    elsewhere = [item for item in items if isinstance(item, CaseItem) and item.name not in kept]
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if item not in elsewhere]
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Close the engine of this process, if a case started one."""
     bench = config.stash.get(_BENCH, None)
@@ -65,10 +96,12 @@ class CaseFileNode(pytest.File):
         """One item for every selected case, named by its id."""
         from harness.errors import HarnessError
         from harness.matrix.caseid import case_id
-        from harness.running.selection import select_file
+        from harness.running.selection import Query, narrowed, select_file
 
+        expressions = tuple(self.config.getoption("--fp8-select"))
+        query = Query(expressions=expressions, target=self.config.getoption("--fp8-target"))
         try:
-            cases = select_file(_project(self.config), self.path).cases
+            cases = narrowed(select_file(_project(self.config), self.path).cases, query)
         except HarnessError as error:
             raise self.CollectError(error.text) from None
         for case in cases:
@@ -81,12 +114,13 @@ class CaseItem(pytest.Item):
     def __init__(self, *, case: Case, **rest: Any) -> None:
         super().__init__(**rest)
         self.case = case
+        self.result: CaseResult | None = None
 
     def runtest(self) -> None:
         """Run and judge the case; anything but `passed` ends in an exception."""
         from harness.verdict import Verdict
 
-        result = _bench(self.session).run(self.case)
+        result = self.result = _bench(self.session).run(self.case)
         self.user_properties += [("verdict", result.verdict.value), ("command", result.command)]
         if result.verdict is Verdict.KNOWN:
             pytest.xfail(f"known: {result.expectation or result.findings[0].message}")
@@ -115,6 +149,65 @@ class CaseNotGood(Exception):
     def __init__(self, result: CaseResult) -> None:
         super().__init__(f"{result.case_id}: {result.verdict.value}")
         self.result = result
+
+
+class _Results:
+    """Gathers the results of all workers of a session, and writes what `run` writes of them."""
+
+    _FIELD = "fp8_harness_result"  # of a report, which pytest-xdist sends from a worker as it is
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._gathered: list[str] = []
+        self._started_s = time.time()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Add the result of a case to its report."""
+        report = yield
+        if isinstance(item, CaseItem) and item.result is not None and report.when == "call":
+            from harness.jsonform import to_json
+
+            vars(report)[self._FIELD] = to_json(item.result).decode()
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the result out of a report, in the process that tells the user."""
+        self._gathered += filter(None, [vars(report).get(self._FIELD)])
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Write the files, in the process that has the reports of all workers."""
+        if hasattr(self._config, "workerinput"):
+            return
+        from harness.document import json_report
+        from harness.durable import write_whole
+        from harness.report.markdown import markdown_report
+
+        run = self._run(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
+        json_file, markdown_file = (self._config.getoption(name) for name in ("--fp8-json", "--fp8-markdown"))
+        if json_file is not None:
+            write_whole(json_file, json_report(run))
+        if markdown_file is not None:
+            write_whole(markdown_file, markdown_report(run).encode())
+
+    def _run(self, *, interrupted: bool) -> RunResult:
+        from harness.jsonform import from_json
+        from harness.result import CaseResult, RunResult
+        from harness.running.fingerprint import environment
+        from harness.workflow import provenance, timestamp
+
+        results = tuple(from_json(text.encode(), CaseResult) for text in self._gathered)
+        plan = _plan(self._config)
+        return RunResult(
+            results=results,
+            wall_s=time.time() - self._started_s,
+            interrupted=interrupted,
+            provenance=provenance(results, plan),
+            environment=environment(plan, _project(self._config).root),
+            name=plan.name,
+            started=timestamp(self._started_s),
+            shard=self._config.getoption("--fp8-shard") or "",
+        )
 
 
 class _Bench:
@@ -171,11 +264,21 @@ def _plan(config: pytest.Config) -> Plan:
     with _usage_errors():
         plan = make_plan(
             device=config.getoption("--fp8-device"),
+            engine=config.getoption("--fp8-engine"),
             slots=config.getoption("--fp8-slots"),
             timeout_s=config.getoption("--fp8-timeout-s"),
             injections=tuple(config.getoption("--fp8-inject")),
         )
-    return msgspec.structs.replace(plan, root_option=config.getoption("--fp8-root"))
+    logs: Path | None = config.getoption("--fp8-keep-logs")
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    return msgspec.structs.replace(
+        plan,
+        root_option=config.getoption("--fp8-root"),
+        logs=None if logs is None else logs.resolve(),
+        traces=config.getoption("--fp8-save-trace"),
+        name=config.getoption("--fp8-name"),
+    )
 
 
 def _is_asked_for(path: Path, config: pytest.Config) -> bool:

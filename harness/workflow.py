@@ -60,7 +60,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
         options=plan.given,
         environment=environment(plan, project.root, (case.target for case in cases)),
         name=plan.name,
-        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        started=timestamp(time.time()),
         left_out=left_out,
         shard="" if query.shard is None else query.shard.text,
     )
@@ -111,7 +111,7 @@ def run_cases(
         results=tuple(results),
         wall_s=time.monotonic() - started_s,
         interrupted=ended.interrupted,
-        provenance=_provenance(results, plan),
+        provenance=provenance(results, plan),
         witnesses=cache.made,
     )
 
@@ -208,7 +208,12 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
         progress.note(f"signatures not recorded: {len(signatures)}. What these cases send and keep is not judged.{fix}")
 
 
-def _provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
+def timestamp(seconds: float) -> str:
+    """A time since the epoch as results have it: UTC, ISO 8601, seconds."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
+
+
+def provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
     """What the run was made with: versions, device, engine, rank program."""
     traces = (trace for result in results if result.run is not None for trace in result.run.traces)
     first = next(traces, None)

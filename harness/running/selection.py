@@ -95,18 +95,27 @@ def select_for_target(project: Project, query: Query) -> tuple[tuple[Case, ...],
     HarnessError when no case is left before it is divided into shards.
     """
     asked = _asked(project, query)
-    cases = trained_by(query.target, asked)
-    chosen = tuple(filter(_wanted(query.expressions), cases))
+    chosen = narrowed(asked, query)
     if not chosen:
         raise NothingSelected(
-            f"no case is selected ({len(cases)} before --select).",
+            f"no case is selected ({len(trained_by(query.target, asked))} before --select).",
             where=_describe(query),
             fix=f"widen the selection; `{list_cases(query.effective_sources)}` shows it.",
         )
     replaced = () if query.target is None else _with_target(query.target, asked)
-    if query.shard is not None:
-        chosen = cases_of_shard(chosen, query.shard, _pricing(read_costs(project.root)))
-    return chosen, Counter(rules[0].reason for case in replaced if (rules := exclusions(case)))
+    return in_shard(project, chosen, query.shard), Counter(
+        rules[0].reason for case in replaced if (rules := exclusions(case))
+    )
+
+
+def narrowed(cases: Sequence[Case], query: Query) -> tuple[Case, ...]:
+    """The cases, each once, trained by the target of the query, that all of its expressions keep."""
+    return tuple(filter(_wanted(query.expressions), trained_by(query.target, cases)))
+
+
+def in_shard(project: Project, cases: tuple[Case, ...], shard: Shard | None) -> tuple[Case, ...]:
+    """The cases of one shard of those given, by the stored costs of the project; all of them without a shard."""
+    return cases if shard is None else cases_of_shard(cases, shard, _pricing(read_costs(project.root)))
 
 
 def _pricing(costs: Costs) -> Pricing:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+import jsonschema
 import pytest
+
+from harness.cli.run import run_command
+from harness.pytest_plugin import pytest_addoption
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
+# Options of `run` that the plugin does not have, and why.
+PYTESTS_OWN = {
+    "--case": "a node id names a case: cases/pr.toml::ID",
+    "--jobs": "-n of pytest-xdist",
+    "--junit": "--junitxml of pytest",
+    "--maxfail": "--maxfail of pytest",
+    "-x": "-x of pytest",
+    "--rerun-failed": "--lf of pytest",
+    "--quiet": "-q of pytest",
+    "--verbose": "-v of pytest",
+    "--github": "plugins of pytest annotate failures of all tests",
+    "--budget-s": "workers would each run the whole budget",
+}
 PLUGIN = ("--fp8-device", "cpu")  # loaded by its entry point, as for every user
 
 
@@ -60,3 +78,67 @@ def test_several_workers(project: Command) -> None:
     done = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "-n", "2", "--fp8-slots", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
+
+
+class FakeParser:
+    """Takes the options that the plugin adds."""
+
+    def __init__(self) -> None:
+        self.added: dict[str, dict[str, Any]] = {}
+
+    def getgroup(self, name: str, description: str) -> FakeParser:
+        return self
+
+    def addoption(self, name: str, **given: Any) -> None:
+        self.added[name.replace("--fp8-", "--")] = given
+
+
+def test_the_options_are_those_of_run_but_for_those_that_pytest_has() -> None:
+    parser = FakeParser()
+    pytest_addoption(parser)  # type: ignore[arg-type]
+    of_run = {option.opts[-1]: option for option in run_command.params if option.param_type_name == "option"}
+    assert parser.added.keys() | PYTESTS_OWN.keys() == of_run.keys()
+    assert not parser.added.keys() & PYTESTS_OWN.keys()
+    for name, given in parser.added.items():
+        option = of_run[name]
+        assert (given.get("action") == "append") is option.multiple, name
+        choices = getattr(option.type, "choices", None)
+        assert choices is None or (list(given["choices"]), given["default"]) == (list(choices), option.default), name
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_json_is_that_of_run(project: Command, workers: tuple[str, ...]) -> None:
+    project.planted("bad", 1)
+    run = ("--fp8-json", "out.json", "--fp8-markdown", "out.md", "--fp8-name", "candidate")
+    done = project.pytest(*PLUGIN, *workers, "--fp8-tier", "smoke", "--fp8-tier", "bad", *run)
+    assert done.returncode == 1, done.stdout + done.stderr
+    document = json.loads((project.folder / "out.json").read_text())
+    jsonschema.validate(document, json.loads((project.repository / "harness/schemas/result.schema.json").read_text()))
+    assert document["totals"]["passed"] == 4 and document["totals"]["crash"] == 1
+    assert (document["name"], document["exit_code"]) == ("candidate", 1)
+    assert document["environment"]["device"] == "cpu" and all(case["command"] for case in document["cases"])
+    assert "planted failure" in (project.folder / "out.md").read_text()
+
+
+def test_shards_are_those_of_run(project: Command) -> None:
+    ran = []
+    for index in (1, 2):
+        listed = project.run("list", "smoke", "--shard", f"{index}/2").stdout.splitlines()
+        done = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "--fp8-shard", f"{index}/2", "--fp8-json", "out.json")
+        assert done.returncode == 0 and f"{len(listed)} passed, {4 - len(listed)} deselected" in done.stdout
+        ids = [case["id"] for case in json.loads((project.folder / "out.json").read_text())["cases"]]
+        assert ids == [line.split()[1] for line in listed]
+        ran += ids
+    assert len(set(ran)) == 4
+    wrong = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "--fp8-shard", "3/2")
+    assert wrong.returncode == pytest.ExitCode.USAGE_ERROR and "1/4" in wrong.stderr
+
+
+def test_cases_are_selected_and_kept_as_by_run(project: Command) -> None:
+    kept = ("--fp8-select", "recipe=tensorwise", "--fp8-keep-logs", "logs", "--fp8-save-trace", "traces")
+    done = project.pytest(*PLUGIN, "--fp8-tier", "smoke", *kept)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    assert list((project.folder / "logs").iterdir())
+    assert [path.suffix for path in (project.folder / "traces").iterdir()] == [".npz"]
+    other = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "--fp8-target", "torchtitan", "--collect-only", "-q")
+    assert "target.torchtitan-" in other.stdout
