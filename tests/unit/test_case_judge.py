@@ -45,6 +45,9 @@ class FakeCache:
         self.runs = runs
         self.asked: list[str] = []
 
+    def kept_twin(self, _: Case) -> Run | None:
+        return None
+
     def __getattr__(self, kind: str) -> Any:
         def witness(case: Case, *_: object) -> Run | None:
             assert case in (CASE, RELATED)

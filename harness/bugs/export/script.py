@@ -10,6 +10,7 @@ import msgspec
 
 from harness.bugs.export.bundle import bundle, code
 from harness.errors import HarnessError
+from harness.matrix.axes import own_axes
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.targets import REFERENCE
@@ -22,6 +23,17 @@ _EXACT = 1e-5  # clean runs are bitwise equal to one rank, or differ by the roun
 _FLOAT32 = 0.03  # clean runs: 0.007, where sums in another order move a value to the next one of float8
 _BFLOAT16 = 0.3  # clean runs under TP: 0.15
 _LINEAR = 0.012  # one linear by its own operands, in such runs: 0.0029 with 2 TP ranks, 0.0044 with 8
+# What no script has.
+_DROPPED = (
+    "reshard_after_forward",
+    "reduce_dtype",
+    "accumulation",
+    "reduce_grads",
+    "max_norm",
+    "evaluate",
+    "ignored_tokens",
+    "resume",
+)
 _NEEDED: Mapping[str, str] = {
     "hang": "a deadline that tells a hang from a slow machine",
     "loss_vs_golden": "the BF16 reference curve",
@@ -50,10 +62,11 @@ def exported_case(case: Case) -> Case:
             f"target {case.target} cannot be exported: a script has the reference Llama.",
             fix="export the case without its target, if it fails there too.",
         )
-    if case.train.ignored_tokens != "none":
+    dropped = [name for name in own_axes(case) if name in _DROPPED]
+    if dropped:
         raise HarnessError(
-            "ignored tokens cannot be exported: every label of a script counts.",
-            fix="export the case without ignored_tokens, if it fails there too.",
+            f"{' and '.join(dropped)} cannot be exported: a script has one plain backward pass and one update a step.",
+            fix="export the case without, if it fails alike: `bug shrink` tells.",
         )
     dtype = case.train.dtype
     if dtype == "float64":
@@ -123,7 +136,7 @@ def _flags(case: Case, signature: FailureSignature) -> dict[str, object]:
         "FP8_ALL_GATHER": case.gathers_float8,
         "FSDP": case.uses_fsdp,
         "HSDP": layout.dp_replicate > 1,
-        "LINEARS": _sums_in_bfloat16(case) and case.compile == "none",
+        "LINEARS": _sums_in_bfloat16(case) and case.compile == "none" and not case.model.bias,
         "LOSS_PARALLEL": layout.tp > 1 and layout.loss_parallel,
         "MIXED_PRECISION": case.train.dtype == "bfloat16",
         "PAD_INNER_DIM": float8.pad_inner_dim,
