@@ -125,6 +125,17 @@ def precomputed_scale_stale_after_load() -> None:
     around_load(load)
 
 
+def nothing_precomputed_after_load() -> None:
+    """Scales are precomputed after updates alone, so that the step behind a load scales weights dynamically."""
+
+    def load(stock: Callable[[], Any], model: nn.Module) -> None:
+        stock()
+        for shard in _weight_shards(model):
+            shard._precomputed_scale = None
+
+    around_load(load)
+
+
 def old_weight_in_evaluation() -> None:
     """Evaluation reads one weight as it was at the evaluation before."""
     kept: list[torch.Tensor] = []
