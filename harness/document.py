@@ -42,6 +42,7 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     with_fix: WithFix | None
     failure_signature: FailureSignature | None = None
     measured: Measured | None = None
+    quarantined: str = ""
 
 
 class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,4 +134,5 @@ def _case_document(result: CaseResult) -> CaseDocument:
         with_fix=result.with_fix,
         failure_signature=result.failure_signature,
         measured=result.measured,
+        quarantined=result.quarantined,
     )

@@ -25,6 +25,16 @@ def list_cases(sources: Sequence[str]) -> str:
     return _command("list", *sources)
 
 
+def run_cases(case_ids: Sequence[str]) -> str:
+    """Runs cases by their ids."""
+    return _command("run", *(word for name in case_ids for word in ("--case", name)))
+
+
+def gate_runs(baseline: str, candidate: str) -> str:
+    """Says whether one stored run is as good as another."""
+    return _command("gate", "--baseline", baseline, "--candidate", candidate)
+
+
 def run_file(file: str) -> str:
     """Runs the cases of a file."""
     return _command("run", file)

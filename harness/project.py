@@ -59,6 +59,16 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.cases / "known.toml"
 
     @property
+    def quarantine(self) -> Path:
+        """The file of quarantined cases; may not exist."""
+        return self.cases / "quarantine.toml"
+
+    @property
+    def required(self) -> Path:
+        """The file of what a release must have shown; may not exist."""
+        return self.cases / "required.toml"
+
+    @property
     def shipped_known(self) -> Path:
         """The file of recorded upstream faults of the package, in a wheel or in a clone; may not exist."""
         return (_SHIPPED if _is_root(_SHIPPED) else _CLONE) / "cases" / "known.toml"

@@ -124,6 +124,8 @@ class CaseItem(pytest.Item):
         self.user_properties += [("verdict", result.verdict.value), ("command", result.command)]
         if result.verdict is Verdict.KNOWN:
             pytest.xfail(f"known: {result.expectation or result.findings[0].message}")
+        if result.excused:
+            pytest.xfail(result.quarantined)
         if not result.verdict.good:
             raise CaseNotGood(result)
 
@@ -224,17 +226,25 @@ class _Bench:
 
     def run(self, case: Case) -> CaseResult:
         """The result of one case."""
+        import msgspec
+
         from harness.running.case_judge import prepare_judge
         from harness.running.case_runner import CaseRunner
         from harness.running.machine import hardware
+        from harness.running.quarantined import quarantined_cases
 
         judge = prepare_judge(self._project, [case], hardware=hardware(self._plan.device), records=self._plan.records)
-        work = CaseRunner(self._plan, self._executor, judge, self._witnesses, lambda text: None)
+        plan = msgspec.structs.replace(self._plan, quarantined=quarantined_cases(self._project, [case], _silent))
+        work = CaseRunner(plan, self._executor, judge, self._witnesses, _silent)
         return work.run(case) or work.not_run(case)
 
     def close(self) -> None:
         """End the engine and remove its files."""
         self._executor.close()
+
+
+def _silent(text: str) -> None:
+    """Pytest tells of cases alone."""
 
 
 _BENCH = pytest.StashKey[_Bench]()

@@ -31,6 +31,7 @@ from harness.running.fingerprint import environment
 from harness.running.machine import hardware, installed_version
 from harness.running.plan import Plan
 from harness.running.progress import Progress
+from harness.running.quarantined import quarantined_cases
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_for_target, select_sources
 from harness.running.target_source import check_targets
@@ -53,6 +54,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     cases, left_out = _in_budget(project, query, progress)
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
+    plan = msgspec.structs.replace(plan, quarantined=quarantined_cases(project, cases, progress.note))
     judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
     _announce(judge, progress, query, plan, store=not project.is_shipped)
     start = RunStart(
@@ -143,7 +145,7 @@ class _CaseObserver:
         """A case has its result."""
         if self._keep is not None:
             self._keep(result)
-        if self._left is not None and not result.verdict.good:
+        if self._left is not None and not result.verdict.good and not result.excused:
             self._left -= 1
             if self.enough():
                 self._progress.note("enough cases failed: stopping.")

@@ -19,6 +19,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness.checks.witnesses import Witnesses
+from harness.document import RunDocument, run_document
+from harness.environment import Environment
 from harness.evidence.golden import Golden, Provenance
 from harness.evidence.tolerance import Tolerance
 from harness.expect.expectations import Expectations
@@ -27,7 +29,8 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.matrix.known import KnownFault, Symptom
 from harness.matrix.rule import Refusal
-from harness.result import Attempt, CaseResult
+from harness.measured import CastRange, Curve, Measured, Sent
+from harness.result import Attempt, CaseResult, RunResult
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.graphs import GraphTrace, PartitionRecord
 from harness.trace.modules import ModuleDistance
@@ -422,3 +425,33 @@ def make_result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, **changes
         command=f"fp8-harness run --case {case_id}",
     )
     return replace(result, **changes)
+
+
+def make_cast_range(step: int = 1, fqn: str = WQ, **changes: Any) -> CastRange:
+    """The casts of the input of a linear in one step."""
+    cast = CastRange(
+        fqn=fqn, role="input", step=step, amax=2.0, scale_min=224.0, scale_max=224.0, saturated=0.0, flushed=0.01
+    )
+    return replace(cast, **changes)
+
+
+def make_measured(**changes: Any) -> Measured:
+    """The numbers of a case of two steps that may be 0.01 nats from its golden."""
+    found = Measured(
+        curves={"case": Curve(losses=(8.0, 7.5), grad_norms=(1.0, 0.9))},
+        allowed_loss=(0.01, 0.01),
+        scaled_mm_calls=42,
+        wire={"all_gather in uint8 along dp_shard": Sent(calls=4, payload_bytes=4096)},
+        saved_bytes=1000,
+        digests={"casts": "c1", "gradients": "g1"},
+        casts=(make_cast_range(1), make_cast_range(2)),
+    )
+    return replace(found, **changes)
+
+
+def make_document(*results: CaseResult, **changes: Any) -> RunDocument:
+    """The document of a run of these cases on one kind of CPU."""
+    environment = Environment(device="cpu", cpu="a CPU", threads=2, platform="Linux x86_64", commit="c0ffee")
+    started = "2026-11-20T12:00:00+00:00"
+    run = RunResult(results=results, wall_s=5.0, environment=environment, name="a", started=started)
+    return run_document(replace(run, **changes))

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from harness.bugs.bisect import Answer, Told, key_of
-from harness.bugs.releases import NotInstalled, Source, python_with
 from harness.bugs.reproduce import Reproduced
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
+from harness.running.environments import NotInstalled, Source, python_with
 from harness.running.witness_key import source_digest
 
 _TRIAL_S = 1800.0  # of one case and its witnesses

@@ -65,10 +65,11 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     """
     from harness.bugs.asked import asked_case
     from harness.bugs.bisect import bisect, open_answers
-    from harness.bugs.releases import Source, versions_between
+    from harness.bugs.releases import versions_between
     from harness.bugs.version_trial import VersionTrial
     from harness.project import find_project
     from harness.report.bugs import bisected_json, bisected_text
+    from harness.running.environments import Source
     from harness.running.progress import open_progress
 
     project = find_project(root)

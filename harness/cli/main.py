@@ -30,6 +30,7 @@ _COMMANDS = {
     "target": "harness.cli.target:target",
     "bug": "harness.cli.bug:bug",
     "tier": "harness.cli.tier:tier",
+    "gate": "harness.cli.gate:gate_command",
     "diff": "harness.cli.diff:diff_command",
     "cache": "harness.cli.cache:cache",
     "version": "harness.cli.version:version_command",
@@ -106,6 +107,7 @@ def _describe(error: BaseException) -> tuple[str, ExitCode]:
 
 
 def _code(error: HarnessError) -> ExitCode:
+    from harness.gate.gate import NothingCompared
     from harness.running.selection import NothingSelected
 
-    return ExitCode.NOTHING_RAN if isinstance(error, NothingSelected) else ExitCode.USAGE
+    return ExitCode.NOTHING_RAN if isinstance(error, NothingSelected | NothingCompared) else ExitCode.USAGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -46,6 +46,7 @@ Examples:
   fp8-harness run pr --target my_pkg.my_target  by a trainer of your own
   fp8-harness run --rerun-failed                what was not good in the last run
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
+  fp8-harness run --env old=v1 --env new=v2     in two virtual environments
   fp8-harness run --case ID --save-trace good   scales and norms for `fp8-harness diff`
 
 \b
@@ -55,6 +56,10 @@ Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+_OF_ONE_RUN = {
+    **{name: f"--{name.removesuffix('_file')}" for name in ("name", "json_file", "junit_file", "markdown_file")},
+    **{name: f"--{name.replace('_', '-')}" for name in ("save_trace", "keep_logs", "rerun_failed")},
+}
 _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 
@@ -77,6 +82,9 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
     "--rerun-failed", is_flag=True, help="Run what was not good, or never ran, in the last run, in the same way."
 )
 @click.option("--name", default="", metavar="NAME", help="A name for the stored run, such as a release.")
+@click.option(
+    "--env", "environments", metavar="NAME=VENV", multiple=True, help="Run in this virtual environment. Repeatable."
+)
 @click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the results as JSON; -: to stdout.")
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
@@ -114,6 +122,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     first_failure: bool,
     rerun_failed: bool,
     name: str,
+    environments: tuple[str, ...],
     json_file: Path | None,
     junit_file: Path | None,
     markdown_file: Path | None,
@@ -124,6 +133,8 @@ def run_command(  # noqa: PLR0913  one parameter an option
     verbose: bool,
 ) -> int:
     """Run cases on fresh ranks and judge them."""
+    if environments:
+        return _in_environments(environments, root)
     outputs: list[tuple[Path, Callable[[RunResult], bytes]]] = [
         *([(json_file, json_report)] if json_file else []),
         *([(junit_file, junit_report)] if junit_file else []),
@@ -167,6 +178,15 @@ def run_command(  # noqa: PLR0913  one parameter an option
     if github:
         tell_github(report.result, text_file)
     return _write(report, outputs)
+
+
+def _in_environments(given: Sequence[str], root: str | None) -> int:
+    """The same command in every environment, without what is of one run."""
+    from harness.cli.environments import refuse_with_env, run_in_environments
+
+    params = click.get_current_context().params
+    refuse_with_env({option: params[name] for name, option in _OF_ONE_RUN.items()})
+    return run_in_environments(find_project(root), given, without=("environments",))
 
 
 def _given_options() -> RunOptions:

@@ -1,7 +1,7 @@
 """The JUnit XML report for CI systems: one testcase per case.
 
 `failure`: the case was judged and is not good. `error`: it could not be judged (crash, hang, infra, not run).
-`skipped`: it failed as its recorded upstream fault says. Their text lists the findings and the command that reproduces
+`skipped`: it failed as its recorded upstream fault says, or is quarantined. Their text lists the findings and the command that reproduces
 them. `system-out`: how ranks failed, with the end of what they printed; of a known fault also the findings, because few
 viewers show the text of a skipped test; of a case that passed as expected, what was expected.
 """
@@ -28,7 +28,7 @@ _ELEMENTS = {
 
 def junit_report(run: RunResult, suite: str = "fp8-harness") -> bytes:
     """The XML document in UTF-8. `suite` is the name of the test suite and the classname of every case."""
-    elements = [_ELEMENTS.get(result.verdict) for result in run.results]
+    elements = [_element(result) for result in run.results]
     counts = {
         "tests": str(len(run.results)),
         "failures": str(elements.count("failure")),
@@ -45,12 +45,16 @@ def junit_report(run: RunResult, suite: str = "fp8-harness") -> bytes:
     return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
 
 
+def _element(result: CaseResult) -> str | None:
+    return "skipped" if result.excused else _ELEMENTS.get(result.verdict)
+
+
 def _add_case(group: ElementTree.Element, result: CaseResult, suite: str) -> None:
     names = {"classname": printable(suite), "name": result.case_id, "time": f"{result.seconds:.3f}"}
     case = ElementTree.SubElement(group, "testcase", names)
     facts = {"verdict": result.verdict.value, "world_size": str(result.world_size), "command": result.command}
     _add_properties(case, facts)
-    element = _ELEMENTS.get(result.verdict)
+    element = _element(result)
     if element is not None:
         message = headline(result) or outcome(result)
         verdict = ElementTree.SubElement(case, element, {"type": result.verdict.value, "message": message})

@@ -64,6 +64,7 @@ def case_block(result: CaseResult, first: Mapping[str, str] = MappingProxyType({
         *(indent(text, "  ") for text in findings_texts(result.findings)),
         *(indent(text, "  ") for text in _failure_texts(result, first)),
         *([f"  {retried(result)}"] if retried(result) else []),
+        *([f"  {result.quarantined}"] if result.excused else []),
         *([f"  reproduce: {result.command}"] if result.command else []),
     ]
     return "\n".join(lines)

@@ -71,7 +71,8 @@ def headline(result: CaseResult) -> str:
     if result.findings:
         more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
         known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
-        return printable(known + result.findings[0].message.partition("\n")[0]) + more
+        excused = f"{result.quarantined.partition(':')[0]}: " if result.excused else ""
+        return printable(excused + known + result.findings[0].message.partition("\n")[0]) + more
     parts = (result.expectation and f"as expected: {result.expectation}", retried(result))
     return printable("; ".join(part for part in parts if part)).replace("\n", " ")
 
@@ -149,6 +150,8 @@ def totals_line(run: RunResult) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in verdict_totals(run).items() if count) or "nothing"
     cpu_s = sum(result.cpu_s for result in run.results)
     stopped = " - interrupted" if run.interrupted else ""
+    excused = sum(result.excused for result in run.results)
+    counts += f" ({excused} of them quarantined)" if excused else ""
     checks = check_totals(run)
     judged = f"{counted(checks['judged'], 'check')} judged, {checks['not_judged']} not; " if run.results else ""
     return f"{counted(len(run.results), 'case')}: {counts}; {judged}{run.wall_s:.1f} s wall, {cpu_s:.1f} s CPU{stopped}"

@@ -162,6 +162,7 @@ class CaseRunner:
             command=self._plan.command(name),
             failure_signature=signature_of(judgement.verdict, judgement.findings, run),
             measured=judgement.measured,
+            quarantined=self._plan.quarantined.get(name, ""),
         )
 
 

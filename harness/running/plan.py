@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -56,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     traces: Path | None = None  # save what ranks recorded here (`tables.py`)
     logs: Path | None = None  # keep rank logs and dumps here; None removes them
     name: str = ""  # that the user gave the run
+    quarantined: Mapping[str, str] = {}  # by case id: until when, by whom and why
     given: RunOptions = RunOptions()  # what a rerun repeats
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from harness.bugs.releases import NotInstalled, Source, python_with
+from harness.running.environments import NotInstalled, Source, python_with
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command

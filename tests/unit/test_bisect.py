@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.bugs.bisect import Answers, Bisected, Told, bisect
-from harness.bugs.releases import Source, versions_between
+from harness.bugs.releases import versions_between
 from harness.errors import HarnessError
 from harness.report.bugs import bisected_text
+from harness.running.environments import Source
 
 PACKAGE = "fp8_harness_toy"
 

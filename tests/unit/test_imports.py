@@ -16,7 +16,7 @@ LEVELS = [
     ["__main__", "pytest_plugin"],
     ["cli"],
     ["report"],
-    ["bugs"],
+    ["bugs", "gate"],
     ["studies"],
     ["workflow"],
     ["running"],

@@ -1,0 +1,114 @@
+"""Runs of the same cases in several environments: `run --env` and `gate --matrix`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from harness.errors import HarnessError
+from harness.verdict import ExitCode
+
+if TYPE_CHECKING:
+    from harness.document import RunDocument
+    from harness.project import Project
+    from harness.running.environments import Place
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_WORST_FIRST = (ExitCode.INTERRUPTED, ExitCode.FAILED, ExitCode.NOTHING_RAN, ExitCode.INFRA)
+
+
+def run_in_environments(project: Project, given: Sequence[str], without: Collection[str]) -> int:
+    """`run` in every environment of `--env NAME=PATH`, with all words of this command but those `without`."""
+    from harness.report.environments import environments_text
+    from harness.running.environments import Place, python_over
+
+    named = [_named(text) for text in given]
+    if len({name for name, _ in named}) < len(named):
+        raise HarnessError("two environments have one name.", where="--env", fix="give each a name of its own.")
+    folder = project.state / "environments"
+    places = [Place(name=name, python=python_over(path, folder)) for name, path in named]
+    runs = run_at_all(project, places, given_words(without))
+    click.echo(environments_text(runs), nl=False)
+    return exit_code_of(runs)
+
+
+def versions_of(project: Project, text: str) -> list[Place]:
+    """The environments of `--matrix PACKAGE=V1,V2`, made where they are not there."""
+    from harness.running.environments import NotInstalled, Place, Source, python_with
+
+    package, _, listed = text.partition("=")
+    versions = [version.strip() for version in listed.split(",") if version.strip()]
+    if not package or len(set(versions)) < 2:
+        fix = "write --matrix torchao=0.17.0,0.18.0."
+        raise HarnessError("it names no package with two versions.", where=f"--matrix {text}", fix=fix)
+    places = []
+    for version in versions:
+        try:
+            python = python_with(package, version, Source(), project.state / "versions")
+        except (NotInstalled, subprocess.TimeoutExpired) as error:
+            what, fix = f"{package} {version} cannot be installed: {error}.", "check the version and the index of pip."
+            raise HarnessError(what, where="--matrix", fix=fix) from error
+        places.append(Place(name=f"{package}-{version}", python=python))
+    return places
+
+
+def run_at_all(project: Project, places: Sequence[Place], words: Sequence[str]) -> dict[str, RunDocument]:
+    """The results by name, of one environment after another: side by side they would slow each other down."""
+    from harness.running.environments import run_at
+
+    folder = project.state / "environments"
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = {}
+    for place in places:
+        click.echo(f"fp8-harness: note: {place.name}", err=True)
+        runs[place.name] = run_at(place, words, folder)
+        if runs[place.name].interrupted:
+            raise KeyboardInterrupt
+    return runs
+
+
+def exit_code_of(runs: Mapping[str, RunDocument]) -> int:
+    """The worst exit code of the runs."""
+    codes = {run.exit_code for run in runs.values()}
+    return next((int(code) for code in _WORST_FIRST if code in codes), 0)
+
+
+def given_words(without: Collection[str]) -> list[str]:
+    """The words of this command line as click read them, but for these parameters."""
+    context = click.get_current_context()
+    words: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in without and source is not None and source.name == "COMMANDLINE":
+            words = [*words, *_words(parameter, context.params[name])]
+    return words
+
+
+def _words(parameter: click.Parameter, value: object) -> list[str]:
+    values = [str(each) for each in value] if isinstance(value, tuple) else [str(value)]
+    if isinstance(parameter, click.Option) and parameter.is_flag:
+        return [parameter.opts[-1]]
+    if isinstance(parameter, click.Option):
+        return [word for each in values for word in (parameter.opts[-1], each)]
+    return values
+
+
+def refuse_with_env(given: Mapping[str, object]) -> None:
+    """HarnessError for an option that is of one run."""
+    for name, value in given.items():
+        if value:
+            fix = "leave it out: each run is stored under the name of its environment."
+            raise HarnessError("it is of one run, and --env makes several.", where=name, fix=fix)
+
+
+def _named(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    if not _NAME.fullmatch(name) or not path:
+        raise HarnessError("this is not NAME=PATH.", where=f"--env {text}", fix="write --env new=path/to/venv.")
+    return name, Path(path)

@@ -1,0 +1,161 @@
+"""`fp8-harness gate`."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from harness.cli.options import root_option, write_json
+from harness.durable import write_whole
+from harness.errors import HarnessError
+from harness.verdict import ExitCode
+
+if TYPE_CHECKING:
+    from harness.document import RunDocument
+    from harness.gate.gate import Gate
+    from harness.gate.reason import Allowance
+    from harness.gate.references import Goldens
+    from harness.project import Project
+
+_EPILOG = """\b
+Examples:
+  fp8-harness gate --baseline last~1 --candidate last
+  fp8-harness gate --baseline v1 --candidate v2 --required cases/required.toml
+  fp8-harness gate --baseline v1.json --candidate v2.json --json - | jq .go
+  fp8-harness gate --baseline v1 --candidate v2 --allow 'wire=two gathers became one'
+  fp8-harness gate --matrix torchao=0.17.0,0.18.0 smoke
+
+\b
+A and B are a name of `run --name`, "last", "last~2", the folder of a run,
+or a file of `run --json`. Cases in cases/quarantine.toml do not gate.
+
+\b
+Exit codes: 0 GO, 1 NO-GO, 2 usage or bad input, 3 nothing to compare.
+"""
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command("gate", epilog=_EPILOG)
+@click.argument("sources", metavar="[TIER|FILE]...", nargs=-1)
+@click.option("--baseline", metavar="A", help="The results that are good enough.")
+@click.option("--candidate", metavar="B", help="The results to decide about.")
+@click.option("--matrix", metavar="PACKAGE=V1,V2", help="Run the tiers with each version; gate the last against V1.")
+@click.option("--required", metavar="FILE", type=_FILE, help="What the candidate must have shown, and how lately.")
+@click.option("--allow", "allowed", metavar="KIND=WHY", multiple=True, help="Accept a kind of change. Repeatable.")
+@click.option("--strict", is_flag=True, help="What failed before gates too.")
+@click.option("--gate-times", is_flag=True, help="A slower candidate gates on a CPU too.")
+@click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the answer as JSON; -: to stdout.")
+@click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write the answer as markdown.")
+@root_option
+def gate_command(  # noqa: PLR0913  one parameter an option
+    *,
+    sources: tuple[str, ...],
+    baseline: str | None,
+    candidate: str | None,
+    matrix: str | None,
+    required: Path | None,
+    allowed: tuple[str, ...],
+    strict: bool,
+    gate_times: bool,
+    json_file: Path | None,
+    markdown_file: Path | None,
+    root: str | None,
+) -> int:
+    """Say GO or NO-GO: is the candidate B as good as the baseline A? With every reason, the heaviest first."""
+    from harness.gate.gate import Terms, gate
+    from harness.matrix.quarantine import read_quarantine
+    from harness.matrix.required import read_required
+    from harness.project import find_project
+    from harness.report.gate import gate_json, gate_markdown, gate_text
+
+    project = find_project(root)
+    terms = Terms(
+        now=datetime.datetime.now(datetime.UTC),
+        required=read_required(required) if required is not None else (),
+        quarantine=read_quarantine(project.quarantine),
+        allowed=tuple(map(_allowance, allowed)),
+        strict=strict,
+        gate_times=gate_times,
+    )
+    names, (before, after) = _sides(project, sources, baseline, candidate, matrix, root)
+    found = gate(before, after, terms, names=names, goldens=_goldens(project, after))
+    width = shutil.get_terminal_size().columns
+    click.echo(gate_text(found, width=width), nl=False, err=str(json_file) == "-")
+    write_json(json_file, lambda: gate_json(found))
+    if markdown_file is not None:
+        write_whole(markdown_file, gate_markdown(found).encode())
+    return _code(found)
+
+
+def _code(found: Gate) -> ExitCode:
+    return ExitCode.GOOD if found.go else ExitCode.FAILED
+
+
+def _sides(
+    project: Project,
+    sources: tuple[str, ...],
+    baseline: str | None,
+    candidate: str | None,
+    matrix: str | None,
+    root: str | None,
+) -> tuple[tuple[str, str], tuple[RunDocument, RunDocument]]:
+    """The names and the results of the two sides: two that are stored, or of runs with versions of a package."""
+    from harness.running.stored import results_of
+
+    if matrix is not None:
+        if baseline is not None or candidate is not None:
+            what = "the first and the last version are compared."
+            raise HarnessError(what, where="--matrix", fix="leave out --baseline and --candidate.")
+        return _matrix(project, matrix, sources, root)
+    if baseline is None or candidate is None:
+        raise click.UsageError("--baseline and --candidate are needed, or --matrix.")
+    if sources:
+        raise click.UsageError("tiers are run with --matrix only.")
+    return (baseline, candidate), (results_of(project, baseline), results_of(project, candidate))
+
+
+def _matrix(
+    project: Project, matrix: str, sources: tuple[str, ...], root: str | None
+) -> tuple[tuple[str, str], tuple[RunDocument, RunDocument]]:
+    """The first and the last version of a package, after the tiers were run with every one."""
+    from harness.cli.environments import run_at_all, versions_of
+    from harness.report.environments import environments_text
+
+    words = [*sources, *(() if root is None else ("--root", root))]
+    runs = run_at_all(project, versions_of(project, matrix), words)
+    click.echo(environments_text(runs), err=True)
+    first, *_, last = runs
+    return (first, last), (runs[first], runs[last])
+
+
+def _allowance(text: str) -> Allowance:
+    from harness.gate.reason import Allowance, Kind
+
+    kind, _, reason = text.partition("=")
+    kinds = [each.value for each in Kind]
+    if kind not in kinds:
+        raise HarnessError(f"no kind of reason is '{kind}'.", where="--allow", fix=f"use one of {', '.join(kinds)}.")
+    if not any(map(str.isalnum, reason)):
+        raise HarnessError("it does not say why.", where=f"--allow {text}", fix=f"write '{kind}=why it is good'.")
+    return Allowance(kind=Kind(kind), reason=reason.strip())
+
+
+def _goldens(project: Project, candidate: RunDocument) -> Goldens:
+    """Finds the golden that the project has now for a case, on the hardware of the candidate."""
+    from harness.evidence.golden import Golden, GoldenMissing, hardware_class, load_golden
+    from harness.matrix.caseid import family_id, parse_case_id
+
+    device = candidate.environment.device if candidate.environment is not None else ""
+
+    def find(case_id: str) -> Golden | None:
+        try:
+            return load_golden(project.root, hardware_class(device or "cpu"), family_id(parse_case_id(case_id)))
+        except GoldenMissing:
+            return None
+
+    return find

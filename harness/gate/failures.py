@@ -1,0 +1,103 @@
+"""Reasons of verdicts: what fails now, fails otherwise, still fails, is known now, or is known no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.checks import divergence
+from harness.document import CaseDocument
+from harness.gate.reason import Kind, Reason
+from harness.gate.sides import Sides, ran
+from harness.verdict import Finding, Verdict
+
+
+def failures(sides: Sides, *, strict: bool) -> Iterable[Reason]:
+    """A reason for every case that the candidate ran and whose verdict is another matter than in the baseline."""
+    for case in sides.candidate.cases:
+        if ran(case) and case.verdict is not Verdict.INFRA:
+            yield from _of_case(sides.before.get(case.id), case, strict=strict)
+
+
+def _of_case(before: CaseDocument | None, after: CaseDocument, *, strict: bool) -> Iterable[Reason]:
+    if before is not None and not ran(before):
+        before = None
+    if after.verdict is Verdict.KNOWN:
+        yield from _known(before, after)
+    elif after.good:
+        yield from _good(before, after)
+    elif before is not None and not before.good and before.verdict is not Verdict.INFRA:
+        yield _failed_before(before, after, strict=strict)
+    elif after.verdict is Verdict.UNEXPECTED_PASS:
+        yield _reason(Kind.UNEXPECTED_PASS, before, after, what=_first(after) or after.verdict.phrase)
+    else:
+        yield _reason(Kind.NEW_FAILURE, before, after, what=_first(after) or after.verdict.phrase)
+
+
+def _known(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
+    """A recorded fault that the case did not show before; a case that failed before is only explained by it."""
+    if before is None:
+        new = _faults(after)
+    elif before.verdict is Verdict.KNOWN:
+        new = [name for name in _faults(after) if name not in _faults(before)]
+    else:
+        new = _faults(after) if before.verdict is Verdict.PASSED else []
+    if new:
+        yield _reason(Kind.KNOWN_FAULT, before, after, what=f"shows {', '.join(new)}", gates=before is not None)
+
+
+def _good(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
+    if before is None or before.verdict is Verdict.PASSED:
+        return
+    if before.verdict is Verdict.KNOWN:
+        what = f"{', '.join(_faults(before))} does not show, and no record expects it"
+        yield _reason(Kind.FAULT_GONE, before, after, what=what, gates=False)
+    else:
+        yield _reason(Kind.FIXED, before, after, what=_first(before) or before.verdict.phrase, gates=False)
+
+
+def _failed_before(before: CaseDocument, after: CaseDocument, *, strict: bool) -> Reason:
+    alike = (before.verdict, before.failure_signature) == (after.verdict, after.failure_signature)
+    kind = Kind.STILL_FAILING if alike else Kind.OTHER_FAILURE
+    return _reason(kind, before, after, what=_first(after) or after.verdict.phrase, gates=strict or not alike)
+
+
+def _reason(kind: Kind, before: CaseDocument | None, after: CaseDocument, *, what: str, gates: bool = True) -> Reason:
+    return Reason(
+        kind=kind,
+        case=after.id,
+        what=what,
+        baseline="not in the baseline" if before is None else before.verdict.value,
+        candidate=after.verdict.value,
+        gates=gates,
+        command=after.command,
+        details=tuple(_details(before, after)),
+    )
+
+
+def _details(before: CaseDocument | None, after: CaseDocument) -> Iterable[str]:
+    """The signature, the one before it where it is another, and the first operand that differs."""
+    if after.failure_signature is not None:
+        yield f"signature: {after.failure_signature.text}"
+    was = None if before is None else before.failure_signature
+    if was is not None and after.failure_signature is not None and was != after.failure_signature:
+        yield f"before: {was.text}"
+    diverged = next((each for each in after.findings if each.check == divergence.NAME), None)
+    if diverged is not None:
+        yield f"first difference: {_words(diverged)}"
+
+
+def _first(case: CaseDocument) -> str:
+    return _words(case.findings[0]) if case.findings else ""
+
+
+def _words(finding: Finding) -> str:
+    """The check, the place and the first line of the message of a finding."""
+    parts = (("step", finding.step), ("rank", finding.rank), ("module", finding.module))
+    place = ", ".join(f"{name} {value}" for name, value in parts if value is not None)
+    where = f" [{place}]" if place else ""
+    return f"{finding.check}{where}: {finding.message.partition(chr(10))[0]}"
+
+
+def _faults(case: CaseDocument) -> list[str]:
+    """The names of the recorded faults that a known case shows."""
+    return (case.expectation or "a recorded fault").split(", ")

@@ -1,0 +1,183 @@
+"""The gate: GO or NO-GO for a candidate, with every reason in order of weight."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from harness.document import RunDocument
+from harness.errors import HarnessError
+from harness.gate.bf16 import Bf16
+from harness.gate.counts import changed_counts
+from harness.gate.failures import failures
+from harness.gate.lost import lost_cases, lost_checks, unfinished
+from harness.gate.moved import moved_numbers
+from harness.gate.reason import Allowance, Kind, Reason
+from harness.gate.references import Goldens, changed_goldens, changed_tolerances, other_references
+from harness.gate.required import required_cells
+from harness.gate.sides import Sides, ran
+from harness.gate.times import Times, changed_times, times
+from harness.hints import run_cases
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.quarantine import Quarantine, quarantine_of
+from harness.matrix.required import Required
+from harness.plural import counted
+
+SCHEMA = 1
+_SHOWN_TWINS = 4
+_WITHOUT_EXCUSE = (Kind.REQUIRED,)
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gate is held under, besides the two results."""
+
+    now: datetime.datetime  # UTC
+    required: tuple[Required, ...] = ()
+    quarantine: tuple[Quarantine, ...] = ()
+    allowed: tuple[Allowance, ...] = ()
+    strict: bool = False  # what failed before gates too
+    gate_times: bool = False
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of a gate, as reports name it."""
+
+    name: str  # that the user asked for it by
+    started: str
+    commit: str
+    cases: int
+    good: int
+    checks: int  # judged, over all cases
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. `reasons` are in order: what gates first, each part by weight and size."""
+
+    schema: int = SCHEMA
+    go: bool
+    baseline: Side
+    candidate: Side
+    compared: int  # cases that are good on both sides
+    differences: tuple[str, ...]  # of the environments
+    inexact: tuple[str, ...]  # why numbers are compared by tolerance only; empty: to the last bit
+    reasons: tuple[Reason, ...]
+    times: Times | None
+    notes: tuple[str, ...]
+
+    @property
+    def gating(self) -> tuple[Reason, ...]:
+        """The reasons of a NO-GO."""
+        return tuple(reason for reason in self.reasons if reason.gates)
+
+    @property
+    def others(self) -> tuple[Reason, ...]:
+        """What is worth knowing."""
+        return tuple(reason for reason in self.reasons if not reason.gates)
+
+
+class NothingCompared(HarnessError):
+    """The two results have no case in common that both ran."""
+
+
+def gate(
+    baseline: RunDocument,
+    candidate: RunDocument,
+    terms: Terms,
+    *,
+    names: tuple[str, str] = ("baseline", "candidate"),
+    goldens: Goldens = lambda case_id: None,
+) -> Gate:
+    """The answer. `names` are those of the two sides, `goldens` finds the golden that the project has for a case.
+
+    Raises NothingCompared where no case was run on both sides.
+    """
+    sides = Sides(baseline=baseline, candidate=candidate)
+    if not sides.pairs:
+        fix = "run the same cases in both."
+        raise NothingCompared("no case was run in both results.", where=" and ".join(names), fix=fix)
+    found_times = times(sides)
+    found = [
+        *failures(sides, strict=terms.strict),
+        *required_cells(sides, terms.required, terms.now),
+        *unfinished(sides),
+        *lost_cases(sides),
+        *lost_checks(sides),
+        *changed_goldens(sides, goldens),
+        *changed_tolerances(sides),
+        *other_references(sides),
+        *changed_counts(sides),
+        *moved_numbers(sides),
+        *changed_times(found_times, gates=terms.gate_times or sides.environments[1].device not in ("", "cpu")),
+    ]
+    reasons = sorted((_judged(reason, terms) for reason in found), key=lambda reason: reason.order)
+    return Gate(
+        go=not any(reason.gates for reason in reasons),
+        baseline=_side(names[0], baseline),
+        candidate=_side(names[1], candidate),
+        compared=len(sides.compared),
+        differences=sides.environments[0].differences(sides.environments[1]),
+        inexact=sides.apart,
+        reasons=tuple(reasons),
+        times=found_times,
+        notes=tuple(_notes(sides, found, terms)),
+    )
+
+
+def _judged(reason: Reason, terms: Terms) -> Reason:
+    """The reason, pardoned where its case is quarantined or its kind is allowed; an expired quarantine is told."""
+    if not reason.gates:
+        return reason
+    allowed = next((each for each in terms.allowed if each.kind is reason.kind), None)
+    if allowed is not None:
+        return msgspec.structs.replace(reason, gates=False, pardon=f"allowed: {allowed.reason}")
+    entry = _quarantine(reason, terms.quarantine)
+    if entry is None:
+        return reason
+    if entry.holds(terms.now.date()):
+        return msgspec.structs.replace(reason, gates=False, pardon=entry.text)
+    return msgspec.structs.replace(reason, details=(entry.expired_text, *reason.details))
+
+
+def _quarantine(reason: Reason, entries: Sequence[Quarantine]) -> Quarantine | None:
+    if reason.case is None or reason.kind in _WITHOUT_EXCUSE:
+        return None
+    return quarantine_of(entries, parse_case_id(reason.case))
+
+
+def _side(name: str, run: RunDocument) -> Side:
+    return Side(
+        name=name,
+        started=run.started,
+        commit=run.environment.commit if run.environment is not None else "",
+        cases=sum(map(ran, run.cases)),
+        good=sum(case.good for case in run.cases),
+        checks=sum(len(case.checks) for case in run.cases),
+    )
+
+
+def _notes(sides: Sides, found: Iterable[Reason], terms: Terms) -> Iterator[str]:
+    """What else is worth knowing: what was not compared, and why."""
+    new = [name for name in sides.after if name not in sides.before]
+    if new:
+        yield f"new in the candidate: {counted(len(new), 'case')}, not compared with anything"
+    unmeasured = [pair.id for pair in sides.compared if pair.lacks_numbers]
+    if unmeasured:
+        yield f"no numbers were kept of {counted(len(unmeasured), 'case')}: only verdicts and checks are compared"
+    if not sides.same_device:
+        yield "counts of matmuls, collectives, bytes and fused operators are not compared: the devices differ"
+    moved = frozenset(each.case for each in found if each.case and each.kind is Kind.MOVED)
+    twins = list(dict.fromkeys(Bf16(sides, moved).without_twin()))
+    if twins:
+        more = f" (and {len(twins) - _SHOWN_TWINS} more)" if len(twins) > _SHOWN_TWINS else ""
+        yield f"to tell FP8 from the environment, run BF16 twins in both: `{run_cases(twins[:_SHOWN_TWINS])}`{more}"
+    yield from _idle(found, terms)
+
+
+def _idle(found: Iterable[Reason], terms: Terms) -> Iterator[str]:
+    """What was allowed for nothing."""
+    kinds = {reason.kind for reason in found if reason.gates}
+    for allowed in terms.allowed:
+        if allowed.kind not in kinds:
+            yield f"allowed for nothing: {allowed.kind.value}"

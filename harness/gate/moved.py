@@ -1,0 +1,132 @@
+"""Reasons of numbers that moved although every check passed, and whether BF16 moved as well.
+
+On CPUs of one kind the same numbers must come out, so any change is named. Elsewhere only a loss is that moved by more
+than its tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from harness.checks.mismatch import same_number
+from harness.gate.bf16 import Bf16
+from harness.gate.reason import Reason
+from harness.gate.sides import Pair, Sides
+from harness.measured import CastRange, Curve, Measured
+
+_DIGESTS = ("casts", "matmuls", "gradients", "parameters")  # in the order of causes
+_RANGES = ("amax", "scale_min", "scale_max", "saturated", "flushed")
+
+
+def moved_numbers(sides: Sides) -> Iterable[Reason]:
+    """A reason for every case whose numbers moved. It gates where a loss moved by more than its tolerance."""
+    exact = not sides.apart
+    moved = {pair.id: texts for pair in sides.compared if (texts := movements(pair, exact=exact))}
+    bf16 = Bf16(sides, frozenset(moved))
+    for name, texts in moved.items():
+        pair = sides.pairs[name]
+        share = loss_share(pair)
+        diagnosis = bf16.diagnosis(pair)
+        yield Reason(
+            kind=diagnosis.kind,
+            case=name,
+            what=texts[0],
+            baseline=_loss(pair.baseline.measured),
+            candidate=_loss(pair.candidate.measured),
+            gates=share > 1,
+            size=share,
+            command=pair.candidate.command,
+            details=(*texts[1:], diagnosis.text),
+        )
+
+
+def movements(pair: Pair, *, exact: bool) -> list[str]:
+    """What moved, the loss first, then the first cast and the digests; empty where nothing did."""
+    before, after = pair.baseline.measured, pair.candidate.measured
+    if before is None or after is None:
+        return []
+    share = loss_share(pair)
+    if not exact:
+        return [_loss_text(pair, share)] if share > 1 else []
+    old, new = before.curves.get("case"), after.curves.get("case")
+    texts = []
+    if old is not None and new is not None:
+        texts += [_loss_text(pair, share)] if _first_change(old.losses, new.losses) else []
+        texts += _norm_texts(old, new)
+    texts += _cast_texts(before.casts, after.casts)
+    digests = [name for name in _DIGESTS if before.digests.get(name) != after.digests.get(name)]
+    return [*texts, *([f"other bits in {', '.join(digests)}"] if digests else [])]
+
+
+def loss_share(pair: Pair) -> float:
+    """The largest change of a loss as a share of what the candidate is allowed in that step; NaN counts as infinite.
+
+    Where nothing is allowed for: the change in nats, which never exceeds anything.
+    """
+    before, after = pair.baseline.measured, pair.candidate.measured
+    if before is None or after is None or not {"case"} <= before.curves.keys() & after.curves.keys():
+        return 0.0
+    steps = list(zip(before.curves["case"].losses, after.curves["case"].losses, strict=False))
+    changes = [0.0 if same_number(old, new) else abs(new - old) for old, new in steps]
+    if len(after.allowed_loss) < len(changes):
+        return min(max(changes, default=0.0), 1.0)
+    shares = (change / allowed if allowed else math.inf * change for change, allowed in _moved(changes, after))
+    return max((math.inf if math.isnan(share) else share for share in shares), default=0.0)
+
+
+def _moved(changes: list[float], after: Measured) -> Iterable[tuple[float, float]]:
+    return (each for each in zip(changes, after.allowed_loss, strict=False) if each[0] != 0)
+
+
+def _first_change(old: tuple[float, ...], new: tuple[float, ...]) -> int:
+    """The first step (1-based) with another value, or that only one has; 0 where there is none."""
+    pairs = zip(old, new, strict=False)
+    found = next((step for step, each in enumerate(pairs, 1) if not same_number(*each)), 0)
+    return found or (0 if len(old) == len(new) else min(len(old), len(new)) + 1)
+
+
+def _loss_text(pair: Pair, share: float) -> str:
+    before, after = pair.baseline.measured, pair.candidate.measured
+    assert before is not None and after is not None
+    old, new = before.curves["case"].losses, after.curves["case"].losses
+    largest = max((abs(b - a) for a, b in zip(old, new, strict=False)), default=0.0)
+    allowed = f", {share:.2g} of what is allowed" if after.allowed_loss else ""
+    return f"loss by up to {largest:.2g} nats{allowed}, from step {_first_change(old, new)} on"
+
+
+def _norm_texts(old: Curve, new: Curve) -> list[str]:
+    step = _first_change(old.grad_norms, new.grad_norms)
+    if not step:
+        return []
+    shown = [f"{norms[step - 1]:.6g}" if step <= len(norms) else "none" for norms in (old.grad_norms, new.grad_norms)]
+    return [f"gradient norm, step {step}: {' -> '.join(shown)}"]
+
+
+def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> list[str]:
+    """The first cast in time of which a number moved, and how many did."""
+    old = {(cast.step, cast.fqn, cast.role): cast for cast in before}
+    moved = []
+    for cast in after:
+        was = old.get((cast.step, cast.fqn, cast.role))
+        names = [] if was is None else [name for name in _RANGES if not _same(was, cast, name)]
+        if was is not None and names:
+            moved.append((was, cast, names[0]))
+    only = len({(cast.step, cast.fqn, cast.role) for cast in after} ^ old.keys())
+    texts = [f"casts that only one run has: {only}"] if only else []
+    if moved:
+        was, cast, name = min(moved, key=lambda each: each[1].step)
+        change = f"{getattr(was, name):.6g} -> {getattr(cast, name):.6g}"
+        texts.append(
+            f"{len(moved)} of {len(after)} casts; first {name} of {cast.fqn} {cast.role}, step {cast.step}: {change}"
+        )
+    return texts
+
+
+def _same(first: CastRange, second: CastRange, name: str) -> bool:
+    return same_number(getattr(first, name), getattr(second, name))
+
+
+def _loss(found: Measured | None) -> str:
+    curve = None if found is None else found.curves.get("case")
+    return f"loss {curve.losses[-1]!r}" if curve is not None and curve.losses else ""

@@ -1,0 +1,95 @@
+"""The two sides of a gate: which results can be compared, and how exactly."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import msgspec
+
+from harness.document import CaseDocument, RunDocument
+from harness.environment import Environment
+from harness.verdict import Verdict
+
+_SAME_ARITHMETIC = ("device", "cpu", "threads", "limits", "platform")
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one case."""
+
+    baseline: CaseDocument
+    candidate: CaseDocument
+
+    @property
+    def id(self) -> str:
+        """The id of the case."""
+        return self.candidate.id
+
+    @property
+    def both_good(self) -> bool:
+        """True when its numbers can be compared: neither result is a failure."""
+        return self.baseline.good and self.candidate.good
+
+    @property
+    def lacks_numbers(self) -> bool:
+        """True when a side kept no numbers of ranks that finished."""
+        return any(case.losses and case.measured is None for case in (self.baseline, self.candidate))
+
+
+class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A baseline and a candidate."""
+
+    baseline: RunDocument
+    candidate: RunDocument
+
+    @cached_property
+    def before(self) -> dict[str, CaseDocument]:
+        """The cases of the baseline, by id."""
+        return {case.id: case for case in self.baseline.cases}
+
+    @cached_property
+    def after(self) -> dict[str, CaseDocument]:
+        """The cases of the candidate, by id."""
+        return {case.id: case for case in self.candidate.cases}
+
+    @cached_property
+    def pairs(self) -> dict[str, Pair]:
+        """The cases that both ran, by id, in the order of the candidate."""
+        return {
+            name: Pair(baseline=self.before[name], candidate=case)
+            for name, case in self.after.items()
+            if name in self.before and ran(self.before[name]) and ran(case)
+        }
+
+    @property
+    def compared(self) -> tuple[Pair, ...]:
+        """The cases that are good on both sides, whose numbers are compared."""
+        return tuple(pair for pair in self.pairs.values() if pair.both_good)
+
+    @property
+    def environments(self) -> tuple[Environment, Environment]:
+        """Of the baseline and of the candidate; empty where a document of an earlier version says nothing."""
+        return self.baseline.environment or Environment(), self.candidate.environment or Environment()
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Why numbers need not be equal: what of the hardware differs; empty where every bit can be compared."""
+        before, after = self.environments
+        if not (self.baseline.environment and self.candidate.environment):
+            return ("a run does not say where it was made",)
+        differs = [
+            f"{name} {getattr(before, name) or 'none'} -> {getattr(after, name) or 'none'}"
+            for name in _SAME_ARITHMETIC
+            if getattr(before, name) != getattr(after, name)
+        ]
+        return (*differs, *([f"{after.device} sums in any order"] if not differs and after.device != "cpu" else ()))
+
+    @property
+    def same_device(self) -> bool:
+        """True when the same things are counted: the virtual device of a CPU, or a GPU of one name."""
+        before, after = self.environments
+        return before.device == after.device
+
+
+def ran(case: CaseDocument) -> bool:
+    """True for a result of ranks."""
+    return case.verdict is not Verdict.NOT_RUN

@@ -1,0 +1,119 @@
+"""Times: paired over all cases, by effect and by significance.
+
+The median ratio is the effect; the signed-rank test of Wilcoxon on the logarithms of the ratios is the significance.
+Its distribution is counted for few cases and normal for many, so the same results always give the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from statistics import NormalDist, median
+
+import msgspec
+
+from harness.gate.reason import Kind, Reason
+from harness.gate.sides import Sides
+
+EFFECT = 1.1  # slower or faster by less is not told
+LEVEL = 0.01
+_COUNTED_UP_TO = 40  # cases; beyond, the normal distribution is within 1e-4
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """The seconds of the candidate over those of the baseline. `p` is two-sided."""
+
+    cases: int
+    ratio: float  # the median
+    p: float
+    slowest: str  # the case with the largest ratio
+    slowest_ratio: float
+    unit: str  # "CPU seconds" or "seconds"
+
+    @property
+    def remarkable(self) -> bool:
+        """True for an effect that is both large and not by chance."""
+        return self.p < LEVEL and max(self.ratio, 1 / self.ratio) >= EFFECT
+
+    @property
+    def text(self) -> str:
+        """As one line."""
+        many = f"{self.ratio:.3g} times the {self.unit} over {self.cases} cases, p = {self.p:.2g}"
+        return f"{many}; most in {self.slowest}: {self.slowest_ratio:.3g} times"
+
+
+def times(sides: Sides) -> Times | None:
+    """The times of the cases that are good on both sides at the first attempt; None where they cannot be compared."""
+    before, after = sides.environments
+    if (before.device, before.cpu, before.threads) != (after.device, after.cpu, after.threads) or not before.device:
+        return None
+    on_cpu = before.device == "cpu"
+    ratios = {}
+    for pair in sides.compared:
+        old, new = (case.cpu_s if on_cpu else case.seconds for case in (pair.baseline, pair.candidate))
+        once = len(pair.baseline.attempts) == len(pair.candidate.attempts) == 1
+        if once and old > 0 and new > 0:
+            ratios[pair.id] = new / old
+    if not ratios:
+        return None
+    slowest = max(ratios, key=lambda name: (ratios[name], name))
+    return Times(
+        cases=len(ratios),
+        ratio=median(ratios.values()),
+        p=signed_rank_p([math.log(ratio) for ratio in ratios.values()]),
+        slowest=slowest,
+        slowest_ratio=ratios[slowest],
+        unit="CPU seconds" if on_cpu else "seconds",
+    )
+
+
+def changed_times(found: Times | None, *, gates: bool) -> Iterable[Reason]:
+    """A reason where the candidate is slower or faster. A faster one never gates."""
+    if found is not None and found.remarkable:
+        yield Reason(
+            kind=Kind.TIMES,
+            what=found.text,
+            baseline="1",
+            candidate=f"{found.ratio:.3g}",
+            gates=gates and found.ratio > 1,
+            size=abs(math.log(found.ratio)),
+            details=("one run of each: load on the machine looks the same; run both again, in turns",),
+        )
+
+
+def signed_rank_p(differences: Sequence[float]) -> float:
+    """The two-sided p of the signed-rank test of Wilcoxon: how likely are such signs by chance? Zeros are left out."""
+    values = sorted((value for value in differences if value), key=abs)
+    if not values:
+        return 1.0
+    ranks = _doubled_ranks([abs(value) for value in values])
+    above = sum(rank for rank, value in zip(ranks, values, strict=True) if value > 0)
+    extreme = max(above, sum(ranks) - above)
+    tail = _counted_tail(ranks, extreme) if len(ranks) <= _COUNTED_UP_TO else _normal_tail(ranks, extreme)
+    return min(1.0, 2 * tail)
+
+
+def _doubled_ranks(sizes: Sequence[float]) -> list[int]:
+    """Twice the ranks of sorted sizes; equal sizes share the mean of theirs."""
+    ranks: list[int] = []
+    for _, group in groupby(sizes):
+        count = len(list(group))
+        ranks += [2 * len(ranks) + count + 1] * count
+    return ranks
+
+
+def _counted_tail(ranks: Sequence[int], extreme: int) -> float:
+    """The share of all signs whose sum of positive ranks is at least `extreme`."""
+    ways = {0: 1}
+    for rank in ranks:
+        more = dict(ways)
+        for total, count in ways.items():
+            more[total + rank] = more.get(total + rank, 0) + count
+        ways = more
+    return sum(count for total, count in ways.items() if total >= extreme) / int(2 ** len(ranks))
+
+
+def _normal_tail(ranks: Sequence[int], extreme: int) -> float:
+    deviation = math.sqrt(sum(rank * rank for rank in ranks)) / 2
+    return 1 - NormalDist(sum(ranks) / 2, deviation).cdf(extreme)

@@ -1,0 +1,132 @@
+"""The answer of a gate: the decision and the kinds of reasons first, then every reason, then what is worth knowing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from textwrap import wrap
+
+from harness.gate.gate import Gate
+from harness.gate.reason import Kind, Reason
+from harness.jsonform import to_json
+from harness.plural import counted
+from harness.report.wording import printable
+
+SHOWN = 5  # reasons of one kind in full; the others by id. JSON has all
+NARROWEST, WIDEST = 60, 100
+_DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{4,}\b")  # told by its first digits
+
+
+def gate_json(found: Gate) -> bytes:
+    """All of it as indented JSON with a trailing newline."""
+    return to_json(found, indent=2) + b"\n"
+
+
+def gate_text(found: Gate, *, width: int) -> str:
+    """The answer for a terminal of this width: the first lines decide."""
+    width = min(max(width, NARROWEST), WIDEST)
+    parts = [_head(found, width), _kinds("gates:", found.gating, width), _kinds("does not gate:", found.others, width)]
+    parts += [_details(each, width) for each in (found.gating, found.others)]
+    parts += ["\n".join(_wrapped(f"note: {note}", width, "", "  ") for note in found.notes)]
+    return printable("\n\n".join(filter(None, parts))) + "\n"
+
+
+def gate_markdown(found: Gate) -> str:
+    """The answer for a pull request or a summary page of CI."""
+    parts = [f"## {_answer(found)}", "\n".join(f"- {_code(line)}" for line in _facts(found))]
+    for title, reasons in (("gates", found.gating), ("does not gate", found.others)):
+        if reasons:
+            parts += [f"### {title}", _table(reasons)]
+            parts.append("```text\n" + _details(reasons, WIDEST).replace("```", "'''") + "\n```")
+    if found.notes:
+        parts.append("\n".join(f"- {_code(note)}" for note in found.notes))
+    return printable("\n\n".join(parts)) + "\n"
+
+
+def _answer(found: Gate) -> str:
+    return f"{'GO' if found.go else 'NO-GO'}: {found.candidate.name} against {found.baseline.name}"
+
+
+def _head(found: Gate, width: int) -> str:
+    return "\n".join([_answer(found), *(_wrapped(line, width, "", "  ") for line in _facts(found))])
+
+
+def _facts(found: Gate) -> Iterator[str]:
+    """How much was compared, how exactly, and what differs besides the results."""
+    gating, others = len(found.gating), len(found.others)
+    yield f"{counted(gating, 'reason')} {'gates' if gating == 1 else 'gate'}, {others} not"
+    yield (
+        f"{found.candidate.good} of {counted(found.candidate.cases, 'case')} good, {found.candidate.checks} checks "
+        f"judged (baseline: {found.baseline.good} of {found.baseline.cases}, {found.baseline.checks}); numbers of "
+        f"{found.compared} compared"
+    )
+    if found.inexact:
+        yield f"compared by tolerance only, not to the bit: {'; '.join(found.inexact)}"
+    if found.differences:
+        yield _DIGEST.sub(r"\1", f"differs: {', '.join(found.differences)}")
+    yield f"times: {found.times.text}" if found.times is not None else "times: not compared, other hardware"
+
+
+def _kinds(title: str, reasons: Sequence[Reason], width: int) -> str:
+    """One line for every kind of reason."""
+    if not reasons:
+        return ""
+    lines = []
+    for kind, group in groupby(reasons, key=lambda reason: reason.kind):
+        same = list(group)
+        pardoned = sum(bool(reason.pardon) for reason in same)
+        excused = f" ({pardoned} of them excused)" if pardoned else ""
+        lines.append(_wrapped(f"{len(same):>4}  {kind.phrase}{excused} [{kind.value}]", width, "", "      "))
+    return "\n".join([title, *lines])
+
+
+def _details(reasons: Sequence[Reason], width: int) -> str:
+    blocks = []
+    for kind, group in groupby(reasons, key=lambda reason: reason.kind):
+        same = list(group)
+        blocks.append("\n".join([f"{kind.phrase}:", *_reasons(same, width)]))
+    return "\n\n".join(blocks)
+
+
+def _reasons(same: Sequence[Reason], width: int) -> Iterator[str]:
+    for reason in same[:SHOWN]:
+        yield from _reason(reason, width)
+    for reason in same[SHOWN:]:
+        yield f"  {reason.case or reason.what}"
+
+
+def _reason(reason: Reason, width: int) -> Iterator[str]:
+    """The case, what is wrong, the details, and how to see it again."""
+    values = f": {reason.baseline} -> {reason.candidate}" if reason.kind in _VERDICTS else ""
+    yield f"  {reason.case or 'the run'}{values}"
+    for line in (reason.pardon, reason.what, *reason.details):
+        if line:
+            yield _wrapped(line, width, "    ", "      ")
+    if reason.command and reason.gates:
+        yield f"    $ {reason.command}"
+
+
+_VERDICTS = (
+    Kind.NEW_FAILURE, Kind.OTHER_FAILURE, Kind.KNOWN_FAULT, Kind.UNEXPECTED_PASS, Kind.STILL_FAILING, Kind.FAULT_GONE,
+    Kind.FIXED, Kind.REQUIRED,
+)  # fmt: skip
+
+
+def _table(reasons: Iterable[Reason]) -> str:
+    rows = []
+    for kind, group in groupby(reasons, key=lambda reason: reason.kind):
+        same = list(group)
+        rows.append(f"| {len(same)} | {kind.phrase} | `{same[0].case or 'the run'}` | {_code(same[0].what)} |")
+    return "\n".join(["| | what | first | |", "|---:|---|---|---|", *rows])
+
+
+def _code(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def _wrapped(text: str, width: int, first: str, later: str) -> str:
+    """The text in lines of this width; no word is split, so an id may be longer."""
+    lines = wrap(text, width, initial_indent=first, subsequent_indent=later, break_long_words=False,
+                 break_on_hyphens=False)  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,411 @@
+"""The gate: every kind of reason, what gates, and what two equal results say."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.document import RunDocument
+from harness.environment import Environment
+from harness.gate.gate import Gate, NothingCompared, Terms, gate
+from harness.gate.reason import Allowance, Kind, Reason
+from harness.matrix.quarantine import Quarantine
+from harness.matrix.required import Required
+from harness.measured import CastRange, Curve, Sent
+from harness.result import CaseResult
+from harness.verdict import FailureSignature, Finding, NotJudged, Verdict
+from tests.builders import (
+    WQ,
+    make_attempt,
+    make_cast_range,
+    make_document,
+    make_golden,
+    make_measured,
+    make_result,
+)
+
+CASE, OTHER, TWIN = "tp2-rowwise-v2048-s2-b16", "fsdp2-tensorwise-v2048-s2-b16", "tp2-bf16-v2048-s2-b16"
+NOW = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
+TERMS = Terms(now=NOW)
+SIGNATURE = FailureSignature(kind="parity", what="gradients differ", where=("wq",), first_step=1)
+GOOD = make_measured()
+
+
+def result(case_id: str = CASE, verdict: Verdict = Verdict.PASSED, **changes: Any) -> CaseResult:
+    given = {"measured": GOOD, "checks": ("finite", "parity", "loss_vs_golden"), **changes}
+    return make_result(case_id, verdict, **given)
+
+
+def failed(case_id: str = CASE, signature: FailureSignature = SIGNATURE, **changes: Any) -> CaseResult:
+    findings = (
+        Finding(check="parity", message="gradients differ by 3 %\nmore", verdict=Verdict.NUMERIC, step=1, module=WQ),
+        Finding(check="divergence", message="first operand that diverges: scale of weight", step=1, rank=1, module=WQ),
+    )
+    return result(case_id, Verdict.NUMERIC, findings=findings, failure_signature=signature, **changes)
+
+
+def known(*faults: str) -> CaseResult:
+    return result(verdict=Verdict.KNOWN, expectation=", ".join(faults))
+
+
+def held(before: Sequence[CaseResult], after: Sequence[CaseResult], terms: Terms = TERMS, **changes: Any) -> Gate:
+    return gate(make_document(*before), make_document(*after, **changes), terms)
+
+
+def only(found: Gate) -> Reason:
+    (reason,) = found.reasons
+    return reason
+
+
+def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
+    reason = only(found := held([result()], [failed()]))
+    assert (found.go, reason.kind, reason.case, reason.gates) == (False, Kind.NEW_FAILURE, CASE, True)
+    assert reason.what == f"parity [step 1, module {WQ}]: gradients differ by 3 %"
+    assert (reason.baseline, reason.candidate) == ("passed", "numeric")
+    assert reason.details == (
+        "signature: parity: gradients differ in wq, from step 1 on",
+        f"first difference: divergence [step 1, rank 1, module {WQ}]: first operand that diverges: scale of weight",
+    )
+    assert reason.command == f"fp8-harness run --case {CASE}"
+
+
+def test_a_new_case_that_fails_gates() -> None:
+    reason = only(held([result(OTHER)], [result(OTHER), failed()]))
+    assert (reason.kind, reason.baseline, reason.gates) == (Kind.NEW_FAILURE, "not in the baseline", True)
+
+
+def test_what_failed_before_gates_when_it_fails_otherwise_or_when_asked() -> None:
+    found = held([failed()], [failed()])
+    assert (found.go, only(found).kind) == (True, Kind.STILL_FAILING)
+    assert not held([failed()], [failed()], replace(TERMS, strict=True)).go
+    other = only(held([failed()], [failed(signature=replace(SIGNATURE, kind="scales"))]))
+    assert (other.kind, other.gates) == (Kind.OTHER_FAILURE, True)
+    assert "before: parity: gradients differ in wq, from step 1 on" in other.details
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "gates"),
+    [
+        (result(), known("a"), Kind.KNOWN_FAULT, True),
+        (known("a"), known("a", "b"), Kind.KNOWN_FAULT, True),
+        (known("a"), result(), Kind.FAULT_GONE, False),
+        (known("a"), result(verdict=Verdict.UNEXPECTED_PASS), Kind.UNEXPECTED_PASS, True),
+        (failed(), result(), Kind.FIXED, False),
+    ],
+)
+def test_recorded_faults_that_come_and_go(before: CaseResult, after: CaseResult, kind: Kind, gates: bool) -> None:
+    reason = only(held([before], [after]))
+    assert (reason.kind, reason.gates) == (kind, gates)
+
+
+def test_a_case_that_failed_and_is_recorded_now_is_no_new_fault() -> None:
+    assert held([failed()], [known("a")]).reasons == ()
+
+
+def not_run(case_id: str = CASE) -> CaseResult:
+    return make_result(case_id, Verdict.NOT_RUN, attempts=())
+
+
+@pytest.mark.parametrize(
+    ("after", "changes", "what"),
+    [
+        ([], {}, "not selected"),
+        ([], {"left_out": (CASE,)}, "left out, beyond the budget"),
+        ([not_run()], {}, "not run"),
+        ([make_result(CASE, Verdict.INFRA)], {}, "could not be run: infra"),
+    ],
+)
+def test_a_case_that_is_lost_gates(after: list[CaseResult], changes: Mapping[str, Any], what: str) -> None:
+    reason = only(held([result(), result(OTHER)], [*after, result(OTHER)], **changes))
+    assert (reason.kind, reason.case, reason.what, reason.gates) == (Kind.LOST_COVERAGE, CASE, what, True)
+
+
+def test_an_interrupted_candidate_gates() -> None:
+    found = held([result()], [result()], interrupted=True)
+    assert (only(found).kind, found.go) == (Kind.INTERRUPTED, False)
+
+
+def test_a_check_that_judges_no_more_gates_with_its_reason() -> None:
+    lost = NotJudged(check="parity", reason="not verified with torchao 0.19", unverified=True)
+    reason = only(held([result()], [result(checks=("finite", "loss_vs_golden"), not_judged=(lost,))]))
+    assert (reason.kind, reason.what, reason.gates) == (Kind.LOST_CHECK, "not judged any more: parity", True)
+    assert reason.details == ("parity: not verified with torchao 0.19",)
+    refused = result(checks=("alignment",), expectation="output_alignment", measured=None)
+    assert "must be refused now (output_alignment)" in only(held([result()], [refused])).what
+
+
+def judged_by(*losses: float, **changes: Any) -> CaseResult:
+    return result(golden="stored", golden_losses=losses, **changes)
+
+
+def test_a_golden_may_change_with_a_reason_alone() -> None:
+    before, after = make_document(judged_by(8.0, 7.0)), make_document(judged_by(8.0, 7.5))
+    stored = make_golden(losses=(8.0, 7.5))
+    assert (reason := only(gate(before, after, TERMS, goldens=lambda name: stored))).kind is Kind.GOLDEN
+    assert (reason.gates, reason.size) == (False, 0.5)
+    assert reason.details[0].startswith(f"reason: {stored.provenance.reason} (")
+    for golden in (None, make_golden(losses=(8.0, 7.7))):
+        assert only(gate(before, after, TERMS, goldens=lambda name, golden=golden: golden)).gates  # type: ignore[misc]
+    assert "both runs are of commit c0ffee" in only(gate(before, after, TERMS)).details[0]
+
+
+@pytest.mark.parametrize(("allowed", "gates"), [((0.02, 0.01), True), ((0.005, 0.01), False)])
+def test_a_wider_tolerance_gates(allowed: tuple[float, ...], gates: bool) -> None:
+    reason = only(held([result()], [result(measured=replace(GOOD, allowed_loss=allowed))]))
+    assert (reason.kind, reason.gates) == (Kind.TOLERANCE, gates)
+    derived = result(measured=replace(GOOD, allowed_loss=allowed), derived=("loss_vs_golden",))
+    assert held([result()], [derived]).go
+
+
+def test_weaker_references_are_told() -> None:
+    after = result(golden="run here", golden_losses=(8.0,), derived=("parity",))
+    found = held([judged_by(8.0)], [after])
+    assert found.go and [reason.kind for reason in found.reasons] == [Kind.REFERENCES] * 2
+
+
+REQUIRED = Required(name="TP", select="tp>1", reason="users run it", at_least=2)
+
+
+def test_required_cells_must_have_been_shown() -> None:
+    terms = replace(TERMS, required=(REQUIRED,))
+    both = [result(), result(TWIN)]
+    assert held(both, both, terms).go
+    reason = next(each for each in held(both, [result(), failed(TWIN)], terms).reasons if each.kind is Kind.REQUIRED)
+    assert (reason.what, reason.baseline, reason.candidate) == ("TP: 1 of at least 2 cases good", "2 good", "1 good")
+    assert reason.details == ("required: users run it", "cases: tp>1", f"{TWIN}: numeric")
+    none = held([result(OTHER)], [result(OTHER)], terms)
+    assert not none.go and "none of them was selected" in only(none).details
+
+
+@pytest.mark.parametrize(
+    ("started", "what"),
+    [
+        ("2026-11-20T12:00:00+00:00", ""),
+        ("2026-11-10T12:00:00+00:00", "TP: run 12.0 days ago, at most 7 allowed"),
+        ("", "TP: it is not known when it was run"),
+    ],
+)
+def test_required_cells_must_not_be_old(started: str, what: str) -> None:
+    terms = replace(TERMS, required=(replace(REQUIRED, at_least=1, max_age_days=7),))
+    found = held([result()], [result()], terms, started=started)
+    assert [reason.what for reason in found.reasons] == [what] * bool(what)
+
+
+def wire(calls: int, payload_bytes: int) -> Mapping[str, Sent]:
+    return {"all_gather in uint8 along dp_shard": Sent(calls=calls, payload_bytes=payload_bytes)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "what"),
+    [
+        ({"scaled_mm_calls": 43}, Kind.MATMULS, "scaled_mm calls: 42 -> 43"),
+        ({"saved_bytes": None}, Kind.SAVED_BYTES, "bytes saved for backward: 1,000 -> none"),
+        ({"fused": {"fused_ag in forward": 4}}, Kind.FUSED, "fused_ag in forward: none -> 4"),
+        ({"wire": wire(4, 4097)}, Kind.WIRE, "bytes of all_gather in uint8 along dp_shard: 4,096 -> 4,097"),
+        ({"wire": wire(2, 4096)}, Kind.WIRE, "calls of all_gather in uint8 along dp_shard: 4 -> 2"),
+    ],
+)
+def test_counts_are_exact_on_any_cpu(changes: Mapping[str, Any], kind: Kind, what: str) -> None:
+    before, after = make_document(result()), make_document(result(measured=replace(GOOD, **changes)))
+    other_cpu = replace(after, environment=replace(after.environment or Environment(), cpu="another CPU"))
+    for candidate in (after, other_cpu):
+        reason = only(gate(before, candidate, TERMS))
+        assert (reason.kind, reason.what, reason.gates) == (kind, what, True)
+    allowed = replace(TERMS, allowed=(Allowance(kind=kind, reason="reviewed"),))
+    found = gate(before, after, allowed)
+    assert found.go and only(found).pardon == "allowed: reviewed"
+    gpu = replace(after, environment=Environment(device="NVIDIA H200"))
+    assert gate(before, gpu, TERMS).go, "other devices count other things"
+
+
+def moved(case_id: str, by: float = 0.001, **changes: Any) -> CaseResult:
+    curve = Curve(losses=(8.0, 7.5 + by), grad_norms=(1.0, 0.91))
+    return result(case_id, measured=replace(GOOD, curves={"case": curve}, **changes))
+
+
+def test_numbers_that_moved_are_named_and_gate_beyond_the_tolerance() -> None:
+    casts = (make_cast_range(1), make_cast_range(2, scale_min=200.0))
+    digests = {"casts": "c2", "gradients": "g1"}
+    found = held([result()], [moved(CASE, casts=casts, digests=digests)])
+    reason = only(found)
+    assert found.go and reason.kind is Kind.MOVED
+    assert reason.what == "loss by up to 0.001 nats, 0.1 of what is allowed, from step 2 on"
+    assert reason.details[:3] == (
+        "gradient norm, step 2: 0.9 -> 0.91",
+        f"1 of 2 casts; first scale_min of {WQ} input, step 2: 224 -> 200",
+        "other bits in casts",
+    )
+    assert any(f"run --case {TWIN}`" in note for note in found.notes)
+    assert not held([result()], [moved(CASE, 0.02)]).go
+    assert not held([result()], [moved(CASE, float("nan"))]).go
+
+
+def test_another_kind_of_cpu_is_compared_by_tolerance_alone() -> None:
+    before, after = make_document(result()), make_document(moved(CASE))
+    other = Environment(device="cpu", cpu="another CPU", threads=2, platform="Linux x86_64")
+    found = gate(before, replace(after, environment=other), TERMS)
+    assert found.reasons == () and found.inexact == ("cpu a CPU -> another CPU",)
+    far = gate(before, replace(make_document(moved(CASE, 0.02)), environment=other), TERMS)
+    assert (far.go, only(far).what) == (False, "loss by up to 0.02 nats, 2 of what is allowed, from step 2 on")
+    assert gate(replace(before, environment=None), after, TERMS).inexact == ("a run does not say where it was made",)
+
+
+def test_bf16_tells_the_environment_from_fp8() -> None:
+    before = [result(), result(TWIN)]
+    fp8 = only(held(before, [moved(CASE), result(TWIN)]))
+    assert (fp8.kind, fp8.details[-1]) == (Kind.FP8_MOVED, f"its BF16 twin {TWIN} did not move: FP8 changed")
+    both = held(before, [moved(CASE), moved(TWIN)])
+    assert {reason.kind for reason in both.reasons} == {Kind.BF16_MOVED}
+    golden = {"golden": "run here", "golden_losses": (8.0,)}
+    alone = only(held([result(**golden)], [replace(moved(CASE), **golden)]))
+    assert alone.kind is Kind.FP8_MOVED
+    here = [result(measured=replace(GOOD, curves=with_twin(by))) for by in (0.0, 0.001)]
+    assert only(held(here[:1], here[1:])).details[-1].startswith("the BF16 twin that was run here moved too")
+
+
+def with_twin(by: float) -> Mapping[str, Curve]:
+    """Curves of a case and its twin, both off by so much."""
+    curve = Curve(losses=(8.0, 7.5 + by), grad_norms=(1.0, 0.9))
+    return {"case": curve, "twin": curve}
+
+
+def times_of(*cpu_s: float) -> list[CaseResult]:
+    ids = [f"tp2-rowwise-v2048-s2-seed{seed}-b16" for seed in range(1, len(cpu_s) + 1)]
+    return [
+        result(name, attempts=(make_attempt(cpu_s=each),)) for name, each in zip(ids, cpu_s, strict=True)
+    ]  # fmt: skip
+
+
+def test_times_need_an_effect_and_significance() -> None:
+    usual = times_of(*[2.0] * 10)
+    slower = held(usual, times_of(*[2.5 + at / 100 for at in range(10)]))
+    assert slower.go and only(slower).kind is Kind.TIMES and slower.times is not None
+    assert not held(usual, times_of(*[2.5] * 10), replace(TERMS, gate_times=True)).go
+    assert held(usual, times_of(*[1.5] * 10), replace(TERMS, gate_times=True)).go, "faster is no reason"
+    assert held(usual, times_of(*[2.02] * 10)).reasons == (), "significant, but too small"
+    assert held(usual, times_of(*[3.0] * 5, *[1.4] * 5)).reasons == (), "large, but by chance"
+    assert held(usual[:3], times_of(*[2.5] * 3)).reasons == (), "of three cases nothing can be said"
+
+
+QUARANTINE = Quarantine(id=CASE, owner="ana", reason="flaky", expires=datetime.date(2026, 11, 22))
+
+
+def test_quarantine_excuses_up_to_its_day() -> None:
+    terms = replace(TERMS, quarantine=(QUARANTINE,))
+    found = held([result()], [failed()], terms)
+    assert found.go and only(found).pardon == "quarantined until 2026-11-22 by ana: flaky"
+    over = held([result()], [failed()], replace(terms, now=NOW + datetime.timedelta(days=1)))
+    assert not over.go and only(over).details[0] == "the quarantine by ana expired on 2026-11-22: flaky"
+    assert not held([result(OTHER)], [failed(OTHER)], terms).go
+    required = replace(terms, required=(replace(REQUIRED, at_least=1),))
+    assert [each.kind for each in held([result()], [failed()], required).gating] == [Kind.REQUIRED]
+
+
+def test_the_heaviest_reason_is_first() -> None:
+    before = [result(), result(OTHER), result(TWIN)]
+    after = [moved(OTHER), result(CASE, measured=replace(GOOD, saved_bytes=1)), failed(TWIN)]
+    kinds = [reason.kind for reason in held(before, after).reasons]
+    assert kinds == [Kind.NEW_FAILURE, Kind.SAVED_BYTES, Kind.MOVED]
+
+
+def test_notes_say_what_was_not_compared() -> None:
+    allowed = replace(TERMS, allowed=(Allowance(kind=Kind.WIRE, reason="x"),))
+    found = held([result()], [result(), result(OTHER)], allowed)
+    assert found.notes == ("new in the candidate: 1 case, not compared with anything", "allowed for nothing: wire")
+
+
+def test_without_a_common_case_there_is_no_answer() -> None:
+    for before, after in (([], []), ([result()], [result(OTHER)]), ([result()], [not_run()])):
+        with pytest.raises(NothingCompared):
+            held(before, after)
+
+
+def _step(cast: CastRange) -> int:
+    return cast.step
+
+
+floats = st.floats() | st.sampled_from([8.0, 7.5])
+curves = st.builds(Curve, losses=st.tuples(floats, floats), grad_norms=st.tuples(floats, floats))
+measurements = st.builds(
+    make_measured,
+    curves=st.dictionaries(st.sampled_from(["case", "golden", "twin"]), curves, max_size=3),
+    allowed_loss=st.just(()) | st.tuples(floats, floats),
+    saved_bytes=st.none() | st.integers(0, 9),
+    digests=st.dictionaries(st.sampled_from(["casts", "gradients"]), st.text(max_size=2)),
+    casts=st.lists(st.builds(make_cast_range, st.integers(1, 3), amax=floats), max_size=2, unique_by=_step).map(tuple),
+)
+IDS = (CASE, OTHER, TWIN, "single-bf16-v2048-b16", "hsdp2x2-tensorwise-v2048-f32")
+case_lists = st.lists(
+    st.builds(
+        result,
+        st.sampled_from(IDS),
+        st.sampled_from([Verdict.PASSED, Verdict.KNOWN]),
+        measured=st.none() | measurements,
+        golden=st.sampled_from(["stored", "run here", ""]),
+        golden_losses=st.just(()) | st.tuples(floats),
+        expectation=st.none() | st.sampled_from(["a", "a, b"]),
+    ),
+    min_size=1,
+    unique_by=lambda each: each.case_id,
+)
+
+
+@settings(max_examples=40)
+@given(case_lists, st.none() | st.just("cpu") | st.just("NVIDIA H200"))
+def test_what_is_equal_is_go_without_a_reason(cases: list[CaseResult], device: str | None) -> None:
+    environment = None if device is None else Environment(device=device)
+    document = make_document(*cases, environment=environment)
+    found = gate(document, document, TERMS)
+    assert found.go and found.reasons == ()
+
+
+ANY = st.builds(
+    result,
+    st.sampled_from(IDS),
+    st.sampled_from(Verdict),
+    measured=st.none() | measurements,
+    checks=st.sampled_from([(), ("finite",), ("finite", "parity")]),
+)
+ANY_LISTS = st.lists(ANY, min_size=1, unique_by=lambda each: each.case_id)
+
+
+def answer(before: RunDocument, after: RunDocument) -> Gate | None:
+    try:
+        return gate(before, after, TERMS)
+    except NothingCompared:
+        return None
+
+
+@settings(max_examples=40)
+@given(ANY_LISTS, ANY_LISTS, st.randoms(use_true_random=False))
+def test_the_order_of_cases_changes_nothing(before: list[CaseResult], after: list[CaseResult], random: Any) -> None:
+    mixed = [random.sample(cases, len(cases)) for cases in (before, after)]
+    assert answer(*(make_document(*cases) for cases in mixed)) == answer(make_document(*before), make_document(*after))
+
+
+@settings(max_examples=40)
+@given(ANY_LISTS, ANY_LISTS)
+def test_the_names_of_cases_change_nothing(before: list[CaseResult], after: list[CaseResult]) -> None:
+    """Seeds are other names that keep which cases are FP8 and which are twins."""
+    named = [[replace(each, case_id=_other_seed(each.case_id)) for each in cases] for cases in (before, after)]
+    usual, other = (
+        answer(make_document(*before), make_document(*after)),
+        answer(*(make_document(*cases) for cases in named)),
+    )
+    assert _kinds(usual) == _kinds(other)
+
+
+def _other_seed(case_id: str) -> str:
+    *head, dtype = case_id.split("-")
+    return "-".join([*head, "seed9", dtype])
+
+
+def _kinds(found: Gate | None) -> Counter[tuple[Kind, bool]] | None:
+    return None if found is None else Counter((reason.kind, reason.gates) for reason in found.reasons)

@@ -1,0 +1,62 @@
+"""How a gate is told: the first lines decide, in 60 columns, and everything is in JSON."""
+
+from __future__ import annotations
+
+import json
+
+from msgspec.structs import replace
+
+from harness.gate.gate import Gate, gate
+from harness.report.gate import gate_json, gate_markdown, gate_text
+from harness.verdict import Finding, Verdict
+from tests.builders import make_document, make_measured, make_result
+from tests.unit.test_gate import TERMS, failed, result
+
+IDS = [f"fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-s2-seed{seed}-b16" for seed in range(1, 41)]
+
+
+def many() -> Gate:
+    before = [result(name) for name in IDS]
+    saved = [result(name, measured=make_measured(saved_bytes=2000)) for name in IDS[10:]]
+    return gate(make_document(*before), make_document(*map(failed, IDS[:10]), *saved), TERMS, names=("v1", "v2"))
+
+
+def test_the_first_lines_decide() -> None:
+    lines = gate_text(many(), width=60).splitlines()
+    assert lines[0] == "NO-GO: v2 against v1"
+    head = "\n".join(lines[:12])
+    assert lines[1] == "40 reasons gate, 0 not"
+    assert "30 of 40 cases good, 120 checks judged (baseline: 40 of 40, 120)" in " ".join(head.split())
+    assert "  10  fails, and did not in the baseline [new-failure]" in head
+    assert "  30  saved bytes changed [saved-bytes]" in head
+    assert all(len(line) <= 60 for line in lines if not any(name in line for name in IDS))
+    assert sum(line.startswith("    $ fp8-harness run") for line in lines) == 10, "five of each kind in full"
+    assert all(any(name in line for line in lines) for name in IDS), "the others by id"
+
+
+def test_go_says_what_was_compared() -> None:
+    document = make_document(result())
+    text = gate_text(gate(document, document, TERMS), width=200)
+    assert text.startswith(
+        "GO: candidate against baseline\n1 of 1 case good (baseline 1 of 1), numbers of 1 compared; "
+    )
+
+
+def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:
+    finding = Finding(check="finite", message="``` <b>|</b>", verdict=Verdict.NUMERIC)
+    bad = make_result(IDS[0], Verdict.NUMERIC, findings=(finding,))
+    found = gate(make_document(make_result(IDS[0])), make_document(bad), TERMS)
+    text = gate_markdown(found)
+    assert text.startswith("## NO-GO: candidate against baseline\n")
+    assert f"| 1 | fails, and did not in the baseline | `{IDS[0]}` | finite: ``` &lt;b>\\|&lt;/b> |" in text
+    assert text.count("```text") == 1 and "''' <b>" in text
+
+
+def test_json_has_every_reason() -> None:
+    found = many()
+    plain = json.loads(gate_json(found))
+    assert (plain["go"], plain["schema"], len(plain["reasons"])) == (False, 1, 40)
+    assert plain["reasons"][0]["kind"] == "new-failure" and plain["reasons"][0]["gates"] is True
+    pardoned = replace(found.reasons[0], gates=False, pardon="quarantined until 2027-03-01 by ana: flaky")
+    text = gate_text(replace(found, reasons=(pardoned,), go=True), width=80)
+    assert "(1 of them excused)" in text and "    quarantined until 2027-03-01 by ana: flaky\n" in text
