@@ -12,7 +12,7 @@ from harness.environment import Environment
 from harness.jsonform import to_json
 from harness.measured import Measured
 from harness.result import Attempt, CaseResult, RunResult, WithFix, WitnessMade
-from harness.trace import RankFailure
+from harness.trace import RankFailure, Run
 from harness.verdict import FailureSignature, Finding, GoldenSource, NotJudged, Verdict
 
 SCHEMA = 1
@@ -95,6 +95,21 @@ def run_document(run: RunResult) -> RunDocument:
     )
 
 
+def run_result(document: RunDocument) -> RunResult:
+    """The results that a document tells of, for what prints results. What ranks recorded is not among them."""
+    return RunResult(
+        results=tuple(_case_result(case) for case in document.cases),
+        wall_s=document.seconds,
+        interrupted=document.interrupted,
+        provenance=document.provenance,
+        environment=document.environment,
+        name=document.name,
+        started=document.started,
+        witnesses=document.witnesses,
+        left_out=document.left_out,
+    )
+
+
 def verdict_totals(run: RunResult) -> dict[str, int]:
     """The number of cases of every verdict, in the order of `Verdict`."""
     verdicts = [result.verdict for result in run.results]
@@ -107,6 +122,12 @@ def check_totals(run: RunResult) -> dict[str, int]:
         "judged": sum(len(result.checks) for result in run.results),
         "not_judged": sum(len(result.not_judged) for result in run.results),
     }
+
+
+def _case_result(case: CaseDocument) -> CaseResult:
+    names = [name for name in CaseResult.__struct_fields__ if name not in ("case_id", "run")]
+    run = Run(traces=(), failures=case.failures) if case.failures else None
+    return CaseResult(case_id=case.id, run=run, **{name: getattr(case, name) for name in names})
 
 
 def _case_document(result: CaseResult) -> CaseDocument:

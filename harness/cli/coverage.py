@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from harness.cli.options import root_option
-from harness.matrix.coverage import Coverage, coverage
+from harness.matrix.coverage import FATES, Coverage, coverage
 from harness.matrix.tier import Selection
 from harness.plural import counted
 from harness.project import find_project
@@ -22,20 +22,12 @@ Examples:
   fp8-harness coverage pr --json                    all of it, for a program
 """
 
-_MEANINGS = {
-    "covered": "in a case that trains without a recorded fault",
-    "known": "only in cases that run into a recorded fault",
-    "refused": "only in cases that must be refused",
-    "skipped": "possible, but in no selected case",
-    "excluded": "excluded by rules",
-}
-
 
 @click.command("coverage", epilog=_EPILOG)
 @click.argument("sources", metavar="[TIER|FILE]...", nargs=-1)
 @click.option("--tier", "tiers", metavar="TIER", multiple=True, help="A tier by name; may be repeated.")
 @click.option("--strength", type=click.IntRange(1, 3), default=2, show_default=True, help="2: pairs, 3: triples.")
-@click.option("--list", "listed", type=click.Choice(list(_MEANINGS)), help="List the combinations of this kind.")
+@click.option("--list", "listed", type=click.Choice(list(FATES)), help="List the combinations of this kind.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: counts and every combination.")
 @root_option
 def coverage_command(
@@ -73,7 +65,7 @@ def _print(selection: Selection, account: Coverage, listed: str | None) -> None:
     click.echo(f"{account.name}: {counted(len(selection.cases), 'case')} of {selection.candidates} cells")
     click.echo(f"\n{counted(len(account.tuples), 'combination')} of {account.strength} values")
     for fate, count in account.counts.items():
-        click.echo(f"  {count:>7}  {fate:<12} {_MEANINGS[fate]}")
+        click.echo(f"  {count:>7}  {fate:<12} {FATES[fate]}")
     _print_rules("impossible combinations by rule", account.by_rule)
     _print_rules("cells excluded by rule", selection.excluded)
     for found in account.tuples if listed is not None else ():

@@ -22,6 +22,8 @@ _COMMANDS = {
     "new": "harness.cli.new:new_command",
     "coverage": "harness.cli.coverage:coverage_command",
     "run": "harness.cli.run:run_command",
+    "report": "harness.cli.report:report_command",
+    "show": "harness.cli.show:show_command",
     "golden": "harness.cli.golden:golden",
     "signature": "harness.cli.signature:signature",
     "tolerance": "harness.cli.tolerance:tolerance",

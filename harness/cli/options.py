@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from harness.durable import write_whole
+from harness.errors import HarnessError
 from harness.running.plan import DEFAULT_JOBS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -131,6 +132,12 @@ def write_json(path: Path | None, content: Callable[[], bytes]) -> None:
         click.echo(content().decode(), nl=False)
     else:
         write_whole(path, content())
+
+
+def check_folder(path: Path) -> None:
+    """HarnessError for a file in a folder that is not there: a mistyped path is found before the work, not after it."""
+    if not path.parent.is_dir():
+        raise HarnessError("there is no such folder.", where=str(path), fix=f"make {path.parent} or name another file.")
 
 
 def json_option(command: Command) -> Command:

@@ -13,8 +13,9 @@ import msgspec
 from click.core import ParameterSource
 
 from harness.cli.github import quoted, tell_github
-from harness.cli.options import plan_options, query_options, root_option, shard_option
-from harness.document import json_report
+from harness.cli.options import check_folder, plan_options, query_options, root_option, shard_option
+from harness.cli.report import page_of
+from harness.document import json_report, run_document
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.hints import rerun_failed as rerun_command
@@ -39,6 +40,7 @@ Examples:
   fp8-harness run                               the smoke tier
   fp8-harness run pr -j 4 --json result.json    tier pr, results for a program
   fp8-harness run pr -x --json - | jq .totals   up to the first failure
+  fp8-harness run pr --html report.html         results as a page that opens from disk
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run --case tp4-rowwise-v2256-f32  one case
   fp8-harness run pr --budget-s 60              what covers most in a minute
@@ -88,6 +90,7 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the results as JSON; -: to stdout.")
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
+@click.option("--html", "html_file", metavar="FILE", type=_FILE, help="Write one HTML file that needs no network.")
 @click.option(
     "--github/--no-github",
     envvar="GITHUB_ACTIONS",
@@ -127,6 +130,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     junit_file: Path | None,
     markdown_file: Path | None,
     github: bool,
+    html_file: Path | None,
     save_trace: Path | None,
     keep_logs: Path | None,
     quiet: bool,
@@ -135,13 +139,16 @@ def run_command(  # noqa: PLR0913  one parameter an option
     """Run cases on fresh ranks and judge them."""
     if environments:
         return _in_environments(environments, root)
+    project = find_project(root)
     outputs: list[tuple[Path, Callable[[RunResult], bytes]]] = [
         *([(json_file, json_report)] if json_file else []),
         *([(junit_file, junit_report)] if junit_file else []),
         *([(markdown_file, _markdown)] if markdown_file else []),
+        *([(html_file, lambda result: page_of(project, run_document(result)))] if html_file else []),
     ]
     for path, _ in outputs:
-        _check_folder(path)
+        if path != _STDOUT:
+            check_folder(path)
     query = Query(
         sources=(*sources, *tiers),
         case_ids=case_ids,
@@ -150,7 +157,6 @@ def run_command(  # noqa: PLR0913  one parameter an option
         budget_s=budget_s,
         shard=shard,
     )
-    project = find_project(root)
     given = _given_options()
     if rerun_failed:
         query, given = _failed(project, query, given)
@@ -240,12 +246,6 @@ def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes
             click.echo(text, err=True)
             code = ExitCode.USAGE
     return code
-
-
-def _check_folder(path: Path) -> None:
-    """Find a mistyped path before the run, not after it."""
-    if path != _STDOUT and not path.parent.is_dir():
-        raise HarnessError("there is no such folder.", where=str(path), fix=f"make {path.parent} or name another file.")
 
 
 def _log_folder(folder: Path) -> Path:

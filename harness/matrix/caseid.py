@@ -72,6 +72,12 @@ def id_words(text: str) -> list[str]:
     return tokens
 
 
+def mesh_words(layout: Layout) -> str:
+    """The words for the mesh of a layout alone: "fsdp2-tp2", "single"."""
+    mesh = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "async_tp")}
+    return "-".join(_layout_tokens(Layout(**mesh)))
+
+
 def family_id(case: Case) -> str:
     """The name of the golden that this case is compared with: everything that determines data, weights and updates.
 

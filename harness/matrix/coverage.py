@@ -16,7 +16,13 @@ from harness.matrix.space import Kind, Space, Table, is_hit, spaces_of
 from harness.matrix.tier import Selection, tables_of
 
 Fate = Literal["covered", "known", "refused", "skipped", "excluded"]
-FATES: tuple[Fate, ...] = ("covered", "known", "refused", "skipped", "excluded")
+FATES: dict[Fate, str] = {
+    "covered": "in a case that trains without a recorded fault",
+    "known": "only in cases that run into a recorded fault",
+    "refused": "only in cases that must be refused",
+    "skipped": "possible, but in no selected case",
+    "excluded": "excluded by rules",
+}
 
 
 class Tuple(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +46,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     strength: int
     tuples: tuple[Tuple, ...]
+    reasons: Mapping[str, str] = {}  # of the rules that exclude something, by name
 
     @property
     def counts(self) -> dict[Fate, int]:
@@ -65,6 +72,7 @@ def coverage(selection: Selection, strength: int) -> Coverage:
         name=selection.name,
         strength=strength,
         tuples=tuple(found for space in spaces for found in _account(space, selection, strength)),
+        reasons={table.rule.name: table.rule.reason for space in spaces for table in tables_of(space, "excluded")},
     )
 
 

@@ -1,9 +1,9 @@
 """The JUnit XML report for CI systems: one testcase per case.
 
 `failure`: the case was judged and is not good. `error`: it could not be judged (crash, hang, infra, not run).
-`skipped`: it failed as its recorded upstream fault says, or is quarantined. Their text lists the findings and the command that reproduces
-them. `system-out`: how ranks failed, with the end of what they printed; of a known fault also the findings, because few
-viewers show the text of a skipped test; of a case that passed as expected, what was expected.
+`skipped`: it failed as its recorded upstream fault says, or is quarantined. Their text lists the findings and the
+command that reproduces them. `system-out`: how ranks failed, with the end of what they printed; of a known fault also
+the findings, because few viewers show the text of a skipped test; of a case that passed as expected, what was expected.
 """
 
 from __future__ import annotations

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from harness.jsonform import to_json
+import msgspec
+
+from harness.errors import HarnessError
+from harness.jsonform import from_json, to_json
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import FAULT_CLASSES, CarrierKind, FaultClass, all_faults, carrier_kind
 from harness.plural import counted
 from harness.report.wording import aligned
 from harness.studies.kill_matrix import LOSS_ONLY_NATS, SQNR_DB, Power, Trial
 
-_COLUMNS = ("", "fault", "case", "verdict", "step", "x limit", "loss", "sqnr", "detected by")
+COLUMNS = ("class", "fault", "case", "verdict", "step", "x limit", "loss", "sqnr", "detected by")
 _TOTALS = f"""\
 Detected faults, of those that reached the target and must be detected. A fault counts if it was detected in every case
 that it reached. Two baselines judge the same runs: loss detects |loss - BF16| > {LOSS_ONLY_NATS} nats, sqnr a gradient
@@ -23,7 +27,7 @@ def power_text(power: Power) -> str:
     """The whole report as plain text."""
     runs = f"{counted(len(power.trials), 'run')} with a fault and {counted(len(power.clean), 'clean run')}"
     parts = [
-        aligned([_COLUMNS, *map(_row, power.trials)]),
+        aligned([("", *COLUMNS[1:]), *map(trial_row, power.trials)]),
         _totals(power),
         _by_kind(power.trials),
         _by_check(power.trials),
@@ -42,7 +46,16 @@ def power_json(power: Power) -> bytes:
     return to_json(power, indent=2)
 
 
-def _row(trial: Trial) -> tuple[str, ...]:
+def read_power(path: Path) -> Power:
+    """What `power --json` wrote. HarnessError for anything else."""
+    try:
+        return from_json(path.read_bytes(), Power)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HarnessError(f"not written by `power --json`: {error}.", where=str(path)) from error
+
+
+def trial_row(trial: Trial) -> tuple[str, ...]:
+    """The cells of a trial, in the order of `COLUMNS`."""
     return (
         trial.group or "",
         trial.fault or "",

@@ -6,7 +6,7 @@ Owns how the sources combine. Reading files and expanding the matrix is `matrix/
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,6 +82,14 @@ def select_file(project: Project, path: Path) -> Selection:
 def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
     """The upstream faults that the project records, of all versions."""
     return read_known(project.known) if project.known.exists() else ()
+
+
+def whole_tiers(project: Project, case_ids: Collection[str]) -> tuple[Selection, ...]:
+    """The selections of the tiers with a matrix all of whose cases are among these."""
+    selections = (select_file(project, project.case_file(name)) for name in project.tiers)
+    return tuple(
+        found for found in selections if found.file.blocks and all(case_id(case) in case_ids for case in found.cases)
+    )
 
 
 def select_cases(project: Project, query: Query) -> tuple[Case, ...]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.document import json_report
+from harness.document import json_report, run_document, run_result
 from harness.environment import Environment
 from harness.measured import CastRange, Curve, Measured, Sent
 from harness.result import Attempt, CaseResult, RunResult, WithFix
@@ -165,6 +165,16 @@ def test_every_document_is_valid(
     VALIDATOR.validate(document(run))
     assert document(run)["exit_code"] == run.exit_code
     assert sum(document(run)["totals"].values()) == len(found)
+
+
+@settings(max_examples=30)
+@given(st.lists(results, max_size=3), seconds, st.booleans(), st.none() | environments)
+def test_the_results_of_a_document_make_the_same_document(
+    found: list[CaseResult], wall_s: float, interrupted: bool, environment: Environment | None
+) -> None:
+    untraced = [replace(each, run=None if each.run is None else replace(each.run, traces=())) for each in found]
+    run = RunResult(results=tuple(untraced), wall_s=wall_s, interrupted=interrupted, environment=environment)
+    assert json_report(run_result(run_document(run))) == json_report(run)
 
 
 def test_the_values_are_those_of_the_lowest_rank_in_full() -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
+import msgspec
+
+from harness.errors import HarnessError
+from harness.jsonform import from_json
 from harness.studies.conformance.judge import Conclusion
 from harness.studies.conformance.known import KNOWN
 from harness.trace.operator_checks import OperatorCheck, shard_kind
@@ -15,6 +20,30 @@ Rows: operators; .d0 is the dim, k means keepdim. Columns: placements of the inp
 Partial(sum)), uneven or empty shards, 2-D meshes, strided shards. Cells count checks: 12 passed, 2k show a known
 deviation, 1F failed, 1U passed although a known deviation should show; - means no check."""
 _MARKS = {"passed": "", "known": "k", "failed": "F", "unexpected_pass": "U"}
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """A check in the JSON document, as far as the table shows it."""
+
+    op: str  # its row
+    placement: str  # its column
+    status: str
+
+
+class ConformanceDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of the JSON document."""
+
+    software: dict[str, str | None]
+    counts: dict[str, int]
+    checks: tuple[Told, ...]
+
+
+def read_conformance(path: Path) -> ConformanceDocument:
+    """What `conformance --json` wrote. HarnessError for anything else."""
+    try:
+        return from_json(path.read_bytes(), ConformanceDocument)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HarnessError(f"not written by `conformance --json`: {error}.", where=str(path)) from error
 
 
 def column(check: OperatorCheck) -> str:
@@ -39,14 +68,22 @@ def row(check: OperatorCheck) -> str:
 
 def lines(conclusions: Sequence[Conclusion]) -> Iterator[str]:
     """The table; `LEGEND` explains it."""
-    cells: dict[str, dict[str, Counter[str]]] = {}
-    for each in conclusions:
-        cells.setdefault(row(each.check), {}).setdefault(column(each.check), Counter())[each.status] += 1
-    shown = [name for name in COLUMNS if any(name in found for found in cells.values())]
-    width = max((len(name) for name in cells), default=0)
-    yield f"{'operator':<{width}} " + " ".join(f"{name:>8}" for name in shown)
-    for name, found in cells.items():
-        yield f"{name:<{width}} " + " ".join(f"{_cell(found.get(column_name)):>8}" for column_name in shown)
+    told = (Told(op=row(each.check), placement=column(each.check), status=each.status) for each in conclusions)
+    (head, *names), *rows = grid(told)
+    width = max((len(name) for name, *_ in rows), default=0)
+    yield f"{head:<{width}} " + " ".join(f"{name:>8}" for name in names)
+    for name, *found in rows:
+        yield f"{name:<{width}} " + " ".join(f"{cell:>8}" for cell in found)
+
+
+def grid(checks: Iterable[Told]) -> list[tuple[str, ...]]:
+    """The rows of the table, the first one with the names of the columns."""
+    counts: dict[str, dict[str, Counter[str]]] = {}
+    for each in checks:
+        counts.setdefault(each.op, {}).setdefault(each.placement, Counter())[each.status] += 1
+    shown = [name for name in COLUMNS if any(name in found for found in counts.values())]
+    rows = [(name, *(_cell(found.get(column_name)) for column_name in shown)) for name, found in counts.items()]
+    return [("operator", *shown), *rows]
 
 
 def _cell(counts: Counter[str] | None) -> str:

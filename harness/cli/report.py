@@ -1,0 +1,113 @@
+"""`fp8-harness report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+
+from harness.cli.options import check_folder, root_option
+from harness.document import RunDocument, run_result
+from harness.durable import write_whole
+from harness.hints import rerun_failed
+from harness.project import Project, find_project
+from harness.report.html.sections import Section
+from harness.running.stored import results_of
+
+_EPILOG = """\b
+Examples:
+  fp8-harness report                                 what the last run printed at its end
+  fp8-harness report --html out.html                 a page of it that a browser opens from disk
+  fp8-harness report last~2 --html before.html       of the run two before
+  fp8-harness report release --junit out.xml         of a run by its name
+  fp8-harness report result.json --html out.html     of what `run --json` wrote elsewhere
+  fp8-harness report --html out.html --power power.json --conformance conformance.json
+
+\b
+Exit codes: 0 written, 2 usage error or bad input.
+"""
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_READ = click.Path(path_type=Path, dir_okay=False, exists=True)
+
+
+@click.command("report", epilog=_EPILOG)
+@click.argument("run", metavar="[RUN|FILE.json]", default="last")
+@click.option("--html", "html_file", metavar="FILE", type=_FILE, help="Write one HTML file that needs no network.")
+@click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write JUnit XML.")
+@click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
+@click.option("--power", metavar="FILE", type=_READ, help="Add the kill matrix that `power --json` wrote.")
+@click.option("--conformance", metavar="FILE", type=_READ, help="Add the table that `conformance --json` wrote.")
+@root_option
+def report_command(  # noqa: PLR0913  one parameter an option
+    *,
+    run: str,
+    html_file: Path | None,
+    junit_file: Path | None,
+    markdown_file: Path | None,
+    power: Path | None,
+    conformance: Path | None,
+    root: str | None,
+) -> None:
+    """Write reports of a run that ended: the last one, RUN by its name or its folder, or a file of `run --json`."""
+    if html_file is None and (power or conformance):
+        raise click.UsageError("--power and --conformance add to --html.")
+    project = find_project(root)
+    document = results_of(project, run)
+
+    def html() -> bytes:
+        return page_of(project, document, power=power, conformance=conformance)
+
+    outputs: tuple[tuple[Path | None, Callable[[], bytes]], ...] = (
+        (html_file, html),
+        (junit_file, lambda: _junit(document)),
+        (markdown_file, lambda: _markdown(document)),
+    )
+    if not any(path for path, _ in outputs):
+        from harness.report.text import text_report
+
+        click.echo(text_report(run_result(document), rerun=rerun_failed(root=root)), nl=False)
+    for path, render in outputs:
+        if path is not None:
+            check_folder(path)
+            write_whole(path, render())
+
+
+def page_of(
+    project: Project, document: RunDocument, *, power: Path | None = None, conformance: Path | None = None
+) -> bytes:
+    """The page of a run, with the coverage of the tiers that it ran whole."""
+    from harness.report.html.page import html_report
+
+    return html_report(document, sections=tuple(_sections(project, document, power, conformance)))
+
+
+def _sections(
+    project: Project, document: RunDocument, power: Path | None, conformance: Path | None
+) -> Iterator[Section]:
+    from harness.matrix.coverage import coverage
+    from harness.report.html.sections import conformance_section, coverage_section, kill_section
+    from harness.report.power import read_power
+    from harness.running.selection import whole_tiers
+    from harness.studies.conformance.table import read_conformance
+
+    tiers = whole_tiers(project, {case.id for case in document.cases})
+    if tiers:
+        yield coverage_section([(tier, coverage(tier, 2)) for tier in tiers])
+    if power is not None:
+        yield kill_section(read_power(power))
+    if conformance is not None:
+        yield conformance_section(read_conformance(conformance))
+
+
+def _junit(document: RunDocument) -> bytes:
+    from harness.report.junit import junit_report
+
+    return junit_report(run_result(document))
+
+
+def _markdown(document: RunDocument) -> bytes:
+    from harness.report.markdown import markdown_report
+
+    return markdown_report(run_result(document)).encode()

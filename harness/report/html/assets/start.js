@@ -1,0 +1,65 @@
+// Shows what the address says, now and whenever it changes.
+
+let opened = null;
+
+function show() {
+  const at = state.case ? index.cases.findIndex((row) => row.id === state.case) : -1;
+  const inCase = state.view === "cases" && at >= 0;
+  byId("cases").hidden = state.view !== "cases" || inCase;
+  byId("case").hidden = !inCase;
+  for (const name of sections.slice(1)) byId(`section-${name}`).hidden = state.view !== name;
+  for (const link of document.querySelectorAll("header nav a")) {
+    link.href = linkTo({ view: link.dataset.view, case: "" });
+    if (link.dataset.view === state.view) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  const before = opened;
+  opened = inCase ? at : null;
+  if (inCase) {
+    const title = showCase(at);
+    if (before !== at) {
+      title.focus({ preventScroll: true });
+      scrollTo(0, 0);
+    }
+    return;
+  }
+  forgetPlots();
+  if (state.view !== "cases") return;
+  showFilters();
+  showHeat();
+  showList();
+  if (before !== null) lines[before].link.focus();
+}
+
+function restore() {
+  state = stateOf(location.hash);
+  show();
+}
+
+addEventListener("hashchange", restore);
+addEventListener("popstate", restore);
+addEventListener("keydown", (event) => {
+  const typing = event.target.closest?.("input, select");
+  if (event.key === "Escape" && state.case) change({ case: "" }, { step: true });
+  if (event.key === "/" && !typing && !byId("cases").hidden) {
+    event.preventDefault();
+    byId("text").focus();
+  }
+});
+
+// Paper is white, and what is folded on it stays so.
+let folded = [];
+addEventListener("beforeprint", () => {
+  document.documentElement.dataset.printed = "";
+  folded = [...document.querySelectorAll("main details:not([open])")];
+  folded.forEach((each) => { each.open = true; });
+  redraw();
+});
+addEventListener("afterprint", () => {
+  delete document.documentElement.dataset.printed;
+  folded.forEach((each) => { each.open = false; });
+  redraw();
+});
+
+show();
+document.documentElement.dataset.ready = "";

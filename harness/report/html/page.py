@@ -1,0 +1,103 @@
+"""The page: its template, style, script and data in one file, which a browser opens from disk and which loads nothing.
+
+Whatever a run says is data: texts in the template are escaped, and the script shows texts as texts. Its policy lets the
+browser execute this very script and apply this very style alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from harness.document import RunDocument, run_result
+from harness.jsonform import to_json
+from harness.report.html.data import index_and_details
+from harness.report.html.sections import Listing, Section
+from harness.report.wording import printable, totals_text
+from harness.verdict import ExitCode
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+_PACKAGE = "harness.report.html"
+_SCRIPTS = ("page.js", "matrix.js", "cases.js", "curves.js", "case.js", "start.js")  # parts of one function, in order
+# In JSON these are the same characters, and in HTML they end nothing.
+_ESCAPES = {ord(each): f"\\u{ord(each):04x}" for each in "<>&\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}"}
+_STATES = {
+    ExitCode.GOOD: "good",
+    ExitCode.NOTHING_RAN: "nothing ran",
+    ExitCode.INFRA: "infrastructure failed",
+    ExitCode.INTERRUPTED: "interrupted",
+}
+
+
+def html_report(
+    document: RunDocument, *, sections: Sequence[Section] = (), history: Mapping[str, Listing] | None = None
+) -> bytes:
+    """The page of a run in UTF-8. `sections` follow the cases; `history` has earlier results, by the id of a case."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    index, details = index_and_details(document, history or {})
+    script, style = Markup(_script()), Markup(_style())
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = template.from_string(_asset("page.html")).render(
+        policy=_policy(script, style),
+        style=style,
+        script=script,
+        index=_embedded(index),
+        details=[_embedded(each) for each in details],
+        title=printable(" ".join(filter(None, ("fp8-harness", document.name)))),
+        state=_STATES.get(ExitCode(document.exit_code), "not good"),
+        good=document.exit_code == 0,
+        totals=[line for line in totals_text(run_result(document)).splitlines() if line],
+        document=document,
+        environment=tuple(_environment(document)),
+        sections=sections,
+    )
+    return page.encode()
+
+
+def _environment(document: RunDocument) -> Iterable[tuple[str, str]]:
+    """What the run was made with; of documents of earlier versions the little that they say."""
+    if document.name:
+        yield "name", printable(document.name)
+    if document.started:
+        yield "started", printable(document.started)
+    found = document.environment
+    if found is not None:
+        yield "fingerprint", found.fingerprint
+    words = document.provenance if found is None else found.words
+    yield from ((printable(name), printable(value)) for name, value in words.items())
+
+
+def _script() -> str:
+    parts = [_asset(name) for name in _SCRIPTS]
+    licence = f"/* uPlot\n{_asset('uPlot.LICENSE', 'vendor')}*/"
+    own = "\n".join(['(() => {\n"use strict";', *parts, "})();"])
+    return "\n".join([licence, _asset("uPlot.iife.min.js", "vendor"), own])
+
+
+def _style() -> str:
+    return "\n".join([_asset("uPlot.min.css", "vendor"), _asset("page.css")])
+
+
+def _policy(script: str, style: str) -> str:
+    allowed = {"script-src": script, "style-src": style}
+    hashes = {kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for kind, text in allowed.items()}
+    only = "; ".join(f"{kind} 'sha256-{digest}'" for kind, digest in hashes.items())
+    return f"default-src 'none'; {only}; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
+
+
+def _embedded(value: object) -> Markup:
+    """The value as JSON for a script element that holds data."""
+    from markupsafe import Markup
+
+    return Markup(to_json(value).decode().translate(_ESCAPES))
+
+
+def _asset(name: str, folder: str = "assets") -> str:
+    return (files(_PACKAGE) / folder / name).read_text(encoding="utf-8")

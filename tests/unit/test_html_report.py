@@ -1,0 +1,281 @@
+"""The page of a run, without a browser: what its data says, and that no text of a run is ever markup or script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from harness.document import RunDocument, run_document
+from harness.environment import Environment
+from harness.matrix.coverage import coverage
+from harness.measured import CastRange, Curve, Measured, Sent
+from harness.report.html.page import html_report
+from harness.report.html.sections import Listing, Section, conformance_section, coverage_section, kill_section
+from harness.report.wording import printable
+from harness.result import CaseResult, RunResult
+from harness.studies.conformance.table import ConformanceDocument, Told
+from harness.studies.kill_matrix import UNFINISHED, Power, Trial
+from harness.verdict import Finding, NotJudged, Verdict
+from tests.builders import make_failure, make_result, run_of
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;"
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes, and the text inside of each script and style."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.inside: list[str] = []
+        self.text = content.decode()
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self.inside.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.elements[-1:] and self.elements[-1][0] in ("script", "style") and self.inside:
+            self.inside[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("script", "style"):
+            self.elements.append(("end", {}))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def data(self) -> dict[str, Any]:
+        """What the elements of data hold, by id."""
+        held = [name for name in self.elements if name[0] in ("script", "style")]
+        pairs = zip(held, self.inside, strict=True)
+        return {str(each["id"]): json.loads(text) for (_, each), text in pairs if "id" in each}
+
+
+def document(*results: CaseResult, **changes: Any) -> RunDocument:
+    return run_document(RunResult(results=results, wall_s=3.0, **changes))
+
+
+def page(*results: CaseResult, **changes: Any) -> Page:
+    return Page(html_report(document(*results, **changes)))
+
+
+def bad(case_id: str = "tp2-rowwise-v2048-b16", message: str = "wrong", **changes: Any) -> CaseResult:
+    findings = (Finding(check="scales", message=message, step=1), Finding(check="parity", message="far", step=2))
+    return make_result(case_id, Verdict.INVARIANT, **{"findings": findings, **changes})
+
+
+@given(st.text())
+@example(HOSTILE)
+def test_texts_of_a_run_are_never_markup(text: str) -> None:
+    results = (
+        bad(
+            text or "x",
+            text,
+            command=text,
+            expectation=text,
+            not_judged=(NotJudged(check=text, reason=text),),
+            run=run_of(make_failure(0, text, traceback=text, phase=text)),
+        ),
+    )
+    listing = Listing(columns=(text,), rows=((text,),), title=text)
+    section = Section(name="other", title=text, notes=(text,), listings=(listing,))
+    told = document(*results, name=text, environment=Environment(packages={text: text}))
+    content = html_report(told, sections=(section,), history={text or "x": listing})
+    harmless = html_report(document(bad(run=run_of(make_failure())), name="n"), sections=(section,), history={})
+    found = Page(content)
+    assert {tag for tag, _ in found.elements} <= {tag for tag, _ in Page(harmless).elements} | {"end"}
+    assert len(found.of("script")) == 3 and not found.of("img")
+    assert not any(name.startswith("on") for _, attributes in found.elements for name in attributes)
+    detail = found.data()["detail-0"]
+    assert detail["findings"][0]["message"] == printable(text)
+    assert found.data()["index"]["cases"][0]["id"] == printable(text or "x")
+
+
+def test_data_cannot_end_its_element_or_a_line_of_script() -> None:
+    embedded = page(bad(message=HOSTILE)).inside
+    for text in embedded:
+        if text.startswith("{"):
+            assert not set(text) & set("<>&\u2028\u2029")
+
+
+def test_the_policy_allows_this_script_and_this_style_alone() -> None:
+    found = page(bad())
+    policy = next(each["content"] for each in found.of("meta") if each.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    style, script = found.inside[0], found.inside[-1]
+    for kind, text in (("style-src", style), ("script-src", script)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}';" in policy
+
+
+def test_nothing_is_loaded() -> None:
+    found = page(bad())
+    style, script = found.inside[0], found.inside[-1]
+    assert not found.of("link") and not any("src" in attributes for _, attributes in found.elements)
+    assert "@import" not in style and "url(" not in style
+    assert not re.search(
+        r"\b(fetch|XMLHttpRequest|WebSocket|importScripts|eval|innerHTML|insertAdjacentHTML)\b", script
+    )
+    assert "</script" not in script and "<!--" not in script
+
+
+def test_the_licence_of_the_library_is_in_the_page() -> None:
+    assert "Permission is hereby granted, free of charge" in page(bad()).inside[-1]
+
+
+def test_the_worst_come_first_and_axes_are_those_that_differ() -> None:
+    ids = ("fsdp4-tensorwise-v2048-b16", "single-bf16-v2048-b16", "tp2-rowwise-v2048-b16", "of a later version")
+    verdicts = (Verdict.PASSED, Verdict.KNOWN, Verdict.CRASH, Verdict.NUMERIC)
+    results = [make_result(name, verdict) for name, verdict in zip(ids, verdicts, strict=True)]
+    index = page(*results).data()["index"]
+    assert [row["id"] for row in index["cases"]] == [ids[2], ids[3], ids[1], ids[0]]
+    axes = {axis["name"]: axis["values"] for axis in index["axes"]}
+    assert axes == {
+        "layout": ["single", "fsdp4", "tp2"],
+        "dp_shard": ["1", "4"],
+        "tp": ["1", "2"],
+        "recipe": ["bf16", "tensorwise", "rowwise"],
+    }
+    at = index["cases"][0]["at"]
+    assert [values[number] for values, number in zip(axes.values(), at, strict=True)] == ["tp2", "1", "2", "rowwise"]
+    assert "at" not in index["cases"][1]
+
+
+def test_findings_tell_the_cause_from_its_effects() -> None:
+    detail = page(bad()).data()["detail-0"]
+    assert [each.get("effect", False) for each in detail["findings"]] == [False, True]
+    assert detail["findings"][0]["place"] == "step 1"
+
+
+def cast(fqn: str, step: int, *, flushed: float = 0.0, saturated: float = 0.0, high: float = 2.0) -> CastRange:
+    return CastRange(
+        fqn=fqn,
+        role="input",
+        step=step,
+        amax=1.23456,
+        scale_min=2.0,
+        scale_max=high,
+        saturated=saturated,
+        flushed=flushed,
+    )
+
+
+def test_casts_are_a_row_an_operand_the_worst_first() -> None:
+    casts = (cast("a", 1), cast("a", 2), cast("b", 1, flushed=0.25), cast("c", 2, saturated=math.nan, high=4.0))
+    rows = page(bad(measured=Measured(casts=casts))).data()["detail-0"]["casts"]
+    assert [row["fqn"] for row in rows] == ["c", "b", "a"]
+    assert rows[0]["low"] == [None, 2.0] and rows[0]["high"] == [None, 4.0] and rows[0]["saturated"] == [None, "NaN"]
+    assert rows[1]["flushed"] == [0.25, None] and "high" not in rows[1]
+    assert rows[2]["amax"] == [1.23, 1.23] and not {"flushed", "saturated"} & rows[2].keys()
+
+
+def test_wire_that_is_not_as_the_formula_says_comes_first() -> None:
+    one, two = Sent(calls=1, payload_bytes=8), Sent(calls=2, payload_bytes=16)
+    measured = Measured(
+        wire={"a": one, "b": one, "d": one},
+        expected_wire={"a": one, "b": two, "c": one},
+        saved_bytes=5,
+        expected_saved_bytes=6,
+    )
+    detail = page(bad(measured=measured)).data()["detail-0"]
+    assert [(name, bool(found), bool(expected)) for name, found, expected in detail["wire"]] == [
+        ("b", True, True),
+        ("c", False, True),
+        ("a", True, True),
+        ("d", True, False),
+    ]
+    assert detail["saved"] == [5, 6]
+
+
+def test_ranks_that_failed_alike_share_a_stack() -> None:
+    failures = [make_failure(rank, "boom", traceback="here") for rank in (2, 0)]
+    failures.append(make_failure(1, "waits", consequence=True))
+    stacks = page(bad(run=run_of(*failures))).data()["detail-0"]["stacks"]
+    assert [each["head"] for each in stacks] == [
+        "ranks 0, 2 raised in step 1: boom",
+        "rank 1 raised in step 1 after another rank failed: waits",
+    ]
+    assert stacks[0]["text"] == "here"
+
+
+def test_numbers_that_are_not_finite_are_kept() -> None:
+    curve = Curve(losses=(1.0, math.nan), grad_norms=(math.inf, 1.0))
+    detail = page(bad(measured=Measured(curves={"case": curve}))).data()["detail-0"]
+    assert detail["curves"]["case"] == {"losses": [1.0, "NaN"], "grad_norms": ["Infinity", 1.0]}
+
+
+def test_history_is_that_of_its_case() -> None:
+    listing = Listing(columns=("run", "verdict"), rows=(("first", "passed"),), verdict=1)
+    told = document(bad("a"), bad("b"))
+    data = Page(html_report(told, history={"b": listing})).data()
+    assert "history" not in data["detail-0"]
+    assert data["detail-1"]["history"] == {"columns": ["run", "verdict"], "rows": [["first", "passed"]], "verdict": 1}
+
+
+@pytest.mark.parametrize(
+    "changes, state", [({}, "not good"), ({"interrupted": True}, "interrupted")], ids=["bad", "interrupted"]
+)
+def test_the_title_says_how_the_run_ended(changes: dict[str, Any], state: str) -> None:
+    assert f"<title>fp8-harness release: {state}</title>" in page(bad(), name="release", **changes).text
+    assert "<title>fp8-harness: good</title>" in page(make_result("a")).text
+    assert "<title>fp8-harness: nothing ran</title>" in page().text
+
+
+def test_coverage_lists_the_rules_that_exclude_with_their_reasons() -> None:
+    from harness.matrix.casefile import parse_case_file
+    from harness.matrix.tier import select
+
+    text = '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 3]\nrecipe = ["bf16", "rowwise"]\n'
+    selection = select(parse_case_file(text, where="t.toml"))
+    section = coverage_section([(selection, coverage(selection, 2))])
+    fates, rules, excluded = section.listings
+    assert {row[0]: row[1] for row in fates.rows} == {
+        "covered": "2",
+        "known": "0",
+        "refused": "0",
+        "skipped": "0",
+        "excluded": "2",
+    }
+    assert rules.rows and all(reason for *_, reason in rules.rows)
+    assert excluded.folded and len(excluded.rows) == 2
+
+
+def test_a_kill_matrix_lists_what_was_not_detected_first() -> None:
+    trials = tuple(
+        Trial(
+            fault=name,
+            group="A",
+            equivalent=False,
+            case_id="tp2-rowwise-v2048-b16",
+            verdict=verdict,
+            checks=checks,
+            first_step=1,
+            excess=None,
+            message="",
+            baseline=UNFINISHED,
+        )
+        for name, verdict, checks in (("found", Verdict.NUMERIC, ("parity",)), ("missed", Verdict.PASSED, ()))
+    )
+    section = kill_section(Power(trials=trials, clean=(), wall_s=1.0, interrupted=False))
+    missed, every = section.listings
+    assert [row[1] for row in missed.rows] == ["missed"] and [row[1] for row in every.rows] == ["found", "missed"]
+    assert section.notes == ("1 of 2 trials not detected.",)
+
+
+def test_conformance_counts_by_operator_and_placement() -> None:
+    checks = tuple(Told(op="amax", placement="S0", status=status) for status in ("passed", "passed", "failed"))
+    told = ConformanceDocument(software={"torch": "2.13.0"}, counts={"passed": 2, "failed": 1}, checks=checks)
+    (listing,) = conformance_section(told).listings
+    assert (listing.columns, listing.rows) == (("operator", "S0"), (("amax", "2 1F"),))
