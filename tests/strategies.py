@@ -15,6 +15,10 @@ from harness.matrix.rules import EXCLUSIONS, REFUSALS
 Values = Mapping[str, object]
 Strategies = Mapping[str, st.SearchStrategy[object]]
 
+_SETTINGS = st.sampled_from(["ten", "axs", "dis"])
+_CASTS = st.dictionaries(st.sampled_from(["i", "i_gw", "w", "w_gi", "go", "go_gw"]), _SETTINGS).map(
+    lambda casts: tuple(f"{operand}:{setting}" for operand, setting in casts.items())
+)
 _FILTERS = st.lists(st.sampled_from(["wq", "wk", "attention", "layers.1", "output", "nothing_here", "1e"]), max_size=3)
 
 # Axes without a list of choices: what they can be at all, and numbers that fit together more often than not.
@@ -31,6 +35,7 @@ _ANY: Strategies = {
     "dp_shard": st.integers(1, 8),
     "tp": st.integers(1, 8),
     "filter_fqns": _FILTERS,
+    "casts": _CASTS,
     "checkpoint_every": st.integers(1, 5),
     "steps": st.integers(1, 100_000),
     "global_batch": st.integers(1, 40),
@@ -51,6 +56,7 @@ _FITTING: Strategies = {
     "dp_shard": st.sampled_from([1, 2, 3, 4]),
     "tp": st.sampled_from([1, 2, 4, 8]),
     "filter_fqns": st.sampled_from([(), ("wk",), ("layers.0", "w1")]),
+    "casts": st.sampled_from([(), ("go:e4m3",), ("go_gw:dis", "i_gw:dis"), ("i:ten", "w_gi:ten"), ("i:dis", "w:dis")]),
     "checkpoint_every": st.integers(1, 2),
     "global_batch": st.sampled_from([8, 16, 24]),
     "seq_len": st.sampled_from([32, 40]),

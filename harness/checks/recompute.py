@@ -15,9 +15,10 @@ from harness.checks.ranks import merge_ranks, missing_records, traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
+from harness.matrix.recipes import Operand
 from harness.plural import counted
 from harness.trace import RankTrace, Run
-from harness.trace.operands import CastRecord, MatmulRecord
+from harness.trace.operands import CastRecord, MatmulRecord, Role
 from harness.verdict import Finding
 
 NAME = "recompute"
@@ -112,7 +113,9 @@ def _first_execution(case: Case, key: CastKey, occurrence: int) -> tuple[CastKey
         return key, 0
     if key.phase == "forward" and case.train.evaluate:
         return key._replace(phase="evaluation"), occurrence
-    again = key.phase == "backward" and key.role != "grad_output" and case.float8.traits.one_scale_per_tensor
+    operands: dict[Role, tuple[Operand, Operand]] = {"input": ("i", "i_gw"), "weight": ("w", "w_gi")}
+    scaling = [case.float8.traits.scaling[operand] for operand in operands.get(key.role, ())]
+    again = key.phase == "backward" and scaling == ["ten", "ten"]
     return (key._replace(phase="forward") if again or key.phase == "recompute" else key), occurrence
 
 

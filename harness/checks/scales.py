@@ -67,7 +67,7 @@ def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
         return ""
     place, cast = next(item for item in casts[wrong.rank].items() if item[1].index == wrong.order)
     group = _group(case, casts, wrong.rank, place)
-    if not case.float8.traits.one_scale_per_tensor:
+    if case.float8.traits.power_of_two_scales:
         earlier = earlier_casts(casts, wrong.rank, place)
         return implied_by_power(cast, *_scaled_amaxes(cast, list(group.values())), earlier)
     right = largest(part.amax for part in group.values())
@@ -158,7 +158,7 @@ def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> d
 
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:
     """The scale is that of the amax of the whole tensor, or of the whole row, of which `group` holds the parts."""
-    if case.float8.traits.one_scale_per_tensor and scaled_dim(cast) is None:
+    if not case.float8.traits.power_of_two_scales:
         yield from tensorwise_rule(cast, largest(other.amax for other in group))
         return
     yield from power_of_two_rule(cast.target_dtype, *_scaled_amaxes(cast, group))
@@ -235,7 +235,7 @@ def _matmul_scales(case: Case, matmul: MatmulRecord, scale: ScaleSummary) -> tup
 
     Rowwise gradients run without fast accumulation, where torchao multiplies without scales and divides afterwards.
     """
-    if case.float8.traits.scales_gradients_afterwards and matmul.gemm in ("dgrad", "wgrad"):
+    if matmul.gemm in ("dgrad", "wgrad") and case.float8.traits.scales_rows(matmul.gemm):
         return 1.0, 1.0
     return _reciprocal(scale.maximum), _reciprocal(scale.minimum)
 

@@ -111,7 +111,12 @@ def tolerance_key(case: Case) -> str:
     An output layer in FP8 rounds the logits themselves and more than doubles the noise.
     """
     head = "-head" if is_converted(case, OUTPUT_FQN) else ""
-    return f"{_training(case)}-{case.float8.recipe}{head}-{case.train.dtype}"
+    return f"{_training(case)}-{_recipe(case)}{head}-{case.train.dtype}"
+
+
+def _recipe(case: Case) -> str:
+    """The recipe, with the casts that differ from it: they round otherwise."""
+    return "+".join((case.float8.recipe, *case.float8.casts))
 
 
 def parity_key(case: Case) -> str:
@@ -128,7 +133,7 @@ def parity_key(case: Case) -> str:
         return SAME_ORDER
     form = "-replicas" if case.layout.tp == 1 and case.compile != "inductor" else ""
     reduced = "" if case.train.reduce_dtype == "float32" else f"-reduce_{case.train.reduce_dtype}"
-    return f"{_training(case)}-{case.float8.recipe}{form}-{case.train.dtype}{reduced}"
+    return f"{_training(case)}-{_recipe(case)}{form}-{case.train.dtype}{reduced}"
 
 
 def _training(case: Case) -> str:

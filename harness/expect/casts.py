@@ -11,7 +11,7 @@ from typing import NamedTuple
 from harness.expect.model import Model
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
-from harness.matrix.recipes import E4M3
+from harness.matrix.recipes import E4M3, Operand
 from harness.trace.operands import CastPhase, Role
 
 VERIFIED = CURRENT
@@ -41,14 +41,14 @@ def expected_casts(case: Case, model: Model) -> dict[CastSite, tuple[CastForm, .
     expected: dict[CastSite, tuple[CastForm, ...]] = {}
     for fqn in model.converted:
         calls, again = model.calls[fqn], model.recomputed[fqn]
-        casts_again = case.float8.traits.float8_weight_gradient and fqn not in model.styled
+        casts_again = fqn not in model.styled
         for site, forms in (
             *_inputs(case, fqn, model.input_sites[fqn], casts_again=casts_again),
             *_weights(case, fqn, gathered=fqn in model.gathered),
             *_grad_outputs(case, fqn, casts_again=casts_again),
         ):
             times = _times(case, calls, again).get(site.phase, calls)
-            if times:
+            if times and forms:
                 expected[site] = forms * times
     return expected
 
@@ -60,9 +60,9 @@ def _times(case: Case, calls: int, again: int) -> dict[CastPhase, int]:
 
 
 def _inputs(case: Case, fqn: str, site: str, *, casts_again: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
-    yield from _forwards(case, fqn, site, "input", CastForm(_dim(case, -1), case.train.dtype, E4M3))
+    yield from _forwards(site, "input", _forms(case, "i", -1, E4M3))
     if casts_again:
-        yield CastSite(fqn, "input", "backward"), (CastForm(_dim(case, 0), case.train.dtype, E4M3),)
+        yield CastSite(fqn, "input", "backward"), _forms(case, "i_gw", 0, E4M3)
 
 
 def _weights(case: Case, fqn: str, *, gathered: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
@@ -71,27 +71,25 @@ def _weights(case: Case, fqn: str, *, gathered: bool) -> Iterator[tuple[CastSite
         yield CastSite(fqn, "weight", "all_gather"), (form,)
         yield CastSite(fqn, "weight", "gathered"), (form,)  # read in every forward, and in backward
         return
-    yield from _forwards(case, fqn, fqn, "weight", CastForm(_dim(case, 0), case.train.dtype, E4M3))
-    for_grad_input = None if case.float8.traits.one_scale_per_weight_in_dgrad else -1
-    yield CastSite(fqn, "weight", "backward"), (CastForm(for_grad_input, case.train.dtype, E4M3),)
+    yield from _forwards(fqn, "weight", _forms(case, "w", 0, E4M3))
+    yield CastSite(fqn, "weight", "backward"), _forms(case, "w_gi", -1, E4M3)
 
 
 def _grad_outputs(case: Case, fqn: str, *, casts_again: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
-    dims = [_dim(case, -1)]
+    dtype = case.float8.traits.grad_output_dtype
+    forms = _forms(case, "go", -1, dtype)
     if casts_again:
-        dims.append(_dim(case, 0))  # torchao casts it once for dgrad and once for wgrad
-    yield (
-        CastSite(fqn, "grad_output", "backward"),
-        tuple(CastForm(dim, case.train.dtype, case.float8.traits.grad_output_dtype) for dim in dims),
-    )
+        forms += _forms(case, "go_gw", 0, dtype)  # torchao casts it once for dgrad and once for wgrad
+    yield CastSite(fqn, "grad_output", "backward"), forms
 
 
-def _forwards(
-    case: Case, fqn: str, site: str, role: Role, form: CastForm
-) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
+def _forwards(site: str, role: Role, forms: tuple[CastForm, ...]) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
     for phase in _FORWARDS:
-        yield CastSite(site, role, phase), (form,)
+        yield CastSite(site, role, phase), forms
 
 
-def _dim(case: Case, dim: int) -> int | None:
-    return None if case.float8.traits.one_scale_per_tensor else dim
+def _forms(case: Case, operand: Operand, dim: int, dtype: str) -> tuple[CastForm, ...]:
+    """How an operand is cast that a matmul contracts along `dim`; () in high precision."""
+    scaling = case.float8.traits.scaling[operand]
+    form = CastForm(dim if scaling == "axs" else None, case.train.dtype, dtype)
+    return () if scaling == "dis" else (form,)

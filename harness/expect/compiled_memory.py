@@ -23,7 +23,7 @@ from harness.expect.saved_memory import (
     Elements,
     block_elements,
     converted_linears,
-    forward_casts,
+    forward_maxima,
     gathered_scales,
     head_elements,
 )
@@ -128,8 +128,7 @@ def _unread_outputs(case: Case, layer: int) -> Elements:
 
 def _amaxes(case: Case, layer: int) -> Elements:
     """The results of `max` that eager `selective_op` saves; backward reads some of them."""
-    casts = forward_casts(case, converted_linears(case, layer)) if case.float8.traits.one_scale_per_tensor else 0
-    return Counter({case.train.dtype: casts})
+    return Counter({case.train.dtype: forward_maxima(case, converted_linears(case, layer))})
 
 
 def _operand_scales(case: Case, layer: int) -> Elements:

@@ -6,6 +6,7 @@ from harness.expect.model import Model, llama_model
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, is_converted
+from harness.matrix.recipes import OPERANDS
 
 VERIFIED = CURRENT
 
@@ -16,9 +17,9 @@ def scaled_mm_calls(case: Case) -> int:
 
 
 def calls_of_linears(case: Case, model: Model) -> int:
-    """Scaled matmuls of one rank in one step but recomputed ones: two or three of every call, and its evaluation."""
-    per_call = 3 if case.float8.traits.float8_weight_gradient else 2
-    return (per_call + case.train.evaluate) * sum(model.calls.values())
+    """Scaled matmuls of one rank in one step but recomputed ones: those in float8 of every call, and its evaluation."""
+    forward, dgrad, wgrad = map(case.float8.traits.multiplies, OPERANDS)
+    return (forward * (1 + case.train.evaluate) + dgrad + wgrad) * sum(model.calls.values())
 
 
 def recomputed_calls(case: Case) -> int:
@@ -28,6 +29,8 @@ def recomputed_calls(case: Case) -> int:
     policy sees `aten.mm` of a Float8TrainingTensor or DTensor, so its list needs no `_scaled_mm` to include them.
     A compiled block does not recompute what backward does not read.
     """
+    if not case.float8.traits.multiplies("forward"):
+        return 0
     return case.train.accumulation * sum(
         is_converted(case, f"layers.{layer}.{name}")
         for layer in range(case.model.shape.layers)

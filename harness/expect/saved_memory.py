@@ -120,17 +120,17 @@ def _selected_outputs(case: Case, layer: int) -> Elements:
             saved += tokens * local_features(case, name)[1]
     if case.layout.tp > 1 and case.layout.sequence_parallel:
         saved += 2 * residual_tokens(case) * dim
-    if case.float8.traits.one_scale_per_tensor:
-        saved += forward_casts(case, converted_linears(case, layer))
+    saved += forward_maxima(case, converted_linears(case, layer))
     return Counter({case.train.dtype: saved})
 
 
-def forward_casts(case: Case, linears: Sequence[str]) -> int:
-    """Casts in one forward of a block. Float8 TP styles cast the inputs of attention and feed-forward only once."""
-    weights = 0 if case.float8.fp8_all_gather else len(linears)
+def forward_maxima(case: Case, linears: Sequence[str]) -> int:
+    """Casts with one scale in a forward of a block. Float8 TP styles cast inputs of attention and feed-forward once."""
+    scaling = case.float8.traits.scaling
+    weights = 0 if case.float8.fp8_all_gather or scaling.get("w") != "ten" else len(linears)
     if case.float8.tp_styles == "float8":
         return weights + 2 + len(ROWWISE)
-    return weights + len(linears)
+    return weights + (len(linears) if scaling.get("i") == "ten" else 0)
 
 
 def converted_linears(case: Case, layer: int) -> list[str]:

@@ -10,6 +10,7 @@ are those of one rank; `residual_tokens` are the share of them that a TP rank ho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -29,7 +30,7 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.mesh import DP_AXES, axis_size
-from harness.matrix.recipes import ITEM_BYTES
+from harness.matrix.recipes import ITEM_BYTES, Operand
 
 VERIFIED = CURRENT
 
@@ -348,46 +349,33 @@ def _tensor_parallel_amax(case: Case) -> Iterator[Transfer]:
 
 
 def _amax_of_linear(case: Case, fqn: str, name: str, forwards: int) -> Iterator[Transfer]:
-    """`forwards`: how often the forward casts are executed, evaluation and recomputation included."""
-    if case.float8.traits.one_scale_per_tensor:
-        yield from _tensorwise_amax(case, fqn, name, forwards)
-    else:
-        yield from _axiswise_amax(case, fqn, name, forwards)
+    """`forwards`: how often the forward casts are executed, evaluation and recomputation included.
 
-
-def _tensorwise_amax(case: Case, fqn: str, name: str, forwards: int) -> Iterator[Transfer]:
-    """One scalar per cast of a sharded tensor.
-
-    torchao 0.18 keeps the high-precision operands and casts them again in backward: the weight for dgrad, the input
-    for wgrad, grad_output for both. Float8 TP styles cast input and grad_output of a block's linear once, outside it.
+    A scalar for every cast of a sharded tensor with one scale: all weights, inputs of wo and w2, output gradients of
+    the others. A vector for every cast with a scale for each row whose contraction dim is sharded: forward of wo, w2,
+    dgrad of all others; wgrad contracts over tokens, all of which are on every TP rank. Float8 TP styles cast input and
+    grad_output of a block's linear once, outside it.
     """
+    tokens, (inputs, outputs) = case.tokens_per_rank, linear_features(case, name)
     styled = case.float8.tp_styles == "float8" and name != OUTPUT_FQN
-    if not case.float8.fp8_all_gather:
-        yield _amax(1, forwards + 1, f"weight of {fqn}")
-    if name in ROWWISE:  # the input is sharded, grad_output is replicated when the linear casts it
-        yield _amax(1, forwards + (0 if styled else 1), f"input of {fqn}")
-        if styled and case.layout.sequence_parallel:
-            yield _amax(1, 1, f"grad_output of {fqn}, before it is gathered")
-    else:
-        yield _amax(1, 1 if styled else 2, f"grad_output of {fqn}")
-
-
-def _axiswise_amax(case: Case, fqn: str, name: str, forwards: int) -> Iterator[Transfer]:
-    """One vector per cast whose contraction dim is sharded: forward of wo and w2, dgrad of all others.
-
-    wgrad contracts over tokens, all of which are on every TP rank. `rowwise_with_gw_hp` scales the weight tensorwise in
-    dgrad, which is a scalar for every linear, because every weight is sharded.
-    """
-    tokens = case.tokens_per_rank
-    inputs, outputs = linear_features(case, name)
-    weight_in_dgrad = 1 if case.float8.traits.one_scale_per_weight_in_dgrad else inputs
-    if name in ROWWISE:
-        yield _amax(tokens, forwards, f"input of {fqn}")
-        yield _amax(outputs, forwards, f"weight of {fqn}")
-    else:
-        yield _amax(tokens, 1, f"grad_output of {fqn}")
-    if name not in ROWWISE or weight_in_dgrad == 1:
-        yield _amax(weight_in_dgrad, 1, f"weight of {fqn} in dgrad")
+    gathered, rowwise = case.float8.fp8_all_gather, name in ROWWISE
+    # Its tensor, whether that is sharded, amaxes where each row has a scale (0: not reduced), how often it is cast.
+    sites: tuple[tuple[Operand, str, bool, int, int], ...] = (
+        ("w", "weight", True, outputs * rowwise, forwards * (not gathered)),
+        ("w_gi", "weight", True, inputs * (not rowwise), int(not gathered)),
+        ("i", "input", rowwise, tokens * rowwise, forwards),
+        ("i_gw", "input", rowwise, 0, int(not styled)),
+        ("go", "grad_output", not rowwise, tokens * (not rowwise), 1),
+        ("go_gw", "grad_output", not rowwise, 0, int(not styled)),
+    )
+    casts: Counter[tuple[str, int]] = Counter()  # by tensor and size of the amax
+    for operand, tensor, sharded, rows, times in sites:
+        casts[tensor, {"ten": int(sharded), "axs": rows, "dis": 0}[case.float8.traits.scaling[operand]]] += times
+    for (tensor, elements), times in casts.items():
+        if elements and times:
+            yield _amax(elements, times, f"{tensor} of {fqn}")
+    if rowwise and styled and case.layout.sequence_parallel:
+        yield _amax(1, 1, f"grad_output of {fqn}, before it is gathered")
 
 
 def _amax(elements: int, times: int, operand: str, *, least: int = 1) -> Transfer:

@@ -32,6 +32,7 @@ Preset = Literal["tiny", "debug", "llama3-8b-layer"]
 PositiveInt = Annotated[int, Meta(ge=1)]
 Degree = Annotated[int, Meta(ge=1, le=4096)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9_.]+$")]
+CastName = Annotated[str, Meta(pattern=r"^((i|i_gw|w|w_gi|go|go_gw):(ten|axs|dis)|go:(e4m3|e5m2))$")]
 TargetName = Annotated[str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)]
 
 
@@ -154,6 +155,10 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
     `output_layer`: convert the output layer too. `tp_styles`: `float8` uses torchao's Float8ColwiseParallel,
     Float8RowwiseParallel and PrepareFloat8ModuleInput (all-gather in float8); `plain` uses torch's own styles.
     `filter_fqns`: linears whose FQN contains one of these strings are not converted, as in torchtitan.
+
+    `casts` differ from the recipe. Operands of matmuls have torchao's names (`cast_configs` in logs): `i`, `w` and `go`
+    are input, weight and grad_output, `i_gw`, `w_gi` and `go_gw` those of grad_weight and grad_input. Each is `ten`,
+    with one scale, `axs`, with one for every row, or `dis`: not cast. `go:e4m3`, `go:e5m2`: dtype of grad_output.
     """
 
     recipe: Recipe = "bf16"
@@ -163,12 +168,22 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
     output_layer: bool = False
     tp_styles: Literal["plain", "float8"] = "plain"
     filter_fqns: tuple[Name, ...] = ()
+    casts: tuple[CastName, ...] = ()
 
     def __post_init__(self) -> None:
         if self.recipe == "bf16":
             for name, default in _FLOAT8_DEFAULTS.items():
                 msgspec.structs.force_setattr(self, name, default)
         msgspec.structs.force_setattr(self, "filter_fqns", tuple(sorted(set(self.filter_fqns))))
+        msgspec.structs.force_setattr(self, "casts", self._own_casts())
+
+    def _own_casts(self) -> tuple[str, ...]:
+        """The casts that differ from those of the recipe, one spelling for each choice of them."""
+        settings = {(cast.partition(":")[0], cast.endswith(("e4m3", "e5m2"))) for cast in set(self.casts)}
+        if len(settings) < len(set(self.casts)):
+            raise ValueError(f"casts {', '.join(sorted(self.casts))} set an operand twice")
+        own = TRAITS[self.recipe]
+        return tuple(sorted(cast for cast in set(self.casts) if own.with_casts((cast,)) != own))
 
     @property
     def enabled(self) -> bool:
@@ -177,8 +192,8 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def traits(self) -> RecipeTraits:
-        """What the recipe does."""
-        return TRAITS[self.recipe]
+        """What the recipe does, with the casts of the case."""
+        return TRAITS[self.recipe].with_casts(self.casts) if self.casts else TRAITS[self.recipe]
 
 
 _FLOAT8_DEFAULTS: dict[str, object] = {
@@ -188,6 +203,7 @@ _FLOAT8_DEFAULTS: dict[str, object] = {
     "output_layer": False,
     "tp_styles": "plain",
     "filter_fqns": (),
+    "casts": (),
 }
 
 

@@ -200,6 +200,7 @@ def _float8_tokens(float8: Float8) -> list[str]:
         *(["head.fp8"] if float8.output_layer else []),
         *(["pad"] if float8.pad_inner_dim else []),
         *([f"filter.{'+'.join(float8.filter_fqns)}"] if float8.filter_fqns else []),
+        *([f"casts.{'+'.join(float8.casts).replace(':', '.')}"] if float8.casts else []),
     ]
 
 

@@ -138,6 +138,8 @@ CARRIER_IDS = (
     "tp2-rowwise-bias-v2048-f64",
     "fsdp2-tensorwise-v2048-accum2-f64",
     "fsdp2-tensorwise-v2048-accum2-reduce.last-f64",
+    "tp2-tensorwise-casts.go.e4m3-v2048-f64",
+    "tp2-rowwise-casts.i.ten-v2048-f64",
     "fsdp2-tensorwise-v2048-ignore.unequal-f64",
     "fsdp2-tensorwise-v2048-ignore.half-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",

@@ -71,18 +71,18 @@ def is_checkpointed(case: Case, fqn: str) -> bool:
 def gemms(case: Case) -> tuple[Gemm, ...]:
     """The scaled matmuls of a microbatch in order of execution: all forwards, then the backwards from the last linear.
 
-    Without recomputed forwards and those of an evaluation, which repeat listed shapes, and without a wgrad in high
+    Without recomputed forwards and those of an evaluation, which repeat listed shapes, and without matmuls in high
     precision. Where TP ranks hold shards of different sizes, each size is listed once.
     """
     m = case.tokens_per_rank
     linears = [linear for fqn in linear_fqns(case) if is_converted(case, fqn) for linear in _local(case, fqn)]
+    multiplies = case.float8.traits.multiplies
     forward = [Gemm(fqn=li.fqn, role="forward", m=m, n=li.out_features, k=li.in_features) for li in linears]
     backward: list[Gemm] = []
     for li in reversed(linears):
         backward.append(Gemm(fqn=li.fqn, role="dgrad", m=m, n=li.in_features, k=li.out_features))
-        if case.float8.traits.float8_weight_gradient:
-            backward.append(Gemm(fqn=li.fqn, role="wgrad", m=li.out_features, n=li.in_features, k=m))
-    return (*forward, *backward)
+        backward.append(Gemm(fqn=li.fqn, role="wgrad", m=li.out_features, n=li.in_features, k=m))
+    return tuple(gemm for gemm in (*forward, *backward) if multiplies(gemm.role))
 
 
 def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ Source: `Float8LinearConfig.from_recipe_name` and `Float8Linear` of torchao 0.18
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
 
 import msgspec
 
@@ -17,41 +18,93 @@ ITEM_BYTES = {E4M3: 1, E5M2: 1, "uint8": 1, "bfloat16": 2, "float32": 4, "float6
 MANTISSA_BITS = {E4M3: 3, E5M2: 2}
 
 
-class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of one recipe."""
+# The operands of matmuls in torchao's words: those of `output`, and of `grad_input` (gi) and `grad_weight` (gw).
+Operand = Literal["i", "i_gw", "w", "w_gi", "go", "go_gw"]
+Scaling = Literal["ten", "axs", "dis"]  # one scale for the tensor, one along its contracted dim, high precision
+MatmulRole = Literal["forward", "dgrad", "wgrad"]
+OPERANDS: Mapping[MatmulRole, tuple[Operand, Operand]] = {
+    "forward": ("i", "w"),
+    "dgrad": ("go", "w_gi"),
+    "wgrad": ("go_gw", "i_gw"),
+}
+# The fields of Float8LinearConfig for them.
+OPERAND_FIELDS: Mapping[Operand, str] = {
+    "i": "cast_config_input",
+    "i_gw": "cast_config_input_for_grad_weight",
+    "w": "cast_config_weight",
+    "w_gi": "cast_config_weight_for_grad_input",
+    "go": "cast_config_grad_output",
+    "go_gw": "cast_config_grad_output_for_grad_weight",
+}
+_DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
 
-    converts: bool = True
-    one_scale_per_tensor: bool = False  # otherwise one for every row or column that a matmul contracts
-    one_scale_per_weight_in_dgrad: bool = False
+
+class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of one recipe, or of one with other casts. `scaling`: of every operand; empty without float8."""
+
+    scaling: Mapping[Operand, Scaling] = {}
     power_of_two_scales: bool = False
-    float8_weight_gradient: bool = False  # otherwise wgrad stays in high precision
     grad_output_dtype: str = E4M3
-    writes_bfloat16: bool = False  # its matmuls write bfloat16 whatever the dtype of activations
-    scales_gradients_afterwards: bool = False  # dgrad and wgrad multiply without scales and divide the result
     gathers_weights_in_float8: bool = False  # supports FSDP2's float8 all-gather
     has_tp_styles: bool = False  # supports Float8ColwiseParallel and the other float8 TP styles
 
+    @property
+    def converts(self) -> bool:
+        """True when linears are converted."""
+        return bool(self.scaling)
+
+    def multiplies(self, matmul: MatmulRole) -> bool:
+        """True when this matmul of a converted linear has float8 operands; otherwise it stays in high precision."""
+        return any(self.scaling.get(operand, "dis") != "dis" for operand in OPERANDS[matmul])
+
+    def scales_rows(self, matmul: MatmulRole) -> bool:
+        """True when the scales of this matmul are those of rows: a scale of a whole tensor is repeated for it."""
+        return any(self.scaling.get(operand) == "axs" for operand in OPERANDS[matmul])
+
+    @property
+    def float8_weight_gradient(self) -> bool:
+        """True when wgrad is a float8 matmul."""
+        return self.multiplies("wgrad")
+
+    @property
+    def one_scale_per_tensor(self) -> bool:
+        """True when every cast has one scale; otherwise some have one for every row that a matmul contracts."""
+        return self.converts and "axs" not in self.scaling.values()
+
+    @property
+    def one_scale_per_weight_in_dgrad(self) -> bool:
+        """True when the weight of dgrad has one scale."""
+        return self.scaling.get("w_gi") == "ten"
+
+    @property
+    def writes_bfloat16(self) -> bool:
+        """True when matmuls write bfloat16 whatever the dtype of activations: those that scale rows do."""
+        return "axs" in self.scaling.values()
+
+    def with_casts(self, casts: Iterable[str]) -> RecipeTraits:
+        """These traits with other casts of some operands, each `OPERAND:SETTING`."""
+        scaling, dtype = dict(self.scaling), self.grad_output_dtype
+        for cast in casts:
+            operand, _, setting = cast.partition(":")
+            if setting in _DTYPES:
+                dtype = _DTYPES[setting]
+            else:
+                scaling[msgspec.convert(operand, Operand)] = msgspec.convert(setting, Scaling)
+        return msgspec.structs.replace(self, scaling=scaling, grad_output_dtype=dtype)
+
+
+def _scaled(scaling: Scaling, **others: Scaling) -> dict[Operand, Scaling]:
+    operands: tuple[Operand, ...] = get_args(Operand)
+    return {operand: others.get(operand, scaling) for operand in operands}
+
 
 TRAITS: dict[Recipe, RecipeTraits] = {
-    "bf16": RecipeTraits(converts=False),
+    "bf16": RecipeTraits(),
     "tensorwise": RecipeTraits(
-        one_scale_per_tensor=True,
-        one_scale_per_weight_in_dgrad=True,
-        float8_weight_gradient=True,
-        grad_output_dtype=E5M2,
-        gathers_weights_in_float8=True,
-        has_tp_styles=True,
+        scaling=_scaled("ten"), grad_output_dtype=E5M2, gathers_weights_in_float8=True, has_tp_styles=True
     ),
-    "rowwise": RecipeTraits(
-        power_of_two_scales=True,
-        float8_weight_gradient=True,
-        writes_bfloat16=True,
-        scales_gradients_afterwards=True,
-    ),
+    "rowwise": RecipeTraits(scaling=_scaled("axs"), power_of_two_scales=True),
     "rowwise_with_gw_hp": RecipeTraits(
-        one_scale_per_weight_in_dgrad=True,
-        power_of_two_scales=True,
-        writes_bfloat16=True,
-        scales_gradients_afterwards=True,
+        scaling=_scaled("axs", w_gi="ten", i_gw="dis", go_gw="dis"), power_of_two_scales=True
     ),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.matrix.case import Case, Layout
+from harness.matrix.rule import Exclusion
 
 
 def resumed_in(case: Case) -> tuple[Case, ...]:
@@ -40,3 +41,28 @@ def _only_built(case: Case, layout: Layout) -> Case:
     )
     float8 = msgspec.structs.replace(case.float8, tp_styles="plain")
     return msgspec.structs.replace(case, layout=layout, float8=float8, train=train)
+
+
+OF_RESUMING: tuple[Exclusion, ...] = (
+    Exclusion(
+        name="resume_needs_two_steps",
+        reason="a run is resumed in its middle: there must be a step before and one after",
+        source="docs/architecture.md",
+        axes=("resume", "steps"),
+        when=lambda case: case.train.resume != "none" and case.train.steps == 1,
+    ),
+    Exclusion(
+        name="resume_is_eager",
+        reason="blocks that are built anew are compiled anew, and the checks of graphs know one compilation of each",
+        source="docs/architecture.md",
+        axes=("resume", "compile"),
+        when=lambda case: case.train.resume != "none" and case.compile != "none",
+    ),
+    Exclusion(
+        name="resharding_needs_another_layout",
+        reason="one rank has no other layout; nor has FSDP2 over two ranks or an odd number, whose other one is HSDP",
+        source="harness/matrix/resumed.py",
+        axes=("resume", "dp_replicate", "dp_shard", "tp"),
+        when=lambda case: case.train.resume == "resharded" and other_layout(case.layout) is None,
+    ),
+)

@@ -10,8 +10,9 @@ import functools
 import msgspec
 
 from harness.matrix.case import Case
+from harness.matrix.cast_rules import OF_CASTS
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, linear_fqns, shard_sizes
-from harness.matrix.resumed import other_layout
+from harness.matrix.resumed import OF_RESUMING
 from harness.matrix.rule import Exclusion, Refusal
 from harness.matrix.targets import TORCHTITAN, TORCHTITAN_0_3, VERSIONS
 
@@ -20,7 +21,7 @@ _TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan"
 _TORCHTITAN_0_3 = "https://github.com/pytorch/torchtitan/blob/v0.3.0/torchtitan"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
 _MODEL_AXES = ("target", "model", "dim", "layers", "heads", "kv_heads", "ffn_dim")
-_CONVERSION_AXES = ("recipe", "filter_fqns")
+_CONVERSION_AXES = ("recipe", "filter_fqns", "casts")
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,27 +247,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         axes=("evaluate", "compile"),
         when=lambda case: case.train.evaluate and case.compile != "none",
     ),
-    Exclusion(
-        name="resume_needs_two_steps",
-        reason="a run is resumed in its middle: there must be a step before and one after",
-        source="docs/architecture.md",
-        axes=("resume", "steps"),
-        when=lambda case: case.train.resume != "none" and case.train.steps == 1,
-    ),
-    Exclusion(
-        name="resume_is_eager",
-        reason="blocks that are built anew are compiled anew, and the checks of graphs know one compilation of each",
-        source="docs/architecture.md",
-        axes=("resume", "compile"),
-        when=lambda case: case.train.resume != "none" and case.compile != "none",
-    ),
-    Exclusion(
-        name="resharding_needs_another_layout",
-        reason="one rank has no other layout; nor has FSDP2 over two ranks or an odd number, whose other one is HSDP",
-        source="harness/matrix/resumed.py",
-        axes=("resume", "dp_replicate", "dp_shard", "tp"),
-        when=lambda case: case.train.resume == "resharded" and other_layout(case.layout) is None,
-    ),
+    *OF_CASTS,
+    *OF_RESUMING,
     Exclusion(
         name="tp_styles_need_tp",
         reason="float8 TP styles define how activations are sent between TP ranks: tp must be above 1",
@@ -493,6 +475,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "dp_replicate",
             "dp_shard",
             "recipe",
+            "casts",
             "pad_inner_dim",
         ),
         when=_misaligned_tokens,

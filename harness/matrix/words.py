@@ -127,6 +127,13 @@ WORDS: tuple[Word, ...] = (
         pattern=re.compile(r"filter\.([a-z0-9_.+]+)"),
         read=lambda found: {"filter_fqns": found[1].split("+")},
     ),
+    Word(
+        part="FP8 options",
+        example="casts.go.e4m3",
+        meaning="operands cast otherwise than by the recipe: {0}",
+        pattern=re.compile(r"casts\.([a-z0-9_]+\.[a-z0-9]+(?:\+[a-z0-9_]+\.[a-z0-9]+)*)"),
+        read=lambda found: {"casts": found[1].replace(".", ":").split("+")},
+    ),
     _flag("checkpointing", "ac.full", "every block is checkpointed whole", checkpointing="full"),
     _flag("checkpointing", "ac.op", "every second matmul of a block is computed again", checkpointing="selective_op"),
     _numbered(

@@ -26,6 +26,7 @@ LACKS = {
     "gradients_reduced_after_every_microbatch",
     "ignored_tokens": "token_count_not_reduced mean_of_means_of_ranks mean_over_no_labels "
     "backward_skipped_without_labels",
+    "casts": "config_of_grad_output_ignored granularities_swapped",
     "clipping": "gradients_not_clipped clipped_by_norm_of_own_shards replicated_gradients_counted_by_every_rank",
     "bias, the axis": "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp "
     "bias_gradient_of_own_positions",

@@ -75,7 +75,7 @@ def matmul(of: Case, fqn: str, gemm: GemmRole, casts: dict[tuple[str, str], Cast
     """A matmul of the last casts of its operands; some take the scale of their parent's input."""
     a, b = (casts.get((fqn, role)) or casts[fqn.rpartition(".")[0], role] for role in GEMM_OPERANDS[gemm])
     found = make_matmul(a, b, gemm, fqn=fqn, index=index)
-    if of.float8.traits.scales_gradients_afterwards and gemm != "forward":
+    if gemm in ("dgrad", "wgrad") and of.float8.traits.scales_rows(gemm):
         return replace(found, a_scale=make_scale(1.0), b_scale=make_scale(1.0))
     return found
 
@@ -246,7 +246,7 @@ def test_the_scale_of_nan_is_nan_and_no_other_rule_is_broken(recipe: str) -> Non
     (trace,) = run.traces
     assert trace.operands is not None
     nan = make_scale(math.nan)
-    gradients = ("dgrad", "wgrad") if of.float8.traits.scales_gradients_afterwards else ()
+    gradients = ("dgrad", "wgrad") if of.float8.traits.scales_rows("dgrad") else ()
     matmuls = tuple(
         one if one.gemm in gradients else replace(one, a_scale=nan, b_scale=nan) for one in trace.operands.matmuls
     )

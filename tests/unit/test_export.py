@@ -153,11 +153,12 @@ def test_async_tp_is_refused_but_for_its_scattered_rows() -> None:
         text_of(ATP, SCALES)
 
 
-@pytest.mark.parametrize("axis", ["accum2", "eval", "clip0.5", "ignore.half", "resume", "reduce.b16"])
+@pytest.mark.parametrize("axis", ["casts.i.ten", "accum2", "eval", "clip0.5", "ignore.half", "resume", "reduce.b16"])
 def test_what_no_script_does_is_refused(axis: str) -> None:
+    words = f"fsdp2-rowwise-{axis}-v2048" if axis.startswith("casts") else f"fsdp2-rowwise-v2048-s2-{axis}"
     dtype = "f64" if axis == "clip0.5" else "f32"
     with pytest.raises(HarnessError, match=r"cannot be exported: .* Fix: export the case without"):
-        exported_case(parse_case_id(f"fsdp2-rowwise-v2048-s2-{axis}-{dtype}"))
+        exported_case(parse_case_id(f"{words}-{dtype}"))
 
 
 def test_a_target_of_ones_own_is_refused() -> None:

@@ -6,10 +6,12 @@ from typing import get_args
 
 import pytest
 
+from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.expect.matmuls import scaled_mm_calls
+from harness.matrix.caseid import case_id
 from harness.matrix.linears import converted_fqns, gemms
-from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, TRAITS, Recipe
+from harness.matrix.recipes import E4M3, E5M2, FLOAT8_MAX, OPERANDS, TRAITS, Recipe
 from harness.matrix.rules import exclusions
 from tests.builders import make_case
 
@@ -35,13 +37,43 @@ def test_every_recipe_has_its_facts() -> None:
         ("power_of_two_scales", {"rowwise", "rowwise_with_gw_hp"}),
         ("float8_weight_gradient", {"tensorwise", "rowwise"}),
         ("writes_bfloat16", {"rowwise", "rowwise_with_gw_hp"}),
-        ("scales_gradients_afterwards", {"rowwise", "rowwise_with_gw_hp"}),
         ("gathers_weights_in_float8", {"tensorwise"}),
         ("has_tp_styles", {"tensorwise"}),
     ],
 )
 def test_a_fact_is_true_of_its_recipes_alone(fact: str, recipes: set[str]) -> None:
     assert recipes_that(fact) == recipes
+
+
+@pytest.mark.parametrize(
+    ("recipe", "casts", "float8", "rows"),
+    [
+        ("bf16", [], set(), set()),
+        ("tensorwise", [], {"forward", "dgrad", "wgrad"}, set()),
+        ("rowwise", [], {"forward", "dgrad", "wgrad"}, {"forward", "dgrad", "wgrad"}),
+        ("rowwise_with_gw_hp", [], {"forward", "dgrad"}, {"forward", "dgrad"}),
+        ("tensorwise", ["go_gw:dis", "i_gw:dis"], {"forward", "dgrad"}, set()),
+        ("rowwise", ["i:ten", "w:ten", "w_gi:ten"], {"forward", "dgrad", "wgrad"}, {"dgrad", "wgrad"}),
+    ],
+)
+def test_which_matmuls_are_float8_and_scale_rows(
+    recipe: str, casts: list[str], float8: set[str], rows: set[str]
+) -> None:
+    traits = make_case(recipe=recipe, casts=casts).float8.traits
+    assert {matmul for matmul in OPERANDS if traits.multiplies(matmul)} == float8
+    assert {matmul for matmul in OPERANDS if traits.scales_rows(matmul)} == rows
+
+
+def test_casts_that_the_recipe_has_anyway_have_no_spelling() -> None:
+    assert make_case(recipe="rowwise", casts=["w:axs", "go:e4m3", "i:ten"]).float8.casts == ("i:ten",)
+    assert case_id(make_case(recipe="tensorwise", casts=["go:e4m3", "i:ten"])).startswith(
+        "single-tensorwise-casts.go.e4m3-v"
+    )
+
+
+def test_an_operand_that_is_set_twice_is_refused() -> None:
+    with pytest.raises(HarnessError, match="set an operand twice"):
+        make_case(recipe="rowwise", casts=["w:ten", "w:dis"])
 
 
 def test_only_tensorwise_casts_gradients_to_the_wider_range() -> None:

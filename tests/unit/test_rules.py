@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from harness.matrix.axes import AXES, axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import converted_fqns, gemms, shard_sizes
+from harness.matrix.recipes import Operand
 from harness.matrix.rule import Rule
 from harness.matrix.rules import (
     EXCLUSIONS,
@@ -70,6 +72,17 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("all_gather_needs_fsdp", {"recipe": "tensorwise", "fp8_all_gather": True}),
     ("all_gather_needs_tensorwise", {"recipe": "rowwise", "fp8_all_gather": True, "dp_shard": 2}),
     ("precompute_needs_all_gather", {"recipe": "tensorwise", "precompute_scale": True, "dp_shard": 2}),
+    ("casts_of_a_matmul_agree", {"recipe": "tensorwise", "casts": ["i:dis"]}),
+    ("casts_leave_float8", {"recipe": "rowwise", "casts": [f"{name}:dis" for name in get_args(Operand)]}),
+    ("rows_have_power_of_two_scales", {"recipe": "tensorwise", "casts": ["go:axs"]}),
+    ("dgrad_before_wgrad", {"recipe": "tensorwise", "casts": ["go:dis", "w_gi:dis"]}),
+    (
+        "checkpointed_forward_in_float8",
+        {"recipe": "tensorwise", "casts": ["i:dis", "w:dis"], "checkpointing": "full"},
+    ),
+    ("casts_are_eager", {"recipe": "tensorwise", "casts": ["go:e4m3"], "compile": "graph"}),
+    ("casts_outside_of_linears", {"recipe": "tensorwise", "casts": ["go:e4m3"], "tp_styles": "float8", "tp": 2}),
+    ("torchtitan_casts_by_recipe", {"target": "torchtitan", "recipe": "tensorwise", "casts": ["go:e4m3"]}),
     ("ignored_tokens_need_sequences", {"ignored_tokens": "half", "global_batch": 1}),
     ("reduce_dtype_needs_shards", {"reduce_dtype": "bfloat16", "dtype": "bfloat16"}),
     ("accumulation_divides_batch", {"accumulation": 3}),

@@ -43,6 +43,8 @@ def findings(text: str, run: Run) -> list[Finding]:
         "fsdp2-tensorwise-ag.fp8-bias-v2048-gb4-s2-f32",
         "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f32",
         "hsdp2x2-tensorwise-v2048-gb4-s2-ignore.half-b16",
+        "tp2-rowwise-casts.go_gw.ten+i.ten+w.ten-ac.op-v2048-gb4-s2-f64",
+        sweep("tp2-tensorwise-casts.i.dis+w.dis-v2048-gb4-s2-f64"),
         "fsdp2-tp2-rowwise-v2048-gb4-s2-eval-ignore.unequal-f64",
     ],
 )

@@ -25,6 +25,7 @@ _BFLOAT16 = 0.3  # clean runs under TP: 0.15
 _LINEAR = 0.012  # one linear by its own operands, in such runs: 0.0029 with 2 TP ranks, 0.0044 with 8
 # What no script has.
 _DROPPED = (
+    "casts",
     "reshard_after_forward",
     "reduce_dtype",
     "accumulation",
@@ -52,7 +53,7 @@ class Script(NamedTuple):
 
 
 def exported_case(case: Case) -> Case:
-    """The case in a dtype that GPUs have and that tells best. HarnessError where it is not of the reference Llama.
+    """The case in a dtype that GPUs have and that tells best. HarnessError for what a script does not have.
 
     float64 exists on the virtual device only. In bfloat16, gradients under TP are up to 17 % from one rank without a
     fault: where the recipe allows it, a script compares in float32.
@@ -65,7 +66,7 @@ def exported_case(case: Case) -> Case:
     dropped = [name for name in own_axes(case) if name in _DROPPED]
     if dropped:
         raise HarnessError(
-            f"{' and '.join(dropped)} cannot be exported: a script has one plain backward pass and one update a step.",
+            f"{' and '.join(dropped)} cannot be exported: a script converts by a recipe and trains in plain steps.",
             fix="export the case without, if it fails alike: `bug shrink` tells.",
         )
     dtype = case.train.dtype

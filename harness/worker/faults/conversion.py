@@ -157,6 +157,26 @@ def gradient_cast_to_e4m3() -> None:
     )
 
 
+def config_of_grad_output_ignored() -> None:
+    """The config of the output gradient is ignored: it is cast to the default dtype."""
+    names = ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight")
+
+    def change(config: Float8LinearConfig) -> Float8LinearConfig:
+        changed = {name: dataclasses.replace(getattr(config, name), target_dtype=torch.float8_e5m2) for name in names}
+        return dataclasses.replace(config, **changed)
+
+    _config(change)
+
+
+def granularities_swapped() -> None:
+    """Input and weight of forward are cast by each other's config."""
+    _config(
+        lambda config: dataclasses.replace(
+            config, cast_config_input=config.cast_config_weight, cast_config_weight=config.cast_config_input
+        )
+    )
+
+
 def fp8_all_gather_flag_lost() -> None:
     """The flag for the fp8 all-gather is ignored after a rename: weights are gathered in high precision."""
     _config(lambda config: dataclasses.replace(config, enable_fsdp_float8_all_gather=False))

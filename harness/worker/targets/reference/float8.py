@@ -7,22 +7,42 @@ import dataclasses
 import torch
 from torch import nn
 from torchao.float8 import (
+    CastConfig,
     Float8LinearConfig,
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
+from torchao.float8.config import ScalingGranularity, ScalingType
 
 from harness.matrix.case import Float8
 from harness.matrix.linears import OUTPUT_FQN
+from harness.matrix.recipes import OPERAND_FIELDS, RecipeTraits
 
 
 def float8_config(float8: Float8) -> Float8LinearConfig:
     """torchao's config for a recipe other than bf16. FP8 is never emulated."""
+    config = Float8LinearConfig.from_recipe_name(float8.recipe)
     return dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(float8.recipe),
+        config,
+        **(_casts(config, float8.traits) if float8.casts else {}),
         enable_fsdp_float8_all_gather=float8.fp8_all_gather,
         pad_inner_dim=float8.pad_inner_dim,
     )
+
+
+def _casts(config: Float8LinearConfig, traits: RecipeTraits) -> dict[str, CastConfig]:
+    """A config of its own for every operand: torchao changes those that it is given."""
+    gradients = getattr(torch, traits.grad_output_dtype)
+    return {
+        field: CastConfig(
+            scaling_type=ScalingType.DISABLED if traits.scaling[operand] == "dis" else ScalingType.DYNAMIC,
+            scaling_granularity=(
+                ScalingGranularity.AXISWISE if traits.scaling[operand] == "axs" else ScalingGranularity.TENSORWISE
+            ),
+            target_dtype=gradients if operand.startswith("go") else getattr(config, field).target_dtype,
+        )
+        for operand, field in OPERAND_FIELDS.items()
+    }
 
 
 def convert(model: nn.Module, float8: Float8) -> None:
