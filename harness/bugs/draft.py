@@ -7,6 +7,7 @@ import re
 
 import msgspec
 
+from harness.bugs.casts import ROUNDED
 from harness.bugs.report import clean_words
 from harness.bugs.scaling import Sizes, made_smaller
 from harness.bugs.statements import Resolved, Statement, shown
@@ -200,6 +201,7 @@ class Draft:
                 f"{shown(self.axes['recipe'])} is no recipe here: which is meant? tensorwise until you say"
             )
             self.axes["recipe"] = "tensorwise"
+        self._casts()
         sharded = self.axes.get("dp_shard", 1) != 1
         for name in ("fp8_all_gather", "precompute_scale"):
             if self._take(name) and not sharded and not self.situation.resolved.contradictions:
@@ -208,6 +210,17 @@ class Draft:
             self._put("pad_inner_dim", default[0], self.assumed, default[1])
         self._output_layer()
         self._styles()
+
+    def _casts(self) -> None:
+        """Of the configs of operands, what the recipe does not have anyway."""
+        found = self.situation.resolved.facts.get("casts")
+        if found is None or not isinstance(found.value, tuple) or self.axes["recipe"] == "bf16":
+            return
+        casts = case_from_axes({"recipe": self.axes["recipe"], "casts": found.value}).float8.casts
+        if casts:
+            self._put("casts", casts, self.stated, found.words)
+        if ROUNDED in self.situation.resolved.facts:
+            self.missing["casts"] = "scales of rows are powers of two here: was round_scales_to_power_of_2 set?"
 
     def _is_float8(self) -> bool:
         facts = self.situation.resolved.facts

@@ -7,6 +7,7 @@ import re
 
 import msgspec
 
+from harness.bugs.casts import stated_by_casts
 from harness.bugs.configurations import stated_by_options
 from harness.bugs.draft import Draft, Situation, program_of
 from harness.bugs.features import refused_features
@@ -52,7 +53,7 @@ def import_report(report: Report, asked: Asked) -> ImportedBug:
     day, day_from = _day(report, seen, asked)
     prose, ignored = stated_by_prose(report, day)
     options = tuple(stated_by_options(report, day))
-    statements = (*options, *prose, *shown_by_shapes(report))
+    statements = (*options, *stated_by_casts(report), *prose, *shown_by_shapes(report))
     refused = refused_features(report, statements, day)
     if refused:
         bug = BugFile(id=bug_id, where=report.where, bug=_bug(report, seen, link, "refused"), refused=refused)

@@ -33,6 +33,51 @@ def head(repository: str, number: int, day: str, title: str) -> str:
     return f"{repository} · issue #{number} · open\n# {title}\n\nsomebody · description · {day}\n"
 
 
+CASTS = (
+    head("pytorch/ao", 99, "2025-11-02", "Float8 training with e4m3 gradients")
+    + """
+```python
+config = Float8LinearConfig(
+    cast_config_input=CastConfig(scaling_granularity=ScalingGranularity.AXISWISE),
+    cast_config_weight=CastConfig(scaling_granularity=ScalingGranularity.TENSORWISE),
+    cast_config_grad_output=CastConfig(
+        scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn
+    ),
+    cast_config_input_for_grad_weight=CastConfig(scaling_type=ScalingType.DISABLED),
+    cast_config_grad_output_for_grad_weight=CastConfig(scaling_type=ScalingType.DISABLED),
+    round_scales_to_power_of_2=True,
+)
+convert_to_float8_training(model, config=config)
+```
+"""
+)
+LOGGED_CASTS = (
+    head("pytorch/ao", 98, "2025-11-02", "Float8 training with e4m3 gradients")
+    + "\nIt prints `Float8Linear(cast_configs=i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e4m3)`.\n"
+)
+
+
+def casts_of(text: str) -> tuple[str, tuple[str, ...], bool]:
+    bug = imported(text).bug
+    assert bug.case is not None
+    assert "cast_config" in bug.stated["casts"]
+    return bug.case.float8.recipe, bug.case.float8.casts, "casts" in bug.missing
+
+
+def test_configs_of_operands_are_the_nearest_recipe_and_what_differs_from_it() -> None:
+    casts = ("go_gw:dis", "i_gw:dis", "w:ten", "w_gi:ten")
+    assert casts_of(CASTS) == ("rowwise", casts, False)
+    assert casts_of(CASTS.replace("    round_scales_to_power_of_2=True,\n", "")) == ("rowwise", casts, True)
+    assert casts_of(LOGGED_CASTS) == ("tensorwise", ("go:e4m3",), False)
+
+
+def test_configs_that_a_recipe_has_are_its_name() -> None:
+    bug = imported(LOGGED_CASTS.replace("go:dyn_ten_e4m3", "go:dyn_ten_e5m2")).bug
+    assert bug.case is not None
+    assert (bug.case.float8.recipe, bug.case.float8.casts) == ("tensorwise", ())
+    assert "casts" not in bug.stated
+
+
 VOCABULARY = (
     head("pytorch/torchtitan", 461, "2024-07-16", "fp8 does not fit the vocabulary")
     + """
