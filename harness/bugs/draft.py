@@ -360,10 +360,12 @@ class Draft:
         if not self._take("dtype"):
             default = self._default("dtype") if self._configured else None
             self._put("dtype", "bfloat16", self.assumed, default[1] if default else "what users run")
-        for fact in ("accumulation", "parameter_dtype", "emulate"):
+        for fact in ("accumulation", "emulate"):
             found = self.situation.resolved.facts.get(fact)
-            if found is not None and found.value not in (1, False, "float32"):
+            if found is not None and found.value not in (1, False):
                 self.ignored.append(f"{found.words}: no case has it")
+        if self._take("parameter_dtype") and self.axes["dtype"] != "bfloat16":
+            self._drop("parameter_dtype", "parameters in bfloat16 are those of runs in bfloat16")
         if self._take("reduce_dtype") and self._count("dp_shard") == 1:
             self._drop("reduce_dtype", "without shards no gradient is reduced")
         self._take("seq_len")

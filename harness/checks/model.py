@@ -73,8 +73,8 @@ def _built(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[
 
 def _dtypes(case: Case, traces: list[RankTrace]) -> list[Finding]:
     """Trained parameters of another dtype than the case asks for; bfloat16 may have master weights."""
-    asked = case.train.dtype
-    if asked == "bfloat16":
+    asked = case.parameter_dtype
+    if case.train.dtype == "bfloat16" and asked != "bfloat16":
         return []
     records = [(trace.rank, each) for trace in traces for each in _record(trace).parameters if each.trained]
     wrong = {each.fqn: (rank, each.dtype) for rank, each in records if each.dtype != asked}
@@ -85,8 +85,8 @@ def _dtypes(case: Case, traces: list[RankTrace]) -> list[Finding]:
             module=fqn,
             expected=asked,
             found=dtype,
-            fix="convert the model to the dtype of case.train.dtype before it is distributed: "
-            "`model.to(getattr(torch, case.train.dtype))` where it is not bfloat16.",
+            fix="convert parameters to the dtype of case.parameter_dtype before the model is distributed: "
+            "`model.to(getattr(torch, case.parameter_dtype))`.",
         )
         for fqn, (rank, dtype) in list(wrong.items())[:1]
     ]

@@ -75,7 +75,7 @@ def _on_one_rank(case: Case) -> Case:
 
 def _rank_bytes(case: Case) -> float:
     share = parameter_count(case) / (case.layout.dp_shard * case.layout.tp)
-    state = share * _STATE_TENSORS * ITEM_BYTES[case.wide_dtype]
+    state = share * _STATE_TENSORS * ITEM_BYTES[case.parameter_dtype]
     saved = sum(expected_saved(msgspec.structs.replace(case, compile="none"), step=1, rank=0).values())
     operands = max((8 * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n) for gemm in gemms(case)), default=0)
     return RANK_BYTES + state + 2 * saved + operands

@@ -144,6 +144,7 @@ def _training(case: Case) -> str:
         f"_{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
     ]
     changed += ["_bias"] if model.bias else []
+    changed += [] if case.train.parameter_dtype == "float32" else [f"_param_{case.train.parameter_dtype}"]
     return f"{target}{model.preset}{''.join(changed)}{'' if lr == Train().lr else f'_lr{lr:g}'}"
 
 

@@ -67,7 +67,7 @@ def _inputs(case: Case, fqn: str, site: str, *, casts_again: bool) -> Iterator[t
 
 def _weights(case: Case, fqn: str, *, gathered: bool) -> Iterator[tuple[CastSite, tuple[CastForm, ...]]]:
     if gathered:
-        form = CastForm(None, case.wide_dtype, E4M3)
+        form = CastForm(None, case.parameter_dtype, E4M3)
         yield CastSite(fqn, "weight", "all_gather"), (form,)
         yield CastSite(fqn, "weight", "gathered"), (form,)  # read in every forward, and in backward
         return

@@ -82,8 +82,8 @@ def _gradients(case: Case, rank: int) -> Iterator[LiveStorage]:
     """FSDP2 reduces the gradients of a unit into one storage, padded as shards are; otherwise each has its own."""
     for unit in fsdp_units(case, rank):
         for fqns, elements in _gradient_storages(case, unit):
-            nbytes = elements * ITEM_BYTES[case.wide_dtype]
-            yield LiveStorage(dtype=case.wide_dtype, nbytes=nbytes, purpose=f"the gradient of {fqns}")
+            nbytes = elements * ITEM_BYTES[case.parameter_dtype]
+            yield LiveStorage(dtype=case.parameter_dtype, nbytes=nbytes, purpose=f"the gradient of {fqns}")
 
 
 def _gradient_storages(case: Case, unit: Unit) -> list[tuple[str, int]]:

@@ -62,7 +62,8 @@ def _of_module(case: Case, found: ModuleDistance, *, exact: bool) -> float:
 def _of_unknown_model(case: Case, found: ModuleDistance, model: Model, *, exact: bool) -> float:
     tp, dp = case.layout.tp, case.layout.dp
     if tp == 1:
-        summed = _rounding(case.train.reduce_dtype, spread=max(1.0, found.spread), parts=dp)
+        reduced = _rounding(case.train.reduce_dtype, spread=max(1.0, found.spread), parts=dp)
+        summed = max(reduced, _rounding(case.parameter_dtype))
         divides_exactly = dp & (dp - 1) == 0  # where the loss is divided by it on one side and gradients on the other
         same = EXACT if exact and divides_exactly else _rounding(case.train.dtype)
         return summed if found.kind == "grad" else same
@@ -75,7 +76,8 @@ def _of_unknown_model(case: Case, found: ModuleDistance, model: Model, *, exact:
 def _gradient(case: Case, found: ModuleDistance) -> float:
     """Of a parameter: rounded to the dtype of the run on every TP rank, then summed over dp ranks."""
     module = found.fqn.removesuffix(".weight")
-    summed = _rounding(case.train.reduce_dtype, spread=1.0, parts=case.layout.dp * case.layout.tp)
+    reduced = _rounding(case.train.reduce_dtype, spread=1.0, parts=case.layout.dp * case.layout.tp)
+    summed = max(reduced, _rounding(case.parameter_dtype))
     if case.train.dtype == "float32" or case.layout.tp == 1 or _is_converted(case, module):
         return summed
     return _rounding(case.train.dtype, spread=max(1.0, found.spread), parts=case.layout.tp)

@@ -233,7 +233,7 @@ def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> I
             axis=axis,
             kind="all_reduce",
             op="max",
-            dtype=case.wide_dtype,
+            dtype=case.parameter_dtype,
             elements=elements,
             times=times,
             purpose=purpose,

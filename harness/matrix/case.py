@@ -22,6 +22,7 @@ CheckpointMode = Literal["none", "full", "selective_op", "selective_layer"]
 SymmMem = Literal["pipelined", "fallback"]
 CompileMode = Literal["none", "graph", "inductor"]
 Dtype = Literal["float64", "float32", "bfloat16"]
+ParameterDtype = Literal["float32", "bfloat16"]
 ReduceDtype = Literal["float32", "bfloat16"]
 Resharding = Literal["default", "always", "never"]
 ReduceGrads = Literal["every_microbatch", "last_microbatch"]
@@ -235,6 +236,8 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     only rounding that matters, and two layouts agree to about 1e-15 at every step. In `float32` their difference of
     1e-7 changes the rounding of some FP8 value within a step or two, and gradients are then 2 % apart.
 
+    `parameter_dtype` of `bfloat16` runs is that of the weights that the optimizer updates: `bfloat16` means that there
+    are no float32 master weights, and that gradients and the states of the optimizer are bfloat16 too.
     `reduce_dtype` is that of FSDP2's mixed precision: `bfloat16` rounds the gradients of every rank, and their sum.
     `accumulation` is the number of microbatches that a data-parallel rank splits its sequences into, for one update.
     `reduce_grads` says after which of them FSDP2 reduces gradients; before the last it may accumulate them unreduced.
@@ -250,6 +253,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     global_batch: PositiveInt = 8
     seq_len: PositiveInt = 32
     dtype: Dtype = "float32"
+    parameter_dtype: ParameterDtype = "float32"
     reduce_dtype: ReduceDtype = "float32"
     accumulation: PositiveInt = 1
     reduce_grads: ReduceGrads = "every_microbatch"
@@ -358,10 +362,15 @@ class Case(CaseStruct, frozen=True, kw_only=True):
 
     @property
     def reduce_dtype(self) -> str:
-        """Dtype in which FSDP2 sums gradients over ranks: that of the master weights, or bfloat16."""
+        """Dtype in which FSDP2 sums gradients over ranks: at least float32, or bfloat16."""
         return "bfloat16" if self.train.reduce_dtype == "bfloat16" else self.wide_dtype
 
     @property
     def wide_dtype(self) -> str:
-        """Dtype of master weights, their gradients, the loss, and inside of norms: at least float32."""
+        """Dtype of the loss and inside of norms: at least float32."""
         return "float32" if self.train.dtype == "bfloat16" else self.train.dtype
+
+    @property
+    def parameter_dtype(self) -> str:
+        """Dtype of the weights that the optimizer updates, of their gradients, and of its states."""
+        return "bfloat16" if self.train.parameter_dtype == "bfloat16" else self.wide_dtype

@@ -98,6 +98,7 @@ def family_id(case: Case) -> str:
             *([] if train.ignored_tokens == "none" else [f"ignore.{train.ignored_tokens}"]),
             f"lr{train.lr!r}",
             f"seed{train.seed}",
+            *([] if train.parameter_dtype == "float32" else [f"param.{DTYPES[train.parameter_dtype]}"]),
         )
     )
 
@@ -241,6 +242,7 @@ def _train_tokens(train: Train) -> list[str]:
         "resume.resharded": train.resume == "resharded",
         f"lr{train.lr!r}": train.lr != default.lr,
         f"seed{train.seed}": train.seed != default.seed,
+        f"param.{DTYPES[train.parameter_dtype]}": train.parameter_dtype != default.parameter_dtype,
         f"reduce.{DTYPES[train.reduce_dtype]}": train.reduce_dtype != default.reduce_dtype,
     }
     return [token for token, needed in spelled.items() if needed]

@@ -136,6 +136,7 @@ CARRIER_IDS = (
     "fsdp2-reshard.never-tensorwise-ag.fp8-v2048-f64",
     "tp2-rowwise-v2048-accum2-f64",
     "tp2-rowwise-bias-v2048-f64",
+    "fsdp2-tensorwise-ag.fp8-v2048-param.b16-b16",
     "fsdp2-tensorwise-v2048-accum2-f64",
     "fsdp2-tensorwise-v2048-accum2-reduce.last-f64",
     "tp2-tensorwise-casts.go.e4m3-v2048-f64",

@@ -85,6 +85,16 @@ def gemms(case: Case) -> tuple[Gemm, ...]:
     return tuple(gemm for gemm in (*forward, *backward) if multiplies(gemm.role))
 
 
+def is_misaligned(case: Case, gemm: Gemm) -> bool:
+    """True when `torch._scaled_mm` refuses this matmul: k or n is not a multiple of 16 (m may be anything).
+
+    `pad_inner_dim` pads k of both operands, never n. So it fixes an unaligned number of tokens (k of wgrad), but not an
+    unaligned weight dimension, which is n of the forward or of dgrad.
+    """
+    k_fits = gemm.k % 16 == 0 or case.float8.pad_inner_dim
+    return not (k_fits and gemm.n % 16 == 0)
+
+
 def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:
     """Shard sizes as `torch.chunk` gives them: chunks of the rounded-up size, then a smaller one, then empty ones."""
     size = -(-total // ranks)

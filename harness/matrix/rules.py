@@ -11,7 +11,7 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.cast_rules import OF_CASTS
-from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, linear_fqns, shard_sizes
+from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, is_misaligned, linear_fqns, shard_sizes
 from harness.matrix.resumed import OF_RESUMING
 from harness.matrix.rule import Exclusion, Refusal
 from harness.matrix.targets import TORCHTITAN, TORCHTITAN_0_3, VERSIONS
@@ -51,16 +51,6 @@ def explain(case: Case) -> Explanation:
         refusal=refusal,
         refused_gemms=tuple(gemm for gemm in gemms(case) if is_misaligned(case, gemm)) if refusal else (),
     )
-
-
-def is_misaligned(case: Case, gemm: Gemm) -> bool:
-    """True when `torch._scaled_mm` refuses this matmul: k or n is not a multiple of 16 (m may be anything).
-
-    `pad_inner_dim` pads k of both operands, never n. So it fixes an unaligned number of tokens (k of wgrad), but not an
-    unaligned weight dimension, which is n of the forward or of dgrad.
-    """
-    k_fits = gemm.k % 16 == 0 or case.float8.pad_inner_dim
-    return not (k_fits and gemm.n % 16 == 0)
 
 
 def _misaligned_weights(case: Case, *, output: bool) -> bool:
@@ -221,6 +211,20 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source="docs/architecture.md",
         axes=("reduce_dtype", "dtype"),
         when=lambda case: case.train.reduce_dtype != "float32" and case.train.dtype == "float64",
+    ),
+    Exclusion(
+        name="parameters_of_bfloat16",
+        reason="parameters in bfloat16 are weights without float32 masters, of runs whose activations are bfloat16",
+        source=f"{_TORCHTITAN}/config/job_config.py",
+        axes=("parameter_dtype", "dtype"),
+        when=lambda case: case.train.parameter_dtype != "float32" and case.train.dtype != "bfloat16",
+    ),
+    Exclusion(
+        name="torchtitan_keeps_float32_parameters",
+        reason="what torchtitan's trainer sends and keeps with training.dtype = bfloat16 was not measured",
+        source=f"{_TORCHTITAN}/config/job_config.py",
+        axes=("target", "parameter_dtype"),
+        when=lambda case: case.target in VERSIONS and case.train.parameter_dtype != "float32",
     ),
     Exclusion(
         name="clipping_is_exact",

@@ -183,10 +183,11 @@ WORDS: tuple[Word, ...] = (
     ),
     _numbered("training", "lr", "0.001", "learning rate {0}", "lr", kind=float),
     _numbered("training", "seed", "0", "seed {0}", "seed"),
+    _flag("training", "param.b16", "parameters are updated in bfloat16", parameter_dtype="bfloat16"),
     _flag("training", "reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),
     _flag("dtype", "f64", "float64, for sharp comparisons", dtype="float64"),
     _flag("dtype", "f32", "float32", dtype="float32"),
-    _flag("dtype", "b16", "bfloat16, with float32 master weights", dtype="bfloat16"),
+    _flag("dtype", "b16", "bfloat16, with float32 master weights but for param.b16", dtype="bfloat16"),
     _numbered("checks", "tol.", "0.05", "loss may be {0} nats from BF16", "loss_tolerance", kind=float),
 )
 

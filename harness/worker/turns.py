@@ -106,7 +106,7 @@ class InTurns:
         first, *others = self._sums[param]
         local.copy_(first.value)
         for other in others:
-            local += other.value
+            local += other.value.to(local.dtype)
 
 
 class _Sum:

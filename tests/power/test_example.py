@@ -28,6 +28,7 @@ LACKS = {
     "backward_skipped_without_labels",
     "casts": "config_of_grad_output_ignored granularities_swapped",
     "clipping": "gradients_not_clipped clipped_by_norm_of_own_shards replicated_gradients_counted_by_every_rank",
+    "parameters in bfloat16": "parameters_kept_in_float32",
     "bias, the axis": "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp "
     "bias_gradient_of_own_positions",
     "the Llama of the cases": "alignment_rule_ignored query_scale_folded_into_weights rope_base_of_another_model "

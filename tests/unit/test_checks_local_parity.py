@@ -29,6 +29,14 @@ def allowed(case: Case = CASE, *, exact: bool = True, **changes: object) -> floa
     return allowed_distance(case, distance(**changes), exact=exact)
 
 
+def test_a_gradient_may_be_rounded_to_the_dtype_of_its_parameter() -> None:
+    wide, narrow = (
+        allowed(parse_case_id(f"hsdp2x2-tensorwise-v2048-s2-{dtype}b16"), kind="grad", fqn=f"{WQ}.weight")
+        for dtype in ("", "param.b16-")
+    )
+    assert wide < 2.0**-18 and 2.0**-8 < narrow < 2.0**-6
+
+
 def check(*distances: ModuleDistance, case: Case = CASE) -> list[Finding]:
     everything = (*distances, distance(step=1, fqn="other"), distance(step=2, fqn="other"))
     again = run_of(make_trace(case, module_distances=everything))

@@ -75,6 +75,11 @@ def test_a_script_is_short_and_complete(case: str, signature: FailureSignature) 
     assert len(text.splitlines()) < 140
 
 
+def test_a_case_without_float32_parameters_is_refused() -> None:
+    with pytest.raises(HarnessError, match="parameters in bfloat16 cannot be exported"):
+        exported_case(parse_case_id("fsdp2-rowwise-v2048-param.b16-b16"))
+
+
 def test_the_linears_of_a_script_have_the_bias_of_the_case() -> None:
     plain, biased = (text_of(f"tp2-rowwise-{bias}v2048-b16", SCALES) for bias in ("", "bias-"))
     assert "nn.Linear(k, n, bias=False)" in plain

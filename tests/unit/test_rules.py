@@ -14,7 +14,7 @@ from harness.expect.matmuls import recomputed_calls, scaled_mm_calls
 from harness.matrix.axes import AXES, axis_values, case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.linears import converted_fqns, gemms, shard_sizes
+from harness.matrix.linears import converted_fqns, gemms, is_misaligned, shard_sizes
 from harness.matrix.recipes import Operand
 from harness.matrix.rule import Rule
 from harness.matrix.rules import (
@@ -23,7 +23,6 @@ from harness.matrix.rules import (
     exclusions,
     expected_refusal,
     explain,
-    is_misaligned,
 )
 from tests.strategies import POSSIBLE_CASES
 
@@ -94,6 +93,11 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ),
     ("reshard_needs_shards", {"reshard_after_forward": "never"}),
     ("reduce_dtype_of_exact_runs", {"reduce_dtype": "bfloat16", "dtype": "float64", "dp_shard": 2}),
+    ("parameters_of_bfloat16", {"parameter_dtype": "bfloat16", "dtype": "float32"}),
+    (
+        "torchtitan_keeps_float32_parameters",
+        {"target": "torchtitan", "parameter_dtype": "bfloat16", "dtype": "bfloat16"},
+    ),
     ("clipping_is_exact", {"max_norm": 0.5, "dtype": "float32"}),
     ("evaluation_is_plain", {"evaluate": True, "accumulation": 2}),
     ("evaluation_is_eager", {"evaluate": True, "compile": "graph"}),

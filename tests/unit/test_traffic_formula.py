@@ -90,6 +90,13 @@ def test_biases_are_gathered_and_reduced_with_their_block(tp: int, features: int
     }
 
 
+@pytest.mark.parametrize(("parameters", "amax"), [("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_the_amax_of_a_gathered_weight_has_the_dtype_of_the_parameter(parameters: str, amax: str) -> None:
+    case = case_of("tensorwise", dp_shard=2, fp8_all_gather=True, dtype="bfloat16", parameter_dtype=parameters)
+    assert {key.dtype for key in traffic(case) if key.op == "max"} == {amax}
+    assert {key.dtype for key in traffic(case) if key.op == "sum"} == {"float32"}
+
+
 def test_the_norm_of_all_gradients_has_those_of_biases() -> None:
     key = CollectiveKey("tp", "all_reduce", "sum", "float64")
     plain, biased = (

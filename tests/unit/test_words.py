@@ -45,7 +45,7 @@ def test_every_token_of_an_id_has_a_meaning(case: Case) -> None:
         ("moe8", "leave it out: expert parallelism (mixture of experts) is out of scope: "),
         ("compile", "did you mean graph or inductor?"),
         ("llama3-8b-layer", "did you mean llama3.8b.layer?"),
-        ("bfloat16", "did you mean b16 or reduce.b16?"),
+        ("bfloat16", "did you mean b16 or param.b16 or reduce.b16?"),
         ("selective_op", "did you mean ac.op?"),
         ("steps10", "did you mean s10?"),
         ("tpp4", "did you mean tp4 or atp4?"),

@@ -27,6 +27,7 @@ CASES = [
     "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-f32",
     "tp2-bf16-v2050-vpad128-gb4-s2-b16",
     "tp2-rowwise-bias-v2048-gb4-s2-b16",
+    "hsdp2x2-rowwise-v2048-gb4-s2-param.b16-b16",
 ]
 
 

@@ -60,6 +60,7 @@ def test_in_float64_every_kind_of_layout_is_exact_at_every_step(trained, witness
     "text",
     [
         "fsdp2-tensorwise-ag.fp8pre-ac.op-v2048-gb4-s3-b16",
+        "fsdp2-rowwise-v2048-gb4-s2-accum2-param.b16-b16",
         "fsdp2-rowwise-v2048-gb4-s3-f32",
         "fsdp3-tensorwise-v2050-gb6-s2-b16",
         "fsdp2-bf16-ac.full-v2048-gb4-s3-b16",

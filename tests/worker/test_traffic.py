@@ -41,6 +41,7 @@ def findings(text: str, run: Run) -> list[Finding]:
         "hsdp2x2-tensorwise-ag.fp8pre-v2048-s2-accum2-reduce.last-b16",
         "fsdp2-reshard.never-rowwise-ac.full-v2048-gb4-s2-f32",
         "fsdp2-tensorwise-ag.fp8-bias-v2048-gb4-s2-f32",
+        "fsdp2-tensorwise-ag.fp8pre-v2048-gb4-s2-param.b16-b16",
         "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f32",
         "hsdp2x2-tensorwise-v2048-gb4-s2-ignore.half-b16",
         "tp2-rowwise-casts.go_gw.ten+i.ten+w.ten-ac.op-v2048-gb4-s2-f64",

@@ -26,6 +26,7 @@ _LINEAR = 0.012  # one linear by its own operands, in such runs: 0.0029 with 2 T
 # What no script has.
 _DROPPED = (
     "casts",
+    "parameter_dtype",
     "reshard_after_forward",
     "reduce_dtype",
     "accumulation",

@@ -20,6 +20,7 @@ from harness.worker.faults import (
     execution,
     kept,
     labels,
+    parameters,
     resuming,
     shapes,
     stale,
@@ -34,7 +35,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "D": (communication, bias),
     "E": (execution,),
     "F": (shapes,),
-    "G": (training, clipping, bias, labels, resuming),
+    "G": (training, clipping, bias, labels, parameters, resuming),
     "H": (compiled,),
     "I": (kept,),
 }

@@ -103,6 +103,8 @@ def build(case: Case, world: World) -> ReferenceTarget:
         )
     if case.train.dtype == "float64":
         model.double()
+    for param in model.parameters():
+        param.data = param.data.to(getattr(torch, case.parameter_dtype))
     convert(model, case.float8)
     if meshes.tp is not None:
         apply_tp(model, meshes.tp, case)
