@@ -75,11 +75,6 @@ def test_a_script_is_short_and_complete(case: str, signature: FailureSignature) 
     assert len(text.splitlines()) < 140
 
 
-def test_a_case_without_float32_parameters_is_refused() -> None:
-    with pytest.raises(HarnessError, match="parameters in bfloat16 cannot be exported"):
-        exported_case(parse_case_id("fsdp2-rowwise-v2048-param.b16-b16"))
-
-
 def test_the_linears_of_a_script_have_the_bias_of_the_case() -> None:
     plain, biased = (text_of(f"tp2-rowwise-{bias}v2048-b16", SCALES) for bias in ("", "bias-"))
     assert "nn.Linear(k, n, bias=False)" in plain
@@ -158,10 +153,12 @@ def test_async_tp_is_refused_but_for_its_scattered_rows() -> None:
         text_of(ATP, SCALES)
 
 
-@pytest.mark.parametrize("axis", ["casts.i.ten", "accum2", "eval", "clip0.5", "ignore.half", "resume", "reduce.b16"])
+@pytest.mark.parametrize(
+    "axis", ["casts.i.ten", "accum2", "eval", "clip0.5", "ignore.half", "resume", "reduce.b16", "param.b16"]
+)
 def test_what_no_script_does_is_refused(axis: str) -> None:
     words = f"fsdp2-rowwise-{axis}-v2048" if axis.startswith("casts") else f"fsdp2-rowwise-v2048-s2-{axis}"
-    dtype = "f64" if axis == "clip0.5" else "f32"
+    dtype = {"clip0.5": "f64", "param.b16": "b16"}.get(axis, "f32")
     with pytest.raises(HarnessError, match=r"cannot be exported: .* Fix: export the case without"):
         exported_case(parse_case_id(f"{words}-{dtype}"))
 
