@@ -6,6 +6,9 @@ and "-Infinity".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from harness.environment import Environment
@@ -13,7 +16,15 @@ from harness.jsonform import to_json
 from harness.measured import Measured
 from harness.result import Attempt, CaseResult, RunResult, WithFix, WitnessMade
 from harness.trace import RankFailure, Run
-from harness.verdict import FailureSignature, Finding, GoldenSource, NotJudged, Verdict
+from harness.verdict import (
+    ExitCode,
+    FailureSignature,
+    Finding,
+    GoldenSource,
+    NotJudged,
+    Verdict,
+    exit_code,
+)
 
 SCHEMA = 1
 
@@ -71,21 +82,21 @@ class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 def json_report(run: RunResult) -> bytes:
     """The report as indented JSON with a trailing newline."""
-    return to_json(run_document(run), indent=2) + b"\n"
+    return document_json(run_document(run))
+
+
+def document_json(document: RunDocument) -> bytes:
+    """The document as `run --json` writes it."""
+    return to_json(document, indent=2) + b"\n"
 
 
 def run_document(run: RunResult) -> RunDocument:
     """The report of a run, with its cases in the order of the results."""
-    return RunDocument(
-        schema=SCHEMA,
-        exit_code=int(run.exit_code),
+    return document_of(
+        [_case_document(result) for result in run.results],
         interrupted=run.interrupted,
         seconds=run.wall_s,
-        cpu_s=sum(result.cpu_s for result in run.results),
-        totals=verdict_totals(run),
-        check_totals=check_totals(run),
         provenance=dict(sorted(run.provenance.items())),
-        cases=tuple(_case_document(result) for result in run.results),
         witnesses=run.witnesses,
         left_out=run.left_out,
         environment=run.environment,
@@ -110,17 +121,31 @@ def run_result(document: RunDocument) -> RunResult:
     )
 
 
-def verdict_totals(run: RunResult) -> dict[str, int]:
+def document_of(cases: Sequence[CaseDocument], *, interrupted: bool, **facts: Any) -> RunDocument:
+    """The report of these cases: their totals and the exit code, with the other `facts` of a run."""
+    verdicts = [case.verdict for case in cases]
+    return RunDocument(
+        schema=SCHEMA,
+        exit_code=int(ExitCode.INTERRUPTED if interrupted else exit_code(verdicts)),
+        interrupted=interrupted,
+        cpu_s=sum(case.cpu_s for case in cases),
+        totals=verdict_totals(verdicts),
+        check_totals=check_totals(cases),
+        cases=tuple(cases),
+        **facts,
+    )
+
+
+def verdict_totals(verdicts: Sequence[Verdict]) -> dict[str, int]:
     """The number of cases of every verdict, in the order of `Verdict`."""
-    verdicts = [result.verdict for result in run.results]
     return {verdict.value: verdicts.count(verdict) for verdict in Verdict}
 
 
-def check_totals(run: RunResult) -> dict[str, int]:
+def check_totals(cases: Sequence[CaseResult] | Sequence[CaseDocument]) -> dict[str, int]:
     """How many checks were judged over all cases, and how many were not."""
     return {
-        "judged": sum(len(result.checks) for result in run.results),
-        "not_judged": sum(len(result.not_judged) for result in run.results),
+        "judged": sum(len(case.checks) for case in cases),
+        "not_judged": sum(len(case.not_judged) for case in cases),
     }
 
 

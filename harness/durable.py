@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -35,12 +36,14 @@ def write_whole(path: Path, content: bytes) -> None:
 def append_line(path: Path, line: bytes) -> None:
     """Append one line to `path` and fsync. `line` must not contain a newline.
 
-    First terminates a last line that an earlier crash left incomplete. Raises `WriteFailed`.
+    First terminates a last line that an earlier crash left incomplete. Several processes may append at once. Raises
+    `WriteFailed`.
     """
     assert b"\n" not in line, "a line must not contain a newline"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             _write_all(file.fileno(), (b"" if _ends_with_newline(file.fileno()) else b"\n") + line + b"\n")
             os.fsync(file.fileno())
     except OSError as error:

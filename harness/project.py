@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import hashlib
 import os
-import shutil
 import socket
 import time
 from pathlib import Path
@@ -19,7 +18,6 @@ import msgspec
 from harness.errors import HarnessError
 
 STATE_VARIABLE = "FP8_HARNESS_STATE"
-KEPT_RUNS = 20  # a new run removes older stored runs of the same project
 
 _SHIPPED = Path(__file__).with_name("_project")  # in a wheel
 _CLONE = Path(__file__).parents[1]
@@ -85,6 +83,11 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.state / "runs" / key
 
     @property
+    def imported(self) -> Path:
+        """The folder of the runs of other machines that were imported into this project: one file per run."""
+        return self.state / "imported" / self.runs.name
+
+    @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers of this project, sorted."""
         return tuple(sorted(path.stem for path in self.cases.glob("*.toml") if path.name not in _RECORD_FILES))
@@ -112,14 +115,12 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.cases / f"{name_or_path}.toml"
 
     def new_run_folder(self) -> Path:
-        """Create and return the folder of a new stored run; removes all but the last `KEPT_RUNS`."""
+        """Create and return the folder of a new stored run."""
         folder = self.runs / f"{time.time_ns():020d}-{os.getpid()}"
         try:
             folder.mkdir(parents=True)
         except OSError as error:
             raise _unwritable(self.state, error) from error
-        for old in self.stored_runs()[:-KEPT_RUNS]:
-            shutil.rmtree(old, ignore_errors=True)
         return folder
 
     def stored_runs(self) -> tuple[Path, ...]:

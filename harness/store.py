@@ -9,9 +9,11 @@ was killed, or its line is damaged.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import re
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -29,6 +31,8 @@ SCHEMA = 1
 FILE_NAME = "results.jsonl"
 PLAN_NAME = "cases.json"
 END_NAME = "ended.json"
+LOCK_NAME = "running.lock"
+_TRIES, _PAUSE_S = 5, 0.02
 _CASE_ID = re.compile(rb'"case_id":"([\w.+-]+)"')
 
 
@@ -69,6 +73,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     started: str = ""  # UTC, ISO 8601, seconds
     left_out: tuple[str, ...] = ()
     shard: str = ""  # "2/4"; empty: all of it
+    asked: tuple[str, ...] = ()  # the words of a command line that asks for these cases, run in this way
 
 
 class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +168,7 @@ class RunStore:
         self._path = folder / FILE_NAME
         self._start = folder / PLAN_NAME
         self._end = folder / END_NAME
+        self._held = folder / LOCK_NAME
         self._lock = threading.Lock()
 
     @property
@@ -177,6 +183,39 @@ class RunStore:
     def finish(self, end: RunEnd) -> None:
         """Store how the run ended. Raises `WriteFailed`."""
         write_whole(self._end, to_json(_End(schema=SCHEMA, **msgspec.structs.asdict(end))))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[bool]:
+        """Until the context ends no other process runs into this folder. Yields False where one does already.
+
+        A lock of the kernel, which is gone with its holder. Where there are no locks, any process may run.
+        """
+        with contextlib.ExitStack() as until_end:
+            yield self._take(until_end)
+
+    def _take(self, until_end: contextlib.ExitStack) -> bool:
+        try:
+            file = until_end.enter_context(self._held.open("ab"))
+            for _ in range(_TRIES):  # `is_running` of another process holds it for a moment
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return True
+                time.sleep(_PAUSE_S)
+        except OSError:
+            return True
+        return False
+
+    @property
+    def is_running(self) -> bool:
+        """True while a process runs into this folder."""
+        try:
+            with self._held.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def append(self, result: CaseResult) -> None:
         """Append one result and fsync. Raises `WriteFailed`."""
@@ -201,6 +240,14 @@ class RunStore:
                 results.pop(result.case_id, None)
                 results[result.case_id] = result
         return StoredRun(results=tuple(results.values()), damaged=tuple(damaged), start=start, end=end)
+
+    def read_start(self) -> RunStart:
+        """What was known before the run; of no cases where it cannot be read. Cheap: no result is read."""
+        return _read_part(self._start, _Start, []) or RunStart(cases=())
+
+    def read_end(self) -> RunEnd | None:
+        """How the run ended; None where it was killed or still runs. Cheap: no result is read."""
+        return _read_part(self._end, _End, [])
 
     def result_of(self, case_id: str) -> CaseResult | None:
         """The last result of one case; None where none can be read. Cheap: other lines are not decoded."""

@@ -145,13 +145,18 @@ def totals_text(run: RunResult) -> str:
     return unverified_text(run) + left_out_text(run) + references_text(run) + derived_text(run) + totals_line(run)
 
 
+def totals_words(verdicts: Sequence[Verdict]) -> str:
+    """The number of cases of every verdict that there is: "3 passed, 1 crash"."""
+    return ", ".join(f"{count} {name}" for name, count in verdict_totals(verdicts).items() if count) or "nothing"
+
+
 def totals_line(run: RunResult) -> str:
     """The run on one line: cases by verdict, checks that were judged and that were not, and the seconds it took."""
-    counts = ", ".join(f"{count} {name}" for name, count in verdict_totals(run).items() if count) or "nothing"
+    counts = totals_words([result.verdict for result in run.results])
     cpu_s = sum(result.cpu_s for result in run.results)
     stopped = " - interrupted" if run.interrupted else ""
     excused = sum(result.excused for result in run.results)
     counts += f" ({excused} of them quarantined)" if excused else ""
-    checks = check_totals(run)
+    checks = check_totals(run.results)
     judged = f"{counted(checks['judged'], 'check')} judged, {checks['not_judged']} not; " if run.results else ""
     return f"{counted(len(run.results), 'case')}: {counts}; {judged}{run.wall_s:.1f} s wall, {cpu_s:.1f} s CPU{stopped}"

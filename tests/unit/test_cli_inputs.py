@@ -64,12 +64,6 @@ def test_tiers_leave_out_records(tmp_path: Path) -> None:
     assert not is_case_file(tmp_path / "pr.toml")
 
 
-def test_old_runs_are_removed(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
-    folders = [project.new_run_folder() for _ in range(25)]
-    assert project.stored_runs() == tuple(folders[-20:])
-
-
 @pytest.mark.parametrize("text", ["", "x", "x.py", "x.py:", ":f", "x.py:1f", "x.txt:f"])
 def test_injection_form(text: str) -> None:
     with pytest.raises(HarnessError, match=r"FILE\.py:FUNCTION"):

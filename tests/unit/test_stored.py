@@ -1,0 +1,295 @@
+"""Stored results by what the user calls them; what is imported, kept and removed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from harness.document import RunDocument, document_json, json_report, run_document
+from harness.environment import Environment
+from harness.errors import HarnessError
+from harness.project import Project
+from harness.result import RunResult, WitnessMade
+from harness.running.stored import (
+    import_results,
+    read_document,
+    remove_old_runs,
+    remove_run,
+    results_of,
+    runs_of,
+    stored_run,
+)
+from harness.store import PLAN_NAME, RunEnd, RunStart, RunStore
+from harness.verdict import Verdict
+from tests.builders import make_failure, make_result, make_trace, run_of
+
+A, B, C = "single-rowwise-v2048-f32", "fsdp2-rowwise-v2048-f32", "tp2-rowwise-v2048-f32"
+HERE = Environment(packages={"torch": "2.13.0"}, device="cpu")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    (tmp_path / "cases").mkdir()
+    return Project(root=tmp_path, state=tmp_path / "state")
+
+
+def add(
+    project: Project, *ids: str, planned: tuple[str, ...] = (), end: RunEnd | None = None, name: str = ""
+) -> RunStore:
+    """A stored run with these results."""
+    store = RunStore(project.new_run_folder())
+    started = f"2026-01-01T00:00:{len(project.stored_runs()):02}+00:00"
+    store.begin(RunStart(cases=planned or ids, name=name, started=started, environment=HERE))
+    for case_id in ids:
+        store.append(make_result(case_id))
+    if end is not None:
+        store.finish(end)
+    return store
+
+
+def ids(document: RunDocument) -> list[str]:
+    return [case.id for case in document.cases]
+
+
+def ended(*, interrupted: bool = False) -> RunEnd:
+    return RunEnd(wall_s=3.0, interrupted=interrupted)
+
+
+def a_document(*case_ids: str, name: str = "", started: str = "2026-01-01T00:00:00+00:00") -> RunDocument:
+    results = tuple(make_result(case_id, run=run_of(make_trace(losses=[float("nan")]))) for case_id in case_ids)
+    return run_document(RunResult(results=results, wall_s=1.0, environment=HERE, name=name, started=started))
+
+
+def test_runs_are_found_by_number_name_folder_and_file(project: Project, tmp_path: Path) -> None:
+    add(project, A, name="old")
+    store = add(project, B, name="v1")
+    add(project, C)
+    assert [ids(results_of(project, text)) for text in ("last", "last~0", "last~1", "last~2")] == [[C], [C], [B], [A]]
+    assert ids(results_of(project, "v1")) == [B]
+    assert ids(results_of(project, store.path.parent.name)) == [B]
+    assert ids(results_of(project, str(store.path.parent))) == [B]
+    (tmp_path / "result.json").write_bytes(document_json(results_of(project, "old")))
+    assert results_of(project, str(tmp_path / "result.json")) == results_of(project, "old")
+
+
+def test_of_two_runs_of_one_name_the_last_counts(project: Project) -> None:
+    for case_id in (A, B):
+        add(project, case_id, name="v1")
+    assert ids(results_of(project, "v1")) == [B]
+
+
+@pytest.mark.parametrize("text", ["last~1", "nosuch", "", "last~"])
+def test_what_is_not_there_is_one_clear_error(project: Project, text: str) -> None:
+    add(project, A)
+    with pytest.raises(HarnessError, match="no such results"):
+        results_of(project, text)
+
+
+def test_a_run_that_never_began_is_no_run(project: Project) -> None:
+    add(project, A)
+    project.new_run_folder()
+    assert ids(results_of(project, "last")) == [A]
+
+
+def test_states_of_runs(project: Project) -> None:
+    add(project, A, planned=(A, B))
+    add(project, A, planned=(A, B), end=ended(interrupted=True))
+    add(project, A, end=ended())
+    with add(project, A, planned=(A, B)).held() as alone:
+        assert alone
+        assert [run.state for run in runs_of(project)] == ["running", "finished", "interrupted", "killed"]
+    assert stored_run(project, "last").state == "killed"
+
+
+def test_a_damaged_line_is_a_case_that_was_not_run(project: Project) -> None:
+    store = add(project, A, B, end=ended())
+    store.path.write_bytes(store.path.read_bytes()[:-30])
+    found = results_of(project, "last")
+    assert [(case.id, case.verdict) for case in found.cases] == [(A, Verdict.PASSED), (B, Verdict.NOT_RUN)]
+
+
+def test_damage_without_a_list_of_cases_is_an_error(project: Project) -> None:
+    store = add(project, A, B)
+    (store.path.parent / PLAN_NAME).write_text("{")
+    with pytest.raises(HarnessError, match="cannot be read"):
+        results_of(project, str(store.path.parent))
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "\xff", '{"schema": 1}'])
+def test_a_file_that_holds_no_results_is_told(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(content, encoding="latin-1")
+    with pytest.raises(HarnessError, match="holds no results"):
+        read_document(file)
+
+
+def test_another_schema_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_bytes(json_report(RunResult(results=(), wall_s=0.0)).replace(b'"schema": 1', b'"schema": 2'))
+    with pytest.raises(HarnessError, match="has schema 2, this version reads schema 1"):
+        read_document(file)
+
+
+# What a stored run says
+
+
+def test_the_document_of_a_stored_run_is_that_of_the_run(project: Project) -> None:
+    bad = make_result(B, Verdict.CRASH, run=run_of(make_trace(losses=[7.0]), make_failure(1)))
+    run = RunResult(
+        results=(make_result(A), bad),
+        wall_s=3.0,
+        provenance={"torch": "2.13.0"},
+        environment=HERE,
+        name="v1",
+        started="2026-01-01T00:00:00+00:00",
+        witnesses=(WitnessMade(name="solo", cpu_s=1.0),),
+        left_out=(C,),
+    )
+    store = RunStore(project.new_run_folder())
+    store.begin(RunStart(cases=(A, B), environment=HERE, name="v1", started=run.started, left_out=(C,)))
+    for result in reversed(run.results):  # the largest worlds end first
+        store.append(result)
+    store.finish(RunEnd(wall_s=3.0, interrupted=False, provenance=run.provenance, witnesses=run.witnesses))
+    assert results_of(project, "v1") == run_document(run)
+
+
+def test_of_a_killed_run_cases_without_a_result_were_not_run(project: Project) -> None:
+    found = add(project, B, planned=(A, B, C)).read().as_result()
+    assert [(each.case_id, each.verdict.value, each.world_size) for each in found.results] == [
+        (A, "not_run", 1),
+        (B, "passed", 4),
+        (C, "not_run", 2),
+    ]
+    assert found.interrupted and found.exit_code == 130 and found.wall_s == 1.25
+
+
+def test_an_end_that_cannot_be_read_is_none(project: Project) -> None:
+    store = add(project, A, end=ended())
+    (store.path.parent / "ended.json").write_text("{")
+    assert store.read().as_result().interrupted and results_of(project, "last").exit_code == 130
+
+
+# Imported results
+
+
+def test_imported_results_are_runs_like_others_in_the_order_of_their_start(project: Project) -> None:
+    add(project, A)  # now, in 2026 or later
+    old, new = a_document(B, C, name="v1", started="2025-01-01T00:00:00+00:00"), a_document(C, started="2999-01-01")
+    assert import_results(project, old) and import_results(project, new)
+    assert [run.start.cases for run in runs_of(project)] == [(C,), (A,), (B, C)]
+    assert document_json(results_of(project, "v1")) == document_json(old)
+    assert document_json(results_of(project, "last")) == document_json(new)
+
+
+def test_importing_twice_adds_nothing(project: Project) -> None:
+    document = a_document(A)
+    assert import_results(project, document)
+    assert not import_results(project, document)
+    assert not import_results(project, replace(document, name="other"))
+    assert import_results(project, replace(document, seconds=2.0))
+    assert len(list(runs_of(project))) == 2
+
+
+def test_a_run_of_this_machine_is_not_imported_into_its_own_store(project: Project) -> None:
+    add(project, A, end=ended())
+    assert not import_results(project, results_of(project, "last"))
+
+
+def test_results_without_a_start_are_the_oldest(project: Project) -> None:
+    import_results(project, a_document(A, started=""))
+    add(project, B)
+    assert [run.start.cases for run in runs_of(project)] == [(B,), (A,)]
+
+
+def test_a_damaged_import_is_no_run_or_an_error(project: Project) -> None:
+    import_results(project, a_document(A, B, name="v1"))
+    (file,) = project.imported.iterdir()
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(HarnessError, match="import its results again"):
+        results_of(project, "v1")
+    file.write_bytes(b"x")
+    assert list(runs_of(project)) == []
+
+
+IMPORT = """
+import sys
+from pathlib import Path
+from harness.project import Project
+from harness.running.stored import import_results, read_document
+root = Path(sys.argv[1])
+project = Project(root=root, state=root / "state")
+for file in sorted(root.glob("*.json")):
+    import_results(project, read_document(file))
+"""
+APPEND = """
+import sys
+from pathlib import Path
+from harness.store import RunStore
+from tests.builders import make_result
+for number in range(100):
+    RunStore(Path(sys.argv[1])).append(make_result(f"{sys.argv[2]}{number}", command="x" * 20000))
+"""
+
+
+def both(code: str, *arguments: tuple[str, ...]) -> None:
+    """Run the code in several processes at once."""
+    processes = [subprocess.Popen([sys.executable, "-c", code, *words]) for words in arguments]
+    assert [process.wait(timeout=120) for process in processes] == [0] * len(processes)
+
+
+def test_two_processes_import_the_same_files_at_once(project: Project, tmp_path: Path) -> None:
+    for number in range(20):
+        started = f"2026-01-01T00:00:{number:02}+00:00"
+        (tmp_path / f"{number}.json").write_bytes(document_json(a_document(A, B, started=started)))
+    both(IMPORT, (str(tmp_path),), (str(tmp_path),))
+    assert len(list(runs_of(project))) == 20
+    assert all(ids(results_of(project, f"last~{number}")) == [A, B] for number in range(20))
+
+
+def test_two_processes_append_to_one_run_at_once(tmp_path: Path) -> None:
+    both(APPEND, (str(tmp_path), "a"), (str(tmp_path), "b"))
+    found = RunStore(tmp_path).read()
+    assert found.damaged == () and len(found.results) == 200
+
+
+def test_one_process_at_a_time_runs_into_a_folder(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    assert not store.is_running
+    with store.held() as first, RunStore(tmp_path).held() as second:
+        assert (first, second, store.is_running) == (True, False, True)
+    assert not store.is_running
+
+
+# What is kept
+
+
+def test_old_runs_are_removed_but_for_those_with_a_name_and_those_that_run(project: Project) -> None:
+    for name in ("v1", "", "", "", ""):
+        add(project, A, name=name)
+    running = RunStore(project.stored_runs()[1])
+    import_results(project, a_document(B, started="2025-01-01"))
+    with running.held():
+        remove_old_runs(project, kept=2)
+    kept = [run.path for run in runs_of(project)]
+    assert len(kept) == 5 and running.path.parent in kept and stored_run(project, "v1").path in kept
+    remove_old_runs(project)
+    assert len(list(runs_of(project))) == 5
+    remove_old_runs(project, kept=2)
+    assert len(list(runs_of(project))) == 4
+
+
+def test_runs_are_removed_by_name(project: Project) -> None:
+    add(project, A, name="v1")
+    import_results(project, a_document(B, name="v2"))
+    for name in ("v1", "v2"):
+        remove_run(stored_run(project, name))
+    assert list(runs_of(project)) == []
+
+
+def test_a_run_that_still_runs_is_not_removed(project: Project) -> None:
+    with add(project, A, name="v1").held(), pytest.raises(HarnessError, match="has not ended"):
+        remove_run(stored_run(project, "v1"))
