@@ -31,6 +31,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Equal where every field is: numbers of a CPU must then be equal too."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
 
+    @property
+    def short_commit(self) -> str:
+        """The first characters of the commit, with "+" where tracked files differ from it; empty without git."""
+        commit, dirty, _ = self.commit.partition("-dirty")
+        return "" if commit == "unknown" else f"{commit[:9]}{'+' if dirty else ''}"
+
     def differences(self, other: Environment) -> tuple[str, ...]:
         """What differs, each as "torch 2.12.0 -> 2.13.0"; empty where nothing does."""
         mine, others = self.words, other.words

@@ -24,6 +24,8 @@ _COMMANDS = {
     "run": "harness.cli.run:run_command",
     "report": "harness.cli.report:report_command",
     "show": "harness.cli.show:show_command",
+    "results": "harness.cli.results:results",
+    "history": "harness.cli.history:history_command",
     "golden": "harness.cli.golden:golden",
     "signature": "harness.cli.signature:signature",
     "tolerance": "harness.cli.tolerance:tolerance",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "golden show", "golden check"]
 COMMANDS += ["new", "diff", "golden update", "tolerance", "tolerance measure", "tolerance show", "cache", "version", ""]
+COMMANDS += ["history", "results", "results list", "results merge", "results import", "results remove"]
 COMMANDS += ["signature", "signature list", "signature check", "signature update"]
 
 

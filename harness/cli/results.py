@@ -1,0 +1,128 @@
+"""`fp8-harness results list | merge | import | remove`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+
+from harness.cli.options import root_option
+from harness.document import RunDocument, document_json
+from harness.durable import write_whole
+from harness.errors import HarnessError
+from harness.plural import counted
+from harness.project import Project, find_project
+from harness.report.stored import Listed, runs_json, runs_text
+from harness.report.wording import totals_words
+from harness.running.entries import entries
+from harness.running.merging import Shard, environment_differences, merged
+from harness.running.stored import import_results, read_document, remove_run, results_of, runs_of, stored_run
+from harness.store import PLAN_NAME
+
+_EPILOG = """\b
+Examples:
+  fp8-harness results list                          the stored runs, the latest first
+  fp8-harness results import shard.json --name v2   results of another machine, for `history` and `gate`
+  fp8-harness results merge all.json shards/        the shards of one run as one
+"""
+
+_MERGE_EPILOG = """\b
+Examples:
+  fp8-harness results merge all.json shard-1.json shard-2.json
+  fp8-harness results merge all.json shards/ --latest
+  fp8-harness results merge all.json last~1 last
+"""
+
+_IMPORT_EPILOG = """\b
+Examples:
+  fp8-harness results import result.json
+  fp8-harness results import nightly/*.json --name nightly
+"""
+
+_REMOVE_EPILOG = """\b
+Examples:
+  fp8-harness results remove v1      the last run of this name
+  fp8-harness results remove last~3
+"""
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.group("results", epilog=_EPILOG)
+def results() -> None:
+    """List, merge, import and remove results of runs.
+
+    The last 100 runs of a project are kept, and all that have a name or were imported.
+    """
+
+
+@results.command("list", epilog="\b\nExamples:\n  fp8-harness results list\n  fp8-harness results list --json")
+@root_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_command(*, root: str | None, as_json: bool) -> None:
+    """List the stored runs, the latest first: number 2 is `last~2` for other commands."""
+    found = [
+        Listed(run=run, verdicts=tuple(entry.verdict for entry in entries(run, lambda _: True).values()))
+        for run in runs_of(find_project(root))
+    ]
+    click.echo(runs_json(found) if as_json else runs_text(found), nl=not as_json)
+
+
+@results.command("merge", epilog=_MERGE_EPILOG)
+@click.argument("out", metavar="OUT.json", type=_FILE)
+@click.argument("sources", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True)
+@root_option
+@click.option("--latest", is_flag=True, help="Where results of a case differ, keep that of the run that started last.")
+@click.option("--mixed", is_flag=True, help="Merge results of different environments.")
+def merge_command(*, out: Path, sources: tuple[str, ...], root: str | None, latest: bool, mixed: bool) -> None:
+    """Write the results of several shards of one run as `run --json` writes those of one.
+
+    A source is a file of `run --json`, a folder of them, the folder of a run, or a stored run by its name.
+    """
+    project = find_project(root)
+    shards = [Shard(name, document) for source in sources for name, document in _documents(project, source)]
+    document = merged(shards, latest=latest, mixed=mixed)
+    for difference in environment_differences(shards):
+        click.echo(f"fp8-harness: note: the environments differ: {difference}.", err=True)
+    write_whole(out, document_json(document))
+    totals = totals_words([case.verdict for case in document.cases])
+    click.echo(f"{out}: {counted(len(shards), 'shard')}, {counted(len(document.cases), 'case')}: {totals}")
+
+
+@results.command("import", epilog=_IMPORT_EPILOG)
+@click.argument("files", metavar="FILE.json...", nargs=-1, required=True, type=_FILE)
+@root_option
+@click.option("--name", default="", metavar="NAME", help="A name for the runs, such as a release.")
+def import_command(*, files: tuple[Path, ...], root: str | None, name: str) -> None:
+    """Add results that `run --json` wrote elsewhere to the stored runs. Results that are there are not added again."""
+    project = find_project(root)
+    for file in files:
+        document = read_document(file)
+        named = msgspec.structs.replace(document, name=name or document.name)
+        done = "imported" if import_results(project, named) else "is there already"
+        click.echo(f"{file}: {done}: {counted(len(document.cases), 'case')}, started {document.started or 'unknown'}")
+
+
+@results.command("remove", epilog=_REMOVE_EPILOG)
+@click.argument("names", metavar="RUN...", nargs=-1, required=True)
+@root_option
+def remove_command(*, names: tuple[str, ...], root: str | None) -> None:
+    """Remove stored runs: by name, by the name of their folder, or as `last~2`."""
+    project = find_project(root)
+    for run in {run.path: run for run in [stored_run(project, name) for name in names]}.values():
+        remove_run(run)
+        click.echo(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
+
+
+def _documents(project: Project, source: str) -> Iterator[tuple[str, RunDocument]]:
+    """The results that a source means, each with what it is called."""
+    folder = Path(source)
+    if not folder.is_dir() or (folder / PLAN_NAME).is_file():
+        yield source, results_of(project, source)
+        return
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise HarnessError("this folder has no JSON files.", where=source, fix="name files that `run --json` wrote.")
+    yield from ((str(file), read_document(file)) for file in files)

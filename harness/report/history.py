@@ -1,0 +1,151 @@
+"""The history of cases as text: a row for every run of one case, or a line for each of many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.jsonform import to_json
+from harness.plural import counted
+from harness.report.sparkline import sparkline
+from harness.report.wording import aligned, printable
+from harness.studies.history import History, Moment
+
+_COLUMNS = ("started", "name", "commit", "verdict", "loss apart", "local", "parity", "s", "wire", "saved")
+_NUMBERS = range(4, 10)  # right-aligned columns
+_SHOWN = 60  # characters of one difference of environments: models of CPUs are long
+_UNITS = ("B", "kB", "MB", "GB")
+
+
+def history_text(history: History, *, width: int) -> str:
+    """Every run of a case, with what changed before it; the rows are blocks where `width` is too small for a table."""
+    rows = [_row(moment) for moment in history.moments]
+    head, *lines = aligned([_COLUMNS, *rows], right=_NUMBERS).splitlines()
+    wide = max(map(len, (head, *lines))) <= width
+    blocks = lines if wide else [_block(row) for row in rows]
+    told = [
+        "\n".join([*_changes(moment), block, *_moved(moment)])
+        for moment, block in zip(history.moments, blocks, strict=True)
+    ]
+    return printable("\n".join([*([head] if wide else []), *told, *_curves(history, width), *_warnings(history)]))
+
+
+def histories_text(found: Sequence[History]) -> str:
+    """A block of two lines for every case: how often it was run, how it ended, and its last change."""
+    return printable("\n".join(line for history in found for line in _summary(history)))
+
+
+def histories_json(found: Sequence[History]) -> bytes:
+    """The same as JSON, with every exact number of every run."""
+    return to_json([_document(history) for history in found], indent=2) + b"\n"
+
+
+def _document(history: History) -> dict[str, object]:
+    return {
+        "case": history.case_id,
+        "flaky": history.is_flaky,
+        "nondeterministic": history.is_nondeterministic,
+        "verdicts": {verdict.value: count for verdict, count in history.verdicts.items()},
+        "runs": [
+            {
+                "started": moment.run.start.started,
+                "name": moment.run.start.name,
+                "path": str(moment.run.path),
+                "environment": moment.run.start.environment,
+                "changes": moment.changes,
+                "moved": moment.moved,
+                "repeats": moment.repeats,
+                "verdict": moment.entry.verdict,
+                "seconds": moment.entry.seconds,
+                "numbers": moment.entry.numbers,
+            }
+            for moment in history.moments
+        ],
+    }
+
+
+def _summary(history: History) -> list[str]:
+    verdicts = ", ".join(f"{count} {verdict.value}" for verdict, count in history.verdicts.items())
+    flags = [*(["FLAKY"] if history.is_flaky else []), *(["NONDETERMINISTIC"] if history.is_nondeterministic else [])]
+    change = history.last_change
+    last = "no change" if change is None else f"last change {_day(change)}: {_what(change)}"
+    return [history.case_id, f"  {'  '.join([*flags, counted(len(history.moments), 'run'), verdicts, last])}"]
+
+
+def _what(change: Moment) -> str:
+    moved = ", ".join(change.moved)
+    return "; ".join(filter(None, [change.entry.verdict.value, moved, _environment(change)]))
+
+
+def _row(moment: Moment) -> tuple[str, ...]:
+    numbers, environment = moment.entry.numbers, moment.run.start.environment
+    distances = (numbers.loss_distance, numbers.local_parity, numbers.parity) if numbers else (None,) * 3
+    sizes = (numbers.wire_bytes, numbers.saved_bytes) if numbers else (None,) * 2
+    return (
+        moment.run.start.started.replace("T", " ")[:16] or "?",
+        moment.run.start.name or "-",
+        (environment.short_commit if environment is not None else "") or "-",
+        moment.entry.verdict.value,
+        *("-" if each is None else f"{each:.3g}" for each in distances),
+        f"{moment.entry.seconds:.1f}",
+        *map(size_words, sizes),
+    )
+
+
+def _block(row: Sequence[str]) -> str:
+    started, name, commit, verdict, *numbers = row
+    named = [f"{column} {value}" for column, value in zip(_COLUMNS[4:], numbers, strict=True) if value != "-"]
+    origin = ", ".join(each for each in (name, commit) if each != "-")
+    lines = [f"{started}  {verdict}", *([f"  {origin}"] if origin else [])]
+    return "\n".join([*lines, f"  {', '.join(named[:4])}", *([f"  {', '.join(named[4:])}"] if named[4:] else [])])
+
+
+def _changes(moment: Moment) -> list[str]:
+    words = _environment(moment)
+    return [f"  now {words}:"] if words else []
+
+
+def _environment(moment: Moment) -> str:
+    """What changed of the environment, but for the commit, which has a column."""
+    told = [each for each in moment.changes if not each.startswith(("commit ", "changes "))]
+    more = ["uncommitted changes"] if any(each.startswith("changes ") for each in moment.changes) else []
+    return ", ".join([*(each if len(each) <= _SHOWN else f"{each[: _SHOWN - 3]}..." for each in told), *more])
+
+
+def _moved(moment: Moment) -> list[str]:
+    if not moment.moved:
+        return []
+    moved = ", ".join(moment.moved)
+    return [
+        f"  NONDETERMINISTIC, in the same environment: {moved}" if moment.repeats else f"  changed with it: {moved}"
+    ]
+
+
+def _curves(history: History, width: int) -> list[str]:
+    """The distance of the losses and the seconds over all runs, where there are several and they fit."""
+    count = len(history.moments)
+    if not 1 < count <= width - 12:
+        return []
+    distances = [moment.entry.numbers.loss_distance if moment.entry.numbers else None for moment in history.moments]
+    seconds = [moment.entry.seconds for moment in history.moments]
+    return ["", f"loss apart  {sparkline(distances)}", f"seconds     {sparkline(seconds)}"]
+
+
+def _warnings(history: History) -> list[str]:
+    flaky = "FLAKY: it ended differently in one environment."
+    moved = "NONDETERMINISTIC: exact numbers changed in one environment."
+    told = [*([flaky] if history.is_flaky else []), *([moved] if history.is_nondeterministic else [])]
+    return ["", *told] if told else []
+
+
+def _day(moment: Moment) -> str:
+    return moment.run.start.started[:10] or "?"
+
+
+def size_words(count: int | None) -> str:
+    """Bytes for people, of three digits: "1.23 MB"."""
+    if count is None:
+        return "-"
+    value, unit = float(count), 0
+    while value >= 1000 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if value >= 100 else f"{value:.3g} {_UNITS[unit]}"

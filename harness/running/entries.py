@@ -1,0 +1,92 @@
+"""Entries: what a stored run says of some of its cases, as far as `history` follows it. No other line is decoded."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from harness.measured import Curve, Sent
+from harness.running.stored import Stored
+from harness.store import SCHEMA, RunStore
+from harness.verdict import Verdict
+
+
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of `Measured` that are followed over runs."""
+
+    curves: Mapping[str, Curve] = {}
+    loss_distance: float | None = None
+    parity: float | None = None
+    local_parity: float | None = None
+    scaled_mm_calls: int | None = None
+    wire: Mapping[str, Sent] = {}
+    saved_bytes: int | None = None
+    fused: Mapping[str, int] = {}
+    digests: Mapping[str, str] = {}
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Inputs of all collectives of all ranks and steps; None where none were recorded."""
+        return sum(sent.payload_bytes for sent in self.wire.values()) if self.wire else None
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """How a case ended in one run, in how many wall seconds of all attempts, and what it measured."""
+
+    verdict: Verdict
+    seconds: float
+    numbers: Numbers | None = None
+
+
+class _Attempt(msgspec.Struct):
+    wall_s: float
+
+
+class _Result(msgspec.Struct):
+    verdict: Verdict
+    attempts: tuple[_Attempt, ...]
+    measured: Numbers | None = None
+
+
+class _StoredLine(msgspec.Struct):
+    result: _Result
+
+    @property
+    def entry(self) -> Entry:
+        seconds = sum(attempt.wall_s for attempt in self.result.attempts)
+        return Entry(verdict=self.result.verdict, seconds=seconds, numbers=self.result.measured)
+
+
+class _ImportedLine(msgspec.Struct):
+    verdict: Verdict
+    seconds: float
+    measured: Numbers | None = None
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(verdict=self.verdict, seconds=self.seconds, numbers=self.measured)
+
+
+# How a line begins that `store.py` or `imported.py` wrote.
+_STORED = re.compile(rb'\{"schema":%d,"result":\{"case_id":"([\w.+-]+)"' % SCHEMA)
+_IMPORTED = re.compile(rb'\{"id":"([\w.+-]+)"')
+_STORED_LINE = msgspec.json.Decoder(_StoredLine, strict=False)  # not strict: "NaN" is a float
+_IMPORTED_LINE = msgspec.json.Decoder(_ImportedLine, strict=False)
+
+
+def entries(run: Stored, wanted: Callable[[str], bool]) -> dict[str, Entry]:
+    """The last readable entry of every wanted case, by id. A case that was not run has none."""
+    path = run.path if run.is_imported else RunStore(run.path).path
+    beginning, decoder = (_IMPORTED, _IMPORTED_LINE) if run.is_imported else (_STORED, _STORED_LINE)
+    found: dict[str, Entry] = {}
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            named = beginning.match(line)
+            if named is None or not wanted(case_id := named[1].decode()):
+                continue
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                found[case_id] = decoder.decode(line).entry
+    return {case_id: entry for case_id, entry in found.items() if entry.verdict is not Verdict.NOT_RUN}

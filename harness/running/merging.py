@@ -1,0 +1,111 @@
+"""The merge: results of the shards of one run, made on several machines, as those of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from harness.document import CaseDocument, RunDocument, document_of
+from harness.environment import Environment
+from harness.errors import HarnessError
+from harness.jsonform import to_json
+from harness.verdict import Verdict
+
+
+class Shard(NamedTuple):
+    """The results of one shard, and what the user calls them."""
+
+    name: str
+    run: RunDocument
+
+
+def merged(shards: Sequence[Shard], *, latest: bool = False, mixed: bool = False) -> RunDocument:
+    """The results of all shards as one run, which began with the first of them and took the seconds of all.
+
+    A case counts where it was run. Raises HarnessError where two shards have different results of a case, unless the
+    `latest` counts, and where their environments differ, unless they may be `mixed`.
+    """
+    environment = _environment(shards, mixed=mixed)
+    cases = _cases(shards, latest=latest)
+    runs = [shard.run for shard in shards]
+    names, started = dict.fromkeys(run.name for run in runs), [run.started for run in runs if run.started]
+    left_out = dict.fromkeys(case_id for run in runs for case_id in run.left_out)
+    return document_of(
+        list(cases.values()),
+        interrupted=any(run.interrupted for run in runs) and any(_is_missing(case) for case in cases.values()),
+        seconds=sum(run.seconds for run in runs),
+        provenance=_together([run.provenance for run in runs]),
+        witnesses=tuple(made for run in runs for made in run.witnesses),
+        left_out=tuple(name for name in left_out if name not in cases),
+        environment=environment,
+        name=next(iter(names)) if len(names) == 1 else "",
+        started=min(started, default=""),
+    )
+
+
+def environment_differences(shards: Sequence[Shard]) -> Iterable[str]:
+    """How the environment of every shard differs from that of the first, a line each; none where all are the same."""
+    first = shards[0].run.environment or Environment()
+    for shard in shards[1:]:
+        mine = shard.run.environment or Environment()
+        # A shard names the targets of its own cases: only what both name can differ.
+        shared = {name: mine.targets.get(name, digest) for name, digest in first.targets.items()}
+        if found := first.differences(replace(mine, targets=shared)):
+            yield f"{shards[0].name} and {shard.name}: {', '.join(found)}"
+
+
+def _environment(shards: Sequence[Shard], *, mixed: bool) -> Environment | None:
+    """The one of all shards, with the targets of all; None where they differ: it is that of no case."""
+    found = list(environment_differences(shards))
+    if found and not mixed:
+        fix = "give --mixed where that does not matter, or run them in one environment."
+        raise HarnessError(f"the environments differ: {'; '.join(found)}.", where="results merge", fix=fix)
+    first = shards[0].run.environment
+    if found or first is None:
+        return None
+    targets = {
+        name: digest for shard in shards if (each := shard.run.environment) for name, digest in each.targets.items()
+    }
+    return replace(first, targets=targets)
+
+
+def _cases(shards: Sequence[Shard], *, latest: bool) -> dict[str, CaseDocument]:
+    """Every case once, in the order in which the shards name them."""
+    found: dict[str, CaseDocument] = {}
+    source: dict[str, Shard] = {}
+    for shard in sorted(shards, key=lambda shard: shard.run.started) if latest else shards:
+        for case in shard.run.cases:
+            other = found.get(case.id)
+            if other is not None and (_is_missing(case) or (not latest and _same(case, other))):
+                continue
+            if other is not None and not latest and not _is_missing(other):
+                raise HarnessError(
+                    f"{source[case.id].name} and {shard.name} have different results of it: {other.verdict.value} and "
+                    f"{case.verdict.value}.",
+                    where=case.id,
+                    fix="give --latest to keep that of the run that started last.",
+                )
+            found[case.id], source[case.id] = case, shard
+    return found
+
+
+def _is_missing(case: CaseDocument) -> bool:
+    return case.verdict is Verdict.NOT_RUN
+
+
+def _same(one: CaseDocument, other: CaseDocument) -> bool:
+    """True where nothing but times and the command differs."""
+    return to_json(_timeless(one)) == to_json(_timeless(other))
+
+
+def _timeless(case: CaseDocument) -> CaseDocument:
+    return replace(case, seconds=0.0, cpu_s=0.0, attempts=(), command="")
+
+
+def _together(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Every fact with its value; with all of them where they differ."""
+    names = sorted({name for each in facts for name in each})
+    values = {name: dict.fromkeys(each[name] for each in facts if name in each) for name in names}
+    return {name: ", ".join(found) for name, found in values.items()}

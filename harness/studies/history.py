@@ -1,0 +1,134 @@
+"""History: how a case ended and what it measured, run after run, and what changed together with what.
+
+On a CPU every number but the seconds repeats exactly, so a number that changes in one environment is a finding. Flaky
+is what ended differently in one environment: retries say nothing about that, so they are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from harness.environment import Environment
+from harness.running.entries import Entry, Numbers, entries
+from harness.running.stored import Stored
+from harness.verdict import Verdict
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """A case in one run. `moved` names the exact numbers that changed since the last run in the same environment.
+
+    Where there is none, since the run before; `repeats` tells which.
+    """
+
+    run: Stored
+    entry: Entry
+    changes: tuple[str, ...]  # of the environment since the run before
+    moved: tuple[str, ...] = ()
+    repeats: bool = False
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """All runs of a case, the oldest first."""
+
+    case_id: str
+    moments: tuple[Moment, ...]
+
+    @property
+    def verdicts(self) -> Mapping[Verdict, int]:
+        """How often it ended in each way."""
+        return Counter(moment.entry.verdict for moment in self.moments)
+
+    @property
+    def is_flaky(self) -> bool:
+        """True when two runs in one environment ended differently. A machine that fails says nothing of the case."""
+        by_environment: dict[str, set[Verdict]] = defaultdict(set)
+        for moment in self.moments:
+            environment = moment.run.start.environment
+            if environment is not None and moment.entry.verdict is not Verdict.INFRA:
+                by_environment[environment.fingerprint].add(moment.entry.verdict)
+        return any(len(verdicts) > 1 for verdicts in by_environment.values())
+
+    @property
+    def is_nondeterministic(self) -> bool:
+        """True when an exact number changed between two runs in one environment."""
+        return any(moment.moved and moment.repeats for moment in self.moments)
+
+    @property
+    def last_change(self) -> Moment | None:
+        """The last run in which the verdict or an exact number was another than before; None where there is none."""
+        pairs = zip(self.moments, self.moments[1:], strict=False)
+        changed = [now for before, now in pairs if now.moved or now.entry.verdict is not before.entry.verdict]
+        return changed[-1] if changed else None
+
+
+def histories(runs: Sequence[Stored], wanted: Callable[[str], bool], *, most: int | None = None) -> tuple[History, ...]:
+    """The history of every wanted case in these runs, which come oldest first; in the order of their first runs.
+
+    Of each case `most` of the last runs.
+    """
+    found: dict[str, list[tuple[Stored, Entry]]] = defaultdict(list)
+    for run in runs:
+        for case_id, entry in entries(run, wanted).items():
+            found[case_id].append((run, entry))
+    last = slice(None if most is None else -most, None)
+    return tuple(History(case_id=case_id, moments=tuple(_moments(pairs[last]))) for case_id, pairs in found.items())
+
+
+def _moments(pairs: Iterable[tuple[Stored, Entry]]) -> Iterable[Moment]:
+    last: dict[str, Numbers] = {}  # by fingerprint
+    before: tuple[Environment, Numbers | None] | None = None
+    for run, entry in pairs:
+        now = run.start.environment
+        if now is None:
+            yield Moment(run=run, entry=entry, changes=())
+            continue
+        same = last.get(now.fingerprint)
+        earlier = same or (before[1] if before is not None else None)
+        yield Moment(
+            run=run,
+            entry=entry,
+            changes=before[0].differences(now) if before is not None else (),
+            moved=_moved(earlier, entry.numbers, counts_only=now.device != "cpu"),
+            repeats=same is not None,
+        )
+        if entry.numbers is not None:
+            last[now.fingerprint] = entry.numbers
+        before = now, entry.numbers or (before[1] if before is not None else None)
+
+
+def _moved(before: Numbers | None, now: Numbers | None, *, counts_only: bool) -> tuple[str, ...]:
+    """The names of the exact numbers that differ, of those that both runs have; only counts repeat on a GPU."""
+    if before is None or now is None:
+        return ()
+    one, other = (_counts(each) if counts_only else {**_values(each), **_counts(each)} for each in (before, now))
+    return tuple(
+        name
+        for name, value in one.items()
+        if name in other
+        and value not in (None, {})
+        and other[name] not in (None, {})
+        and repr(value) != repr(other[name])
+    )
+
+
+def _values(numbers: Numbers) -> Mapping[str, object]:
+    curve = numbers.curves.get("case")
+    curves = {} if curve is None else {"losses": curve.losses, "gradient norms": curve.grad_norms}
+    distances = {
+        "loss distance": numbers.loss_distance,
+        "parity": numbers.parity,
+        "local parity": numbers.local_parity,
+    }
+    return {**numbers.digests, **curves, **distances}
+
+
+def _counts(numbers: Numbers) -> Mapping[str, object]:
+    return {
+        "collectives": dict(sorted(numbers.wire.items())),
+        "saved bytes": numbers.saved_bytes,
+        "fused operators": dict(sorted(numbers.fused.items())),
+        "scaled matmuls": numbers.scaled_mm_calls,
+    }

@@ -1,0 +1,276 @@
+"""The history of a case: what changed together with what, and what changed although nothing did."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from harness.document import run_document
+from harness.environment import Environment
+from harness.measured import CastRange, Curve, Measured, Sent
+from harness.project import Project
+from harness.report.history import histories_json, histories_text, history_text, size_words
+from harness.report.sparkline import sparkline
+from harness.result import CaseResult, RunResult
+from harness.running.entries import entries
+from harness.running.stored import import_results, runs_of
+from harness.store import RunStart, RunStore
+from harness.studies.history import History, histories
+from harness.verdict import Verdict
+from tests.builders import make_attempt, make_result, make_trace, run_of
+
+CASE, OTHER = "tp2-rowwise-v2048-f32", "single-rowwise-v2048-f32"
+HERE = Environment(packages={"torch": "2.12.0"}, device="cpu", cpu="x" * 200, commit="a" * 40)
+NEXT = replace(HERE, packages={"torch": "2.13.0"}, commit=f"{'b' * 40}-dirty", changes="c" * 16)
+NUMBERS = Measured(
+    curves={"case": Curve(losses=(8.0, 7.5), grad_norms=(1.0, 1.0))},
+    loss_distance=0.001,
+    wire={"all_gather in uint8 along tp": Sent(calls=2, payload_bytes=1_200_000)},
+    saved_bytes=2048,
+    digests={"casts": "1"},
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(root=tmp_path, state=tmp_path / "state")
+
+
+def result(
+    verdict: Verdict = Verdict.PASSED, case_id: str = CASE, *, seconds: float = 1.0, **numbers: object
+) -> CaseResult:
+    attempts = (make_attempt(verdict, wall_s=seconds),)
+    return make_result(case_id, verdict, attempts=attempts, measured=replace(NUMBERS, **numbers))
+
+
+def add(project: Project, *results: CaseResult, environment: Environment | None = HERE) -> None:
+    store = RunStore(project.new_run_folder())
+    minute = len(project.stored_runs())
+    ids = tuple(each.case_id for each in results)
+    store.begin(RunStart(cases=ids, environment=environment, started=f"2026-01-01T00:{minute:02}:00+00:00"))
+    for each in results:
+        store.append(each)
+
+
+def history(project: Project, case_id: str = CASE) -> History:
+    (found,) = histories(list(runs_of(project))[::-1], lambda name: name == case_id)
+    return found
+
+
+def test_equal_runs_have_nothing_to_tell(project: Project) -> None:
+    add(project, result())
+    add(project, result(seconds=3.0))
+    found = history(project)
+    assert [moment.moved for moment in found.moments] == [(), ()]
+    assert not found.is_flaky and not found.is_nondeterministic and found.last_change is None
+
+
+def test_two_verdicts_in_one_environment_are_flaky(project: Project) -> None:
+    add(project, result())
+    add(project, result(Verdict.HANG), environment=NEXT)
+    assert not history(project).is_flaky
+    add(project, result(Verdict.NUMERIC))
+    assert history(project).is_flaky
+
+
+def test_retries_and_machines_that_fail_are_not_flaky(project: Project) -> None:
+    twice = replace(result(), attempts=(make_attempt(Verdict.INFRA), make_attempt()))
+    for each in (result(), twice, result(Verdict.INFRA)):
+        add(project, each)
+    assert not history(project).is_flaky
+
+
+def test_runs_of_unknown_environments_are_never_compared(project: Project) -> None:
+    add(project, result(), environment=None)
+    add(project, result(Verdict.CRASH, digests={"casts": "2"}), environment=None)
+    found = history(project)
+    assert not found.is_flaky and not found.is_nondeterministic
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"digests": {"casts": "2"}}, "casts"),
+        ({"curves": {"case": Curve(losses=(8.0, math.nan), grad_norms=(1.0, 1.0))}}, "losses"),
+        ({"curves": {"case": Curve(losses=(8.0, 7.5), grad_norms=(1.0, 2.0))}}, "gradient norms"),
+        ({"wire": {"all_gather in uint8 along tp": Sent(calls=3, payload_bytes=1_200_000)}}, "collectives"),
+        ({"saved_bytes": 2049}, "saved bytes"),
+        ({"loss_distance": 0.002}, "loss distance"),
+    ],
+)
+def test_an_exact_number_that_moves_is_named(project: Project, change: dict[str, object], name: str) -> None:
+    add(project, result())
+    add(project, result(**change))
+    found = history(project)
+    assert found.moments[1].moved == (name,) and found.is_nondeterministic
+    assert f"NONDETERMINISTIC, in the same environment: {name}" in history_text(found, width=200)
+
+
+def test_what_moves_with_the_environment_is_told_with_it(project: Project) -> None:
+    add(project, result())
+    add(project, result(saved_bytes=4096), environment=NEXT)
+    found = history(project)
+    assert found.moments[1].moved == ("saved bytes",) and not found.is_nondeterministic
+    text = history_text(found, width=200)
+    assert "now torch 2.12.0 -> 2.13.0, uncommitted changes:" in text and "changed with it: saved bytes" in text
+    assert "bbbbbbbbb+" in text
+
+
+def test_a_run_is_compared_with_the_last_one_in_its_own_environment(project: Project) -> None:
+    """Back to the first environment: equal to the first run, although not to the one before."""
+    for environment, saved_bytes in ((HERE, 1), (NEXT, 2), (HERE, 1)):
+        add(project, result(saved_bytes=saved_bytes), environment=environment)
+    assert [moment.moved for moment in history(project).moments] == [(), ("saved bytes",), ()]
+    add(project, result(saved_bytes=3), environment=NEXT)
+    assert history(project).is_nondeterministic
+
+
+def test_nan_that_stays_nan_does_not_move(project: Project) -> None:
+    for _ in range(2):
+        add(project, result(loss_distance=math.nan))
+    assert history(project).moments[1].moved == ()
+
+
+def test_on_a_gpu_only_counts_repeat(project: Project) -> None:
+    gpu = replace(HERE, device="NVIDIA H200")
+    add(project, result(), environment=gpu)
+    add(project, result(digests={"casts": "2"}, saved_bytes=1), environment=gpu)
+    assert history(project).moments[1].moved == ("saved bytes",)
+
+
+def test_what_a_run_did_not_measure_did_not_move(project: Project) -> None:
+    add(project, result())
+    add(project, replace(result(Verdict.CRASH), measured=None))
+    add(project, result(wire={}, saved_bytes=None, digests={"parameters": "1"}))
+    assert [moment.moved for moment in history(project).moments] == [(), (), ()]
+
+
+def test_the_last_runs_alone_are_asked_for(project: Project) -> None:
+    for number in range(4):
+        add(project, result(saved_bytes=number))
+    (found,) = histories(list(runs_of(project))[::-1], lambda name: True, most=2)
+    assert [moment.entry.numbers and moment.entry.numbers.saved_bytes for moment in found.moments] == [2, 3]
+    assert found.moments[0].moved == ()
+
+
+def test_imported_runs_are_part_of_the_history(project: Project) -> None:
+    """And say the same as those of this machine."""
+    for number, each in enumerate((result(), result(Verdict.HANG, seconds=2.0))):
+        run = RunResult(results=(each,), wall_s=1.0, environment=HERE, started=f"2025-01-01T00:00:0{number}+00:00")
+        import_results(project, run_document(run))
+    add(project, result(), environment=NEXT)
+    found = history(project)
+    assert [moment.entry.verdict for moment in found.moments] == [Verdict.PASSED, Verdict.HANG, Verdict.PASSED]
+    assert [moment.entry.seconds for moment in found.moments] == [1.0, 2.0, 1.0]
+    assert found.moments[0].entry.numbers == found.moments[2].entry.numbers and found.is_flaky
+
+
+def test_a_damaged_line_and_a_case_that_was_not_run_are_left_out(project: Project) -> None:
+    add(project, result(case_id=OTHER), result())
+    (run,) = runs_of(project)
+    path = RunStore(run.path).path
+    path.write_bytes(path.read_bytes()[:-40])
+    assert entries(run, lambda _: True).keys() == {OTHER}
+    skipped = make_result(CASE, Verdict.NOT_RUN, attempts=())
+    import_results(project, run_document(RunResult(results=(skipped,), wall_s=0.0)))
+    assert not histories(list(runs_of(project)), lambda name: name == CASE)
+
+
+def test_the_last_result_of_a_case_in_a_run_counts(project: Project) -> None:
+    add(project, result(Verdict.CRASH), result())
+    assert [moment.entry.verdict for moment in history(project).moments] == [Verdict.PASSED]
+
+
+# Text
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_the_text_fits_the_terminal(project: Project, width: int) -> None:
+    add(project, result())
+    add(project, result(Verdict.UNEXPECTED_PASS), environment=replace(NEXT, cpu="y" * 200))
+    lines = history_text(history(project), width=width).splitlines()
+    assert all(len(line) <= width for line in lines if not line.startswith("  now "))
+    assert ("started" in lines[0]) == (width == 200)
+    assert any(line.startswith("loss apart  ▁▁") for line in lines) and any(
+        "1.20 MB" in line or "1.2 MB" in line for line in lines
+    )
+
+
+def test_a_summary_says_how_often_and_what_last(project: Project) -> None:
+    add(project, result(), result(case_id=OTHER))
+    add(project, result(Verdict.HANG, saved_bytes=1), result(case_id=OTHER))
+    text = histories_text(histories(list(runs_of(project))[::-1], lambda name: True)).splitlines()
+    assert text[0] == CASE
+    assert text[1] == "  FLAKY  NONDETERMINISTIC  2 runs  1 passed, 1 hang  last change 2026-01-01: hang; saved bytes"
+    assert text[2:] == [OTHER, "  2 runs  2 passed  no change"]
+
+
+def test_json_has_every_run(project: Project) -> None:
+    add(project, result(loss_distance=math.nan))
+    (found,) = json.loads(histories_json([history(project)]))
+    assert (found["case"], found["flaky"], found["verdicts"]) == (CASE, False, {"passed": 1})
+    assert found["runs"][0]["numbers"]["loss_distance"] == "NaN"
+
+
+def test_bars_are_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([0.0, 3.5, 7.0, None, math.nan, math.inf]) == "▁▅█ !!"
+    assert (sparkline([2.0, 2.0]), sparkline([])) == ("▁▁", "")
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(None, "-"), (0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (999_600, "1000 kB"), (5e12, "5000 GB")],
+)
+def test_sizes_are_for_people(count: int | None, words: str) -> None:
+    assert size_words(count) == words
+
+
+# Speed
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """100 runs of 100 cases, each with a trace and the ranges of 84 operands."""
+    root = tmp_path_factory.mktemp("large")
+    project = Project(root=root, state=root / "state")
+    ranges = tuple(
+        CastRange(
+            fqn=f"layers.{at}.attention.wq",
+            role="input",
+            step=1,
+            amax=0.1,
+            scale_min=1.1,
+            scale_max=2.2,
+            saturated=0.0,
+            flushed=0.0,
+        )
+        for at in range(84)
+    )
+    run = run_of(make_trace(losses=[8.0] * 5))
+    cases = [
+        replace(result(case_id=f"single-rowwise-v{2048 + 16 * at}-f32", casts=ranges), run=run) for at in range(100)
+    ]
+    add(project, *cases)
+    (first,) = project.stored_runs()
+    for _ in range(99):
+        folder = project.new_run_folder()
+        for path in first.iterdir():
+            (folder / path.name).hardlink_to(path)
+    return project
+
+
+def test_a_hundred_runs_of_a_hundred_cases_are_read_quickly(large: Project) -> None:
+    started_s = time.process_time()
+    (found,) = histories(list(runs_of(large))[::-1], lambda name: name == "single-rowwise-v2064-f32")
+    one_s = time.process_time() - started_s
+    assert len(found.moments) == 100
+    started_s = time.process_time()
+    every = histories(list(runs_of(large))[::-1], lambda name: True)
+    all_s = time.process_time() - started_s
+    assert len(every) == 100 and not any(each.is_flaky or each.is_nondeterministic for each in every)
+    assert one_s < 1 and all_s < 2, "0.1 and 0.6 s on a busy core"
