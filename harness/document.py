@@ -17,13 +17,12 @@ from harness.measured import Measured
 from harness.result import Attempt, CaseResult, RunResult, WithFix, WitnessMade
 from harness.trace import RankFailure, Run
 from harness.verdict import (
-    ExitCode,
     FailureSignature,
     Finding,
     GoldenSource,
     NotJudged,
     Verdict,
-    exit_code,
+    run_exit_code,
 )
 
 SCHEMA = 1
@@ -118,20 +117,22 @@ def run_result(document: RunDocument) -> RunResult:
         started=document.started,
         witnesses=document.witnesses,
         left_out=document.left_out,
+        shard=document.shard,
     )
 
 
-def document_of(cases: Sequence[CaseDocument], *, interrupted: bool, **facts: Any) -> RunDocument:
+def document_of(cases: Sequence[CaseDocument], *, interrupted: bool, shard: str = "", **facts: Any) -> RunDocument:
     """The report of these cases: their totals and the exit code, with the other `facts` of a run."""
     verdicts = [case.verdict for case in cases]
     return RunDocument(
         schema=SCHEMA,
-        exit_code=int(ExitCode.INTERRUPTED if interrupted else exit_code(verdicts)),
+        exit_code=int(run_exit_code(cases, interrupted=interrupted, shard=shard)),
         interrupted=interrupted,
         cpu_s=sum(case.cpu_s for case in cases),
         totals=verdict_totals(verdicts),
         check_totals=check_totals(cases),
         cases=tuple(cases),
+        shard=shard,
         **facts,
     )
 

@@ -60,6 +60,16 @@ def list_results() -> str:
     return _command("results", "list")
 
 
+def run_anew(asked: Sequence[str]) -> str:
+    """Runs what an earlier run was asked to run, in the same way."""
+    return _command("run", *asked)
+
+
+def resume_run(*, root: str | None) -> str:
+    """Finishes the last run of a project that was interrupted. `root` is what was given as --root."""
+    return _command("run", *(() if root is None else ("--root", root)), "--resume")
+
+
 def rerun_failed(*, root: str | None) -> str:
     """Runs what was not good, or never ran, in the last run of a project. `root` is what was given as --root."""
     return _command("run", *(() if root is None else ("--root", root)), "--rerun-failed")

@@ -7,7 +7,16 @@ import msgspec
 from harness.environment import Environment
 from harness.measured import Measured
 from harness.trace import Run
-from harness.verdict import ExitCode, FailureSignature, Finding, GoldenSource, NotJudged, Verdict, exit_code
+from harness.verdict import (
+    ExitCode,
+    FailureSignature,
+    Finding,
+    GoldenSource,
+    NotJudged,
+    Verdict,
+    is_excused,
+    run_exit_code,
+)
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +62,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def excused(self) -> bool:
         """True when it is not good and counts against no run, because it is quarantined."""
-        return bool(self.quarantined) and not self.verdict.good and self.verdict is not Verdict.NOT_RUN
+        return is_excused(self)
 
     @property
     def seconds(self) -> float:
@@ -90,8 +99,4 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exit_code(self) -> ExitCode:
         """The exit code of the run."""
-        if self.interrupted:
-            return ExitCode.INTERRUPTED
-        if self.shard and not self.results:  # there are more shards than cases
-            return ExitCode.GOOD
-        return exit_code([Verdict.PASSED if result.excused else result.verdict for result in self.results])
+        return run_exit_code(self.results, interrupted=self.interrupted, shard=self.shard)

@@ -20,7 +20,7 @@ from harness.durable import WriteFailed
 from harness.errors import HarnessError
 from harness.hints import update_missing_goldens, update_missing_signatures
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id
+from harness.matrix.caseid import case_id, parse_case_id
 from harness.project import Project
 from harness.result import CaseResult, RunResult
 from harness.running.budget import cases_within
@@ -32,8 +32,10 @@ from harness.running.machine import hardware, installed_version
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.quarantined import quarantined_cases
+from harness.running.resuming import check_environment
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_for_target, select_sources
+from harness.running.stored import Stored, remove_old_runs
 from harness.running.target_source import check_targets
 from harness.running.witnesses import open_witnesses
 from harness.store import RunEnd, RunStart, RunStore, with_start
@@ -52,10 +54,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
     Raises `HarnessError` before any rank starts when the input is bad. A case that fails is a result, never an error.
     """
     cases, left_out = _in_budget(project, query, progress)
-    check_fits(cases, plan)
-    check_targets((case.target for case in cases), project.root)
-    plan = msgspec.structs.replace(plan, quarantined=quarantined_cases(project, cases, progress.note))
-    judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
+    judge, plan = _prepared(project, cases, plan, progress)
     _announce(judge, progress, query, plan, store=not project.is_shipped)
     start = RunStart(
         cases=tuple(map(case_id, cases)),
@@ -65,13 +64,64 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
         started=timestamp(time.time()),
         left_out=left_out,
         shard="" if query.shard is None else query.shard.text,
+        asked=(*query.words_anywhere, *plan.given.words, *(("--name", plan.name) if plan.name else ())),
     )
     store = RunStore(project.new_run_folder())
     storing = _Storing(store, progress)
-    storing.begin(start)
-    result = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
-    storing.finish(result)
+    with store.held():
+        storing.begin(start)
+        remove_old_runs(project)
+        result = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
+        storing.finish(result)
     return Report(result=with_start(result, start), stored=store.path)
+
+
+def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) -> Report:
+    """Run the cases that a run has no result of, in its folder, and return the results of the whole run.
+
+    Raises `HarnessError` before any rank starts when the environment changed, or when another process does the same.
+    """
+    store = RunStore(stopped.path)
+    with store.held() as alone:
+        if not alone:
+            raise HarnessError("another process runs it.", where="--resume", fix="wait for its end.")
+        stored = store.read()
+        targets = (parse_case_id(name).target for name in stored.planned)
+        check_environment(stored.start, environment(plan, project.root, targets), plan)
+        cases = [parse_case_id(name) for name in stored.unfinished_ids]
+        judge, plan = _prepared(project, cases, plan, progress)
+        called = f"{stored.start.name}, started {stored.start.started}" if stored.start.name else stored.start.started
+        progress.note(f"resumes the run {called}: {len(cases)} of {len(stored.planned)} cases are left.")
+        storing = _Storing(store, progress)
+        rest = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
+        whole = _joined(stored.as_result(), rest)
+        storing.finish(whole)
+    return Report(result=whole, stored=store.path)
+
+
+def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
+    """The results of a run that was resumed, with the seconds and witnesses of both parts."""
+    found = {result.case_id: result for result in rest.results}
+    return msgspec.structs.replace(
+        earlier,
+        results=tuple(found.get(result.case_id, result) for result in earlier.results),
+        wall_s=earlier.wall_s + rest.wall_s,
+        interrupted=rest.interrupted,
+        provenance=rest.provenance,
+        witnesses=(*earlier.witnesses, *rest.witnesses),
+    )
+
+
+def _prepared(project: Project, cases: Sequence[Case], plan: Plan, progress: Progress) -> tuple[CaseJudge, Plan]:
+    """What the cases are judged by, and the plan that knows which of them are quarantined.
+
+    Raises `HarnessError` when one of them cannot be run here.
+    """
+    check_fits(cases, plan)
+    check_targets((case.target for case in cases), project.root)
+    quarantined = quarantined_cases(project, cases, progress.note)
+    judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
+    return judge, msgspec.structs.replace(plan, quarantined=quarantined)
 
 
 def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tuple[Case, ...], tuple[str, ...]]:

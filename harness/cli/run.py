@@ -19,6 +19,7 @@ from harness.document import json_report, run_document
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.hints import rerun_failed as rerun_command
+from harness.hints import resume_run as resume_command
 from harness.matrix.shard import Shard
 from harness.project import Project, find_project
 from harness.report.junit import junit_report
@@ -30,10 +31,13 @@ from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
 from harness.running.progress import open_progress
 from harness.running.rerun import rerun_query
+from harness.running.resuming import run_to_resume
 from harness.running.selection import Query
+from harness.running.stored import Stored
 from harness.store import RunOptions
 from harness.verdict import ExitCode
 from harness.workflow import Report, run
+from harness.workflow import resume as resume_run
 
 _EPILOG = """\b
 Examples:
@@ -47,6 +51,7 @@ Examples:
   fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts, for `results merge`
   fp8-harness run pr --target my_pkg.my_target  by a trainer of your own
   fp8-harness run --rerun-failed                what was not good in the last run
+  fp8-harness run --resume                      the rest of a run that was interrupted or killed
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
   fp8-harness run --env old=v1 --env new=v2     in two virtual environments
   fp8-harness run --case ID --save-trace good   scales and norms for `fp8-harness diff`
@@ -83,6 +88,7 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option(
     "--rerun-failed", is_flag=True, help="Run what was not good, or never ran, in the last run, in the same way."
 )
+@click.option("--resume", is_flag=True, help="Finish the last run that was interrupted or killed, in the same way.")
 @click.option("--name", default="", metavar="NAME", help="A name for the stored run, such as a release.")
 @click.option(
     "--env", "environments", metavar="NAME=VENV", multiple=True, help="Run in this virtual environment. Repeatable."
@@ -124,6 +130,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     maxfail: int | None,
     first_failure: bool,
     rerun_failed: bool,
+    resume: bool,
     name: str,
     environments: tuple[str, ...],
     json_file: Path | None,
@@ -158,6 +165,9 @@ def run_command(  # noqa: PLR0913  one parameter an option
         shard=shard,
     )
     given = _given_options()
+    stopped = _stopped(project, query, given, alone=not (rerun_failed or name)) if resume else None
+    if stopped is not None:
+        given = stopped.start.options
     if rerun_failed:
         query, given = _failed(project, query, given)
     plan = make_plan(
@@ -175,12 +185,13 @@ def run_command(  # noqa: PLR0913  one parameter an option
         plan, given=given, root_option=root, logs=logs, max_failures=most, traces=save_trace, name=name
     )
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
-        report = run(project, query, plan, progress)
+        report = resume_run(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
+    rerun = (resume_command if report.result.interrupted else rerun_command)(root=root)
     with quoted(text_file, on=github):
         if verbose:
             click.echo(not_judged_text(report.result), nl=False, file=text_file)
-        _print(report.result, text_file, rerun=rerun_command(root=root), quiet=quiet)
+        _print(report.result, text_file, rerun=rerun, quiet=quiet)
     if github:
         tell_github(report.result, text_file)
     return _write(report, outputs)
@@ -200,6 +211,17 @@ def _given_options() -> RunOptions:
     context = click.get_current_context()
     names = [name for name in RunOptions.__struct_fields__ if context.get_parameter_source(name) in _BY_USER]
     return RunOptions(**{name: context.params[name] for name in names})
+
+
+def _stopped(project: Project, asked: Query, given: RunOptions, *, alone: bool) -> Stored:
+    """The run to finish. Its cases, options and name are known: HarnessError where anything is given besides."""
+    if asked != Query() or given != RunOptions() or not alone:
+        raise HarnessError(
+            "the cases, options and name are those of the run that is resumed; none can be given besides.",
+            where="--resume",
+            fix="drop them; -j, --slots, --maxfail and where to write results may be given.",
+        )
+    return run_to_resume(project)
 
 
 def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, RunOptions]:

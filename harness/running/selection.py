@@ -54,6 +54,13 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return (DEFAULT_TIER,)
 
     @property
+    def words_anywhere(self) -> tuple[str, ...]:
+        """`words` with the budget, and with files that are found from any folder."""
+        files = {text: str(Path(text).resolve()) for text in self.sources if Path(text).is_file()}
+        budget = () if self.budget_s is None else ("--budget-s", f"{self.budget_s:g}")
+        return (*(files.get(word, word) for word in self.words), *budget)
+
+    @property
     def words(self) -> tuple[str, ...]:
         """The words of a command line that ask for the same cases, but for the budget and the shard."""
         cases = (word for case_id in self.case_ids for word in ("--case", case_id))

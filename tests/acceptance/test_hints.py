@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,6 +94,30 @@ def stopped(project: Command) -> str:
     return next(line for line in done.stdout.splitlines() if line.startswith("not run: "))
 
 
+SLOW = 'recipe = "tensorwise", dp_shard = 2, steps = 3, seed = 6, loss_tolerance = 0.05'
+
+
+def interrupted(project: Command) -> str:
+    project.tier("slow", "".join(f"[[case]]\naxes = {{{SLOW}, lr = 0.00{number}}}\n" for number in (1, 2, 3)))
+    process = project.start("run", "slow", *CPU, "-j", "1")
+    assert process.stderr is not None
+    while "[1/3]" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    return next(line for line in out.splitlines() if line.startswith("not run: "))
+
+
+def other_environment(project: Command) -> str:
+    interrupted(project)
+    other = Command(project.folder, project.environment | {"FP8_HARNESS_RANK_THREADS": "2"})
+    return other.run("run", "--resume").stderr
+
+
+def no_such_results(project: Command) -> str:
+    return project.run("results", "remove", "nosuch").stderr
+
+
 def damaged_golden(project: Command) -> str:
     golden = next((project.folder / "golden" / "cpu").glob("tiny-v2048-*.json"))
     golden.write_text(golden.read_text()[:100])
@@ -172,6 +197,9 @@ SITUATIONS: dict[str, Callable[[Command], str]] = {
     "list_faults": wrong_fault,
     "list_checks": no_check,
     "list_goldens": wrong_family,
+    "list_results": no_such_results,
+    "run_anew": other_environment,
+    "resume_run": interrupted,
     "rerun_failed": stopped,
     "update_golden": damaged_golden,
     "update_missing_goldens": no_goldens,

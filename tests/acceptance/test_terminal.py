@@ -91,5 +91,5 @@ def test_an_interrupt_leaves_one_line_for_what_was_not_run(project: Command) -> 
     text = terminal.read_until()
     assert terminal.process.wait(timeout=30) == 130
     (line,) = [line.strip() for line in text.splitlines() if "not run" in line]
-    assert re.fullmatch(r"not run: [34] cases \(`fp8-harness run --rerun-failed` runs them\)", line)
+    assert re.fullmatch(r"not run: [34] cases \(`fp8-harness run --resume` runs them\)", line)
     assert "was not run" not in text
