@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -43,7 +42,6 @@ def append_line(path: Path, line: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
             _write_all(file.fileno(), (b"" if _ends_with_newline(file.fileno()) else b"\n") + line + b"\n")
             os.fsync(file.fileno())
     except OSError as error:

@@ -55,7 +55,8 @@ def history_command(
     if as_json:
         click.echo(histories_json(found), nl=False)
     else:
-        click.echo(histories_text(found) if case is None else history_text(found[0], width=_width()))
+        width = _width()
+        click.echo(histories_text(found, width=width) if case is None else history_text(found[0], width=width))
 
 
 def _wanted(case: str | None, expressions: tuple[str, ...]) -> Callable[[str], bool]:

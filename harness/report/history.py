@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from harness.jsonform import to_json
 from harness.plural import counted
@@ -23,15 +24,22 @@ def history_text(history: History, *, width: int) -> str:
     wide = max(map(len, (head, *lines))) <= width
     blocks = lines if wide else [_block(row) for row in rows]
     told = [
-        "\n".join([*_changes(moment), block, *_moved(moment)])
+        "\n".join([*_wrapped(_changes(moment), width), block, *_wrapped(_moved(moment), width)])
         for moment, block in zip(history.moments, blocks, strict=True)
     ]
-    return printable("\n".join([*([head] if wide else []), *told, *_curves(history, width), *_warnings(history)]))
+    warnings = _wrapped(_warnings(history), width)
+    return printable("\n".join([*([head] if wide else []), *told, *_curves(history, width), *warnings]))
 
 
-def histories_text(found: Sequence[History]) -> str:
-    """A block of two lines for every case: how often it was run, how it ended, and its last change."""
-    return printable("\n".join(line for history in found for line in _summary(history)))
+def histories_text(found: Sequence[History], *, width: int) -> str:
+    """A line for every case: how often it was run, how it ended, its last change; a block where that is too wide."""
+    rows = [_summary(history) for history in found]
+    table = aligned(rows)
+    if max(map(len, table.splitlines())) <= width:
+        return printable(table)
+    return printable(
+        "\n".join(line for name, *facts in rows for line in (name, *_wrapped(f"  {'  '.join(facts)}", width)))
+    )
 
 
 def histories_json(found: Sequence[History]) -> bytes:
@@ -63,12 +71,12 @@ def _document(history: History) -> dict[str, object]:
     }
 
 
-def _summary(history: History) -> list[str]:
+def _summary(history: History) -> tuple[str, ...]:
     verdicts = ", ".join(f"{count} {verdict.value}" for verdict, count in history.verdicts.items())
     flags = [*(["FLAKY"] if history.is_flaky else []), *(["NONDETERMINISTIC"] if history.is_nondeterministic else [])]
     change = history.last_change
     last = "no change" if change is None else f"last change {_day(change)}: {_what(change)}"
-    return [history.case_id, f"  {'  '.join([*flags, counted(len(history.moments), 'run'), verdicts, last])}"]
+    return (history.case_id, counted(len(history.moments), "run"), verdicts, " ".join(flags) or "-", last)
 
 
 def _what(change: Moment) -> str:
@@ -99,9 +107,9 @@ def _block(row: Sequence[str]) -> str:
     return "\n".join([*lines, f"  {', '.join(named[:4])}", *([f"  {', '.join(named[4:])}"] if named[4:] else [])])
 
 
-def _changes(moment: Moment) -> list[str]:
+def _changes(moment: Moment) -> str:
     words = _environment(moment)
-    return [f"  now {words}:"] if words else []
+    return f"  now {words}:" if words else ""
 
 
 def _environment(moment: Moment) -> str:
@@ -111,13 +119,16 @@ def _environment(moment: Moment) -> str:
     return ", ".join([*(each if len(each) <= _SHOWN else f"{each[: _SHOWN - 3]}..." for each in told), *more])
 
 
-def _moved(moment: Moment) -> list[str]:
+def _moved(moment: Moment) -> str:
     if not moment.moved:
-        return []
-    moved = ", ".join(moment.moved)
-    return [
-        f"  NONDETERMINISTIC, in the same environment: {moved}" if moment.repeats else f"  changed with it: {moved}"
-    ]
+        return ""
+    where = "NONDETERMINISTIC, in the same environment" if moment.repeats else "changed with it"
+    return f"  {where}: {', '.join(moment.moved)}"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """The lines of a text, each as indented as the first one; none of an empty text."""
+    return [line for each in text.splitlines() for line in wrap(each, width, subsequent_indent="    ")]
 
 
 def _curves(history: History, width: int) -> list[str]:
@@ -130,11 +141,10 @@ def _curves(history: History, width: int) -> list[str]:
     return ["", f"loss apart  {sparkline(distances)}", f"seconds     {sparkline(seconds)}"]
 
 
-def _warnings(history: History) -> list[str]:
+def _warnings(history: History) -> str:
     flaky = "FLAKY: it ended differently in one environment."
     moved = "NONDETERMINISTIC: exact numbers changed in one environment."
-    told = [*([flaky] if history.is_flaky else []), *([moved] if history.is_nondeterministic else [])]
-    return ["", *told] if told else []
+    return "\n".join([*([flaky] if history.is_flaky else []), *([moved] if history.is_nondeterministic else [])])
 
 
 def _day(moment: Moment) -> str:

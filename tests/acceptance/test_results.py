@@ -244,7 +244,7 @@ def test_history_of_a_flaky_case(project: Command) -> None:
     name = document["cases"][0]["id"]
     assert "FLAKY" in project.run("history", name).stdout
     summary = project.run("history", "--select", "dp_shard=2")
-    assert summary.stdout.startswith(f"{name}\n  FLAKY  2 runs  1 ")
+    assert summary.stdout.startswith(f"{name}  2 runs  1 ") and "  FLAKY  last change 20" in summary.stdout
     (found,) = json.loads(project.run("history", "--json").stdout)
     assert found["flaky"] and len(found["runs"]) == 2
     (last,) = json.loads(project.run("history", name, "--runs", "1", "--json").stdout)
