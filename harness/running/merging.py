@@ -48,12 +48,13 @@ def merged(shards: Sequence[Shard], *, latest: bool = False, mixed: bool = False
 def environment_differences(shards: Sequence[Shard]) -> Iterable[str]:
     """How the environment of every shard differs from that of the first, a line each; none where all are the same."""
     first = shards[0].run.environment or Environment()
+    targets = dict(first.targets)  # a shard names those of its own cases: what others name too can differ
     for shard in shards[1:]:
         mine = shard.run.environment or Environment()
-        # A shard names the targets of its own cases: only what both name can differ.
-        shared = {name: mine.targets.get(name, digest) for name, digest in first.targets.items()}
-        if found := first.differences(replace(mine, targets=shared)):
+        shared = {name: mine.targets.get(name, digest) for name, digest in targets.items()}
+        if found := replace(first, targets=targets).differences(replace(mine, targets=shared)):
             yield f"{shards[0].name} and {shard.name}: {', '.join(found)}"
+        targets = {**mine.targets, **targets}
 
 
 def _environment(shards: Sequence[Shard], *, mixed: bool) -> Environment | None:

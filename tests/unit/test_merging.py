@@ -107,8 +107,9 @@ def test_a_shard_that_trains_other_targets_has_no_other_environment() -> None:
     one, two, three = (replace(HERE, targets=targets) for targets in ({"x": "1"}, {"y": "2"}, {"x": "9"}))
     a, b, c = (shard(make_result(name), environment=each) for name, each in zip("abc", (one, two, three), strict=True))
     assert merged([a, b]).environment == replace(HERE, targets={"x": "1", "y": "2"})
-    with pytest.raises(HarnessError, match="x sources 1 -> 9"):
-        merged([a, c])
+    for shards in ([a, c], [b, a, c]):
+        with pytest.raises(HarnessError, match="x sources 1 -> 9"):
+            merged(shards)
 
 
 @given(st.lists(st.sampled_from(list(Verdict)), min_size=1, max_size=6), st.data())
