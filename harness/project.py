@@ -62,11 +62,6 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.cases / "quarantine.toml"
 
     @property
-    def required(self) -> Path:
-        """The file of what a release must have shown; may not exist."""
-        return self.cases / "required.toml"
-
-    @property
     def shipped_known(self) -> Path:
         """The file of recorded upstream faults of the package, in a wheel or in a clone; may not exist."""
         return (_SHIPPED if _is_root(_SHIPPED) else _CLONE) / "cases" / "known.toml"

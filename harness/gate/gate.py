@@ -52,6 +52,13 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     checks: int  # judged, over all cases
 
 
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """Something else worth knowing, and a command that helps."""
+
+    text: str
+    command: str = ""
+
+
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. `reasons` are in order: what gates first, each part by weight and size."""
 
@@ -64,7 +71,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     inexact: tuple[str, ...]  # why numbers are compared by tolerance only; empty: to the last bit
     reasons: tuple[Reason, ...]
     times: Times | None
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
     @property
     def gating(self) -> tuple[Reason, ...]:
@@ -157,27 +164,24 @@ def _side(name: str, run: RunDocument) -> Side:
     )
 
 
-def _notes(sides: Sides, found: Iterable[Reason], terms: Terms) -> Iterator[str]:
+def _notes(sides: Sides, found: Iterable[Reason], terms: Terms) -> Iterator[Note]:
     """What else is worth knowing: what was not compared, and why."""
     new = [name for name in sides.after if name not in sides.before]
     if new:
-        yield f"new in the candidate: {counted(len(new), 'case')}, not compared with anything"
+        yield Note(text=f"new in the candidate: {counted(len(new), 'case')}, not compared with anything")
     unmeasured = [pair.id for pair in sides.compared if pair.lacks_numbers]
     if unmeasured:
-        yield f"no numbers were kept of {counted(len(unmeasured), 'case')}: only verdicts and checks are compared"
+        cases = counted(len(unmeasured), "case")
+        yield Note(text=f"no numbers were kept of {cases}: only verdicts and checks are compared")
     if not sides.same_device:
-        yield "counts of matmuls, collectives, bytes and fused operators are not compared: the devices differ"
+        yield Note(text="matmuls, collectives, bytes and fused operators are not compared: the devices differ")
     moved = frozenset(each.case for each in found if each.case and each.kind is Kind.MOVED)
     twins = list(dict.fromkeys(Bf16(sides, moved).without_twin()))
     if twins:
-        more = f" (and {len(twins) - _SHOWN_TWINS} more)" if len(twins) > _SHOWN_TWINS else ""
-        yield f"to tell FP8 from the environment, run BF16 twins in both: `{run_cases(twins[:_SHOWN_TWINS])}`{more}"
-    yield from _idle(found, terms)
-
-
-def _idle(found: Iterable[Reason], terms: Terms) -> Iterator[str]:
-    """What was allowed for nothing."""
+        more = f" (the first {_SHOWN_TWINS} of {len(twins)})" if len(twins) > _SHOWN_TWINS else ""
+        text = f"to tell FP8 from the environment, run BF16 twins on both sides{more}"
+        yield Note(text=text, command=run_cases(twins[:_SHOWN_TWINS]))
     kinds = {reason.kind for reason in found if reason.gates}
     for allowed in terms.allowed:
         if allowed.kind not in kinds:
-            yield f"allowed for nothing: {allowed.kind.value}"
+            yield Note(text=f"allowed for nothing: {allowed.kind.value}")

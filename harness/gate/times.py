@@ -15,6 +15,7 @@ import msgspec
 
 from harness.gate.reason import Kind, Reason
 from harness.gate.sides import Sides
+from harness.plural import counted
 
 EFFECT = 1.1  # slower or faster by less is not told
 LEVEL = 0.01
@@ -39,7 +40,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """As one line."""
-        many = f"{self.ratio:.3g} times the {self.unit} over {self.cases} cases, p = {self.p:.2g}"
+        many = f"{self.ratio:.3g} times the {self.unit} over {counted(self.cases, 'case')}, p = {self.p:.2g}"
         return f"{many}; most in {self.slowest}: {self.slowest_ratio:.3g} times"
 
 

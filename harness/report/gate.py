@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from textwrap import wrap
 
-from harness.gate.gate import Gate
+from harness.gate.gate import Gate, Note
 from harness.gate.reason import Kind, Reason
 from harness.jsonform import to_json
 from harness.plural import counted
@@ -28,7 +28,7 @@ def gate_text(found: Gate, *, width: int) -> str:
     width = min(max(width, NARROWEST), WIDEST)
     parts = [_head(found, width), _kinds("gates:", found.gating, width), _kinds("does not gate:", found.others, width)]
     parts += [_details(each, width) for each in (found.gating, found.others)]
-    parts += ["\n".join(_wrapped(f"note: {note}", width, "", "  ") for note in found.notes)]
+    parts += ["\n".join(line for note in found.notes for line in _note(note, width))]
     return printable("\n\n".join(filter(None, parts))) + "\n"
 
 
@@ -40,7 +40,7 @@ def gate_markdown(found: Gate) -> str:
             parts += [f"### {title}", _table(reasons)]
             parts.append("```text\n" + _details(reasons, WIDEST).replace("```", "'''") + "\n```")
     if found.notes:
-        parts.append("\n".join(f"- {_code(note)}" for note in found.notes))
+        parts.append("\n".join(f"- {_code(each.text)}{_command(each)}" for each in found.notes))
     return printable("\n\n".join(parts)) + "\n"
 
 
@@ -105,6 +105,16 @@ def _reason(reason: Reason, width: int) -> Iterator[str]:
             yield _wrapped(line, width, "    ", "      ")
     if reason.command and reason.gates:
         yield f"    $ {reason.command}"
+
+
+def _note(note: Note, width: int) -> Iterator[str]:
+    yield _wrapped(f"note: {note.text}", width, "", "  ")
+    if note.command:
+        yield f"    $ {note.command}"
+
+
+def _command(note: Note) -> str:
+    return f": `{note.command}`" if note.command else ""
 
 
 _VERDICTS = (

@@ -6,6 +6,7 @@ import ast
 import re
 import shutil
 import signal
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -189,11 +190,30 @@ def imported_bug(project: Command) -> str:
     return f"`{line.removeprefix('run it: ')}`"
 
 
+def two_environments(project: Command) -> str:
+    for name in ("one", "two"):
+        venv.create(project.folder / name)
+    return project.run("run", "smoke", *CPU, "--env", "one=one", "--env", "two=two").stdout
+
+
+def moved_numbers(project: Command) -> str:
+    project.tier("mine", f"[[case]]\naxes = {{{PASSES}}}\n")
+    patch = "import tests.acceptance.fake_program as program\nusual = program._loss\n"
+    patch += "def apply():\n    program._loss = lambda case, step: usual(case, step) + 0.001\n"
+    (project.folder / "patch.py").write_text(patch)
+    project.run("run", "mine", *CPU, "--name", "v1")
+    project.run("run", "mine", *CPU, "--name", "v2", "--inject", "patch.py:apply")
+    lines = project.run("gate", "--baseline", "v1", "--candidate", "v2").stdout.splitlines()
+    return f"`{next(line for line in lines if line.startswith('    $ ')).removeprefix('    $ ')}`"
+
+
 SITUATIONS: dict[str, Callable[[Command], str]] = {
     "list_words": wrong_word,
     "explain_case": excluded_case,
     "list_cases": nothing_selected,
     "run_file": imported_bug,
+    "run_cases": moved_numbers,
+    "gate_runs": two_environments,
     "list_faults": wrong_fault,
     "list_checks": no_check,
     "list_goldens": wrong_family,

@@ -37,9 +37,8 @@ def test_the_first_lines_decide() -> None:
 def test_go_says_what_was_compared() -> None:
     document = make_document(result())
     text = gate_text(gate(document, document, TERMS), width=200)
-    assert text.startswith(
-        "GO: candidate against baseline\n1 of 1 case good (baseline 1 of 1), numbers of 1 compared; "
-    )
+    told = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 compared"
+    assert text.splitlines()[:3] == ["GO: candidate against baseline", "0 reasons gate, 0 not", told]
 
 
 def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:

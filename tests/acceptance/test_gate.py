@@ -1,0 +1,160 @@
+"""`fp8-harness gate`, quarantined cases, and runs in several environments, by the real command."""
+
+from __future__ import annotations
+
+import json
+import venv
+from pathlib import Path
+from typing import Any
+
+from tests.acceptance.conftest import Command
+from tests.acceptance.test_bug_bisect import PACKAGE, wheel
+
+CPU = ("--device", "cpu")
+BREAKS = "def apply():\n    raise ValueError('broken')\n"
+QUARANTINE = '[[quarantine]]\nselect = "steps>1"\nowner = "ana"\nreason = "known to break"\nexpires = {day}\n'
+REQUIRED = '[[required]]\nname = "rowwise"\nselect = "recipe=rowwise"\nreason = "users run it"\nat_least = {count}\n'
+
+
+def run(project: Command, name: str, *words: str, code: int = 0) -> str:
+    done = project.run("run", "smoke", *CPU, "--name", name, *words)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def gate(project: Command, before: str, after: str, *words: str) -> tuple[int, str]:
+    done = project.run("gate", "--baseline", before, "--candidate", after, *words)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -> None:
+    (project.folder / "broken.py").write_text(BREAKS)
+    run(project, "v1")
+    run(project, "v2")
+    run(project, "v3", "--inject", "broken.py:apply", code=1)
+    assert gate(project, "v1", "v2")[1].startswith("GO: v2 against v1\n0 reasons gate, 0 not\n")
+    done = project.run(
+        "gate", "--baseline", "v1", "--candidate", "v3", "--json", "-", "--markdown", str(project.folder / "gate.md")
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert (done.returncode, found["go"], found["reasons"][0]["kind"]) == (1, False, "new-failure")
+    assert found["reasons"][0]["command"].endswith("--inject broken.py:apply")
+    assert done.stderr.startswith("NO-GO: v3 against v1\n")
+    assert (project.folder / "gate.md").read_text().startswith("## NO-GO: v3 against v1\n")
+    assert gate(project, "v3", "v3")[0] == 0 and gate(project, "v3", "v3", "--strict")[0] == 1
+
+
+def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
+    run(project, "v1", "--select", "recipe=bf16")
+    run(project, "v2", "--select", "recipe=rowwise tp=1")
+    code, text = gate(project, "v1", "v2")
+    assert code == 3 and "no case was run in both" in text
+    for words, message in (
+        (("--baseline", "v1", "--candidate", "zzz"), "there are no such results"),
+        (("--baseline", "v1"), "--baseline and --candidate are needed"),
+        (("--baseline", "v1", "--candidate", "v2", "--allow", "zzz=x"), "no kind of reason is 'zzz'"),
+        (("--baseline", "v1", "--candidate", "v2", "--allow", "wire="), "it does not say why"),
+        (("--matrix", "torchao=1"), "no package with two versions"),
+        (("--matrix", "torchao=1,2", "--baseline", "v1"), "leave out --baseline"),
+    ):
+        done = project.run("gate", *words)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_required_cells_gate(project: Command) -> None:
+    run(project, "v1")
+    required = project.folder / "cases" / "required.toml"
+    for count, code in ((2, 0), (3, 1)):
+        required.write_text(REQUIRED.format(count=count))
+        assert gate(project, "v1", "v1", "--required", "cases/required.toml")[0] == code
+
+
+def test_quarantined_cases_run_and_fail_nothing_until_their_day(project: Command) -> None:
+    (project.folder / "broken.py").write_text(BREAKS)
+    run(project, "v1")
+    quarantine = project.folder / "cases" / "quarantine.toml"
+    quarantine.write_text(QUARANTINE.format(day="2999-01-01"))
+    told = run(project, "v2", "--inject", "broken.py:apply")
+    assert "quarantined until 2999-01-01 by ana: known to break" in told and "of them quarantined)" in told
+    code, text = gate(project, "v1", "v2")
+    assert code == 0 and "quarantined until 2999-01-01 by ana: known to break" in text
+    done = project.pytest("cases/smoke.toml", "--fp8-inject", "broken.py:apply", "--fp8-device", "cpu", "-q", "-rx")
+    assert done.returncode == 0 and "quarantined until 2999-01-01" in done.stdout, done.stdout
+    quarantine.write_text(QUARANTINE.format(day="2020-01-01"))
+    told = run(project, "v3", "--inject", "broken.py:apply", code=1)
+    assert "the quarantine by ana expired on 2020-01-01: known to break. Its cases count again." in told
+    code, text = gate(project, "v1", "v3")
+    assert code == 1 and "the quarantine by ana expired on 2020-01-01: known to break" in text
+    quarantine.write_text(QUARANTINE.replace("owner", "owners").format(day="2020-01-01"))
+    assert project.run("run", "smoke", *CPU).returncode == 2
+
+
+def environment(folder: Path, version: str) -> Path:
+    """A virtual environment with a module of its own and no harness."""
+    venv.create(folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / f"{PACKAGE}.py").write_text(f"VERSION = {version!r}\n")
+    return folder
+
+
+def test_the_same_cases_run_in_several_environments(project: Command) -> None:
+    environment(project.folder / "old env", "0.1")
+    environment(project.folder / "new", "0.2")
+    (project.folder / "patch.py").write_text(
+        f"def apply():\n    import {PACKAGE}\n    assert {PACKAGE}.VERSION == '0.1'\n"
+    )
+    words = ("--env", "old=old env", "--env", "new=new", "--inject", "patch.py:apply", "--select", "recipe=bf16")
+    done = project.run("run", "smoke", *CPU, *words)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["environment", "good", "cases", "CPU", "s", "wall", "s"]
+    assert [line.split()[:3] for line in lines[1:3]] == [["old", "1", "1"], ["new", "0", "1"]]
+    assert "different verdicts in 1 case of 1:" in lines and "  old: passed" in lines and "  new: crash" in lines
+    assert gate(project, "old", "new")[0] == 1
+    for option, message in (
+        (("--env", "x=nowhere"), "this is no virtual environment"),
+        (("--env", "nowhere"), "this is not NAME=PATH"),
+        (("--env", "a=new", "--env", "a=new"), "two environments have one name"),
+        (("--env", "a=new", "--json", "x.json"), "--json: it is of one run"),
+    ):
+        refused = project.run("run", "smoke", *CPU, *option)
+        assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+
+
+HOOK = """\
+import importlib.machinery
+import sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return importlib.machinery.PathFinder.find_spec(name, [{folder!r}])
+
+sys.meta_path.append(Finder)
+"""
+
+
+def test_a_package_that_hides_behind_a_hook_is_refused(project: Command) -> None:
+    folder = environment(project.folder / "env", "0.1")
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (project.folder / "checkout").mkdir()
+    (project.folder / "checkout" / "torchao.py").write_text("")
+    (packages / "hook.py").write_text(HOOK.format(folder=str(project.folder / "checkout")))
+    (packages / "hook.pth").write_text("import hook\n")
+    done = project.run("run", "smoke", *CPU, "--env", f"x={folder}")
+    assert done.returncode == 2 and "torchao would be imported from" in done.stderr, done.stderr
+
+
+def test_versions_of_a_package_are_gated(project: Command) -> None:
+    wheels = project.folder / "wheels"
+    wheels.mkdir()
+    for version in ("0.1", "0.2"):
+        wheel(wheels, version)
+    project.tier("mine", '[[case]]\naxes = {recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05}\n')
+    links = {"FIND_LINKS": str(wheels), "NO_INDEX": "1"}
+    project.environment |= {f"{tool}_{name}": value for tool in ("PIP", "UV") for name, value in links.items()}
+    done = project.run("gate", "--matrix", f"{PACKAGE}=0.1,0.2", "mine")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"GO: {PACKAGE}-0.2 against {PACKAGE}-0.1\n")
+    missing = project.run("gate", "--matrix", f"{PACKAGE}=0.1,0.3", "mine")
+    assert missing.returncode == 2 and "0.3 cannot be installed" in missing.stderr
