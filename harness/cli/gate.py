@@ -137,9 +137,10 @@ def _allowance(text: str) -> Allowance:
     from harness.gate.reason import Allowance, Kind
 
     kind, _, reason = text.partition("=")
-    kinds = [each.value for each in Kind]
+    kinds = [each.value for each in Kind if each.can_be_allowed]
     if kind not in kinds:
-        raise HarnessError(f"no kind of reason is '{kind}'.", where="--allow", fix=f"use one of {', '.join(kinds)}.")
+        fix = f"use one of {', '.join(kinds)}; a case that fails is excused in cases/quarantine.toml."
+        raise HarnessError(f"'{kind}' is no kind of change that can be allowed.", where="--allow", fix=fix)
     if not any(map(str.isalnum, reason)):
         raise HarnessError("it does not say why.", where=f"--allow {text}", fix=f"write '{kind}=why it is good'.")
     return Allowance(kind=Kind(kind), reason=reason.strip())

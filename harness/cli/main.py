@@ -45,6 +45,7 @@ Examples:
   fp8-harness run smoke                       a quick check of this machine
   fp8-harness run pr -j 4 --junit junit.xml   the cases that gate pull requests
   fp8-harness explain tp4-rowwise-v2256-f32   describe a case and its rules
+  fp8-harness gate --baseline v1 --candidate v2   decide about a release
   fp8-harness new my.toml --tp 2 --dim 512    write a case of your own
 
 \b

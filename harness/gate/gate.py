@@ -166,6 +166,10 @@ def _side(name: str, run: RunDocument) -> Side:
 
 def _notes(sides: Sides, found: Iterable[Reason], terms: Terms) -> Iterator[Note]:
     """What else is worth knowing: what was not compared, and why."""
+    if (sides.before, sides.baseline.started) == (sides.after, sides.candidate.started):
+        yield Note(text="both sides are the same results")
+    if sides.baseline.interrupted:
+        yield Note(text="the baseline was interrupted: what it did not run is not compared")
     new = [name for name in sides.after if name not in sides.before]
     if new:
         yield Note(text=f"new in the candidate: {counted(len(new), 'case')}, not compared with anything")
@@ -176,7 +180,7 @@ def _notes(sides: Sides, found: Iterable[Reason], terms: Terms) -> Iterator[Note
     if not sides.same_device:
         yield Note(text="matmuls, collectives, bytes and fused operators are not compared: the devices differ")
     moved = frozenset(each.case for each in found if each.case and each.kind is Kind.MOVED)
-    twins = list(dict.fromkeys(Bf16(sides, moved).without_twin()))
+    twins = sorted(set(Bf16(sides, moved).without_twin()))
     if twins:
         more = f" (the first {_SHOWN_TWINS} of {len(twins)})" if len(twins) > _SHOWN_TWINS else ""
         text = f"to tell FP8 from the environment, run BF16 twins on both sides{more}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 
@@ -37,6 +38,11 @@ class Kind(enum.Enum):
     def weight(self) -> int:
         """Its place from the end: the heaviest has the largest."""
         return len(Kind) - list(Kind).index(self)
+
+    @property
+    def can_be_allowed(self) -> bool:
+        """False for what is excused case by case, by a record or a quarantine, or must be shown."""
+        return self not in (Kind.NEW_FAILURE, Kind.OTHER_FAILURE, Kind.REQUIRED, Kind.INTERRUPTED, Kind.STILL_FAILING)
 
     @property
     def phrase(self) -> str:
@@ -87,7 +93,8 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def order(self) -> tuple[bool, int, float, str]:
         """Sorts reasons: what gates first, then by weight, size and case."""
-        return (not self.gates, -self.kind.weight, -self.size, self.case or "")
+        size = math.inf if math.isnan(self.size) else self.size
+        return (not self.gates, -self.kind.weight, -size, self.case or "")
 
 
 class Allowance(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
+from harness.checks.assembly import largest
 from harness.checks.mismatch import same_number
 from harness.evidence.golden import Golden
 from harness.gate.reason import Kind, Reason
@@ -39,15 +41,15 @@ def changed_tolerances(sides: Sides) -> Iterable[Reason]:
             continue
         before, after = pair.baseline.measured.allowed_loss, pair.candidate.measured.allowed_loss
         if before and after and not _equal(before, after):
-            wider = max(_ratios(before, after), default=1.0)
+            wider = largest(_ratios(before, after), empty=1.0)
             derived = "loss_vs_golden" in pair.candidate.derived or "loss_vs_golden" in pair.baseline.derived
             yield Reason(
                 kind=Kind.TOLERANCE,
                 case=pair.id,
-                what=f"{wider:.3g} times the loss is allowed" if wider > 1 else "less of a loss is allowed",
+                what=f"{wider:.3g} times the loss is allowed" if not wider <= 1 else "less of a loss is allowed",
                 baseline=_losses(before),
                 candidate=_losses(after),
-                gates=wider > 1 and not derived,
+                gates=not wider <= 1 and not derived,
                 size=wider,
                 command=pair.candidate.command,
                 details=("derived in each run" if derived else "golden/tolerances.toml changed",),
@@ -98,11 +100,14 @@ def _equal(first: tuple[float, ...], second: tuple[float, ...]) -> bool:
 
 
 def _apart(first: tuple[float, ...], second: tuple[float, ...]) -> float:
-    return max((abs(a - b) for a, b in zip(first, second, strict=False)), default=0.0)
+    steps = zip(first, second, strict=False)
+    return largest((abs(a - b) for a, b in steps if not same_number(a, b)), empty=0.0)
 
 
 def _ratios(before: tuple[float, ...], after: tuple[float, ...]) -> list[float]:
-    return [new / old for old, new in zip(before, after, strict=False) if old > 0]
+    return [
+        new / old if old else math.inf for old, new in zip(before, after, strict=False) if not same_number(old, new)
+    ]
 
 
 def _losses(values: tuple[float, ...]) -> str:

@@ -14,6 +14,7 @@ from harness.plural import counted
 from harness.report.wording import printable
 
 SHOWN = 5  # reasons of one kind in full; the others by id. JSON has all
+SHOWN_DETAILS = 4  # lines of a reason
 NARROWEST, WIDEST = 60, 100
 _DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{4,}\b")  # told by its first digits
 
@@ -100,7 +101,9 @@ def _reason(reason: Reason, width: int) -> Iterator[str]:
     """The case, what is wrong, the details, and how to see it again."""
     values = f": {reason.baseline} -> {reason.candidate}" if reason.kind in _VERDICTS else ""
     yield f"  {reason.case or 'the run'}{values}"
-    for line in (reason.pardon, reason.what, *reason.details):
+    hidden = len(reason.details) - SHOWN_DETAILS
+    more = f"and {hidden} more of this kind" if hidden > 0 else ""
+    for line in (reason.pardon, reason.what, *reason.details[:SHOWN_DETAILS], more):
         if line:
             yield _wrapped(line, width, "    ", "      ")
     if reason.command and reason.gates:

@@ -81,10 +81,12 @@ def python_over(path: Path, folder: Path) -> Path:
     Raises HarnessError where `path` is none, is of another Python, or hides a package behind a hook of its own.
     """
     where, packages = f"--env {path}", _site_packages(path)
-    home = folder / f"over-{sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
-    shutil.rmtree(home, ignore_errors=True)
-    venv.create(home, with_pip=False, symlinks=True)
-    _look_at(home, [f"import site; site.addsitedir({str(packages)!r})", str(_HARNESS), *site.getsitepackages()])
+    lines = [f"import site; site.addsitedir({str(packages)!r})", str(_HARNESS), *site.getsitepackages()]
+    home = folder / f"over-{sha256(repr(lines).encode()).hexdigest()[:16]}"
+    if not (home / ".ready").exists():
+        venv.create(home, with_pip=False, symlinks=True, clear=True)
+        _look_at(home, lines)
+        (home / ".ready").touch()
     theirs, ours = _origins(path / "bin" / "python"), _origins(home / "bin" / "python")
     for name, origin in theirs.items():
         if origin and ours[name] != origin:

@@ -52,7 +52,8 @@ def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
     for words, message in (
         (("--baseline", "v1", "--candidate", "zzz"), "there are no such results"),
         (("--baseline", "v1"), "--baseline and --candidate are needed"),
-        (("--baseline", "v1", "--candidate", "v2", "--allow", "zzz=x"), "no kind of reason is 'zzz'"),
+        (("--baseline", "v1", "--candidate", "v2", "--allow", "zzz=x"), "'zzz' is no kind of change"),
+        (("--baseline", "v1", "--candidate", "v2", "--allow", "new-failure=x"), "excused in cases/quarantine.toml"),
         (("--baseline", "v1", "--candidate", "v2", "--allow", "wire="), "it does not say why"),
         (("--matrix", "torchao=1"), "no package with two versions"),
         (("--matrix", "torchao=1,2", "--baseline", "v1"), "leave out --baseline"),
@@ -111,7 +112,10 @@ def test_the_same_cases_run_in_several_environments(project: Command) -> None:
     assert [line.split()[:3] for line in lines[1:3]] == [["old", "1", "1"], ["new", "0", "1"]]
     assert "different verdicts in 1 case of 1:" in lines and "  old: passed" in lines and "  new: crash" in lines
     assert gate(project, "old", "new")[0] == 1
+    (project.folder / "other").mkdir()
+    (project.folder / "other" / "pyvenv.cfg").touch()
     for option, message in (
+        (("--env", "x=other"), "it has no packages of python3."),
         (("--env", "x=nowhere"), "this is no virtual environment"),
         (("--env", "nowhere"), "this is not NAME=PATH"),
         (("--env", "a=new", "--env", "a=new"), "two environments have one name"),

@@ -156,7 +156,9 @@ def test_a_golden_may_change_with_a_reason_alone() -> None:
     assert "both runs are of commit c0ffee" in only(gate(before, after, TERMS)).details[0]
 
 
-@pytest.mark.parametrize(("allowed", "gates"), [((0.02, 0.01), True), ((0.005, 0.01), False)])
+@pytest.mark.parametrize(
+    ("allowed", "gates"), [((0.02, 0.01), True), ((0.005, 0.01), False), ((float("nan"), 0.01), True)]
+)
 def test_a_wider_tolerance_gates(allowed: tuple[float, ...], gates: bool) -> None:
     reason = only(held([result()], [result(measured=replace(GOOD, allowed_loss=allowed))]))
     assert (reason.kind, reason.gates) == (Kind.TOLERANCE, gates)
@@ -180,6 +182,8 @@ def test_required_cells_must_have_been_shown() -> None:
     reason = next(each for each in held(both, [result(), failed(TWIN)], terms).reasons if each.kind is Kind.REQUIRED)
     assert (reason.what, reason.baseline, reason.candidate) == ("TP: 1 of at least 2 cases good", "2 good", "1 good")
     assert reason.details == ("required: users run it", "cases: tp>1", f"{TWIN}: numeric")
+    unjudged = held([result()], [result(checks=())], replace(terms, required=(replace(REQUIRED, at_least=1),)))
+    assert f"{CASE}: judged by no check" in next(each for each in unjudged.gating if each.kind is Kind.REQUIRED).details
     none = held([result(OTHER)], [result(OTHER)], terms)
     assert not none.go and "none of them was selected" in only(none).details
 
@@ -252,6 +256,10 @@ def test_another_kind_of_cpu_is_compared_by_tolerance_alone() -> None:
     other = Environment(device="cpu", cpu="another CPU", threads=2, platform="Linux x86_64")
     found = gate(before, replace(after, environment=other), TERMS)
     assert found.reasons == () and found.inexact == ("cpu a CPU -> another CPU",)
+    for name in ("device", "cpu", "threads", "limits", "platform"):
+        value = 7 if name == "threads" else "other"
+        changed = replace(after.environment or Environment(), **{name: value})
+        assert len(gate(before, replace(after, environment=changed), TERMS).inexact) == 1, name
     far = gate(before, replace(make_document(moved(CASE, 0.02)), environment=other), TERMS)
     assert (far.go, only(far).what) == (False, "loss by up to 0.02 nats, 2 of what is allowed, from step 2 on")
     assert gate(replace(before, environment=None), after, TERMS).inexact == ("a run does not say where it was made",)
@@ -304,7 +312,7 @@ def test_quarantine_excuses_up_to_its_day() -> None:
     over = held([result()], [failed()], replace(terms, now=NOW + datetime.timedelta(days=1)))
     assert not over.go and only(over).details[0] == "the quarantine by ana expired on 2026-11-22: flaky"
     assert not held([result(OTHER)], [failed(OTHER)], terms).go
-    required = replace(terms, required=(replace(REQUIRED, at_least=1),))
+    required = replace(terms, required=(replace(REQUIRED, at_least=1, id=CASE, select=""),))
     assert [each.kind for each in held([result()], [failed()], required).gating] == [Kind.REQUIRED]
 
 
@@ -313,11 +321,15 @@ def test_the_heaviest_reason_is_first() -> None:
     after = [moved(OTHER), result(CASE, measured=replace(GOOD, saved_bytes=1)), failed(TWIN)]
     kinds = [reason.kind for reason in held(before, after).reasons]
     assert kinds == [Kind.NEW_FAILURE, Kind.SAVED_BYTES, Kind.MOVED]
+    pardoned = held(before, after, replace(TERMS, quarantine=(replace(QUARANTINE, id=TWIN),)))
+    assert [reason.kind for reason in pardoned.reasons] == [Kind.SAVED_BYTES, Kind.NEW_FAILURE, Kind.MOVED]
 
 
 def test_notes_say_what_was_not_compared() -> None:
     allowed = replace(TERMS, allowed=(Allowance(kind=Kind.WIRE, reason="x"),))
     found = held([result()], [result(), result(OTHER)], allowed)
+    same = held([result()], [result()])
+    assert [note.text for note in same.notes] == ["both sides are the same results"]
     told = ["new in the candidate: 1 case, not compared with anything", "allowed for nothing: wire"]
     assert [note.text for note in found.notes] == told
 
