@@ -28,7 +28,7 @@ from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.case_runner import CaseRunner, Judge
 from harness.running.executor import open_executor
 from harness.running.fingerprint import environment
-from harness.running.machine import hardware, installed_version
+from harness.running.machine import all_hardware, installed_version
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.quarantined import quarantined_cases
@@ -120,7 +120,7 @@ def _prepared(project: Project, cases: Sequence[Case], plan: Plan, progress: Pro
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
     quarantined = quarantined_cases(project, cases, progress.note)
-    judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
+    judge = prepare_judge(project, cases, hardware=all_hardware(plan.device), records=plan.records)
     return judge, msgspec.structs.replace(plan, quarantined=quarantined)
 
 

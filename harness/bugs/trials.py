@@ -22,7 +22,7 @@ from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import open_executor
 from harness.running.injection import Injection
-from harness.running.machine import hardware
+from harness.running.machine import all_hardware
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
@@ -129,7 +129,7 @@ class _AnyCaseJudge:
                 self._judges[name] = prepare_judge(
                     self._project,
                     [case],
-                    hardware=hardware(self._plan.device),
+                    hardware=all_hardware(self._plan.device),
                     records=self._plan.records,
                     explained=False,
                 )

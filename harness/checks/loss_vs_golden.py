@@ -14,7 +14,8 @@ import msgspec
 from harness.checks.assembly import largest
 from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
 from harness.checks.witnesses import Witnesses
-from harness.evidence.golden import Golden, hardware_class, update_command
+from harness.evidence.golden import Golden, update_command
+from harness.evidence.hardware import hardware_classes
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
@@ -72,7 +73,7 @@ def _incomparable(case: Case, run: Run, golden: Golden) -> list[Finding]:
     if golden.family != family_id(case):
         message = "the golden belongs to another family"
         return [_finding(message=message, expected=family_id(case), found=golden.family)]
-    hardware = group_ranks(run, lambda trace: hardware_class(trace.device or "unnamed device"))
+    hardware = group_ranks(run, lambda trace: _hardware(trace, golden))
     data = group_ranks(run, lambda trace: trace.data_digest)
     return [
         _finding(message=f"{format_ranks(ranks)} {what} than the golden", rank=ranks[0], expected=expected, found=found)
@@ -83,6 +84,12 @@ def _incomparable(case: Case, run: Run, golden: Golden) -> list[Finding]:
         for found, ranks in groups.items()
         if found != expected
     ]
+
+
+def _hardware(trace: RankTrace, golden: Golden) -> str:
+    """The class of the golden where it is one of the rank's, else the class of its device."""
+    classes = hardware_classes(trace.device or "unnamed device", trace.architecture)
+    return golden.hardware if golden.hardware in classes else classes[0]
 
 
 def _other_steps(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:

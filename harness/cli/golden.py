@@ -1,39 +1,34 @@
-"""`fp8-harness golden list | show | check | update`."""
+"""`fp8-harness golden list | show | check | diff | update`."""
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import click
 import msgspec
 
-from harness.cli.options import plan_parameter, query_parameter, root_option
+from harness.checks import loss_vs_golden
+from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option
 from harness.errors import HarnessError
-from harness.evidence.golden import (
-    Golden,
-    Provenance,
-    changed_files,
-    compare_goldens,
-    list_goldens,
-    load_golden,
-    write_golden,
-)
+from harness.evidence.golden import Golden, list_goldens, load_golden, unsound, write_golden
+from harness.evidence.golden_change import GoldenChange, changes_between, replaced
+from harness.evidence.tree import changed_files, goldens_of
 from harness.hints import list_goldens as stored_goldens
 from harness.matrix.case import Case
-from harness.matrix.caseid import family_id
+from harness.matrix.caseid import case_id, family_id
 from harness.plural import counted
 from harness.project import Project, find_project
+from harness.report.golden import change_text, review_text
 from harness.report.text import case_block
 from harness.running.case_judge import prepare_judge
-from harness.running.machine import hardware, resolve_device
+from harness.running.machine import all_hardware, resolve_device
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
-from harness.studies.references import GoldenChange, LargestChange, largest_change, make_goldens, needed_references
+from harness.running.stored import results_of
+from harness.studies.references import make_goldens, needed_references
 from harness.verdict import ExitCode
 
 _NAMED_FILES = 5  # of those that differ from the commit
@@ -44,6 +39,14 @@ Examples:
   fp8-harness golden update pr --family tiny-v2048-s5-gb8-sl32-lr0.001-seed0 --reason "torch 2.14 changed AdamW"
   fp8-harness golden update --case single-bf16-v2048-b16 --reason "torch 2.14 changed AdamW"
   fp8-harness golden update smoke --dry-run --reason "compare only"
+  fp8-harness golden update --only-failing --reason "torch 2.14 changed AdamW"
+"""
+
+_DIFF_EPILOG = """\b
+Examples:
+  fp8-harness golden diff                          what is not committed yet
+  fp8-harness golden diff --against origin/main    what a branch changes
+  fp8-harness golden diff --against ../release-1   what another project has
 """
 
 
@@ -92,26 +95,55 @@ def show_command(family: str, hardware_name: str, root: str | None) -> None:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @root_option
 def check_command(*, query: Query, device: str, root: str | None) -> int:
-    """Check that no stored golden is damaged, and that none is missing for the given tiers (default: all tiers)."""
+    """Check that every stored golden is sound, and that none is missing for the given tiers (default: all tiers).
+
+    Sound: its digest, schema, name and numbers are right, and its provenance says where it comes from. `verify` is
+    another name of this command.
+    """
     project = find_project(root)
-    errors = _damage(project)
+    sound, errors = _stored(project)
     for text in errors:
         click.echo(text)
-    cases = asked_cases(project, query)
-    missing = () if errors else prepare_judge(project, cases, hardware=hardware(resolve_device(device))).missing_goldens
+    cases, classes = asked_cases(project, query), all_hardware(resolve_device(device))
+    missing = () if errors else prepare_judge(project, cases, hardware=classes).missing_goldens
     for family in missing:
         click.echo(f"missing: {family}")
-    stored = counted(len(list_goldens(project.root)), "golden")
+    changed = sum(each.provenance.commit.endswith("-dirty") for each in sound)
+    if changed:
+        click.echo(f"made from trees that differed from their commit: {changed}")
+    stored = counted(len(sound) + len(errors), "golden")
     click.echo(f"{stored}, {len(errors)} damaged, {len(missing)} missing")
     return ExitCode.FAILED if errors or missing else ExitCode.GOOD
+
+
+golden.add_command(check_command, "verify")
+
+
+@golden.command("diff", epilog=_DIFF_EPILOG)
+@click.option("--against", default="HEAD", show_default=True, metavar="REV|ROOT", help="What they are compared with.")
+@root_option
+def diff_command(against: str, root: str | None) -> None:
+    """Show how the stored goldens differ from those of a git revision or of another project root."""
+    project = find_project(root)
+    with goldens_of(project.root, against) as other:
+        changes, gone = changes_between(other, project.root)
+    for change in changes:
+        if change.kind != "unchanged":
+            click.echo(change_text(change, project.root))
+    click.echo(review_text(changes, project.root, gone=gone), nl=False)
+    same = sum(change.kind == "unchanged" for change in changes)
+    click.echo(f"{counted(same, 'golden')} unchanged against {against}")
 
 
 @golden.command("update", epilog=_UPDATE_EPILOG)
 @query_parameter
 @click.option("--family", "families", metavar="FAMILY", multiple=True, help="Only this family. Repeatable.")
 @click.option("--missing", is_flag=True, help="Only families without a golden.")
+@click.option("--only-failing", is_flag=True, help="Only families of cases whose loss failed in the last run.")
+@click.option("--hardware", "hardware_name", metavar="CLASS", help="Store for this class of hardware, such as sm90.")
 @click.option("--reason", metavar="TEXT", help="Why the goldens change; stored with them. Required.")
 @click.option("--dry-run", is_flag=True, help="Run and compare, but store nothing.")
+@allow_dirty_option
 @plan_parameter
 @root_option
 def update_command(  # noqa: PLR0913  one parameter per option
@@ -119,8 +151,11 @@ def update_command(  # noqa: PLR0913  one parameter per option
     query: Query,
     families: tuple[str, ...],
     missing: bool,
+    only_failing: bool,
+    hardware_name: str | None,
     reason: str | None,
     dry_run: bool,
+    allow_dirty: bool,
     plan_for: Callable[..., Plan],
     root: str | None,
 ) -> int:
@@ -134,47 +169,76 @@ def update_command(  # noqa: PLR0913  one parameter per option
     project = find_project(root)
     if not dry_run:
         project.check_writable()
+        check_committed(project, "goldens", allowed=allow_dirty)
     plan = plan_for()
+    classes = _classes(plan, hardware_name)
+    if only_failing:
+        query = failing_losses(project, query)
     references = needed_references(asked_cases(project, query))
-    references = _chosen(project, references, families, hardware(plan.device), missing=missing)
-    if not dry_run:
-        warn_of_changed_files(project, "goldens")
+    references = _chosen(project, references, families, classes, missing=missing)
     with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
         made = make_goldens(
             project, references, plan, progress, reason=reason, command=shlex.join(["fp8-harness", *sys.argv[1:]])
         )
-    for change in made.changes:
-        _show_change(change, project.root)
+    as_named = {} if hardware_name is None else {"hardware": hardware_name}
+    changes = [replaced(project.root, msgspec.structs.replace(each, **as_named)) for each in made.goldens]
+    for change in changes:
+        click.echo(f"\n{change_text(change, project.root)}", nl=False)
         if not dry_run:
-            click.echo(f"  stored in {write_golden(project.root, change.new)}")
+            click.echo(f"  {_store(project, change, only_changed=only_failing)}")
     for result in made.failed:
         click.echo(f"\n{case_block(result)}")
+    review = review_text(changes, project.root)
+    if review and not dry_run:
+        click.echo(f"\nFor the message of the commit:\n\n{review}", nl=False)
     stored = "not stored (--dry-run)" if dry_run else "stored"
     failed = counted(len(made.failed), "reference")
-    click.echo(f"\n{counted(len(made.changes), 'golden')} {stored}, {failed} failed")
+    click.echo(f"\n{counted(len(changes), 'golden')} {stored}, {failed} failed")
     if made.interrupted:
         return ExitCode.INTERRUPTED
     return ExitCode.FAILED if made.failed else ExitCode.GOOD
 
 
-def warn_of_changed_files(project: Project, made: str) -> None:
-    """Say before the run that nobody will be able to check out what the goldens were made from."""
+def _store(project: Project, change: GoldenChange, *, only_changed: bool) -> str:
+    """Store the new golden, and say where; or say that it is the stored one."""
+    if only_changed and change.kind == "unchanged":
+        return "kept: this golden is not why a loss is off"
+    return f"stored in {write_golden(project.root, change.new)}"
+
+
+def check_committed(project: Project, made: str, *, allowed: bool) -> None:
+    """Raise `HarnessError` before the run where nobody could check out what would be made; a warning if `allowed`."""
     changed = changed_files(project.root)
     if not changed:
         return
     more = f" and {len(changed) - _NAMED_FILES} more" if len(changed) > _NAMED_FILES else ""
     names = ", ".join(changed[:_NAMED_FILES]) + more
     differ = "differs" if len(changed) == 1 else "differ"
-    click.echo(
-        f"fp8-harness: warning: {project.root}: {counted(len(changed), 'tracked file')} {differ} from the commit: "
-        f'{names}. The provenance of these {made} will end in "-dirty", and nobody can check out what made them. '
-        f"Fix: press Ctrl-C, commit the changes or put them aside by `{_stash(project)}`, and run this again.",
-        err=True,
-    )
+    what = f"{counted(len(changed), 'tracked file')} {differ} from the commit: {names}."
+    why = f"nobody can check out what made these {made}"
+    if not allowed:
+        fix = f"commit the changes, put them aside by `{_stash(project)}`, or give --allow-dirty."
+        raise HarnessError(f"{what} So {why}.", where=str(project.root), fix=fix)
+    click.echo(f'fp8-harness: warning: {project.root}: {what} The provenance ends in "-dirty": {why}.', err=True)
 
 
 def _stash(project: Project) -> str:
     return shlex.join(["git", "-C", str(project.root), "stash"])
+
+
+def failing_losses(project: Project, query: Query) -> Query:
+    """The query, narrowed to the cases whose loss was off in the last run. Raises `NothingSelected` without any."""
+    cases = results_of(project, "last").cases
+    failing = {
+        case.id
+        for case in cases
+        if not case.good and any(finding.check == loss_vs_golden.NAME for finding in case.findings)
+    }
+    if query.sources or query.case_ids:
+        failing &= {case_id(case) for case in select_cases(project, query)}
+    if not failing:
+        raise NothingSelected("no loss was off in the last run.", where="golden update --only-failing")
+    return Query(case_ids=tuple(sorted(failing)), expressions=query.expressions)
 
 
 def asked_cases(project: Project, query: Query) -> tuple[Case, ...]:
@@ -184,10 +248,24 @@ def asked_cases(project: Project, query: Query) -> tuple[Case, ...]:
     return select_cases(project, query)
 
 
+def _classes(plan: Plan, name: str | None) -> tuple[str, ...]:
+    """The hardware classes of this device from the one on that goldens are to be stored for."""
+    classes = all_hardware(plan.device)
+    if name is not None and name not in classes:
+        fix = f"give one of {', '.join(classes)}."
+        raise HarnessError("no class of this device.", where=f"--hardware {name}", fix=fix)
+    return classes if name is None else classes[classes.index(name) :]
+
+
 def _chosen(
-    project: Project, references: tuple[Case, ...], families: tuple[str, ...], hardware_name: str, *, missing: bool
+    project: Project,
+    references: tuple[Case, ...],
+    families: tuple[str, ...],
+    classes: tuple[str, ...],
+    *,
+    missing: bool,
 ) -> tuple[Case, ...]:
-    """The references of the given families, or of all; with `missing`, only those without a golden."""
+    """The references of the given families, or of all; with `missing`, only those without a golden in these classes."""
     by_family = {family_id(case): case for case in references}
     unknown = [family for family in families if family not in by_family]
     if unknown:
@@ -196,7 +274,7 @@ def _chosen(
             where=f"--family {unknown[0]}",
             fix=f"add the tier or file of its cases; `{stored_goldens()}` shows the stored families.",
         )
-    stored = {key.family for key in list_goldens(project.root) if key.hardware == hardware_name}
+    stored = {key.family for key in list_goldens(project.root) if key.hardware in classes}
     chosen = tuple(
         case
         for family, case in by_family.items()
@@ -207,56 +285,18 @@ def _chosen(
     return chosen
 
 
-def _damage(project: Project) -> list[str]:
-    """What is wrong with each damaged golden."""
-    errors = []
+def _stored(project: Project) -> tuple[list[Golden], list[str]]:
+    """The goldens that are sound, and what is wrong with each of the others."""
+    sound, errors = [], []
     for key in list_goldens(project.root):
         try:
-            load_golden(project.root, key.hardware, key.family)
+            found = load_golden(project.root, key.hardware, key.family)
         except HarnessError as error:
             errors.append(error.text)
-    return errors
-
-
-def _show_change(change: GoldenChange, root: Path) -> None:
-    """Print the old and new losses of one family, and whether noise explains their distance."""
-    summary = _summary(change.old, change.new)
-    noise = _noise(largest_change(change, root)) if summary == "changed" else ""
-    click.echo(f"\n{change.new.family} on {change.new.hardware}: {summary}{noise}")
-    if change.old is not None and summary != "unchanged":
-        _show_machines(change.old.provenance, change.new.provenance)
-    if change.old_error:
-        click.echo(f"  replaces a damaged golden: {change.old_error}")
-    click.echo("  step     old loss     new loss       change     old norm     new norm")
-    for row in compare_goldens(change.old, change.new):
-        numbers = (row.old_loss, row.new_loss, row.loss_change, row.old_grad_norm, row.new_grad_norm)
-        click.echo(f"  {row.step:>4} " + " ".join(_number(value) for value in numbers))
-
-
-def _noise(found: LargestChange | None) -> str:
-    if found is None:
-        return ", and no noise was measured for it"
-    words = "within noise" if found.explains else "beyond noise"
-    return f", {words}: {found.change:.1e} of {found.allowed:.1e} nats allowed at step {found.step}"
-
-
-def _show_machines(old: Provenance, new: Provenance) -> None:
-    """Print what computed the old and the new one, where it is known and differs."""
-    unknown = "none" if old.cpu else "not recorded"
-    for name, before, now in (("CPU", old.cpu, new.cpu), ("limits", old.limits, new.limits)):
-        if before != now:
-            click.echo(f"  {name}: {before or unknown} -> {now or 'none'}")
-
-
-def _summary(old: Golden | None, new: Golden) -> str:
-    if old is None:
-        return "new"
-    same = (old.losses, old.grad_norms, old.data_digest) == (new.losses, new.grad_norms, new.data_digest)
-    data = "" if old.data_digest == new.data_digest else ", other data"
-    return "unchanged" if same else f"changed{data}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return f"{'-':>12}"
-    return f"{value:>12.6f}" if math.isfinite(value) else f"{value!s:>12}"
+            continue
+        problem = unsound(found)
+        if problem:
+            errors.append(f"{key.family} on {key.hardware}: {problem}")
+        else:
+            sound.append(found)
+    return sound, errors

@@ -21,6 +21,12 @@ def root_option(command: Command) -> Command:
     return click.option("--root", metavar="DIR", help=text)(command)
 
 
+def allow_dirty_option(command: Command) -> Command:
+    """`--allow-dirty`: make references from files that are in no commit."""
+    text = "Store although tracked files differ from the commit, so that nobody can check out what made these."
+    return click.option("--allow-dirty", is_flag=True, help=text)(command)
+
+
 def query_options(command: Command) -> Command:
     """`[TIER|FILE]... --tier --case --select --target`: which cases."""
     for decorate in reversed(

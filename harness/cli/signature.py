@@ -9,8 +9,8 @@ from collections.abc import Callable
 import click
 
 from harness.checks.ranks import format_ranks
-from harness.cli.golden import asked_cases, warn_of_changed_files
-from harness.cli.options import plan_parameter, query_parameter, root_option
+from harness.cli.golden import asked_cases, check_committed
+from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option
 from harness.errors import HarnessError
 from harness.evidence.signature import (
     Signature,
@@ -86,10 +86,18 @@ def check_command(*, query: Query, root: str | None) -> int:
 @click.option("--missing", is_flag=True, help="Only cases without a signature.")
 @click.option("--reason", metavar="TEXT", help="Why the signatures change; stored with them. Required.")
 @click.option("--dry-run", is_flag=True, help="Run and compare, but store nothing.")
+@allow_dirty_option
 @plan_parameter
 @root_option
-def update_command(
-    *, query: Query, missing: bool, reason: str | None, dry_run: bool, plan_for: Callable[..., Plan], root: str | None
+def update_command(  # noqa: PLR0913  one parameter an option
+    *,
+    query: Query,
+    missing: bool,
+    reason: str | None,
+    dry_run: bool,
+    allow_dirty: bool,
+    plan_for: Callable[..., Plan],
+    root: str | None,
 ) -> int:
     """Run the cases, show what changed, and store their signatures. Nothing is stored of a case that fails a check."""
     if not reason or not reason.strip():
@@ -102,7 +110,7 @@ def update_command(
     cases = _chosen(project, query, missing=missing)
     if not dry_run:
         project.check_writable()
-        warn_of_changed_files(project, "signatures")
+        check_committed(project, "signatures", allowed=allow_dirty)
     command = shlex.join(["fp8-harness", *sys.argv[1:]])
     with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
         made = record_signatures(project, cases, plan, progress, reason=reason, command=command)

@@ -3,10 +3,8 @@
 Owns their file format (sealed JSON under `golden/<hardware class>/<family>.json`), the conditions for storing one, and
 the comparison of an old one with a new one. `checks/loss_vs_golden.py` compares runs with goldens.
 
-Public names: `Golden`, `Provenance`, `hardware_class`, `make_golden`, `load_golden`, `write_golden`, `list_goldens`,
-`compare_goldens`, `update_command`, `provenance_of`, `missing_reason`, `tree_commit`, `tree_difference`,
-`changed_files`,
-`GoldenMissing`, `GoldenDamaged`.
+Public names: `Golden`, `Provenance`, `make_golden`, `load_golden`, `find_golden`, `write_golden`, `list_goldens`,
+`compare_goldens`, `update_command`, `provenance_of`, `missing_reason`, `unsound`, `GoldenMissing`, `GoldenDamaged`.
 """
 
 from __future__ import annotations
@@ -14,12 +12,13 @@ from __future__ import annotations
 import datetime
 import math
 import re
-import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from harness.errors import HarnessError
+from harness.evidence.hardware import hardware_class
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 from harness.hints import list_goldens as stored_goldens
 from harness.hints import update_golden
@@ -88,14 +87,6 @@ class GoldenKey(msgspec.Struct, frozen=True, kw_only=True, order=True):
     family: str
 
 
-def hardware_class(device_name: str) -> str:
-    """The folder name of a device: "cpu", or a slug of the CUDA device name such as "nvidia-h200"."""
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
-    if not slug:
-        raise HarnessError(f"device name {device_name!r} gives no hardware class.")
-    return slug
-
-
 def update_command(family: str, root: Path | None = None) -> str:
     """The command that makes the golden of a family, by its reference case, in the project at `root`."""
     case = family_case(family)
@@ -142,30 +133,6 @@ def missing_reason(provenance: Provenance) -> str | None:
     return None if said else 'no reason is given; add --reason "why it changes"'
 
 
-def tree_commit(root: Path) -> str:
-    """The git commit of the tree at `root`, with "-dirty" when tracked files differ; "unknown" without git."""
-    return _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or "unknown"
-
-
-def changed_files(root: Path) -> tuple[str, ...]:
-    """The tracked files that make `tree_commit` say "-dirty", relative to the git repository; empty without git."""
-    return tuple(filter(None, _git(root, "diff", "--name-only", "-z", "HEAD").split("\0")))
-
-
-def tree_difference(root: Path) -> str:
-    """The differences of tracked files from the commit, as a patch; empty without git or without any."""
-    return _git(root, "diff", "HEAD")
-
-
-def _git(root: Path, *words: str) -> str:
-    """What git prints; empty when it fails or is not installed."""
-    try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
 def golden_path(root: Path, hardware: str, family: str) -> Path:
     """The path of the golden of a family."""
     for name in (hardware, family):
@@ -191,10 +158,16 @@ def load_golden(root: Path, hardware: str, family: str) -> Golden:
     return golden
 
 
+def find_golden(root: Path, classes: Sequence[str], family: str) -> Golden:
+    """The golden for the first of these hardware classes that has one. Raises as `load_golden`."""
+    stored = (name for name in classes if golden_path(root, name, family).exists())
+    return load_golden(root, next(stored, classes[0]), family)
+
+
 def write_golden(root: Path, golden: Golden) -> Path:
     """Store a golden and return its path. Raises `HarnessError` for one without a reason or with unusable numbers."""
     path = golden_path(root, golden.hardware, golden.family)
-    problem = _problem(golden)
+    problem = unsound(golden)
     if problem:
         raise HarnessError(f"this golden is refused: {problem}.", where=golden.family)
     write_sealed(path, golden)
@@ -226,17 +199,18 @@ def compare_goldens(old: Golden | None, new: Golden) -> tuple[GoldenRow, ...]:
     )
 
 
-def _problem(golden: Golden) -> str | None:
+def unsound(golden: Golden) -> str | None:
     """Why a golden must not be stored, or None."""
-    unexplained = missing_reason(golden.provenance)
-    if unexplained:
-        return unexplained
-    if not golden.losses or len(golden.losses) != len(golden.grad_norms):
-        return f"it has {len(golden.losses)} losses and {len(golden.grad_norms)} gradient norms"
-    if not all(math.isfinite(value) for value in (*golden.losses, *golden.grad_norms)):
-        return "it holds a number that is not finite"
-    if len(golden.losses) > 1 and len(set(golden.losses)) == 1:
-        return "its loss never changes, so the reference did not learn"
-    if not golden.data_digest:
-        return "it has no data digest"
-    return None
+    losses, source = golden.losses, golden.provenance
+    numbers = f"{len(losses)} losses and {len(golden.grad_norms)} gradient norms"
+    unexplained = missing_reason(source)
+    problems = (
+        (unexplained is not None, unexplained),
+        (not (source.commit and source.created), "its provenance does not say from which commit and when it was made"),
+        ((golden.hardware == "cpu") != (source.device == "cpu"), f"it was made on {source.device}"),
+        (not losses or len(losses) != len(golden.grad_norms), f"it has {numbers}"),
+        (not all(map(math.isfinite, (*losses, *golden.grad_norms))), "it holds a number that is not finite"),
+        (len(losses) > 1 and len(set(losses)) == 1, "its loss never changes, so the reference did not learn"),
+        (not golden.data_digest, "it has no data digest"),
+    )
+    return next((text for wrong, text in problems if wrong), None)

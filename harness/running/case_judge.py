@@ -23,7 +23,7 @@ from harness.checks.recorded import showing, with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobStatus
-from harness.evidence.golden import Golden, GoldenMissing, load_golden, make_golden
+from harness.evidence.golden import Golden, GoldenMissing, find_golden, make_golden
 from harness.evidence.signature import Signature, SignatureMissing, load_signature, needs_signature
 from harness.evidence.tolerance import (
     SAME_ORDER,
@@ -193,7 +193,7 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
 class _EvidenceReader:
     """Reads each golden and each tolerance of a project once."""
 
-    def __init__(self, root: Path, hardware: str, *, signatures: bool) -> None:
+    def __init__(self, root: Path, hardware: tuple[str, ...], *, signatures: bool) -> None:
         self._root = root
         self._hardware = hardware
         self._signatures = signatures
@@ -205,7 +205,7 @@ class _EvidenceReader:
         family = family_id(case)
         if family not in self._goldens:
             try:
-                self._goldens[family] = load_golden(self._root, self._hardware, family)
+                self._goldens[family] = find_golden(self._root, self._hardware, family)
             except GoldenMissing:
                 self._goldens[family] = None
         return self._goldens[family]
@@ -244,12 +244,12 @@ def prepare_judge(
     project: Project,
     cases: Iterable[Case],
     *,
-    hardware: str,
+    hardware: tuple[str, ...],
     records: tuple[str, ...] = (),
     signatures: bool = True,
     explained: bool = True,
 ) -> CaseJudge:
-    """The judge of these cases on one hardware class (`golden.hardware_class`), whose ranks must leave these records.
+    """The judge of these cases on a device of these hardware classes, whose ranks must leave these records.
 
     `signatures`: it compares with those that are recorded. `explained`: recorded faults explain what they cause.
     Raises `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable record of known

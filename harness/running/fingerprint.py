@@ -11,7 +11,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 from harness.environment import Environment
-from harness.evidence.golden import tree_commit, tree_difference
+from harness.evidence.tree import tree_commit, tree_difference
 from harness.running.machine import (
     arithmetic_limits,
     cpu_extensions,

@@ -15,7 +15,7 @@ from typing import Literal
 
 from harness.engine.devices import cuda_names
 from harness.errors import HarnessError
-from harness.evidence.golden import hardware_class
+from harness.evidence.hardware import hardware_class, hardware_classes
 
 Device = Literal["cpu", "cuda"]
 
@@ -41,8 +41,13 @@ def resolve_device(asked: str) -> Device:
 
 
 def hardware(device: Device) -> str:
-    """The hardware class of the first device that a run uses: `cpu`, or such as `nvidia-h200`."""
+    """The most specific hardware class of the first device that a run uses: `cpu`, or such as `nvidia-h200`."""
     return hardware_class(device_name(device))
+
+
+def all_hardware(device: Device) -> tuple[str, ...]:
+    """All hardware classes of that device, the most specific first: goldens of each serve."""
+    return hardware_classes(device_name(device), "" if device == "cpu" else _architecture())
 
 
 def device_name(device: Device) -> str:
@@ -119,14 +124,25 @@ def _cuda_name() -> str:
 
 def _listed_names() -> list[str]:
     """GPU names that nvidia-smi lists; none without it."""
+    return re.findall(r"^GPU \d+: (.+?) \(UUID", _nvidia_smi("-L"), flags=re.MULTILINE)
+
+
+def _architecture() -> str:
+    """The architecture of the first GPU, such as "sm90"; empty where nvidia-smi does not tell."""
+    found = re.match(r"(\d+)\.(\d+)", _nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader"))
+    return f"sm{found[1]}{found[2]}" if found else ""
+
+
+def _nvidia_smi(*words: str) -> str:
+    """What nvidia-smi prints; empty without it."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
+        return ""
     try:
-        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False)
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return re.findall(r"^GPU \d+: (.+?) \(UUID", done.stdout, flags=re.MULTILINE)
+        return ""
+    return done.stdout
 
 
 # What makes the same machine compute differently.

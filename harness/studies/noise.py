@@ -13,7 +13,8 @@ import msgspec
 from harness.checks.judge import Judgement
 from harness.checks.parity import worst_distances
 from harness.engine.messages import JobStatus
-from harness.evidence.golden import hardware_class, load_golden
+from harness.evidence.golden import find_golden
+from harness.evidence.hardware import hardware_classes
 from harness.evidence.tolerance import (
     LOSS_VS_GOLDEN,
     OF_EVERY_MODEL,
@@ -170,8 +171,8 @@ def _reference_losses(
     if fresh:
         trace = traces.get(case_id(reference_case(case)))
         return None if trace is None else tuple(step.loss for step in trace.steps)
-    hardware = hardware_class(traces[case_id(case)].device)
-    return load_golden(project.root, hardware, family_id(case)).losses
+    trace = traces[case_id(case)]
+    return find_golden(project.root, hardware_classes(trace.device, trace.architecture), family_id(case)).losses
 
 
 def _distances(trace: RankTrace, losses: tuple[float, ...]) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from harness.checks.assembly import assemble, nan_is_worst, relative_distance
 from harness.checks.judge import Judgement
 from harness.engine.messages import JobStatus
 from harness.evidence.costs import read_costs
-from harness.evidence.golden import Golden, GoldenMissing, load_golden
+from harness.evidence.golden import Golden, GoldenMissing, find_golden
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
 from harness.matrix.choice import carries
@@ -29,7 +29,7 @@ from harness.running.case_judge import CaseJudge, known_here, prepare_judge
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import Executor, open_executor
 from harness.running.injection import Injection, parse_injection
-from harness.running.machine import hardware
+from harness.running.machine import all_hardware
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
@@ -136,7 +136,7 @@ class _TrialWork:
         self._plan = plan
         self._executor = executor
         self._progress = progress
-        self._judge = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records)
+        self._judge = prepare_judge(project, cases, hardware=all_hardware(plan.device), records=plan.records)
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
         self._cache = open_witnesses(project, plan, executor)
 
@@ -222,7 +222,7 @@ def _worst_sqnr(run: Run, solo: Run) -> float | None:
 
 def _golden(project: Project, case: Case, plan: Plan) -> Golden | None:
     try:
-        return load_golden(project.root, hardware(plan.device), family_id(case))
+        return find_golden(project.root, all_hardware(plan.device), family_id(case))
     except GoldenMissing:
         return None
 

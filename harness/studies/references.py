@@ -6,7 +6,6 @@ Chooses these cases and rejects unsound runs. Does not store goldens: the caller
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -14,16 +13,8 @@ from harness.checks import alignment, finite, fp8_on, matmuls
 from harness.checks.judge import CHECKS, Judgement, judge
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobStatus
-from harness.evidence.golden import (
-    Golden,
-    GoldenDamaged,
-    GoldenMissing,
-    compare_goldens,
-    load_golden,
-    make_golden,
-    tree_commit,
-)
-from harness.evidence.tolerance import ToleranceMissing, ToleranceUnfounded, tolerance_for
+from harness.evidence.golden import Golden, make_golden
+from harness.evidence.tree import source_commit
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id, parse_case_id, reference_case
@@ -40,47 +31,10 @@ from harness.verdict import Verdict
 from harness.workflow import run_cases
 
 
-class GoldenChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A new golden and the one that it replaces. `old_error` says why an existing file could not be read."""
-
-    new: Golden
-    old: Golden | None
-    old_error: str = ""
-
-
-class LargestChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The step of a golden whose loss changed most for what is allowed there, in nats."""
-
-    step: int
-    change: float
-    allowed: float
-
-    @property
-    def explains(self) -> bool:
-        """True when no loss changed more than noise does."""
-        return self.change <= self.allowed
-
-
-def largest_change(change: GoldenChange, root: Path) -> LargestChange | None:
-    """How the change compares with the tolerance of the reference; None where nothing was measured or is comparable."""
-    if change.old is None or change.old.data_digest != change.new.data_digest:
-        return None
-    try:
-        allowed = tolerance_for(parse_case_id(change.new.case_id), root).per_step
-    except (ToleranceMissing, ToleranceUnfounded):
-        return None
-    rows = [row for row in compare_goldens(change.old, change.new) if row.loss_change is not None]
-    found = [
-        LargestChange(step=row.step, change=abs(row.loss_change or 0.0), allowed=limit)
-        for row, limit in zip(rows, allowed, strict=False)
-    ]
-    return max(found, key=lambda each: each.change / each.allowed, default=None)
-
-
 class References(msgspec.Struct, frozen=True, kw_only=True):
     """The new goldens, and the results of the references that failed."""
 
-    changes: tuple[GoldenChange, ...]
+    goldens: tuple[Golden, ...]
     failed: tuple[CaseResult, ...]
     interrupted: bool
 
@@ -114,13 +68,13 @@ def needed_references(cases: Iterable[Case]) -> tuple[Case, ...]:
 def make_goldens(
     project: Project, references: Sequence[Case], plan: Plan, progress: Progress, *, reason: str, command: str
 ) -> References:
-    """Run the reference cases and return their goldens with the stored ones. Stores nothing."""
+    """Run the reference cases and return their goldens. Stores nothing."""
     result = run_cases(project, references, plan, SanityJudge(), progress)
-    commit = tree_commit(project.root)
+    commit = source_commit(project.root)
     passed = [each for each in result.results if each.verdict is Verdict.PASSED]
     goldens = [_golden(each, reason=reason, command=command, commit=commit) for each in passed]
     return References(
-        changes=tuple(_change(project, golden) for golden in goldens),
+        goldens=tuple(goldens),
         failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
         interrupted=result.interrupted,
     )
@@ -132,12 +86,3 @@ def _golden(result: CaseResult, *, reason: str, command: str, commit: str) -> Go
     made = make_golden(result.run, family=family, case_id=result.case_id, command=command, reason=reason, commit=commit)
     on_cpu = {"cpu": cpu_extensions(), "limits": arithmetic_limits()} if made.provenance.device == "cpu" else {}
     return msgspec.structs.replace(made, provenance=msgspec.structs.replace(made.provenance, **on_cpu))
-
-
-def _change(project: Project, new: Golden) -> GoldenChange:
-    try:
-        return GoldenChange(new=new, old=load_golden(project.root, new.hardware, new.family))
-    except GoldenMissing:
-        return GoldenChange(new=new, old=None)
-    except GoldenDamaged as error:
-        return GoldenChange(new=new, old=None, old_error=error.text)

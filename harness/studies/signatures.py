@@ -14,7 +14,6 @@ from harness.checks import signature as check
 from harness.checks.judge import Judgement
 from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
-from harness.evidence.golden import tree_commit
 from harness.evidence.signature import (
     Signature,
     SignatureDamaged,
@@ -22,13 +21,14 @@ from harness.evidence.signature import (
     load_signature,
     make_signature,
 )
+from harness.evidence.tree import source_commit
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.injection import Injection
-from harness.running.machine import hardware
+from harness.running.machine import all_hardware
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.target_source import check_targets
@@ -92,8 +92,8 @@ def record_signatures(
     """Run the cases and return their signatures with the stored ones. Stores nothing."""
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
-    others = prepare_judge(project, cases, hardware=hardware(plan.device), records=plan.records, signatures=False)
-    judge = RecordingJudge(others, command=command, reason=reason, commit=tree_commit(project.root))
+    others = prepare_judge(project, cases, hardware=all_hardware(plan.device), records=plan.records, signatures=False)
+    judge = RecordingJudge(others, command=command, reason=reason, commit=source_commit(project.root))
     result = run_cases(project, cases, plan, judge, progress)
     return Signatures(
         changes=tuple(

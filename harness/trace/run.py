@@ -44,6 +44,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     data_digest: str  # sha256 of tokens and initial weights: equal for all layouts of a case family
     software: dict[str, str]  # torch, torchao, numpy, python
     device: str  # "cpu" or the CUDA device name
+    architecture: str = ""  # of the device: "sm90", "gfx942"; empty on a CPU
     batch_digests: tuple[str, ...] = ()  # of the tokens of every data-parallel rank that this rank stands for
     virtual: tuple[str, ...]  # parts of the virtual FP8 device that were installed, sorted
     model: ModelRecord | None = None

@@ -137,6 +137,7 @@ def train(  # noqa: PLR0913  what a request may ask for
         batch_digests=_batch_digests(case, prepared.tokens),
         software=software(),
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        architecture="" if device.type == "cpu" else _architecture(device),
         virtual=virtual,
         model=found,
         inputs=prepared.inputs.record(),
@@ -298,3 +299,9 @@ def software() -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
+
+
+def _architecture(device: torch.device) -> str:
+    """The architecture of a GPU: "sm90", "gfx942"."""
+    found = torch.cuda.get_device_properties(device)
+    return found.gcnArchName.partition(":")[0] if torch.version.hip else f"sm{found.major}{found.minor}"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
 COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "golden show", "golden check"]
+COMMANDS += ["golden verify", "golden diff"]
 COMMANDS += ["new", "diff", "golden update", "tolerance", "tolerance measure", "tolerance show", "cache", "version", ""]
 COMMANDS += ["history", "results", "results list", "results merge", "results import", "results remove"]
 COMMANDS += ["signature", "signature list", "signature check", "signature update"]
@@ -112,24 +113,66 @@ def git(project: Command, *words: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_golden_update_from_a_changed_tree_warns_and_stores(project: Command) -> None:
+def test_goldens_are_not_made_from_a_changed_tree_unless_asked(project: Command) -> None:
     update = ("golden", "update", "smoke", "--device", "cpu", "--reason", "again")
     git(project, "init")
-    git(project, "add", "cases")
+    git(project, "add", "cases", "golden")
     git(project, "commit", "-m", "first")
-    assert "warning" not in project.run(*update).stderr
+    assert project.run(*update).returncode == 0
+    assert project.run(*update).returncode == 0, "goldens that are not committed yet are no reason"
     tier = project.folder / "cases" / "smoke.toml"
     tier.write_text(tier.read_text() + "# a remark\n")
-    done = project.run(*update)
-    assert done.returncode == 0, done.stderr
-    (warning,) = [line for line in done.stderr.splitlines() if "warning" in line]
-    assert warning.startswith(f"fp8-harness: warning: {project.folder}: 1 tracked file differs from the commit: ")
-    assert "cases/smoke.toml" in warning and "-dirty" in warning
-    shelve = warning.partition("`")[2].partition("`")[0]
-    assert "-dirty" in project.run("golden", "show", project.run("golden", "list").stdout.split()[1]).stdout
-    assert "warning" not in project.run(*update, "--dry-run").stderr
+    refused = project.run(*update)
+    assert refused.returncode == 2
+    where = f"fp8-harness: error: {project.folder}: 1 tracked file differs from the commit: cases/smoke.toml."
+    assert refused.stderr.startswith(where) and refused.stderr.rstrip().endswith("or give --allow-dirty.")
+    assert project.run(*update, "--dry-run").returncode == 0
+    allowed = project.run(*update, "--allow-dirty")
+    assert allowed.returncode == 0 and "warning" in allowed.stderr
+    verified = project.run("golden", "verify", "--device", "cpu")
+    assert "made from trees that differed from their commit: 1" in verified.stdout and verified.returncode == 0
+    shelve = refused.stderr.partition("`")[2].partition("`")[0]
     assert project.shell(shelve).returncode == 0
-    assert "warning" not in project.run(*update).stderr
+    assert project.run(*update).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_golden_diff_and_the_text_of_the_commit_say_what_changed(project: Command) -> None:
+    git(project, "init")
+    git(project, "add", "cases", "golden")
+    git(project, "commit", "-m", "first")
+    assert project.run("golden", "diff").stdout == "1 golden unchanged against HEAD\n"
+    family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
+    stored = load_golden(project.folder, "cpu", family)
+    write_golden(project.folder, replace(stored, losses=(9.0, *stored.losses[1:])))
+    shown = project.run("golden", "diff").stdout
+    assert f"1 golden changed: {stored.provenance.reason}" in shown and "0 goldens unchanged" in shown
+    done = project.run("golden", "update", "smoke", "--device", "cpu", "--reason", "torch 2.14")
+    text = done.stdout.partition("For the message of the commit:\n\n")[2]
+    assert text.startswith(f"1 golden changed: torch 2.14\n\n{family}  cpu  changed")
+    assert project.run("golden", "diff", "--against", str(project.folder)).stdout.startswith("1 golden unchanged")
+    assert "neither a revision nor a project" in project.run("golden", "diff", "--against", "nothing").stderr
+
+
+def test_golden_update_of_what_failed_in_the_last_run(project: Command) -> None:
+    only = ("golden", "update", "--only-failing", "--device", "cpu", "--reason", "torch 2.14")
+    assert project.run(*only).returncode == 2, "there is no run"
+    assert project.run("run", "smoke", "--device", "cpu").returncode == 0
+    assert project.run(*only).returncode == 3
+    family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
+    stored = load_golden(project.folder, "cpu", family)
+    write_golden(project.folder, replace(stored, losses=(9.0, *stored.losses[1:])))
+    assert project.run("run", "smoke", "--device", "cpu").returncode == 1
+    done = project.run(*only)
+    assert done.returncode == 0 and "1 golden stored, 0 references failed" in done.stdout, done.stdout + done.stderr
+    assert load_golden(project.folder, "cpu", family).losses == stored.losses
+    assert "kept: this golden is not why a loss is off" in project.run(*only).stdout
+    assert project.run(*only, "--select", "tp=2").returncode == 3
+
+
+def test_a_golden_is_stored_for_a_class_of_this_device_alone(project: Command) -> None:
+    refused = project.run("golden", "update", "smoke", "--device", "cpu", "--hardware", "sm90", "--reason", "x")
+    assert refused.returncode == 2 and "Fix: give one of cpu." in refused.stderr
 
 
 def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: Command) -> None:

@@ -169,6 +169,14 @@ def test_a_golden_of_other_hardware_is_not_used() -> None:
     assert check(trace(0, device=""), trace(1))
 
 
+def test_a_golden_of_a_class_serves_its_devices_and_no_other() -> None:
+    of_class = golden(hardware="sm90")
+    h200, h100 = (trace(rank, device=name, architecture="sm90") for rank, name in enumerate(("NVIDIA H200", "H100")))
+    assert check(h200, h100, against=of_class) == []
+    (found,) = check(h200, trace(1, device="AMD Instinct MI300X", architecture="gfx942"), against=of_class)
+    assert (found.rank, found.expected, found.found) == (1, "sm90", "amd-instinct-mi300x")
+
+
 def test_other_data_is_found() -> None:
     (found,) = check(trace(0), trace(1, data_digest="d2"))
     assert "other data" in found.message and found.rank == 1

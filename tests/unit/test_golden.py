@@ -20,17 +20,18 @@ from harness.evidence.golden import (
     Golden,
     GoldenDamaged,
     GoldenMissing,
-    changed_files,
     compare_goldens,
+    find_golden,
     golden_path,
-    hardware_class,
     list_goldens,
     load_golden,
     make_golden,
-    tree_commit,
     write_golden,
 )
+from harness.evidence.golden_change import changes_between
+from harness.evidence.hardware import hardware_class, hardware_classes
 from harness.evidence.sealed import write_sealed
+from harness.evidence.tree import changed_files, goldens_of, source_commit, tree_commit
 from harness.trace import RankTrace, Run
 from tests.builders import make_failure, make_trace, run_of
 from tests.builders import make_golden as sound_golden
@@ -207,7 +208,9 @@ def test_a_device_without_a_name_has_no_class() -> None:
 def test_listing_is_sorted_and_leaves_evidence_out(tmp_path: Path) -> None:
     assert list_goldens(tmp_path) == ()
     for hardware, family in (("nvidia-h200", "a"), ("cpu", "b"), ("cpu", "a")):
-        write_golden(tmp_path, golden(hardware=hardware, family=family))
+        device = "cpu" if hardware == "cpu" else "NVIDIA H200"
+        made_on = replace(golden().provenance, device=device)
+        write_golden(tmp_path, golden(hardware=hardware, family=family, provenance=made_on))
     (tmp_path / "golden/evidence").mkdir()
     (tmp_path / "golden/evidence/loss.json").write_text("{}")
     found = [(key.hardware, key.family) for key in list_goldens(tmp_path)]
@@ -298,6 +301,92 @@ def test_a_seal_is_renewed_by_the_tool_only(tmp_path: Path) -> None:
     first = write_sealed(path, golden())
     again = write_sealed(path, replace(first, data_digest="d2"))
     assert len(first.digest) == 64 and again.digest != first.digest
+
+
+GPU = replace(golden().provenance, device="NVIDIA H200")
+H200 = ("nvidia-h200", "sm90", "nvidia")
+
+
+@pytest.mark.parametrize(
+    ("device", "architecture", "classes"),
+    [
+        ("cpu", "", ("cpu",)),
+        ("cpu", "sm90", ("cpu",)),
+        ("NVIDIA H200", "sm90", H200),
+        ("NVIDIA H200", "", ("nvidia-h200", "nvidia")),
+        ("AMD Instinct MI300X", "gfx942", ("amd-instinct-mi300x", "gfx942", "amd")),
+        ("AMD Instinct MI300X", "gfx90a", ("amd-instinct-mi300x", "gfx90a", "amd")),
+        ("Other Device", "", ("other-device",)),
+    ],
+)
+def test_the_classes_of_a_device_begin_with_the_most_specific(
+    device: str, architecture: str, classes: tuple[str, ...]
+) -> None:
+    assert hardware_classes(device, architecture) == classes
+
+
+def test_no_two_vendors_share_a_class() -> None:
+    assert not {*hardware_classes("NVIDIA H200", "sm90")} & {*hardware_classes("AMD Instinct MI300X", "gfx942"), "cpu"}
+
+
+def test_the_most_specific_golden_is_found(tmp_path: Path) -> None:
+    for hardware in ("cpu", "amd", "gfx942"):
+        source = golden().provenance if hardware == "cpu" else GPU
+        write_golden(tmp_path, golden(hardware=hardware, provenance=source))
+    with pytest.raises(GoldenMissing, match="nvidia-h200"):
+        find_golden(tmp_path, H200, FAMILY)
+    for hardware in reversed(H200):
+        write_golden(tmp_path, golden(hardware=hardware, provenance=GPU))
+        assert find_golden(tmp_path, H200, FAMILY).hardware == hardware
+    golden_path(tmp_path, "nvidia-h200", FAMILY).write_text("{}")
+    with pytest.raises(GoldenDamaged):
+        find_golden(tmp_path, H200, FAMILY)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "changes"),
+    [
+        ("cpu", {"device": "NVIDIA H200"}),
+        ("sm90", {"device": "cpu"}),
+        ("cpu", {"commit": ""}),
+        ("cpu", {"created": ""}),
+    ],
+)
+def test_a_provenance_that_cannot_be_is_refused(tmp_path: Path, hardware: str, changes: dict[str, str]) -> None:
+    with pytest.raises(HarnessError, match="refused: it"):
+        write_golden(tmp_path, golden(hardware=hardware, provenance=replace(golden().provenance, **changes)))
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_goldens_are_read_from_a_revision_and_from_a_folder(tmp_path: Path) -> None:
+    root = tmp_path / "repository" / "project"
+    root.mkdir(parents=True)
+    git = committed(root.parent, "file")
+    (path := write_golden(root, golden())).parent.mkdir(exist_ok=True)
+    git("add", "-A")
+    git("commit", "-m", "goldens")
+    path.unlink()
+    write_golden(root, golden((7.5, 7.3, 7.1)))
+    write_golden(root, golden(family=FAMILY.replace("seed0", "seed1")))
+    assert changed_files(root) == () and source_commit(root) == tree_commit(root).removesuffix("-dirty")
+    (root.parent / "file").write_text("other")
+    assert changed_files(root) == ("file",) and source_commit(root).endswith("-dirty")
+    with goldens_of(root, "HEAD") as old:
+        changes, gone = changes_between(old, root)
+    assert [change.kind for change in changes] == ["changed", "new"] and gone == ()
+    with goldens_of(root, str(root)) as old:
+        assert {change.kind for change in changes_between(old, root)[0]} == {"unchanged"}
+    with goldens_of(root, "HEAD~1") as old:
+        assert {change.kind for change in changes_between(old, root)[0]} == {"new"}
+    for wrong in ("nothing", "--output=x", ""):
+        with pytest.raises(HarnessError, match="neither a revision nor a project"), goldens_of(root, wrong):
+            pass
+
+
+def test_goldens_that_are_gone_are_named(tmp_path: Path) -> None:
+    write_golden(tmp_path, golden())
+    (key,) = changes_between(tmp_path, tmp_path / "other")[1]
+    assert (key.hardware, key.family) == ("cpu", FAMILY)
 
 
 STORED = sorted((Path(__file__).parents[2] / "golden" / "cpu").glob("*.json"))
