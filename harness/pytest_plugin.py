@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Add the files of `--fp8-tier` to what pytest collects; alone, unless other paths were named too."""
     if config.getoption("--fp8-json") or config.getoption("--fp8-markdown"):
-        config.pluginmanager.register(_Results(config), "fp8-harness results")
+        config.pluginmanager.register(_Results(config), "fp8_harness_results")
     tiers: list[str] = config.getoption("--fp8-tier")
     if not tiers:
         return
