@@ -16,6 +16,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     targets: Mapping[str, str] = {}  # digests of the sources of the user's own targets
     injected: tuple[str, ...] = ()  # what --inject calls in every rank, each with a digest of its file
     device: str = ""  # "cpu" or the name of the GPU
+    architecture: str = ""  # of the GPU: "sm90"
     driver: str = ""  # of the GPU
     cpu: str = ""  # model and extensions
     threads: int = 0  # that this process may use

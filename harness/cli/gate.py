@@ -148,14 +148,17 @@ def _allowance(text: str) -> Allowance:
 
 def _goldens(project: Project, candidate: RunDocument) -> Goldens:
     """Finds the golden that the project has now for a case, on the hardware of the candidate."""
-    from harness.evidence.golden import Golden, GoldenMissing, hardware_class, load_golden
+    from harness.environment import Environment
+    from harness.evidence.golden import Golden, GoldenMissing, find_golden
+    from harness.evidence.hardware import hardware_classes
     from harness.matrix.caseid import family_id, parse_case_id
 
-    device = candidate.environment.device if candidate.environment is not None else ""
+    environment = candidate.environment or Environment()
+    classes = hardware_classes(environment.device or "cpu", environment.architecture)
 
     def find(case_id: str) -> Golden | None:
         try:
-            return load_golden(project.root, hardware_class(device or "cpu"), family_id(parse_case_id(case_id)))
+            return find_golden(project.root, classes, family_id(parse_case_id(case_id)))
         except GoldenMissing:
             return None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.environment import Environment
 from harness.evidence.tree import tree_commit, tree_difference
 from harness.running.machine import (
+    architecture,
     arithmetic_limits,
     cpu_extensions,
     device_name,
@@ -39,6 +40,7 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
         targets={name: digest for name in sorted(set(targets)) if (digest := own_source_digest(name, root))},
         injected=tuple(Path(each.content).name for each in plan.injections),
         device=device_name(plan.device),
+        architecture=architecture(plan.device),
         driver=driver_version() if plan.device == "cuda" else "",
         cpu=cpu_extensions(),
         threads=len(os.sched_getaffinity(0)),

@@ -47,7 +47,14 @@ def hardware(device: Device) -> str:
 
 def all_hardware(device: Device) -> tuple[str, ...]:
     """All hardware classes of that device, the most specific first: goldens of each serve."""
-    return hardware_classes(device_name(device), "" if device == "cpu" else _architecture())
+    return hardware_classes(device_name(device), architecture(device))
+
+
+def architecture(device: Device) -> str:
+    """The architecture of the first GPU, such as "sm90"; empty on a CPU, and where nvidia-smi does not tell."""
+    listed = "" if device == "cpu" else _nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader")
+    found = re.match(r"(\d+)\.(\d+)", listed)
+    return f"sm{found[1]}{found[2]}" if found else ""
 
 
 def device_name(device: Device) -> str:
@@ -125,12 +132,6 @@ def _cuda_name() -> str:
 def _listed_names() -> list[str]:
     """GPU names that nvidia-smi lists; none without it."""
     return re.findall(r"^GPU \d+: (.+?) \(UUID", _nvidia_smi("-L"), flags=re.MULTILINE)
-
-
-def _architecture() -> str:
-    """The architecture of the first GPU, such as "sm90"; empty where nvidia-smi does not tell."""
-    found = re.match(r"(\d+)\.(\d+)", _nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader"))
-    return f"sm{found[1]}{found[2]}" if found else ""
 
 
 def _nvidia_smi(*words: str) -> str:
