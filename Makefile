@@ -12,7 +12,7 @@ TITAN_0_3_READY := $(TITAN_0_3_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke test sweep unit torchtitan torchtitan-sweep torchtitan-0.3 lint format clean
+.PHONY: smoke test sweep unit torchtitan torchtitan-sweep torchtitan-0.3 lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
@@ -44,6 +44,9 @@ format: $(READY)  ## let ruff rewrite the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY)  ## render docs/ as a site into site/
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 $(READY): pyproject.toml ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt -e '.[dev]'
@@ -61,4 +64,4 @@ $(TITAN_0_3_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,100 @@
+"""The pages of the site: every command in them is run, or at least understood, and the site has no broken link."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.acceptance.conftest import CASES, REPOSITORY, Command
+from tests.acceptance.documents import steps
+from tests.commands import understood
+
+DOCS = REPOSITORY / "docs"
+# Pages whose commands have a test of their own.
+WALKED = {"first-case.md", "your-own-trainer.md", "from-report-to-case.md"}
+HERE = ("index.md", "concepts.md", "tolerances.md", "ci.md", "release.md")
+COMING = {"results"}  # commands that are not in this tree yet
+
+# Commands that are understood only, and why they are not run here.
+NOT_RUN = {
+    "fp8-harness run --case single-tensorwise-v2048-s3-f32 --inject fault:amax_without_abs": "run below, with torch",
+    "fp8-harness tolerance measure pr --seeds 8": "takes minutes",
+    "fp8-harness run nightly --device cuda": "needs GPUs",
+    "fp8-harness gate --matrix torchao=0.17.0,0.18.0 pr": "makes environments from a package index",
+    'fp8-harness golden update --only-failing --reason "torch 2.14 changed AdamW"': "run where a loss is off",
+    "fp8-harness golden diff --against HEAD": "run in a git repository",
+    "fp8-harness report results.json --html report.html --markdown report.md": "reads what `results merge` writes",
+}
+
+
+def commands(page: str) -> list[str]:
+    return [text for kind, text in steps((DOCS / page).read_text()) if kind == "sh"]
+
+
+@pytest.mark.parametrize("page", HERE)
+def test_the_commands_of_a_page_work(project: Command, page: str) -> None:
+    project.tier("pr", CASES)
+    shutil.copy(REPOSITORY / "golden" / "tolerances.toml", project.folder / "golden")
+    shutil.copytree(REPOSITORY / "golden" / "evidence", project.folder / "golden" / "evidence", dirs_exist_ok=True)
+    for text in commands(page):
+        name = text.split()[1]
+        if name in COMING:
+            continue
+        if text.startswith("fp8-harness"):
+            understood(text)
+        if text in NOT_RUN:
+            continue
+        done = project.shell(f"{text} -p no:cacheprovider" if text.startswith("pytest") else text, fake=True)
+        assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
+
+
+def test_the_fault_of_the_first_page_is_found(tmp_path: Path) -> None:
+    """With torch, in a project without goldens: scales are judged all the same."""
+    for name in ("cases", "golden"):
+        (tmp_path / name).mkdir()
+    (text,) = [text for text in commands("index.md") if "--inject" in text]
+    done = Command(tmp_path).shell(text)
+    assert done.returncode == 1 and "scales [step 1, rank 0, module layers.0.attention.wq]" in done.stdout, done.stdout
+
+
+def test_every_page_with_commands_has_a_test() -> None:
+    assert {path.name for path in DOCS.glob("*.md") if commands(path.name)} == WALKED | set(HERE)
+    assert {text for page in HERE for text in commands(page)} >= set(NOT_RUN), "no page has this command any more"
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+def test_commands_in_a_line_are_understood(path: Path) -> None:
+    """Those between backticks that have an option; words in capitals stand for something."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for text in re.findall(r"`(fp8-harness [^`]+)`", prose):
+        if re.search(r" --\w", text) and "…" not in text and text.split()[1] not in COMING:
+            understood(text)
+
+
+def test_the_site_has_no_broken_link_and_no_page_outside_of_it(tmp_path: Path) -> None:
+    site = ["--config-file", str(REPOSITORY / "mkdocs.yml"), "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", *site],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = [path.read_text() for path in (tmp_path / "site").glob("*.html")]
+    assert len(pages) > 8
+    assert not [each for page in pages for each in re.findall(r'(?:src|href)="(https?://[^"]*\.(?:js|css))', page)]
+
+
+def test_make_docs_renders_the_site() -> None:
+    done = subprocess.run(
+        ["make", "-n", "docs"], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "mkdocs build --strict" in done.stdout
+    assert yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["docs_dir"] == "docs"

@@ -1,0 +1,24 @@
+"""Commands in documents and pipelines: whether the real command line would take them."""
+
+from __future__ import annotations
+
+import shlex
+
+import click
+
+from harness.cli.main import app
+
+
+def understood(line: str) -> None:
+    """Parse a command that begins with `fp8-harness` and run nothing. Raises click's error for one that is wrong."""
+    _, *words = shlex.split(line, comments=True)
+    command: click.Command = app
+    context = click.Context(app, info_name="fp8-harness")
+    while isinstance(command, click.Group):
+        name = words.pop(0)
+        found = command.get_command(context, name)
+        if found is None:
+            raise click.UsageError(f"no such command: {name}")
+        command = found
+        context = click.Context(command, parent=context, info_name=name)
+    command.make_context(command.name, words, parent=context.parent)

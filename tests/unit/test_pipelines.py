@@ -1,0 +1,82 @@
+"""The pipelines under ci/: valid for their system, and every command in them exists with its options."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from tests.commands import understood
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS = {"github": "github-workflows", "gitlab": "gitlab-ci", "buildkite": "buildkite"}
+PIPELINES = sorted(path for name in SCHEMAS for path in (ROOT / "ci" / name).iterdir())
+COMING = {"results"}  # commands that are not in this tree yet
+
+
+def lint(path: Path, schema: str) -> subprocess.CompletedProcess[str]:
+    transform = ["--data-transform", "gitlab-ci"] if schema == "gitlab-ci" else []
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *transform, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from texts(each)
+
+
+def commands(path: Path) -> list[str]:
+    """The commands of a pipeline, with a number for everything that the CI system or the shell fills in."""
+    filled = re.compile(r"\$\{\{.*?\}\}|\$\$?\(\(.*?\)\)|\$\$?\w+")
+    lines = (line for text in texts(yaml.safe_load(path.read_text())) for line in text.splitlines())
+    found = (re.search(r"fp8-harness .+", line) for line in lines if ".venv/bin/fp8-harness" in line)
+    return [filled.sub("1", each[0]) for each in found if each]
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_pipeline_is_valid_and_its_commands_exist(path: Path) -> None:
+    done = lint(path, SCHEMAS[path.parent.name])
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = commands(path)
+    assert found
+    for line in found:
+        if line.split()[1] not in COMING:
+            understood(line)
+
+
+def test_a_pipeline_that_is_wrong_is_found(tmp_path: Path) -> None:
+    wrong = tmp_path / "workflow.yml"
+    wrong.write_text((ROOT / "ci/github/pull-request.yml").read_text().replace("runs-on:", "run-on:"))
+    assert lint(wrong, "github-workflows").returncode == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["fp8-harness run pr --shards 1/2", "fp8-harness golden updat", "fp8-harness run --shard", "fp8-harness x"]
+)
+def test_a_command_that_is_wrong_is_found(line: str) -> None:
+    with pytest.raises(click.UsageError):
+        understood(line)
+
+
+def test_scripts_of_pipelines_are_there_and_can_be_run() -> None:
+    named = {name for path in PIPELINES for name in re.findall(r"ci/[\w-]+\.sh", path.read_text())}
+    assert named == {str(path.relative_to(ROOT)) for path in (ROOT / "ci").glob("*.sh")}
+    for name in named:
+        assert os.access(ROOT / name, os.X_OK), name
+        subprocess.run(["bash", "-n", name], cwd=ROOT, check=True, timeout=10)
+
+
+@pytest.mark.parametrize(("code", "left"), [(0, 0), (1, 0), (2, 2), (3, 3), (4, 4), (130, 130)])
+def test_failed_cases_are_left_to_the_gate_and_nothing_else(code: int, left: int) -> None:
+    done = subprocess.run([ROOT / "ci/judged-later.sh", "sh", "-c", f"exit {code}"], timeout=10, check=False)
+    assert done.returncode == left
