@@ -21,6 +21,7 @@ class Kind(enum.Enum):
     LOST_CHECK = "lost-check"
     GOLDEN = "golden"
     TOLERANCE = "tolerance"
+    REFERENCES = "references"
     MATMULS = "matmuls"
     WIRE = "wire"
     SAVED_BYTES = "saved-bytes"
@@ -30,7 +31,6 @@ class Kind(enum.Enum):
     MOVED = "moved"
     BF16_MOVED = "bf16-moved"
     TIMES = "times"
-    REFERENCES = "references"
     FAULT_GONE = "fault-gone"
     FIXED = "fixed"
 
@@ -61,6 +61,7 @@ _PHRASES = {
     Kind.LOST_CHECK: "check is judged no more",
     Kind.GOLDEN: "golden changed",
     Kind.TOLERANCE: "tolerance changed",
+    Kind.REFERENCES: "golden or tolerance is made by the run now",
     Kind.MATMULS: "number of matmuls changed",
     Kind.WIRE: "wire bytes or calls changed",
     Kind.SAVED_BYTES: "saved bytes changed",
@@ -70,7 +71,6 @@ _PHRASES = {
     Kind.MOVED: "numbers moved, no BF16 to tell why",
     Kind.BF16_MOVED: "numbers moved, of BF16 too",
     Kind.TIMES: "times changed",
-    Kind.REFERENCES: "reference is another kind",
     Kind.FAULT_GONE: "known fault is gone",
     Kind.FIXED: "failed before, and is good",
 }

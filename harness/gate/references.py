@@ -57,25 +57,26 @@ def changed_tolerances(sides: Sides) -> Iterable[Reason]:
 
 
 def other_references(sides: Sides) -> Iterable[Reason]:
-    """Every case that lost its stored golden or its measured tolerance: weaker proof, which fails nothing."""
+    """Every case that lost its stored golden or its measured tolerance: what is made here shares the faults of here."""
     for pair in sides.pairs.values():
         before, after = pair.baseline, pair.candidate
         derived = [name for name in after.derived if name not in before.derived and name in before.checks]
         if before.golden == "stored" and after.golden == "run here":
-            yield _other(pair, "its golden is run here, and was stored", before.golden, after.golden)
+            what = "its golden is run here, and was stored"
+            yield _other(pair, what, before.golden, after.golden, gates=sides.same_device)
         if derived:
             what = f"its tolerance is derived now, and was measured: {', '.join(derived)}"
-            yield _other(pair, what, "measured", "derived")
+            yield _other(pair, what, "measured", "derived", gates=sides.same_device)
 
 
-def _other(pair: Pair, what: str, before: str, after: str) -> Reason:
+def _other(pair: Pair, what: str, before: str, after: str, *, gates: bool) -> Reason:
     return Reason(
         kind=Kind.REFERENCES,
         case=pair.id,
         what=what,
         baseline=before,
         candidate=after,
-        gates=False,
+        gates=gates,
         command=pair.candidate.command,
     )
 

@@ -70,8 +70,8 @@ def python_with(package: str, version: str, source: Source, folder: Path) -> Pat
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, with_pip=False, symlinks=True)
         _install(package, version, source, python)
-        _look_at(home, [str(_HARNESS), *site.getsitepackages()])
         done.touch()
+    _look_at(home, [str(_HARNESS), *site.getsitepackages()])  # another checkout may have made it
     return python
 
 
