@@ -12,7 +12,7 @@ TITAN_0_3_READY := $(TITAN_0_3_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke test sweep unit torchtitan torchtitan-sweep torchtitan-0.3 lint format docs clean
+.PHONY: smoke test sweep unit browser torchtitan torchtitan-sweep torchtitan-0.3 lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
@@ -25,6 +25,12 @@ sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs
 
 unit: $(READY)  ## run the tests that need no torch
 	$(BIN)/python -m pytest -q -n 2 tests/unit
+
+browser:  ## install the Chromium of tests/browser where none is, from Debian's packages; as root
+	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do \
+		command -v $$name && exit 0; \
+	done; \
+	apt-get update -q && apt-get install -qy --no-install-recommends chromium-headless-shell fonts-dejavu-core
 
 torchtitan: $(TITAN_READY)  ## run the tests of the torchtitan target, in an environment of its own
 	$(TITAN_VENV)/bin/python -m pytest -q -m "not sweep" tests/torchtitan

@@ -1,0 +1,90 @@
+"""Reports of a run that ended: `report` and `show`, and the page that `run --html` writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.acceptance.fake_program import RAISES
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Command
+
+
+@pytest.fixture(scope="module")
+def ran(shared: Command) -> Command:
+    """A project in which a tier ran under a name, and then a case that raises."""
+    folder = shared.folder
+    done = shared.run("run", "smoke", "--name", "release", "--html", str(folder / "run.html"), "--json", "run.json")
+    assert done.returncode == 0, done.stderr
+    shared.planted("raises", RAISES)
+    assert shared.run("run", "raises").returncode == 1
+    return shared
+
+
+def test_run_writes_the_page_that_report_writes(ran: Command) -> None:
+    assert ran.run("report", "release", "--html", "named.html").returncode == 0
+    assert ran.run("report", "last~1", "--html", "before.html").returncode == 0
+    assert ran.run("report", "run.json", "--html", "file.html").returncode == 0
+    pages = [(ran.folder / f"{name}.html").read_text() for name in ("run", "named", "before")]
+    assert pages[0].startswith("<!doctype html>") and "<title>fp8-harness release: good</title>" in pages[0]
+    assert pages[0] == pages[1] == pages[2]
+    assert "<title>fp8-harness release: good</title>" in (ran.folder / "file.html").read_text()
+
+
+def test_the_coverage_is_that_of_the_tiers_that_ran_whole(project: Command) -> None:
+    axes = 'base = {steps = 3, loss_tolerance = 0.05}\naxes = {recipe = ["bf16", "tensorwise"], dp_shard = [1, 2]}'
+    project.tier("grid", f'[[matrix]]\nname = "m"\n{axes}\n')
+    done = project.run("run", "grid", "--html", "grid.html")
+    assert "rules that exclude" not in done.stderr and done.returncode == 0, done.stdout + done.stderr
+    assert "combinations in grid" in (project.folder / "grid.html").read_text()
+    assert project.run("run", "grid", "--select", "dp_shard=2", "--html", "part.html").returncode == 0
+    assert "combinations in grid" not in (project.folder / "part.html").read_text()
+
+
+def test_other_forms_of_a_run_that_ended(ran: Command) -> None:
+    assert ran.run("report", "--junit", "out.xml", "--markdown", "out.md").returncode == 0
+    suite = ElementTree.parse(ran.folder / "out.xml").getroot()
+    assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
+    assert "fp8-harness: not good" in (ran.folder / "out.md").read_text()
+    done = ran.run("report")
+    assert done.returncode == 0 and "1 case: 1 crash" in done.stdout and "\n  reproduce: " in done.stdout
+
+
+def test_show_tells_one_case(ran: Command) -> None:
+    done = ran.run("show", "tensorwise")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()[:2]
+    assert "-tensorwise-" in first and second.startswith("  crash; 2 ranks")
+    assert f"fp8-harness run --case {first}" in done.stdout
+    assert "█" in ran.run("show", "single-tensorwise", "--run", "release").stdout
+
+
+def test_show_lists_what_it_may_mean(ran: Command) -> None:
+    done = ran.run("show", "rowwise", "--run", "release")
+    assert done.returncode == 2 and "several cases of the run have this" in done.stderr
+    ids = [case["id"] for case in json.loads((ran.folder / "run.json").read_text())["cases"] if "rowwise" in case["id"]]
+    assert len(ids) == 2 and all(name in done.stderr for name in ids)
+    assert "the run has no such case" in ran.run("show", "nothing").stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("report", "nowhere"), "there are no such results"),
+        (("report", "--html", "no/such/out.html"), "there is no such folder"),
+        (("report", "--power", "run.json"), "add to --html"),
+        (("report", "--html", "x.html", "--power", "run.json"), "not written by `power --json`"),
+        (("report", "--html", "x.html", "--conformance", "run.json"), "not written by `conformance --json`"),
+        (("run", "smoke", "--html", "no/such/out.html"), "there is no such folder"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_written_is_one_line(ran: Command, arguments: tuple[str, ...], said: str) -> None:
+    done = ran.run(*arguments)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not Path(ran.folder / "x.html").exists()
