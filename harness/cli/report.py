@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,8 +13,10 @@ from harness.document import RunDocument, run_result
 from harness.durable import write_whole
 from harness.hints import rerun_failed
 from harness.project import Project, find_project
-from harness.report.html.sections import Section
 from harness.running.stored import results_of
+
+if TYPE_CHECKING:
+    from harness.report.html.sections import Section
 
 _EPILOG = """\b
 Examples:

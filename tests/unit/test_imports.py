@@ -153,7 +153,7 @@ def test_no_shell_and_no_pickles() -> None:
 def test_front_ends_start_without_heavy_libraries() -> None:
     code = (
         "import importlib, sys\n"
-        "heavy = {'torch', 'torchao', 'numpy', 'rich', 'jsonschema', 'pytest', 'hypothesis'}\n"
+        "heavy = {'torch', 'torchao', 'numpy', 'rich', 'jinja2', 'jsonschema', 'pytest', 'hypothesis'}\n"
         "for name in ('harness.cli.main', 'harness.cli.listing', 'harness.cli.explain', 'harness.workflow'):\n"
         "    importlib.import_module(name)\n"
         "    print(name, sorted(heavy & set(sys.modules)))"

@@ -74,7 +74,7 @@ function casts(rows) {
   const draw = () => {
     const order = kind === "amax" || kind === "scale" ? rows : [...rows].sort((one, other) => lost(other, kind) - lost(one, kind));
     fill(place, el(
-      "table", { class: "plain casts" },
+      "table", { class: "plain casts" }, el("caption", {}, SHARES[kind]),
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "linear"), el("th", { scope: "col" }, "operand"),
         ...steps.map((step) => el("th", { scope: "col" }, `step ${step + 1}`)))),
       el("tbody", {}, ...order.slice(0, all ? order.length : MOST_ROWS).map((row) => el(
@@ -112,12 +112,14 @@ function listing(table) {
   return plain(table.columns, table.rows.map((cells) => ({ cells, name: at === undefined ? "" : `v-${cells[at]}` })));
 }
 
+const precise = (value) => (value === undefined ? "–" : Number.isFinite(number(value)) ? number(value).toPrecision(7) : `${value}`);
+
 function numbersOfSteps(detail) {
   const named = Object.entries(detail.curves || {});
   const columns = named.flatMap(([name]) => [`loss, ${name}`, `gradient norm, ${name}`]);
   const steps = Math.max(0, ...named.map(([, each]) => each.losses.length));
   const rows = Array.from({ length: steps }, (_, step) => ({
-    cells: [`${step + 1}`, ...named.flatMap(([, each]) => [`${each.losses[step] ?? "–"}`, `${each.grad_norms[step] ?? "–"}`])],
+    cells: [`${step + 1}`, ...named.flatMap(([, each]) => [precise(each.losses[step]), precise(each.grad_norms[step])])],
   }));
   return steps ? el("details", {}, el("summary", {}, "numbers of every step"), plain(["step", ...columns], rows)) : null;
 }

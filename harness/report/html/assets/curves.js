@@ -38,7 +38,7 @@ function curve(title, lines, band, height = 230) {
         bands: band ? [{ series: [lines.length + 1, lines.length + 2], fill: () => colour("--band") }] : [],
         scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) } },
         axes: [
-          { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] },
+          { ...axis, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] },
           { ...axis, size: 72, values: (_, ticks) => ticks.map((tick) => short(tick)) },
         ],
         cursor: { drag: { x: true, y: false } },
@@ -46,7 +46,7 @@ function curve(title, lines, band, height = 230) {
       [x, ...lines.map(([, values]) => padded(values)), ...(band || []).map(padded)],
       place,
     );
-    plots.push({ found, place, height });
+    plots.push({ found, place, height, draw });
   };
   return { figure, draw };
 }
@@ -76,7 +76,13 @@ function forgetPlots() {
   plots = [];
 }
 
-const redraw = () => plots.forEach(({ found }) => found.redraw());
+// With the colours of now.
+function redraw() {
+  const again = plots.map(({ draw }) => draw);
+  forgetPlots();
+  again.forEach((draw) => draw());
+}
+
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("resize", () => plots.forEach(
   ({ found, place, height }) => found.setSize({ width: Math.max(place.clientWidth, 240), height }),

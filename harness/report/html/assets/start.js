@@ -37,7 +37,6 @@ function restore() {
 }
 
 addEventListener("hashchange", restore);
-addEventListener("popstate", restore);
 addEventListener("keydown", (event) => {
   const typing = event.target.closest?.("input, select");
   if (event.key === "Escape" && state.case) change({ case: "" }, { step: true });
