@@ -1,6 +1,6 @@
 """Headless Chromium, which opens reports from disk. `make browser` installs it.
 
-Where there is none the tests are skipped, in CI they fail: there it must have been installed.
+Where there is none the tests are skipped. With FP8_HARNESS_BROWSER=required they fail: there it must be installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def browser() -> Iterator[Browser]:
     path = _chromium()
     if path is None:
         text = "no Chromium is installed: `make browser` installs it"
-        if os.environ.get("CI"):
+        if os.environ.get("FP8_HARNESS_BROWSER") == "required":
             pytest.fail(text)
         pytest.skip(text)
     from playwright.sync_api import sync_playwright
