@@ -131,7 +131,7 @@ def _site_packages(path: Path) -> Path:
         raise HarnessError(
             f"it has no packages of {version}, with which this harness runs.",
             where=f"--env {path}",
-            fix=f"make it with {version}, or install fp8-harness in it and run it there with --name.",
+            fix=f"make it with {version}, or run there with --name, and gate what both stored.",
         )
     return packages
 
