@@ -60,23 +60,21 @@ def movements(pair: Pair, *, exact: bool) -> list[str]:
 
 
 def loss_share(pair: Pair) -> float:
-    """The largest change of a loss as a share of what the candidate is allowed in that step; NaN counts as infinite.
+    """The largest change of a loss as a share of what the candidate is allowed in that step; infinite for NaN.
 
-    Where nothing is allowed for: the change in nats, which never exceeds anything.
+    Where nothing is allowed for: the change in nats, and never more than 1.
     """
     before, after = pair.baseline.measured, pair.candidate.measured
     if before is None or after is None or not {"case"} <= before.curves.keys() & after.curves.keys():
         return 0.0
-    steps = list(zip(before.curves["case"].losses, after.curves["case"].losses, strict=False))
+    steps = zip(before.curves["case"].losses, after.curves["case"].losses, strict=False)
     changes = [0.0 if same_number(old, new) else abs(new - old) for old, new in steps]
+    if any(map(math.isnan, changes)):
+        return math.inf
     if len(after.allowed_loss) < len(changes):
         return min(max(changes, default=0.0), 1.0)
-    shares = (change / allowed if allowed else math.inf * change for change, allowed in _moved(changes, after))
-    return max((math.inf if math.isnan(share) else share for share in shares), default=0.0)
-
-
-def _moved(changes: list[float], after: Measured) -> Iterable[tuple[float, float]]:
-    return (each for each in zip(changes, after.allowed_loss, strict=False) if each[0] != 0)
+    allowed = zip(changes, after.allowed_loss, strict=False)
+    return max((change / most if most > 0 else math.inf for change, most in allowed if change), default=0.0)
 
 
 def _first_change(old: tuple[float, ...], new: tuple[float, ...]) -> int:

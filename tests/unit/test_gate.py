@@ -251,6 +251,11 @@ def test_numbers_that_moved_are_named_and_gate_beyond_the_tolerance() -> None:
     assert [note.command for note in found.notes] == [f"fp8-harness run --case {TWIN}"]
     assert not held([result()], [moved(CASE, 0.02)]).go
     assert not held([result()], [moved(CASE, float("nan"))]).go
+    unlimited = [
+        replace(each, measured=replace(each.measured or GOOD, allowed_loss=()))
+        for each in (result(), moved(CASE, 5.0), moved(CASE, float("nan")))
+    ]
+    assert [held(unlimited[:1], [each]).go for each in unlimited] == [True, True, False]
 
 
 def test_another_kind_of_cpu_is_compared_by_tolerance_alone() -> None:
