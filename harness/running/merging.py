@@ -11,6 +11,7 @@ from harness.document import CaseDocument, RunDocument, document_of
 from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.jsonform import to_json
+from harness.plural import counted
 from harness.verdict import Verdict
 
 
@@ -25,8 +26,9 @@ def merged(shards: Sequence[Shard], *, latest: bool = False, mixed: bool = False
     """The results of all shards as one run, which began with the first of them and took the seconds of all.
 
     A case counts where it was run. Raises HarnessError where two shards have different results of a case, unless the
-    `latest` counts, and where their environments differ, unless they may be `mixed`.
+    `latest` counts, where their environments differ, unless they may be `mixed`, and where one of N shards is missing.
     """
+    _check_complete(shards)
     environment = _environment(shards, mixed=mixed)
     cases = _cases(shards, latest=latest)
     runs = [shard.run for shard in shards]
@@ -55,6 +57,16 @@ def environment_differences(shards: Sequence[Shard]) -> Iterable[str]:
         if found := replace(first, targets=targets).differences(replace(mine, targets=shared)):
             yield f"{shards[0].name} and {shard.name}: {', '.join(found)}"
         targets = {**mine.targets, **targets}
+
+
+def _check_complete(shards: Sequence[Shard]) -> None:
+    """Raise `HarnessError` where a shard of `run --shard` is not among them: its cases would go unnoticed."""
+    given = {shard.run.shard for shard in shards if shard.run.shard}
+    counts = {int(text.partition("/")[2]) for text in given}
+    missing = [f"{index}/{n}" for n in sorted(counts) for index in range(1, n + 1) if f"{index}/{n}" not in given]
+    if missing:
+        what = f"{counted(len(missing), 'shard')} of the run {'is' if len(missing) == 1 else 'are'} missing: "
+        raise HarnessError(what + ", ".join(missing) + ".", where="results merge", fix="give their results too.")
 
 
 def _environment(shards: Sequence[Shard], *, mixed: bool) -> Environment | None:

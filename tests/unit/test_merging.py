@@ -52,6 +52,14 @@ def test_shards_become_one_run() -> None:
     VALIDATOR.validate(json.loads(document_json(run)))
 
 
+def test_a_missing_shard_is_named() -> None:
+    first, empty = shard(make_result("a"), shard="1/3"), shard(called="empty", shard="3/3")
+    with pytest.raises(HarnessError, match="1 shard of the run is missing: 2/3"):
+        merged([first, empty])
+    whole = merged([first, shard(make_result("b"), shard="2/3"), empty])
+    assert (verdicts(whole), whole.shard, whole.exit_code) == ({"a": "passed", "b": "passed"}, "", 0)
+
+
 def test_a_case_counts_where_it_was_run() -> None:
     first = shard(make_result("a"), not_run("b"), interrupted=True)
     assert merged([first, shard(make_result("b"))]).exit_code == 0
