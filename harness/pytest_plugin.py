@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from harness.project import Project
     from harness.result import CaseResult, RunResult
     from harness.running.plan import Plan
+
+_OUTPUTS = ("--fp8-json", "--fp8-markdown", "--fp8-html")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,13 +40,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fp8-name", default="", metavar="NAME", help="a name for the run, in its JSON")
     group.addoption("--fp8-json", type=Path, metavar="FILE", help="write the results as JSON")
     group.addoption("--fp8-markdown", type=Path, metavar="FILE", help="write a summary as markdown")
+    group.addoption("--fp8-html", type=Path, metavar="FILE", help="write one HTML file that needs no network")
     group.addoption("--fp8-save-trace", type=Path, metavar="DIR", help="write scales, norms, … of every case")
     group.addoption("--fp8-keep-logs", type=Path, metavar="DIR", help="keep output and dumps of ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add the files of `--fp8-tier` to what pytest collects; alone, unless other paths were named too."""
-    if config.getoption("--fp8-json") or config.getoption("--fp8-markdown"):
+    if any(config.getoption(name) for name in _OUTPUTS):
         config.pluginmanager.register(_Results(config), "fp8_harness_results")
     tiers: list[str] = config.getoption("--fp8-tier")
     if not tiers:
@@ -181,16 +184,21 @@ class _Results:
         """Write the files, in the process that has the reports of all workers."""
         if hasattr(self._config, "workerinput"):
             return
-        from harness.document import json_report
+        from harness.cli.report import page_of
+        from harness.document import json_report, run_document
         from harness.durable import write_whole
         from harness.report.markdown import markdown_report
 
         run = self._run(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
-        json_file, markdown_file = (self._config.getoption(name) for name in ("--fp8-json", "--fp8-markdown"))
-        if json_file is not None:
-            write_whole(json_file, json_report(run))
-        if markdown_file is not None:
-            write_whole(markdown_file, markdown_report(run).encode())
+        renders: tuple[Callable[[], bytes], ...] = (
+            lambda: json_report(run),
+            lambda: markdown_report(run).encode(),
+            lambda: page_of(_project(self._config), run_document(run)),
+        )
+        for name, render in zip(_OUTPUTS, renders, strict=True):
+            path: Path | None = self._config.getoption(name)
+            if path is not None:
+                write_whole(path, render())
 
     def _run(self, *, interrupted: bool) -> RunResult:
         from harness.jsonform import from_json

@@ -26,6 +26,8 @@ PYTESTS_OWN = {
     "--rerun-failed": "--lf of pytest",
     "--quiet": "-q of pytest",
     "--verbose": "-v of pytest",
+    "--resume": "--lf of pytest: what a session ran is not stored",
+    "--env": "a session of pytest is in one environment",
     "--github": "plugins of pytest annotate failures of all tests",
     "--budget-s": "workers would each run the whole budget",
 }
@@ -109,7 +111,7 @@ def test_the_options_are_those_of_run_but_for_those_that_pytest_has() -> None:
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_json_is_that_of_run(project: Command, workers: tuple[str, ...]) -> None:
     project.planted("bad", 1)
-    run = ("--fp8-json", "out.json", "--fp8-markdown", "out.md", "--fp8-name", "candidate")
+    run = ("--fp8-json", "out.json", "--fp8-markdown", "out.md", "--fp8-html", "out.html", "--fp8-name", "candidate")
     done = project.pytest(*PLUGIN, *workers, "--fp8-tier", "smoke", "--fp8-tier", "bad", *run)
     assert done.returncode == 1, done.stdout + done.stderr
     document = json.loads((project.folder / "out.json").read_text())
@@ -117,7 +119,7 @@ def test_json_is_that_of_run(project: Command, workers: tuple[str, ...]) -> None
     assert document["totals"]["passed"] == 4 and document["totals"]["crash"] == 1
     assert (document["name"], document["exit_code"]) == ("candidate", 1)
     assert document["environment"]["device"] == "cpu" and all(case["command"] for case in document["cases"])
-    assert "planted failure" in (project.folder / "out.md").read_text()
+    assert all("planted failure" in (project.folder / f"out.{kind}").read_text() for kind in ("md", "html"))
 
 
 def test_shards_are_those_of_run(project: Command) -> None:
