@@ -18,7 +18,7 @@ smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
 
 test: $(READY)  ## run the test suite, without the sweeps
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" --durations 40 --durations-min 5 tests
 
 sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs, the kill matrix of the example
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m sweep tests
