@@ -37,24 +37,37 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     payload_bytes: int
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of one run. None, or empty: not recorded, or not compared.
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers that are followed over runs. None, or empty: not recorded, or not compared.
 
     `curves` are of "case" and of what it was compared with: "golden" and "twin" (BF16), "solo" (the same recipe on one
-    rank). `digests` are equal where every bit is: of "casts", "matmuls", "gradients" and "parameters". Of a cast in a
-    compiled graph it is known neither in which block it is nor how much it flushes: it counts in `digests` alone.
+    rank). `digests` are equal where every bit is: of "casts", "matmuls", "gradients" and "parameters".
     """
 
     curves: Mapping[str, Curve] = {}
-    allowed_loss: tuple[float, ...] = ()  # nats from the golden, of every step
     loss_distance: float | None = None  # the largest from the golden, in nats
     parity: float | None = None  # the largest relative distance of a gradient from solo
     local_parity: float | None = None  # the largest relative distance of a tensor of a module from its replay
     scaled_mm_calls: int | None = None  # of all ranks and steps
     wire: Mapping[str, Sent] = {}  # by kind, dtype and mesh axis: "all_gather in uint8 along dp_shard"
-    expected_wire: Mapping[str, Sent] = {}  # by the formula, without kinds of which it gives only limits
     saved_bytes: int | None = None  # for backward, of all ranks and steps
-    expected_saved_bytes: int | None = None  # by the formula; None where there is none, or where it gives only limits
     fused: Mapping[str, int] = {}  # executions of fused operators, of all ranks and steps
     digests: Mapping[str, str] = {}
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Inputs of all collectives of all ranks and steps; None where none were recorded."""
+        return sum(sent.payload_bytes for sent in self.wire.values()) if self.wire else None
+
+
+class Measured(Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of one run.
+
+    Of a cast in a compiled graph it is known neither in which block it is nor how much it flushes: it counts in
+    `digests` alone.
+    """
+
+    allowed_loss: tuple[float, ...] = ()  # nats from the golden, of every step
+    expected_wire: Mapping[str, Sent] = {}  # by the formula, without kinds of which it gives only limits
+    expected_saved_bytes: int | None = None  # by the formula; None where there is none, or where it gives only limits
     casts: tuple[CastRange, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from harness.checks.ranks import format_ranks
@@ -21,6 +21,11 @@ def size_of_error(name: str, found: float, expected: float) -> float:
 def same_number(found: float, expected: float) -> bool:
     """True for equal numbers, and for NaN on both sides: it is then nothing that differs."""
     return found == expected or (math.isnan(found) and math.isnan(expected))
+
+
+def same_numbers(found: Sequence[float], expected: Sequence[float]) -> bool:
+    """True for as many numbers, each the same."""
+    return len(found) == len(expected) and all(map(same_number, found, expected))
 
 
 class Mismatch(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from harness.checks.mismatch import same_number
+from harness.checks.mismatch import same_numbers
 from harness.document import CaseDocument
 from harness.gate.reason import Kind
 from harness.gate.sides import Pair, Sides
@@ -69,9 +69,7 @@ def _diagnosis(moved: bool, of_what: str) -> Diagnosis:
 def _curve_moved(pair: Pair, name: str) -> bool | None:
     """Whether a BF16 curve that both sides ran moved; None where one did not run it. A stored golden never does."""
     before, after = _curve(pair.baseline, name), _curve(pair.candidate, name)
-    if before is None or after is None:
-        return None
-    return len(before) != len(after) or not all(map(same_number, before, after))
+    return None if before is None or after is None else not same_numbers(before, after)
 
 
 def _curve(case: CaseDocument, name: str) -> tuple[float, ...] | None:

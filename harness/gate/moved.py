@@ -10,21 +10,21 @@ import math
 from collections.abc import Iterable
 
 from harness.checks.mismatch import same_number
+from harness.checks.movement import DIGESTS, GRADIENT_NORMS, LOSSES, moved
 from harness.gate.bf16 import Bf16
 from harness.gate.reason import Reason
 from harness.gate.sides import Pair, Sides
 from harness.measured import CastRange, Curve, Measured
 
-_DIGESTS = ("casts", "matmuls", "gradients", "parameters")  # in the order of causes
 _RANGES = ("amax", "scale_min", "scale_max", "saturated", "flushed")
 
 
 def moved_numbers(sides: Sides) -> Iterable[Reason]:
     """A reason for every case whose numbers moved. It gates where a loss moved by more than its tolerance."""
     exact = not sides.apart
-    moved = {pair.id: texts for pair in sides.compared if (texts := movements(pair, exact=exact))}
-    bf16 = Bf16(sides, frozenset(moved))
-    for name, texts in moved.items():
+    found = {pair.id: texts for pair in sides.compared if (texts := movements(pair, exact=exact))}
+    bf16 = Bf16(sides, frozenset(found))
+    for name, texts in found.items():
         pair = sides.pairs[name]
         share = loss_share(pair)
         diagnosis = bf16.diagnosis(pair)
@@ -49,14 +49,14 @@ def movements(pair: Pair, *, exact: bool) -> list[str]:
     share = loss_share(pair)
     if not exact:
         return [_loss_text(pair, share)] if share > 1 else []
-    old, new = before.curves.get("case"), after.curves.get("case")
-    texts = []
-    if old is not None and new is not None:
-        texts += [_loss_text(pair, share)] if _first_change(old.losses, new.losses) else []
-        texts += _norm_texts(old, new)
-    texts += _cast_texts(before.casts, after.casts)
-    digests = [name for name in _DIGESTS if before.digests.get(name) != after.digests.get(name)]
-    return [*texts, *([f"other bits in {', '.join(digests)}"] if digests else [])]
+    names = moved(before, after)
+    digests = [name for name in DIGESTS if name in names]
+    return [
+        *([_loss_text(pair, share)] if LOSSES in names else []),
+        *([_norm_text(before.curves["case"], after.curves["case"])] if GRADIENT_NORMS in names else []),
+        *_cast_texts(before.casts, after.casts),
+        *([f"other bits in {', '.join(digests)}"] if digests else []),
+    ]
 
 
 def loss_share(pair: Pair) -> float:
@@ -78,10 +78,10 @@ def loss_share(pair: Pair) -> float:
 
 
 def _first_change(old: tuple[float, ...], new: tuple[float, ...]) -> int:
-    """The first step (1-based) with another value, or that only one has; 0 where there is none."""
+    """The first step (1-based) with another value, or that only one has."""
     pairs = zip(old, new, strict=False)
-    found = next((step for step, each in enumerate(pairs, 1) if not same_number(*each)), 0)
-    return found or (0 if len(old) == len(new) else min(len(old), len(new)) + 1)
+    shorter = min(len(old), len(new))
+    return next((step for step, each in enumerate(pairs, 1) if not same_number(*each)), shorter + 1)
 
 
 def _loss_text(pair: Pair, share: float) -> str:
@@ -93,30 +93,28 @@ def _loss_text(pair: Pair, share: float) -> str:
     return f"loss by up to {largest:.2g} nats{allowed}, from step {_first_change(old, new)} on"
 
 
-def _norm_texts(old: Curve, new: Curve) -> list[str]:
+def _norm_text(old: Curve, new: Curve) -> str:
     step = _first_change(old.grad_norms, new.grad_norms)
-    if not step:
-        return []
     shown = [f"{norms[step - 1]:.6g}" if step <= len(norms) else "none" for norms in (old.grad_norms, new.grad_norms)]
-    return [f"gradient norm, step {step}: {' -> '.join(shown)}"]
+    return f"gradient norm, step {step}: {' -> '.join(shown)}"
 
 
 def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> list[str]:
     """The first cast in time of which a number moved, and how many did."""
     old = {(cast.step, cast.fqn, cast.role): cast for cast in before}
-    moved = []
+    others = []
     for cast in after:
         was = old.get((cast.step, cast.fqn, cast.role))
         names = [] if was is None else [name for name in _RANGES if not _same(was, cast, name)]
         if was is not None and names:
-            moved.append((was, cast, names[0]))
+            others.append((was, cast, names[0]))
     only = len({(cast.step, cast.fqn, cast.role) for cast in after} ^ old.keys())
     texts = [f"casts that only one run has: {only}"] if only else []
-    if moved:
-        was, cast, name = min(moved, key=lambda each: each[1].step)
+    if others:
+        was, cast, name = min(others, key=lambda each: each[1].step)
         change = f"{getattr(was, name):.6g} -> {getattr(cast, name):.6g}"
         texts.append(
-            f"{len(moved)} of {len(after)} casts; first {name} of {cast.fqn} {cast.role}, step {cast.step}: {change}"
+            f"{len(others)} of {len(after)} casts; first {name} of {cast.fqn} {cast.role}, step {cast.step}: {change}"
         )
     return texts
 

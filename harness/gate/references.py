@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from harness.checks.assembly import largest
-from harness.checks.mismatch import same_number
+from harness.checks.mismatch import same_number, same_numbers
 from harness.evidence.golden import Golden
 from harness.gate.reason import Kind, Reason
 from harness.gate.sides import Pair, Sides
@@ -18,7 +18,7 @@ def changed_goldens(sides: Sides, stored: Goldens) -> Iterable[Reason]:
     """Every case whose stored golden is another one. It gates unless the golden says why it was changed."""
     for pair in sides.pairs.values():
         before, after = pair.baseline, pair.candidate
-        if before.golden == after.golden == "stored" and not _equal(before.golden_losses, after.golden_losses):
+        if before.golden == after.golden == "stored" and not same_numbers(before.golden_losses, after.golden_losses):
             golden = stored(pair.id)
             reason = _reason_of(golden, after.golden_losses)
             yield Reason(
@@ -40,7 +40,7 @@ def changed_tolerances(sides: Sides) -> Iterable[Reason]:
         if pair.baseline.measured is None or pair.candidate.measured is None:
             continue
         before, after = pair.baseline.measured.allowed_loss, pair.candidate.measured.allowed_loss
-        if before and after and not _equal(before, after):
+        if before and after and not same_numbers(before, after):
             wider = largest(_ratios(before, after), empty=1.0)
             derived = "loss_vs_golden" in pair.candidate.derived or "loss_vs_golden" in pair.baseline.derived
             yield Reason(
@@ -83,7 +83,7 @@ def _other(pair: Pair, what: str, before: str, after: str, *, gates: bool) -> Re
 
 def _reason_of(golden: Golden | None, judged_by: tuple[float, ...]) -> str:
     """Why the golden is what it is, where it is the one that the candidate was judged by; else empty."""
-    if golden is None or not _equal(golden.losses, judged_by):
+    if golden is None or not same_numbers(golden.losses, judged_by):
         return ""
     made = golden.provenance
     return f"reason: {made.reason} ({made.created[:10]}, commit {made.commit[:12]})" if made.reason else ""
@@ -94,10 +94,6 @@ def _unknown(sides: Sides, golden: Golden | None) -> str:
     if before.commit and (before.commit, before.changes) == (after.commit, after.changes):
         return f"both runs are of commit {before.commit[:12]}, in which it cannot change"
     return "no golden is stored now" if golden is None else "the golden that is stored now is another one"
-
-
-def _equal(first: tuple[float, ...], second: tuple[float, ...]) -> bool:
-    return len(first) == len(second) and all(map(same_number, first, second))
 
 
 def _apart(first: tuple[float, ...], second: tuple[float, ...]) -> float:

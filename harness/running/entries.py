@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
-from harness.measured import Curve, Sent
+from harness.measured import Numbers
 from harness.running.stored import Stored
 from harness.store import SCHEMA, RunStore
 from harness.verdict import Verdict
-
-
-class Numbers(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of `Measured` that are followed over runs."""
-
-    curves: Mapping[str, Curve] = {}
-    loss_distance: float | None = None
-    parity: float | None = None
-    local_parity: float | None = None
-    scaled_mm_calls: int | None = None
-    wire: Mapping[str, Sent] = {}
-    saved_bytes: int | None = None
-    fused: Mapping[str, int] = {}
-    digests: Mapping[str, str] = {}
-
-    @property
-    def wire_bytes(self) -> int | None:
-        """Inputs of all collectives of all ranks and steps; None where none were recorded."""
-        return sum(sent.payload_bytes for sent in self.wire.values()) if self.wire else None
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from harness.checks.movement import moved
 from harness.environment import Environment
-from harness.running.entries import Entry, Numbers, entries
+from harness.measured import Numbers
+from harness.running.entries import Entry, entries
 from harness.running.stored import Stored
 from harness.verdict import Verdict
 
@@ -91,44 +93,9 @@ def _moments(pairs: Iterable[tuple[Stored, Entry]]) -> Iterable[Moment]:
             run=run,
             entry=entry,
             changes=before[0].differences(now) if before is not None else (),
-            moved=_moved(earlier, entry.numbers, counts_only=now.device != "cpu"),
+            moved=moved(earlier, entry.numbers, counts_only=now.device != "cpu"),
             repeats=same is not None,
         )
         if entry.numbers is not None:
             last[now.fingerprint] = entry.numbers
         before = now, entry.numbers or (before[1] if before is not None else None)
-
-
-def _moved(before: Numbers | None, now: Numbers | None, *, counts_only: bool) -> tuple[str, ...]:
-    """The names of the exact numbers that differ, of those that both runs have; only counts repeat on a GPU."""
-    if before is None or now is None:
-        return ()
-    one, other = (_counts(each) if counts_only else {**_values(each), **_counts(each)} for each in (before, now))
-    return tuple(
-        name
-        for name, value in one.items()
-        if name in other
-        and value not in (None, {})
-        and other[name] not in (None, {})
-        and repr(value) != repr(other[name])
-    )
-
-
-def _values(numbers: Numbers) -> Mapping[str, object]:
-    curve = numbers.curves.get("case")
-    curves = {} if curve is None else {"losses": curve.losses, "gradient norms": curve.grad_norms}
-    distances = {
-        "loss distance": numbers.loss_distance,
-        "parity": numbers.parity,
-        "local parity": numbers.local_parity,
-    }
-    return {**numbers.digests, **curves, **distances}
-
-
-def _counts(numbers: Numbers) -> Mapping[str, object]:
-    return {
-        "collectives": dict(sorted(numbers.wire.items())),
-        "saved bytes": numbers.saved_bytes,
-        "fused operators": dict(sorted(numbers.fused.items())),
-        "scaled matmuls": numbers.scaled_mm_calls,
-    }
