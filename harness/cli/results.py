@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import msgspec
 
 from harness.cli.options import root_option
-from harness.document import RunDocument, document_json
+from harness.document import document_json
 from harness.durable import write_whole
-from harness.errors import HarnessError
 from harness.plural import counted
-from harness.project import Project, find_project
+from harness.project import find_project
 from harness.report.stored import Listed, runs_json, runs_text
 from harness.report.wording import totals_words
 from harness.running.entries import entries
-from harness.running.merging import Shard, environment_differences, merged
-from harness.running.stored import import_results, read_document, remove_run, results_of, runs_of, stored_run
-from harness.store import PLAN_NAME
+from harness.running.merging import environment_differences, merged
+from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
 
 _EPILOG = """\b
 Examples:
@@ -38,7 +35,8 @@ Examples:
 _IMPORT_EPILOG = """\b
 Examples:
   fp8-harness results import result.json
-  fp8-harness results import nightly/*.json --name nightly
+  fp8-harness results import nightly/*.json --name nightly   runs, a file each
+  fp8-harness results import shards/ --name v2               the shards of one run
 """
 
 _REMOVE_EPILOG = """\b
@@ -82,7 +80,7 @@ def merge_command(*, out: Path, sources: tuple[str, ...], root: str | None, late
     A source is a file of `run --json`, a folder of them, the folder of a run, or a stored run by its name.
     """
     project = find_project(root)
-    shards = [Shard(name, document) for source in sources for name, document in _documents(project, source)]
+    shards = [shard for source in sources for shard in shards_of(project, source)]
     document = merged(shards, latest=latest, mixed=mixed)
     for difference in environment_differences(shards):
         click.echo(f"fp8-harness: note: the environments differ: {difference}.", err=True)
@@ -92,14 +90,17 @@ def merge_command(*, out: Path, sources: tuple[str, ...], root: str | None, late
 
 
 @results.command("import", epilog=_IMPORT_EPILOG)
-@click.argument("files", metavar="FILE.json...", nargs=-1, required=True, type=_FILE)
+@click.argument("files", metavar="FILE|FOLDER...", nargs=-1, required=True)
 @root_option
 @click.option("--name", default="", metavar="NAME", help="A name for the runs, such as a release.")
-def import_command(*, files: tuple[Path, ...], root: str | None, name: str) -> None:
-    """Add results that `run --json` wrote elsewhere to the stored runs. Results that are there are not added again."""
+def import_command(*, files: tuple[str, ...], root: str | None, name: str) -> None:
+    """Add results that `run --json` wrote elsewhere to the stored runs. Results that are there are not added again.
+
+    The files of a folder are the shards of one run.
+    """
     project = find_project(root)
     for file in files:
-        document = read_document(file)
+        document = results_of(project, file)
         named = msgspec.structs.replace(document, name=name or document.name)
         done = "imported" if import_results(project, named) else "is there already"
         click.echo(f"{file}: {done}: {counted(len(document.cases), 'case')}, started {document.started or 'unknown'}")
@@ -114,15 +115,3 @@ def remove_command(*, names: tuple[str, ...], root: str | None) -> None:
     for run in {run.path: run for run in [stored_run(project, name) for name in names]}.values():
         remove_run(run)
         click.echo(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
-
-
-def _documents(project: Project, source: str) -> Iterator[tuple[str, RunDocument]]:
-    """The results that a source means, each with what it is called."""
-    folder = Path(source)
-    if not folder.is_dir() or (folder / PLAN_NAME).is_file():
-        yield source, results_of(project, source)
-        return
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        raise HarnessError("this folder has no JSON files.", where=source, fix="name files that `run --json` wrote.")
-    yield from ((str(file), read_document(file)) for file in files)

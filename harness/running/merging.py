@@ -66,15 +66,15 @@ def _check_complete(shards: Sequence[Shard]) -> None:
     missing = [f"{index}/{n}" for n in sorted(counts) for index in range(1, n + 1) if f"{index}/{n}" not in given]
     if missing:
         what = f"{counted(len(missing), 'shard')} of the run {'is' if len(missing) == 1 else 'are'} missing: "
-        raise HarnessError(what + ", ".join(missing) + ".", where="results merge", fix="give their results too.")
+        raise HarnessError(what + ", ".join(missing) + ".", where=_names(shards), fix="give their results too.")
 
 
 def _environment(shards: Sequence[Shard], *, mixed: bool) -> Environment | None:
     """The one of all shards, with the targets of all; None where they differ: it is that of no case."""
     found = list(environment_differences(shards))
     if found and not mixed:
-        fix = "give --mixed where that does not matter, or run them in one environment."
-        raise HarnessError(f"the environments differ: {'; '.join(found)}.", where="results merge", fix=fix)
+        fix = "give `results merge` --mixed where that does not matter, or run them in one environment."
+        raise HarnessError(f"the environments differ: {'; '.join(found)}.", where=_names(shards), fix=fix)
     first = shards[0].run.environment
     if found or first is None:
         return None
@@ -98,10 +98,14 @@ def _cases(shards: Sequence[Shard], *, latest: bool) -> dict[str, CaseDocument]:
                     f"{source[case.id].name} and {shard.name} have different results of it: {other.verdict.value} and "
                     f"{case.verdict.value}.",
                     where=case.id,
-                    fix="give --latest to keep that of the run that started last.",
+                    fix="give `results merge` --latest to keep that of the run that started last.",
                 )
             found[case.id], source[case.id] = case, shard
     return found
+
+
+def _names(shards: Sequence[Shard]) -> str:
+    return ", ".join(shard.name for shard in shards)
 
 
 def _is_missing(case: CaseDocument) -> bool:

@@ -1,4 +1,4 @@
-"""Stored results by what the user calls them: the last run, a run by its name, a folder of a run, or a file of JSON.
+"""Results by what the user calls them: the last run, a run by its name, its folder, a file of JSON or a folder of them.
 
 The store has two kinds of runs: those of this machine (`store.py`), and those that were imported (`imported.py`).
 """
@@ -9,6 +9,7 @@ import heapq
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from harness.hints import list_results
 from harness.jsonform import from_json
 from harness.project import Project
 from harness.running.imported import digest_of, imported_files, read_head, read_imported, store_imported
+from harness.running.merging import Shard, merged
 from harness.store import PLAN_NAME, RunStart, RunStore
 
 KEPT_RUNS = 100  # a new run removes older ones of the same project, but for those with a name
@@ -42,11 +44,28 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def results_of(project: Project, text: str) -> RunDocument:
-    """The results that `text` means: "last", "last~2", the name of a run, its folder, or a file of `run --json`.
+    """The results that `text` means, as one run; those of a folder of files are merged (`merging.py`).
 
-    Planned cases without a result are `not_run`. Raises HarnessError where there are none or they cannot be read.
+    Planned cases without a result are `not_run`. Raises HarnessError where there are none, or they cannot be read or
+    merged.
+    """
+    found = shards_of(project, text)
+    return merged(found) if Path(text) in Path(found[0].name).parents else found[0].run
+
+
+def shards_of(project: Project, text: str) -> list[Shard]:
+    """The results that `text` means, each with what it is called.
+
+    It means "last", "last~2", the name of a run, its folder, a file of `run --json`, or a folder of such files, each of
+    which has some. Raises HarnessError where there are none.
     """
     path = Path(text)
+    if text and not (path / PLAN_NAME).is_file() and (files := sorted(path.glob("*.json"))):
+        return [Shard(str(file), read_document(file)) for file in files]
+    return [Shard(text, _one(project, text, path))]
+
+
+def _one(project: Project, text: str, path: Path) -> RunDocument:
     if path.is_file():
         return read_document(path)
     if (path / PLAN_NAME).is_file():
@@ -74,6 +93,14 @@ def runs_of(project: Project) -> Iterator[Stored]:
         found = _imported(path) if path.parent == project.imported else _stored(path)
         if found is not None:
             yield found
+
+
+def runs_before(project: Project, document: RunDocument, *, most: int) -> list[Stored]:
+    """The last `most` stored runs of any of its cases up to this run, the oldest first; none where it is not stored."""
+    ids = {case.id for case in document.cases}
+    alike = (run for run in runs_of(project) if not ids.isdisjoint(run.start.cases))
+    here = dropwhile(lambda run: (run.start.started, set(run.start.cases)) != (document.started, ids), alike)
+    return list(islice(here, most))[::-1]
 
 
 def _stored(folder: Path) -> Stored | None:

@@ -188,8 +188,14 @@ def test_shards_of_two_machines_become_one_run_and_are_imported(project: Command
     document = read(project.folder / "all.json")
     jsonschema.validate(document, read(project.repository / "harness/schemas/result.schema.json"))
     assert document["exit_code"] == 0 and document["environment"] is not None
+    for words in (("gate", "--baseline", "shards", "--candidate", "all.json"), ("report", "shards/")):
+        told = project.run(*words)
+        assert told.returncode == 0 and ("GO" if words[0] == "gate" else "4 cases: 4 passed") in told.stdout, (
+            told.stderr
+        )
     first, again = (project.run("results", "import", "all.json", "--name", "v1") for _ in range(2))
     assert "all.json: imported: 4 cases" in first.stdout and "all.json: is there already" in again.stdout
+    assert "shards/: is there already: 4 cases" in project.run("results", "import", "shards/").stdout
     (run,) = listed(project)
     assert (run["name"], run["imported"], run["totals"]["passed"]) == ("v1", True, 4)
     case = document["cases"][0]["id"]
@@ -226,7 +232,7 @@ def test_what_cannot_be_merged_or_imported_is_one_clear_error(project: Command) 
     (project.folder / "empty").mkdir()
     (project.folder / "x.json").write_text("{}")
     for words, text in (
-        (("results", "merge", "o.json", "empty"), "has no JSON files"),
+        (("results", "merge", "o.json", "empty"), "empty: there are no such results"),
         (("results", "merge", "o.json", "nosuch"), "no such results"),
         (("results", "import", "x.json"), "holds no results"),
     ):

@@ -76,6 +76,20 @@ def test_runs_are_found_by_number_name_folder_and_file(project: Project, tmp_pat
     assert results_of(project, str(tmp_path / "result.json")) == results_of(project, "old")
 
 
+def test_a_folder_of_files_is_one_run(project: Project, tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    with pytest.raises(HarnessError, match="no such results"):
+        results_of(project, str(shards))
+    for number, case_id in enumerate((A, B), 1):
+        document = replace(a_document(case_id), shard=f"{number}/2")
+        (shards / f"{number}.json").write_bytes(document_json(document))
+    assert ids(results_of(project, str(shards))) == ids(results_of(project, f"{shards}/")) == [A, B]
+    (shards / "1.json").unlink()
+    with pytest.raises(HarnessError, match=r"2\.json: 1 shard of the run is missing: 1/2"):
+        results_of(project, str(shards))
+
+
 def test_of_two_runs_of_one_name_the_last_counts(project: Project) -> None:
     for case_id in (A, B):
         add(project, case_id, name="v1")
