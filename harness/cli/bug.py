@@ -14,7 +14,7 @@ from harness.cli.bug_check import check_command
 from harness.cli.bug_export import export_command
 from harness.cli.bug_import import import_command
 from harness.cli.bug_trial import run_once
-from harness.cli.options import json_option, plan_parameter, root_option, write_json
+from harness.cli.options import json_option, plan_parameter, root_option, write_output
 from harness.errors import HarnessError
 from harness.running.plan import Plan
 
@@ -156,7 +156,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     earlier = None if like is None else read_reproduced(like).found.signature
     found = reproduced(asked, tried(result), installed=installed, device=device, like=earlier)
     click.echo(reproduced_text(found), nl=False, err=str(json_file) == "-")
-    write_json(json_file, lambda: reproduced_json(found))
+    write_output(json_file, lambda: reproduced_json(found))
     return found
 
 
@@ -210,7 +210,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
         found = shrink(asked.case, trials, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     again = msgspec.structs.replace(plan, injections=injections).command(case_id(found.case))
     click.echo(shrunk_text(found, command=again), nl=False, err=str(json_file) == "-")
-    write_json(json_file, lambda: shrunk_json(found))
+    write_output(json_file, lambda: shrunk_json(found))
     if output is not None:
         write_new_case(output, found.case, force=force)
     return 0 if found.complete else 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, root_option, write_json
+from harness.cli.options import json_option, root_option, write_output
 
 _EPILOG = """\b
 Examples:
@@ -82,7 +82,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
         answers = open_answers(project, trial.depends_on)
         found = bisect(versions, _spelled(bad, versions), trial.ask, answers, package=package, note=progress.note)
     click.echo(bisected_text(found), nl=False, err=str(json_file) == "-")
-    write_json(json_file, lambda: bisected_json(found))
+    write_output(json_file, lambda: bisected_json(found))
 
 
 def _spelled(version: str, versions: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import json_option, plan_parameter, root_option, write_json
+from harness.cli.options import json_option, plan_parameter, root_option, write_output
 from harness.running.plan import Plan
 
 _EPILOG = """\b
@@ -48,5 +48,5 @@ def check_command(
     with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
         corpus = check_corpus(project, bugs, plan, progress)
     click.echo(corpus_text(corpus), nl=False, err=str(json_file) == "-")
-    write_json(json_file, lambda: corpus_json(corpus))
+    write_output(json_file, lambda: corpus_json(corpus))
     return corpus.exit_code

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, root_option, write_json
+from harness.cli.options import json_option, root_option, write_output
 from harness.durable import write_whole
 from harness.errors import HarnessError
 
@@ -86,7 +86,7 @@ def import_command(  # noqa: PLR0913  one parameter per option
     to_stderr = dry_run or str(json_file) == "-"
     click.echo(imported_text(found, file=shown), nl=False, err=to_stderr)
     if json_file is not None:
-        write_json(json_file, lambda: imported_json(found, file=shown))
+        write_output(json_file, lambda: imported_json(found, file=shown))
     elif dry_run:
         click.echo(text, nl=False)
 

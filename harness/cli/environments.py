@@ -22,8 +22,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _WORST_FIRST = (ExitCode.INTERRUPTED, ExitCode.FAILED, ExitCode.NOTHING_RAN, ExitCode.INFRA)
 
 
-def run_in_environments(project: Project, given: Sequence[str], without: Collection[str]) -> int:
-    """`run` in every environment of `--env NAME=PATH`, with all words of this command but those `without`."""
+def run_in_environments(project: Project, given: Sequence[str], words: Sequence[str]) -> int:
+    """`run` with these words in every environment of `--env NAME=PATH`."""
     from harness.report.environments import environments_text
     from harness.running.environments import Place, python_over
 
@@ -32,7 +32,7 @@ def run_in_environments(project: Project, given: Sequence[str], without: Collect
         raise HarnessError("two environments have one name.", where="--env", fix="give each a name of its own.")
     folder = project.state / "environments"
     places = [Place(name=name, python=python_over(path, folder)) for name, path in named]
-    runs = run_at_all(project, places, given_words(without))
+    runs = run_at_all(project, places, words)
     click.echo(environments_text(runs), nl=False)
     return exit_code_of(runs)
 
@@ -78,14 +78,14 @@ def exit_code_of(runs: Mapping[str, RunDocument]) -> int:
     return next((int(code) for code in _WORST_FIRST if code in codes), 0)
 
 
-def given_words(without: Collection[str]) -> list[str]:
-    """The words of this command line as click read them, but for these parameters."""
+def given_words(wanted: Collection[str]) -> list[str]:
+    """The words of this command line as click read them, of these parameters."""
     context = click.get_current_context()
     words: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if name not in without and source is not None and source.name == "COMMANDLINE":
+        if name in wanted and source is not None and source.name == "COMMANDLINE":
             words = [*words, *_words(parameter, context.params[name])]
     return words
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from harness.cli.options import root_option, write_json
-from harness.durable import write_whole
+from harness.cli.options import check_folder, jobs_option, root_option, select_option, timeout_option, write_output
 from harness.errors import HarnessError
 from harness.verdict import ExitCode
 
@@ -27,16 +27,19 @@ Examples:
   fp8-harness gate --baseline v1 --candidate v2 --required cases/required.toml
   fp8-harness gate --baseline v1.json --candidate v2.json --json - | jq .go
   fp8-harness gate --baseline v1 --candidate v2 --allow 'wire=two gathers became one'
-  fp8-harness gate --matrix torchao=0.17.0,0.18.0 smoke
+  fp8-harness gate --baseline v1 --candidate v2 --html gate.html
+  fp8-harness gate --matrix torchao=0.17.0,0.18.0 pr --select tp=2 -j 4
 
 \b
 A and B are a name of `run --name`, "last", "last~2", the folder of a run,
-or a file of `run --json`. Cases in cases/quarantine.toml do not gate.
+a file of `run --json`, or a folder of such files, the shards of one run.
+Cases in cases/quarantine.toml do not gate.
 
 \b
 Exit codes: 0 GO, 1 NO-GO, 2 usage or bad input, 3 nothing to compare.
 """
 
+_OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -51,10 +54,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--gate-times", is_flag=True, help="A slower candidate gates on a CPU too.")
 @click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the answer as JSON; -: to stdout.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write the answer as markdown.")
+@click.option("--html", "html_file", metavar="FILE", type=_FILE, help="Write one HTML file that needs no network.")
+@select_option
+@jobs_option
+@timeout_option
 @root_option
 def gate_command(  # noqa: PLR0913  one parameter an option
     *,
-    sources: tuple[str, ...],
     baseline: str | None,
     candidate: str | None,
     matrix: str | None,
@@ -64,15 +70,23 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     gate_times: bool,
     json_file: Path | None,
     markdown_file: Path | None,
+    html_file: Path | None,
     root: str | None,
+    **_of_the_runs: object,
 ) -> int:
-    """Say GO or NO-GO: is the candidate B as good as the baseline A? With every reason, the heaviest first."""
+    """Say GO or NO-GO: is the candidate B as good as the baseline A? With every reason, the heaviest first.
+
+    With --matrix the tiers are run, and --select, -j and --timeout-s are as in `run`.
+    """
+    from harness.cli.environments import given_words
     from harness.gate.gate import Terms, gate
     from harness.matrix.quarantine import read_quarantine
     from harness.matrix.required import read_required
     from harness.project import find_project
     from harness.report.gate import gate_json, gate_markdown, gate_text
 
+    for path in filter(None, (json_file, markdown_file, html_file)):
+        check_folder(path)
     project = find_project(root)
     terms = Terms(
         now=datetime.datetime.now(datetime.UTC),
@@ -82,51 +96,54 @@ def gate_command(  # noqa: PLR0913  one parameter an option
         strict=strict,
         gate_times=gate_times,
     )
-    names, (before, after) = _sides(project, sources, baseline, candidate, matrix, root)
+    words = given_words(_OF_THE_RUNS)
+    names, (before, after) = _sides(project, words, baseline, candidate, matrix, root)
     found = gate(before, after, terms, names=names, goldens=_goldens(project, after))
     width = shutil.get_terminal_size().columns
     click.echo(gate_text(found, width=width), nl=False, err=str(json_file) == "-")
-    write_json(json_file, lambda: gate_json(found))
-    if markdown_file is not None:
-        write_whole(markdown_file, gate_markdown(found).encode())
-    return _code(found)
-
-
-def _code(found: Gate) -> ExitCode:
+    write_output(json_file, lambda: gate_json(found))
+    write_output(markdown_file, lambda: gate_markdown(found).encode())
+    write_output(html_file, lambda: _page(project, found, after))
     return ExitCode.GOOD if found.go else ExitCode.FAILED
+
+
+def _page(project: Project, found: Gate, candidate: RunDocument) -> bytes:
+    from harness.cli.report import page_of
+    from harness.report.html.gate import gate_front
+
+    return page_of(project, candidate, front=gate_front(found, candidate))
 
 
 def _sides(
     project: Project,
-    sources: tuple[str, ...],
+    words: Sequence[str],
     baseline: str | None,
     candidate: str | None,
     matrix: str | None,
     root: str | None,
 ) -> tuple[tuple[str, str], tuple[RunDocument, RunDocument]]:
-    """The names and the results of the two sides: two that are stored, or of runs with versions of a package."""
+    """The names and the results of the two sides: two that are stored, or of runs, with these words, of versions."""
     from harness.running.stored import results_of
 
     if matrix is not None:
         if baseline is not None or candidate is not None:
             what = "the first and the last version are compared."
             raise HarnessError(what, where="--matrix", fix="leave out --baseline and --candidate.")
-        return _matrix(project, matrix, sources, root)
+        return _matrix(project, matrix, [*words, *(() if root is None else ("--root", root))])
     if baseline is None or candidate is None:
         raise click.UsageError("--baseline and --candidate are needed, or --matrix.")
-    if sources:
-        raise click.UsageError("tiers are run with --matrix only.")
+    if words:
+        raise click.UsageError("tiers, --select, -j and --timeout-s are of the runs that --matrix makes.")
     return (baseline, candidate), (results_of(project, baseline), results_of(project, candidate))
 
 
 def _matrix(
-    project: Project, matrix: str, sources: tuple[str, ...], root: str | None
+    project: Project, matrix: str, words: Sequence[str]
 ) -> tuple[tuple[str, str], tuple[RunDocument, RunDocument]]:
     """The first and the last version of a package, after the tiers were run with every one."""
     from harness.cli.environments import run_at_all, versions_of
     from harness.report.environments import environments_text
 
-    words = [*sources, *(() if root is None else ("--root", root))]
     runs = run_at_all(project, versions_of(project, matrix), words)
     click.echo(environments_text(runs), err=True)
     first, *_, last = runs

@@ -15,6 +15,29 @@ from harness.running.plan import DEFAULT_JOBS
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+select_option = click.option(
+    "--select",
+    "expressions",
+    metavar="EXPR",
+    multiple=True,
+    help="Keep cases that match: 'tp=4,8 recipe!=bf16', 'id~*ac.full*'. Repeated: all must match.",
+)
+jobs_option = click.option(
+    "-j",
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=DEFAULT_JOBS,
+    show_default=True,
+    help="Cases run at the same time, as far as slots allow.",
+)
+timeout_option = click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds one attempt at a case may take. Default: 120, for every rank one a step "
+    "and 20 to compile a graph or 120 to generate code, and more for large models.",
+)
+
+
 def root_option(command: Command) -> Command:
     """`--root DIR`: the project to work in."""
     text = "Project root with cases/ and golden/. Default: the nearest one at or above the current folder."
@@ -34,13 +57,7 @@ def query_options(command: Command) -> Command:
             click.argument("sources", metavar="[TIER|FILE]...", nargs=-1),
             click.option("--tier", "tiers", metavar="TIER", multiple=True, help="A tier by name; may be repeated."),
             click.option("--case", "case_ids", metavar="ID", multiple=True, help="One case by id; may be repeated."),
-            click.option(
-                "--select",
-                "expressions",
-                metavar="EXPR",
-                multiple=True,
-                help="Keep cases that match: 'tp=4,8 recipe!=bf16', 'id~*ac.full*'. Repeated: all must match.",
-            ),
+            select_option,
             click.option(
                 "--target",
                 metavar="NAME",
@@ -76,26 +93,14 @@ def plan_options(command: Command) -> Command:
                 show_default=True,
                 help="zygote: fresh ranks forked from one zygote. torchrun: one torchrun per case, slower.",
             ),
-            click.option(
-                "-j",
-                "--jobs",
-                type=click.IntRange(min=1),
-                default=DEFAULT_JOBS,
-                show_default=True,
-                help="Cases run at the same time, as far as slots allow.",
-            ),
+            jobs_option,
             click.option(
                 "--slots",
                 type=click.IntRange(min=1),
                 help="Ranks at the same time on this machine, over all jobs that share it. "
                 "Default on CPU: one a core, at least 10; on CUDA: the visible devices.",
             ),
-            click.option(
-                "--timeout-s",
-                type=click.FloatRange(min=0, min_open=True),
-                help="Seconds one attempt at a case may take. Default: 120, for every rank one a step "
-                "and 20 to compile a graph or 120 to generate code, and more for large models.",
-            ),
+            timeout_option,
         )
     ):
         command = decorate(command)
@@ -130,13 +135,14 @@ def plan_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
     return plan_options(with_plan)
 
 
-def write_json(path: Path | None, content: Callable[[], bytes]) -> None:
-    """Write what `json_option` asks for: to a file, with "-" to stdout, and nothing without a path."""
+def write_output(path: Path | None, content: Callable[[], bytes]) -> None:
+    """Write what an option asks for: to a file, with "-" to stdout, and nothing without a path."""
     if path is None:
         return
     if str(path) == "-":
         click.echo(content().decode(), nl=False)
     else:
+        check_folder(path)
         write_whole(path, content())
 
 

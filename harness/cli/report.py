@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from harness.cli.options import check_folder, root_option
-from harness.document import RunDocument, run_result
-from harness.durable import write_whole
+from harness.cli.options import root_option, write_output
+from harness.document import RunDocument, document_json, run_result
 from harness.hints import rerun_failed
 from harness.project import Project, find_project
 from harness.running.stored import results_of
 
 if TYPE_CHECKING:
-    from harness.report.html.sections import Section
+    from harness.report.html.sections import Front, Listing, Section
 
 _EPILOG = """\b
 Examples:
@@ -32,12 +31,14 @@ Exit codes: 0 written, 2 usage error or bad input.
 """
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
+_HISTORY_RUNS = 20  # that a page tells of, at most
 _READ = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 @click.command("report", epilog=_EPILOG)
 @click.argument("run", metavar="[RUN|FILE.json]", default="last")
 @click.option("--html", "html_file", metavar="FILE", type=_FILE, help="Write one HTML file that needs no network.")
+@click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the results as JSON; -: to stdout.")
 @click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write JUnit XML.")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
 @click.option("--power", metavar="FILE", type=_READ, help="Add the kill matrix that `power --json` wrote.")
@@ -47,6 +48,7 @@ def report_command(  # noqa: PLR0913  one parameter an option
     *,
     run: str,
     html_file: Path | None,
+    json_file: Path | None,
     junit_file: Path | None,
     markdown_file: Path | None,
     power: Path | None,
@@ -64,6 +66,7 @@ def report_command(  # noqa: PLR0913  one parameter an option
 
     outputs: tuple[tuple[Path | None, Callable[[], bytes]], ...] = (
         (html_file, html),
+        (json_file, lambda: document_json(document)),
         (junit_file, lambda: _junit(document)),
         (markdown_file, lambda: _markdown(document)),
     )
@@ -72,18 +75,33 @@ def report_command(  # noqa: PLR0913  one parameter an option
 
         click.echo(text_report(run_result(document), rerun=rerun_failed(root=root)), nl=False)
     for path, render in outputs:
-        if path is not None:
-            check_folder(path)
-            write_whole(path, render())
+        write_output(path, render)
 
 
 def page_of(
-    project: Project, document: RunDocument, *, power: Path | None = None, conformance: Path | None = None
+    project: Project,
+    document: RunDocument,
+    *,
+    front: Front | None = None,
+    power: Path | None = None,
+    conformance: Path | None = None,
 ) -> bytes:
-    """The page of a run, with the coverage of the tiers that it ran whole."""
+    """The page of a run, with the coverage of the tiers that it ran whole, and earlier results where it is stored."""
     from harness.report.html.page import html_report
 
-    return html_report(document, sections=tuple(_sections(project, document, power, conformance)))
+    sections = tuple(_sections(project, document, power, conformance))
+    return html_report(document, front=front, sections=sections, history=_history(project, document))
+
+
+def _history(project: Project, document: RunDocument) -> dict[str, Listing]:
+    """The history of every case that earlier runs have too, by its id."""
+    from harness.report.html.sections import history_listing
+    from harness.running.stored import runs_before
+    from harness.studies.history import histories
+
+    ids = {case.id for case in document.cases}
+    found = histories(runs_before(project, document, most=_HISTORY_RUNS), ids.__contains__)
+    return {each.case_id: history_listing(each) for each in found if len(each.moments) > 1}
 
 
 def _sections(

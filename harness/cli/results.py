@@ -8,10 +8,10 @@ import click
 import msgspec
 
 from harness.cli.options import root_option
-from harness.document import document_json
+from harness.document import RunDocument, document_json
 from harness.durable import write_whole
 from harness.plural import counted
-from harness.project import find_project
+from harness.project import Project, find_project
 from harness.report.stored import Listed, runs_json, runs_text
 from harness.report.wording import totals_words
 from harness.running.entries import entries
@@ -102,7 +102,7 @@ def import_command(*, files: tuple[str, ...], root: str | None, name: str) -> No
     for file in files:
         document = results_of(project, file)
         named = msgspec.structs.replace(document, name=name or document.name)
-        done = "imported" if import_results(project, named) else "is there already"
+        done = "imported" if import_results(project, named) else f"is there already as {_name(project, document)}"
         click.echo(f"{file}: {done}: {counted(len(document.cases), 'case')}, started {document.started or 'unknown'}")
 
 
@@ -115,3 +115,8 @@ def remove_command(*, names: tuple[str, ...], root: str | None) -> None:
     for run in {run.path: run for run in [stored_run(project, name) for name in names]}.values():
         remove_run(run)
         click.echo(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
+
+
+def _name(project: Project, document: RunDocument) -> str:
+    """What the stored run with these results can be called."""
+    return next((run.names[0] for run in runs_of(project) if run.start.started == document.started), "another run")

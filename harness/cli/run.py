@@ -199,11 +199,11 @@ def run_command(  # noqa: PLR0913  one parameter an option
 
 def _in_environments(given: Sequence[str], root: str | None) -> int:
     """The same command in every environment, without what is of one run."""
-    from harness.cli.environments import refuse_with_env, run_in_environments
+    from harness.cli.environments import given_words, refuse_with_env, run_in_environments
 
     params = click.get_current_context().params
     refuse_with_env({option: params[name] for name, option in _OF_ONE_RUN.items()})
-    return run_in_environments(find_project(root), given, without=("environments",))
+    return run_in_environments(find_project(root), given, given_words(params.keys() - {"environments"}))
 
 
 def _given_options() -> RunOptions:

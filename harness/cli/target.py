@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from harness.cli.new import write_new_case
-from harness.cli.options import json_option, plan_parameter, root_option, write_json
+from harness.cli.options import json_option, plan_parameter, root_option, write_output
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
 from harness.matrix.targets import MODULES, NAME
@@ -103,7 +103,7 @@ def check_command(  # noqa: PLR0913  one parameter per option
     with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
         report = check_target(project, asked, plan, progress)
     click.echo(target_text(report), nl=False, err=str(json_file) == "-")
-    write_json(json_file, lambda: target_json(report))
+    write_output(json_file, lambda: target_json(report))
     return target_exit_code(report)
 
 

@@ -83,7 +83,7 @@ def _details(before: CaseDocument | None, after: CaseDocument) -> Iterable[str]:
         yield f"before: {was.text}"
     diverged = next((each for each in after.findings if each.check == divergence.NAME), None)
     if diverged is not None:
-        yield f"first difference: {_words(diverged)}"
+        yield _line(diverged)
 
 
 def _first(case: CaseDocument) -> str:
@@ -91,11 +91,16 @@ def _first(case: CaseDocument) -> str:
 
 
 def _words(finding: Finding) -> str:
-    """The check, the place and the first line of the message of a finding."""
+    """The check and the first line of the message of a finding, with its place where the message does not name it."""
     parts = (("step", finding.step), ("rank", finding.rank), ("module", finding.module))
     place = ", ".join(f"{name} {value}" for name, value in parts if value is not None)
-    where = f" [{place}]" if place else ""
-    return f"{finding.check}{where}: {finding.message.partition(chr(10))[0]}"
+    is_named = finding.module is not None and finding.module in _line(finding)
+    where = f" [{place}]" if place and not is_named else ""
+    return f"{finding.check}{where}: {_line(finding)}"
+
+
+def _line(finding: Finding) -> str:
+    return finding.message.partition("\n")[0]
 
 
 def _faults(case: CaseDocument) -> list[str]:

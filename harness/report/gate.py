@@ -35,7 +35,7 @@ def gate_text(found: Gate, *, width: int) -> str:
 
 def gate_markdown(found: Gate) -> str:
     """The answer for a pull request or a summary page of CI."""
-    parts = [f"## {_answer(found)}", "\n".join(f"- {_code(line)}" for line in _facts(found))]
+    parts = [f"## {answer(found)}: {sides_text(found)}", "\n".join(f"- {_code(line)}" for line in _facts(found))]
     for title, reasons in (("gates", found.gating), ("does not gate", found.others)):
         if reasons:
             parts += [f"### {title}", _table(reasons)]
@@ -45,28 +45,58 @@ def gate_markdown(found: Gate) -> str:
     return printable("\n\n".join(parts)) + "\n"
 
 
-def _answer(found: Gate) -> str:
-    return f"{'GO' if found.go else 'NO-GO'}: {found.candidate.name} against {found.baseline.name}"
+def answer(found: Gate) -> str:
+    """The decision in one word."""
+    return "GO" if found.go else "NO-GO"
+
+
+def sides_text(found: Gate) -> str:
+    """What was compared with what."""
+    return f"{found.candidate.name} against {found.baseline.name}"
 
 
 def _head(found: Gate, width: int) -> str:
-    return "\n".join([_answer(found), *(_wrapped(line, width, "", "  ") for line in _facts(found))])
+    return "\n".join(
+        [f"{answer(found)}: {sides_text(found)}", *(_wrapped(line, width, "", "  ") for line in _facts(found))]
+    )
 
 
 def _facts(found: Gate) -> Iterator[str]:
     """How much was compared, how exactly, and what differs besides the results."""
+    *compared, times = facts(found)
+    yield from compared
+    if found.differences:
+        yield short_digests(f"differs: {', '.join(found.differences)}")
+    yield times
+
+
+def facts(found: Gate) -> Iterator[str]:
+    """How many reasons there are, how much was compared and how exactly, and the times."""
     gating, others = len(found.gating), len(found.others)
-    yield f"{counted(gating, 'reason')} {'gates' if gating == 1 else 'gate'}, {others} not"
+    gates = f"{counted(gating, 'reason')} {'gates' if gating == 1 else 'gate'}" if gating else "no reason gates"
+    yield gates + (f", {others} {'does' if others == 1 else 'do'} not" if others else "")
     yield (
         f"{found.candidate.good} of {counted(found.candidate.cases, 'case')} good, {found.candidate.checks} checks "
         f"judged (baseline: {found.baseline.good} of {found.baseline.cases}, {found.baseline.checks}); numbers of "
-        f"{found.compared} compared"
+        f"{counted(found.compared, 'case')} compared"
     )
     if found.inexact:
         yield f"compared by tolerance only, not to the bit: {'; '.join(found.inexact)}"
-    if found.differences:
-        yield _DIGEST.sub(r"\1", f"differs: {', '.join(found.differences)}")
-    yield f"times: {found.times.text}" if found.times is not None else "times: not compared, other hardware"
+    yield f"times: {_times(found)}"
+
+
+def _times(found: Gate) -> str:
+    """What became of the times, or why they were not compared."""
+    if found.times is not None:
+        return found.times.text
+    if not found.compared:
+        return "not compared, no case is good on both sides"
+    return f"not compared, {'other hardware' if found.inexact else 'no case was good at its first attempt'}"
+
+
+def short_digests(text: str) -> str:
+    """The text with the first digits of every digest."""
+    return _DIGEST.sub(r"\1", text)
 
 
 def _kinds(title: str, reasons: Sequence[Reason], width: int) -> str:

@@ -11,7 +11,7 @@ from harness.report.sparkline import sparkline
 from harness.report.wording import aligned, printable
 from harness.studies.history import History, Moment
 
-_COLUMNS = ("started", "name", "commit", "verdict", "loss apart", "local", "parity", "s", "wire", "saved")
+MOMENT_COLUMNS = ("started", "name", "commit", "verdict", "loss apart", "local", "parity", "s", "wire", "saved")
 _NUMBERS = range(4, 10)  # right-aligned columns
 _SHOWN = 60  # characters of one difference of environments: models of CPUs are long
 _UNITS = ("B", "kB", "MB", "GB")
@@ -19,8 +19,8 @@ _UNITS = ("B", "kB", "MB", "GB")
 
 def history_text(history: History, *, width: int) -> str:
     """Every run of a case, with what changed before it; the rows are blocks where `width` is too small for a table."""
-    rows = [_row(moment) for moment in history.moments]
-    head, *lines = aligned([_COLUMNS, *rows], right=_NUMBERS).splitlines()
+    rows = [moment_row(moment) for moment in history.moments]
+    head, *lines = aligned([MOMENT_COLUMNS, *rows], right=_NUMBERS).splitlines()
     wide = max(map(len, (head, *lines))) <= width
     blocks = lines if wide else [_block(row) for row in rows]
     told = [
@@ -84,7 +84,8 @@ def _what(change: Moment) -> str:
     return "; ".join(filter(None, [change.entry.verdict.value, moved, _environment(change)]))
 
 
-def _row(moment: Moment) -> tuple[str, ...]:
+def moment_row(moment: Moment) -> tuple[str, ...]:
+    """A case in one run, a text for each of MOMENT_COLUMNS."""
     numbers, environment = moment.entry.numbers, moment.run.start.environment
     distances = (numbers.loss_distance, numbers.local_parity, numbers.parity) if numbers else (None,) * 3
     sizes = (numbers.wire_bytes, numbers.saved_bytes) if numbers else (None,) * 2
@@ -101,10 +102,15 @@ def _row(moment: Moment) -> tuple[str, ...]:
 
 def _block(row: Sequence[str]) -> str:
     started, name, commit, verdict, *numbers = row
-    named = [f"{column} {value}" for column, value in zip(_COLUMNS[4:], numbers, strict=True) if value != "-"]
+    named = [f"{column} {value}" for column, value in zip(MOMENT_COLUMNS[4:], numbers, strict=True) if value != "-"]
     origin = ", ".join(each for each in (name, commit) if each != "-")
     lines = [f"{started}  {verdict}", *([f"  {origin}"] if origin else [])]
     return "\n".join([*lines, f"  {', '.join(named[:4])}", *([f"  {', '.join(named[4:])}"] if named[4:] else [])])
+
+
+def moment_changes(moment: Moment) -> tuple[str, ...]:
+    """What changed of the environment before a run, and which exact numbers changed then."""
+    return tuple(filter(None, (_changes(moment), _moved(moment))))
 
 
 def _changes(moment: Moment) -> str:

@@ -32,15 +32,17 @@ def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -
     run(project, "v1")
     run(project, "v2")
     run(project, "v3", "--inject", "broken.py:apply", code=1)
-    assert gate(project, "v1", "v2")[1].startswith("GO: v2 against v1\n0 reasons gate, 0 not\n")
-    done = project.run(
-        "gate", "--baseline", "v1", "--candidate", "v3", "--json", "-", "--markdown", str(project.folder / "gate.md")
-    )
+    assert gate(project, "v1", "v2")[1].startswith("GO: v2 against v1\nno reason gates\n")
+    outputs = ("--json", "-", "--markdown", str(project.folder / "gate.md"), "--html", "gate.html")
+    done = project.run("gate", "--baseline", "v1", "--candidate", "v3", *outputs)
     found: dict[str, Any] = json.loads(done.stdout)
     assert (done.returncode, found["go"], found["reasons"][0]["kind"]) == (1, False, "new-failure")
     assert found["reasons"][0]["command"].endswith("--inject broken.py:apply")
     assert done.stderr.startswith("NO-GO: v3 against v1\n")
     assert (project.folder / "gate.md").read_text().startswith("## NO-GO: v3 against v1\n")
+    page = (project.folder / "gate.html").read_text()
+    assert "<title>v3 against v1: NO-GO</title>" in page and "--inject broken.py:apply" in page
+    assert '"history":{"columns":["started",' in page, "v1 and v2 are earlier runs of these cases"
     assert gate(project, "v3", "v3")[0] == 0 and gate(project, "v3", "v3", "--strict")[0] == 1
 
 
@@ -55,6 +57,8 @@ def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
         (("--baseline", "v1", "--candidate", "v2", "--allow", "zzz=x"), "'zzz' is no kind of change"),
         (("--baseline", "v1", "--candidate", "v2", "--allow", "new-failure=x"), "excused in cases/quarantine.toml"),
         (("--baseline", "v1", "--candidate", "v2", "--allow", "wire="), "it does not say why"),
+        (("--baseline", "v1", "--candidate", "v2", "--html", "no/such.html"), "there is no such folder"),
+        (("--baseline", "v1", "--candidate", "v2", "-j", "2"), "of the runs that --matrix makes"),
         (("--matrix", "torchao=1"), "no package with two versions"),
         (("--matrix", "torchao=1,2", "--baseline", "v1"), "leave out --baseline"),
     ):
@@ -154,11 +158,18 @@ def test_versions_of_a_package_are_gated(project: Command) -> None:
     wheels.mkdir()
     for version in ("0.1", "0.2"):
         wheel(wheels, version)
-    project.tier("mine", '[[case]]\naxes = {recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05}\n')
+    axes = 'axes = {recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
+    project.tier("mine", f"[[case]]\n{axes}}}\n[[case]]\n{axes}, seed = 7}}\n")
     links = {"FIND_LINKS": str(wheels), "NO_INDEX": "1"}
     project.environment |= {f"{tool}_{name}": value for tool in ("PIP", "UV") for name, value in links.items()}
     done = project.run("gate", "--matrix", f"{PACKAGE}=0.1,0.2", "mine")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"GO: {PACKAGE}-0.2 against {PACKAGE}-0.1\n")
+    words = ("--select", "seed=7", "-j", "1", "--timeout-s", "77", "--json", "-", "--html", "gate.html")
+    part = project.run("gate", "--matrix", f"{PACKAGE}=0.1,0.2", "mine", *words)
+    assert (part.returncode, json.loads(part.stdout)["compared"]) == (0, 1), part.stderr
+    assert "--timeout-s 77" in (project.folder / "gate.html").read_text()
+    (asked, *_) = json.loads(project.run("results", "list", "--json").stdout)
+    assert asked["cases"] == 1 and "--select" in asked["asked"]
     missing = project.run("gate", "--matrix", f"{PACKAGE}=0.1,0.3", "mine")
     assert missing.returncode == 2 and "0.3 cannot be installed" in missing.stderr

@@ -46,6 +46,22 @@ def test_the_coverage_is_that_of_the_tiers_that_ran_whole(project: Command) -> N
     assert "combinations in grid" not in (project.folder / "part.html").read_text()
 
 
+def test_the_results_of_a_run_that_ended_are_json_and_nothing_else(ran: Command) -> None:
+    done = ran.run("report", "release", "--json", "-")
+    assert json.loads(done.stdout) == json.loads((ran.folder / "run.json").read_text()) and done.stderr == ""
+
+
+def test_a_page_has_the_history_of_a_run_that_is_stored(project: Command) -> None:
+    for name in ("v1", "v2"):
+        assert project.run("run", "smoke", "--name", name, "--html", f"{name}.html", "--json", "v.json").returncode == 0
+    pages = [(project.folder / f"{name}.html").read_text() for name in ("v1", "v2")]
+    assert ['"history":' in page for page in pages] == [False, True]
+    foreign = json.loads((project.folder / "v.json").read_text()) | {"started": "2020-01-01T00:00:00+00:00"}
+    (project.folder / "v.json").write_text(json.dumps(foreign))
+    assert project.run("report", "v.json", "--html", "foreign.html").returncode == 0
+    assert '"history":' not in (project.folder / "foreign.html").read_text()
+
+
 def test_other_forms_of_a_run_that_ended(ran: Command) -> None:
     assert ran.run("report", "--junit", "out.xml", "--markdown", "out.md").returncode == 0
     suite = ElementTree.parse(ran.folder / "out.xml").getroot()

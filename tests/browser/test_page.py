@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.document import run_document
+from harness.gate.gate import Terms, gate
 from harness.matrix.caseid import case_id
 from harness.measured import CastRange, Curve, Measured, Sent
+from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.html.sections import Listing, Section
 from harness.result import CaseResult, RunResult
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_case, make_failure, make_result, run_of
+from tests.builders import make_case, make_document, make_failure, make_result, run_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -246,6 +249,40 @@ def test_parts_of_the_report(opened: Opener) -> None:
     page.get_by_role("link", name="Run", exact=True).click()
     assert "release" in page.locator("#section-run .facts").inner_text()
     assert address(page) == "#view=run"
+
+
+@pytest.fixture(scope="module")
+def decided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a gate: one case fails now, and one is gone."""
+    good = [result(name, Verdict.PASSED) for name in IDS[:3]]
+    before, after = make_document(*good), make_document(result(WRONG, Verdict.NUMERIC), good[0])
+    found = gate(before, after, Terms(now=datetime.datetime.now(datetime.UTC)), names=(HOSTILE, "v2"))
+    path = tmp_path_factory.mktemp("gate") / "report.html"
+    path.write_bytes(html_report(after, front=gate_front(found, after)))
+    return path
+
+
+def test_a_gate_opens_with_its_answer_and_leads_to_the_cases(
+    opened: Opener, context: BrowserContext, decided: Path
+) -> None:
+    page = opened("", decided)
+    assert page.locator("h1 .state.bad").inner_text() == "NO-GO"
+    assert page.locator("#section-gate").is_visible() and not page.locator("#cases").is_visible()
+    groups = page.locator("#section-gate details[open] summary").all_inner_texts()
+    assert [text.partition(" ")[0] for text in groups] == ["gates:", "gates:"]
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="copy").first.click()
+    page.wait_for_selector("text=copied")
+    assert page.evaluate("navigator.clipboard.readText()") == f"fp8-harness run --case {WRONG}"
+    page.get_by_role("link", name=WRONG).first.click()
+    assert page.locator("article h2 .id").inner_text() == WRONG and address(page) == f"#case={WRONG}"
+    page.go_back()
+    assert page.locator("#section-gate").is_visible()
+    page.get_by_role("link", name="Cases", exact=True).click()
+    assert shown(page) == [WRONG, CRASHED] and address(page) == "#view=cases"
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.get_by_role("link", name="Gate", exact=True).click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 def test_keys_move_in_the_heat_map_and_the_list(opened: Opener) -> None:

@@ -71,9 +71,15 @@ def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
     assert (reason.baseline, reason.candidate) == ("passed", "numeric")
     assert reason.details == (
         "signature: parity: gradients differ in wq, from step 1 on",
-        f"first difference: divergence [step 1, rank 1, module {WQ}]: first operand that diverges: scale of weight",
+        "first operand that diverges: scale of weight",
     )
     assert reason.command == f"fp8-harness run --case {CASE}"
+
+
+def test_a_place_that_a_message_names_is_not_told_twice() -> None:
+    finding = Finding(check="scales", message=f"wrong: first in {WQ} at step 1", verdict=Verdict.NUMERIC, module=WQ)
+    reason = only(held([result()], [result(verdict=Verdict.NUMERIC, findings=(finding,))]))
+    assert reason.what == f"scales: wrong: first in {WQ} at step 1"
 
 
 def test_a_new_case_that_fails_gates() -> None:

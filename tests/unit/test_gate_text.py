@@ -25,7 +25,7 @@ def test_the_first_lines_decide() -> None:
     lines = gate_text(many(), width=60).splitlines()
     assert lines[0] == "NO-GO: v2 against v1"
     head = "\n".join(lines[:12])
-    assert lines[1] == "40 reasons gate, 0 not"
+    assert lines[1] == "40 reasons gate"
     assert "30 of 40 cases good, 120 checks judged (baseline: 40 of 40, 120)" in " ".join(head.split())
     assert "  10  fails, and did not in the baseline [new-failure]" in head
     assert "  30  saved bytes changed [saved-bytes]" in head
@@ -37,8 +37,18 @@ def test_the_first_lines_decide() -> None:
 def test_go_says_what_was_compared() -> None:
     document = make_document(result())
     text = gate_text(gate(document, document, TERMS), width=200)
-    told = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 compared"
-    assert text.splitlines()[:3] == ["GO: candidate against baseline", "0 reasons gate, 0 not", told]
+    told = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 case compared"
+    assert text.splitlines()[:3] == ["GO: candidate against baseline", "no reason gates", told]
+
+
+def test_times_that_were_not_compared_say_why() -> None:
+    document = make_document(result(measured=None, attempts=()))
+    for before, after, why in (
+        (document, make_document(failed()), "no case is good on both sides"),
+        (document, document, "no case was good at its first attempt"),
+        (document, replace(document, environment=None), "other hardware"),
+    ):
+        assert f"\ntimes: not compared, {why}\n" in gate_text(gate(before, after, TERMS), width=100)
 
 
 def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:

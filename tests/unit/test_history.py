@@ -15,10 +15,11 @@ from harness.environment import Environment
 from harness.measured import CastRange, Curve, Measured, Sent
 from harness.project import Project
 from harness.report.history import histories_json, histories_text, history_text, size_words
+from harness.report.html.sections import history_listing
 from harness.report.sparkline import sparkline
 from harness.result import CaseResult, RunResult
 from harness.running.entries import entries
-from harness.running.stored import import_results, runs_of
+from harness.running.stored import import_results, runs_before, runs_of, stored_document
 from harness.store import RunStart, RunStore
 from harness.studies.history import History, histories
 from harness.verdict import Verdict
@@ -60,6 +61,20 @@ def add(project: Project, *results: CaseResult, environment: Environment | None 
 def history(project: Project, case_id: str = CASE) -> History:
     (found,) = histories(list(runs_of(project))[::-1], lambda name: name == case_id)
     return found
+
+
+def test_the_history_of_a_page_ends_with_its_run(project: Project) -> None:
+    for number in range(1, 4):
+        add(project, result(saved_bytes=number))
+    add(project, result(case_id=OTHER))
+    second = stored_document(project.stored_runs()[1])
+    minutes = [run.start.started[14:16] for run in runs_before(project, second, most=20)]
+    assert minutes == ["01", "02"]
+    assert len(runs_before(project, second, most=1)) == 1
+    assert runs_before(project, replace(second, started="2026-01-01T00:00:09+00:00"), most=20) == []
+    listing = history_listing(history(project))
+    assert [row[listing.verdict or 0] for row in listing.rows] == ["passed"] * 3
+    assert [row[-1] for row in listing.rows] == ["", *["NONDETERMINISTIC, in the same environment: saved bytes"] * 2]
 
 
 def test_equal_runs_have_nothing_to_tell(project: Project) -> None:

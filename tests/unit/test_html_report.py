@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import hashlib
 import json
 import math
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.document import RunDocument, run_document
 from harness.environment import Environment
+from harness.gate.gate import Gate, Terms, gate
 from harness.matrix.coverage import coverage
 from harness.measured import CastRange, Curve, Measured, Sent
+from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.html.sections import Listing, Section, conformance_section, coverage_section, kill_section
 from harness.report.wording import printable
@@ -25,7 +29,7 @@ from harness.result import CaseResult, RunResult
 from harness.studies.conformance.table import ConformanceDocument, Told
 from harness.studies.kill_matrix import UNFINISHED, Power, Trial
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_failure, make_result, run_of
+from tests.builders import make_document, make_failure, make_measured, make_result, run_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;"
 
@@ -222,6 +226,57 @@ def test_history_is_that_of_its_case() -> None:
     data = Page(html_report(told, history={"b": listing})).data()
     assert "history" not in data["detail-0"]
     assert data["detail-1"]["history"] == {"columns": ["run", "verdict"], "rows": [["first", "passed"]], "verdict": 1}
+
+
+def a_gate(reason: str = "far", *, names: tuple[str, str] = ("v1", "v2")) -> tuple[Gate, RunDocument]:
+    """A case fails, one saves other bytes, and one was lost."""
+    ids = [f"tp2-rowwise-v2048-seed{seed}-b16" for seed in range(1, 4)]
+    wrong = Finding(check="parity", message=reason, verdict=Verdict.NUMERIC)
+    before = make_document(*(make_result(name, measured=make_measured()) for name in ids))
+    after = make_document(
+        make_result(ids[0], Verdict.NUMERIC, findings=(wrong,)),
+        make_result(ids[1], measured=make_measured(saved_bytes=9)),
+        environment=Environment(device="cpu", packages={"torch": f"v{reason}"}),
+    )
+    return gate(before, after, Terms(now=datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)), names=names), after
+
+
+def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
+    found, after = a_gate()
+    front = gate_front(found, after)
+    assert (front.title, front.state, front.good) == ("v2 against v1", "NO-GO", False)
+    assert front.line == "3 reasons gate" and front.section is not None
+    groups = front.section.groups
+    assert [group.title for group in groups] == [
+        "gates: 1  fails, and did not in the baseline [new-failure]",
+        "gates: 1  case was lost [lost-coverage]",
+        "gates: 1  saved bytes changed [saved-bytes]",
+    ]
+    failed, lost, saved = (group.entries[0] for group in groups)
+    assert failed.case.endswith("seed1-b16") and failed.command == f"fp8-harness run --case {failed.case}"
+    assert failed.lines[:2] == ("parity: far", "passed -> numeric")
+    assert (lost.case, lost.title) == ("", "tp2-rowwise-v2048-seed3-b16"), "the candidate has no such case to lead to"
+    assert saved.lines == ("bytes saved for backward: 1,000 -> 9",), "values that the line has are not repeated"
+    sides, environments = front.section.listings
+    assert ("name", "v1", "v2") in sides.rows and ("torch none -> vfar",) in environments.rows
+
+
+def test_what_does_not_gate_is_folded() -> None:
+    found, after = a_gate()
+    reasons = tuple(replace(reason, gates=False, pardon="allowed: why") for reason in found.reasons)
+    front = gate_front(replace(found, go=True, reasons=reasons), after)
+    assert front.section is not None and front.state == "GO" and front.good
+    assert all(group.folded and group.entries[0].lines[0] == "allowed: why" for group in front.section.groups)
+
+
+@given(st.text(max_size=20))
+@example(HOSTILE)
+def test_no_text_of_a_gate_is_markup(text: str) -> None:
+    found, after = a_gate(text, names=(text, text))
+    shown, usual = (
+        Page(html_report(after, front=gate_front(each, after))) for each in (found, a_gate("x", names=("x", "x"))[0])
+    )
+    assert [name for name, _ in shown.elements] == [name for name, _ in usual.elements]
 
 
 @pytest.mark.parametrize(

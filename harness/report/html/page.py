@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from harness.document import RunDocument, run_result
 from harness.jsonform import to_json
 from harness.report.html.data import index_and_details
-from harness.report.html.sections import Listing, Section
+from harness.report.html.sections import Front, Listing, Section
 from harness.report.wording import printable, totals_text
 from harness.verdict import ExitCode
 
@@ -35,9 +35,16 @@ _STATES = {
 
 
 def html_report(
-    document: RunDocument, *, sections: Sequence[Section] = (), history: Mapping[str, Listing] | None = None
+    document: RunDocument,
+    *,
+    front: Front | None = None,
+    sections: Sequence[Section] = (),
+    history: Mapping[str, Listing] | None = None,
 ) -> bytes:
-    """The page of a run in UTF-8. `sections` follow the cases; `history` has earlier results, by the id of a case."""
+    """The page of a run in UTF-8. `sections` follow the cases; `history` has earlier results, by the id of a case.
+
+    `front` replaces what the run says of itself on top.
+    """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -50,15 +57,26 @@ def html_report(
         script=script,
         index=_embedded(index),
         details=[_embedded(each) for each in details],
-        title=printable(" ".join(filter(None, ("fp8-harness", document.name)))),
-        state=_STATES.get(ExitCode(document.exit_code), "not good"),
-        good=document.exit_code == 0,
-        totals=[line for line in totals_text(run_result(document)).splitlines() if line],
+        front=front or _front(document),
+        totals=_totals(document),
         document=document,
         environment=tuple(_environment(document)),
         sections=sections,
     )
     return page.encode()
+
+
+def _front(document: RunDocument) -> Front:
+    return Front(
+        title=printable(" ".join(filter(None, ("fp8-harness", document.name)))),
+        state=_STATES.get(ExitCode(document.exit_code), "not good"),
+        good=document.exit_code == 0,
+        line=_totals(document)[-1],
+    )
+
+
+def _totals(document: RunDocument) -> list[str]:
+    return [line for line in totals_text(run_result(document)).splitlines() if line]
 
 
 def _environment(document: RunDocument) -> Iterable[tuple[str, str]]:

@@ -9,10 +9,12 @@ import msgspec
 from harness.matrix.coverage import FATES, Coverage
 from harness.matrix.tier import Selection
 from harness.plural import counted
+from harness.report.history import MOMENT_COLUMNS, moment_changes, moment_row
 from harness.report.power import COLUMNS as POWER_COLUMNS
 from harness.report.power import trial_row
 from harness.report.wording import printable
 from harness.studies.conformance.table import LEGEND, ConformanceDocument, grid
+from harness.studies.history import History
 from harness.studies.kill_matrix import Power, Trial
 
 
@@ -26,13 +28,41 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     folded: bool = False  # shown when it is opened
 
 
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What is told of something: lines, and a command that shows it. `case` is an id of the page, which it leads to."""
+
+    title: str = ""
+    case: str = ""
+    lines: tuple[str, ...] = ()
+    command: str = ""
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Entries under a title that folds them."""
+
+    title: str
+    entries: tuple[Entry, ...]
+    folded: bool = False  # shown when it is opened
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the page with an entry of its own in its menu. `name` is in its links: letters only."""
 
     name: str
     title: str
     notes: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = ()
     listings: tuple[Listing, ...] = ()
+
+
+class Front(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page says first: its title, an answer, a line; and the section that comes before the cases, if any."""
+
+    title: str
+    state: str
+    good: bool
+    line: str
+    section: Section | None = None
 
 
 def coverage_section(accounts: Sequence[tuple[Selection, Coverage]]) -> Section:
@@ -77,6 +107,18 @@ def conformance_section(document: ConformanceDocument) -> Section:
         title="Conformance",
         notes=(f"{counted(len(document.checks), 'check')} ({software}): {counts}.", " ".join(LEGEND.split())),
         listings=(Listing(columns=columns, rows=tuple(rows)),),
+    )
+
+
+def history_listing(history: History) -> Listing:
+    """Every run of a case, and what changed with it."""
+    rows = tuple(
+        (*moment_row(moment), "; ".join(line.strip() for line in moment_changes(moment))) for moment in history.moments
+    )
+    return Listing(
+        columns=(*MOMENT_COLUMNS, "what changed"),
+        rows=tuple(tuple(map(printable, row)) for row in rows),
+        verdict=MOMENT_COLUMNS.index("verdict"),
     )
 
 

@@ -42,6 +42,9 @@ const firstAxes = () => {
   return { rows, columns };
 };
 
+// What an address shows that names no part: its case, or the part that comes first.
+const homeOf = (name) => (name ? "cases" : sections[0]);
+
 // `where`: the value that cases must have, by axis; `check`: "found:NAME" or "unjudged:NAME".
 function stateOf(address) {
   const given = new URLSearchParams(address.replace(/^#/, ""));
@@ -56,7 +59,7 @@ function stateOf(address) {
     }
   }
   return {
-    view: sections.includes(given.get("view")) ? given.get("view") : "cases",
+    view: sections.includes(given.get("view")) ? given.get("view") : homeOf(given.get("case")),
     rows: known("rows", first.rows),
     columns: known("columns", first.columns),
     verdicts: new Set((given.get("verdicts") || "").split(",").filter((name) => rankOf.has(name))),
@@ -71,7 +74,7 @@ function stateOf(address) {
 function addressOf(state) {
   const told = new URLSearchParams();
   const first = firstAxes();
-  if (state.view !== "cases") told.set("view", state.view);
+  if (state.view !== homeOf(state.case)) told.set("view", state.view);
   for (const name of ["rows", "columns"]) if (state[name] !== first[name]) told.set(name, state[name]);
   if (state.verdicts.size) told.set("verdicts", [...state.verdicts].join(","));
   for (const [axis, value] of state.where) told.append("where", `${axis}=${value}`);

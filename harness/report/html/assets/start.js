@@ -7,7 +7,7 @@ function show() {
   const inCase = state.view === "cases" && at >= 0;
   byId("cases").hidden = state.view !== "cases" || inCase;
   byId("case").hidden = !inCase;
-  for (const name of sections.slice(1)) byId(`section-${name}`).hidden = state.view !== name;
+  for (const name of sections.filter((each) => each !== "cases")) byId(`section-${name}`).hidden = state.view !== name;
   for (const link of document.querySelectorAll("header nav a")) {
     link.href = linkTo({ view: link.dataset.view, case: "" });
     if (link.dataset.view === state.view) link.setAttribute("aria-current", "page");
@@ -37,6 +37,9 @@ function restore() {
 }
 
 addEventListener("hashchange", restore);
+for (const button of document.querySelectorAll("main .command button")) {
+  button.addEventListener("click", () => copy(button.previousElementSibling.textContent, button));
+}
 addEventListener("keydown", (event) => {
   const typing = event.target.closest?.("input, select");
   if (event.key === "Escape" && state.case) change({ case: "" }, { step: true });
