@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -16,6 +17,7 @@ from harness.running.stored import results_of
 
 if TYPE_CHECKING:
     from harness.report.html.sections import Front, Listing, Section
+    from harness.result import RunResult
 
 _EPILOG = """\b
 Examples:
@@ -71,11 +73,25 @@ def report_command(  # noqa: PLR0913  one parameter an option
         (markdown_file, lambda: _markdown(document)),
     )
     if not any(path for path, _ in outputs):
-        from harness.report.text import text_report
-
-        click.echo(text_report(run_result(document), rerun=rerun_failed(root=root)), nl=False)
+        print_result(run_result(document), sys.stdout, rerun=rerun_failed(root=root))
     for path, render in outputs:
         write_output(path, render)
+
+
+def print_result(result: RunResult, file: TextIO, *, rerun: str, quiet: bool = False) -> None:
+    """Print the table, the blocks of what is not good, and the totals."""
+    from harness.report.text import blocks_text, text_report
+
+    if not quiet and file.isatty():
+        from rich.console import Console
+
+        from harness.report.table import rich_table, started
+
+        console = Console(file=file)
+        console.print(rich_table(started(result.results), width=console.width), crop=False)
+        click.echo(file=file)
+    text = blocks_text(result, rerun=rerun) if quiet or file.isatty() else text_report(result, rerun=rerun)
+    click.echo(text, nl=False, file=file)
 
 
 def page_of(

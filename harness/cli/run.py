@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import click
 import msgspec
@@ -14,7 +13,7 @@ from click.core import ParameterSource
 
 from harness.cli.github import quoted, tell_github
 from harness.cli.options import check_folder, plan_options, query_options, root_option, shard_option
-from harness.cli.report import page_of
+from harness.cli.report import page_of, print_result
 from harness.document import json_report, run_document
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
@@ -24,8 +23,6 @@ from harness.matrix.shard import Shard
 from harness.project import Project, find_project
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
-from harness.report.table import rich_table, started
-from harness.report.text import blocks_text, text_report
 from harness.report.wording import not_judged_text
 from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
@@ -191,7 +188,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     with quoted(text_file, on=github):
         if verbose:
             click.echo(not_judged_text(report.result), nl=False, file=text_file)
-        _print(report.result, text_file, rerun=rerun, quiet=quiet)
+        print_result(report.result, text_file, rerun=rerun, quiet=quiet)
     if github:
         tell_github(report.result, text_file)
     return _write(report, outputs)
@@ -240,18 +237,6 @@ def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, R
         click.echo(f"fp8-harness: note: {note}", err=True)
     query = msgspec.structs.replace(asked, case_ids=rerun.query.case_ids)
     return query, msgspec.structs.replace(rerun.options, **anew)
-
-
-def _print(result: RunResult, file: TextIO, *, rerun: str, quiet: bool) -> None:
-    """The table, the blocks of what is not good, and the totals."""
-    if not quiet and file.isatty():
-        from rich.console import Console
-
-        console = Console(file=file)
-        console.print(rich_table(started(result.results), width=console.width), crop=False)
-        click.echo(file=file)
-    text = blocks_text(result, rerun=rerun) if quiet or file.isatty() else text_report(result, rerun=rerun)
-    click.echo(text, nl=False, file=file)
 
 
 def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes]]]) -> int:

@@ -110,7 +110,7 @@ def _block(row: Sequence[str]) -> str:
 
 def moment_changes(moment: Moment) -> tuple[str, ...]:
     """What changed of the environment before a run, and which exact numbers changed then."""
-    return tuple(filter(None, (_changes(moment), _moved(moment))))
+    return tuple(filter(None, (_changes(moment).strip().removesuffix(":"), _moved(moment).strip())))
 
 
 def _changes(moment: Moment) -> str:

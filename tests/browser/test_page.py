@@ -277,12 +277,13 @@ def test_a_gate_opens_with_its_answer_and_leads_to_the_cases(
     page.get_by_role("link", name=WRONG).first.click()
     assert page.locator("article h2 .id").inner_text() == WRONG and address(page) == f"#case={WRONG}"
     page.go_back()
-    assert page.locator("#section-gate").is_visible()
+    page.wait_for_selector("#section-gate", state="visible")
     page.get_by_role("link", name="Cases", exact=True).click()
+    page.wait_for_selector("#list", state="visible")
     assert shown(page) == [WRONG, CRASHED] and address(page) == "#view=cases"
     page.set_viewport_size({"width": 360, "height": 740})
     page.get_by_role("link", name="Gate", exact=True).click()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.wait_for_function("document.documentElement.scrollWidth <= 360")  # curves take a moment
 
 
 def test_keys_move_in_the_heat_map_and_the_list(opened: Opener) -> None:
@@ -334,7 +335,7 @@ def test_dark_light_and_print_have_colours_of_their_own(opened: Opener) -> None:
 def test_a_phone_does_not_scroll_sideways(opened: Opener, context: BrowserContext, address: str) -> None:
     page = opened(address)
     page.set_viewport_size({"width": 360, "height": 740})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.wait_for_function("document.documentElement.scrollWidth <= 360")  # curves take a moment
 
 
 def test_a_thousand_cases(opened: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

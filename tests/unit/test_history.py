@@ -74,6 +74,10 @@ def test_the_history_of_a_page_ends_with_its_run(project: Project) -> None:
     assert runs_before(project, replace(second, started="2026-01-01T00:00:09+00:00"), most=20) == []
     listing = history_listing(history(project))
     assert [row[listing.verdict or 0] for row in listing.rows] == ["passed"] * 3
+    add(project, result(), environment=NEXT)
+    assert history_listing(history(project)).rows[-1][-1] == (
+        "now torch 2.12.0 -> 2.13.0, uncommitted changes; changed with it: saved bytes"
+    )
     assert [row[-1] for row in listing.rows] == ["", *["NONDETERMINISTIC, in the same environment: saved bytes"] * 2]
 
 

@@ -31,18 +31,18 @@ def _groups(reasons: Sequence[Reason], ids: Collection[str]) -> Iterator[Group]:
     """The reasons of one kind together; what does not gate is folded."""
     for (gates, kind), same in groupby(reasons, key=lambda reason: (reason.gates, reason.kind)):
         entries = tuple(_entry(reason, ids) for reason in same)
-        title = f"{'gates' if gates else 'does not gate'}: {len(entries)}  {kind.phrase} [{kind.value}]"
+        title = f"{'gates' if gates else 'does not gate'}: {kind.phrase} ({len(entries)}) [{kind.value}]"
         yield Group(title=title, entries=entries, folded=not gates)
 
 
 def _entry(reason: Reason, ids: Collection[str]) -> Entry:
-    name, known = printable(reason.case or "the run"), reason.case in ids
+    name, is_known = reason.case or "the run", reason.case in ids
     values = f"{reason.baseline} -> {reason.candidate}" if reason.baseline or reason.candidate else ""
-    lines = (reason.pardon, reason.what, "" if values in reason.what else values, *reason.details)
+    title = " ".join(filter(None, ("" if is_known else name, "" if values in reason.what else values)))
     return Entry(
-        title="" if known else name,
-        case=name if known else "",
-        lines=tuple(printable(line) for line in lines if line),
+        title=printable(title),
+        case=printable(name) if is_known else "",
+        lines=tuple(printable(line) for line in (reason.pardon, reason.what, *reason.details) if line),
         command=printable(reason.command),
     )
 

@@ -112,9 +112,7 @@ def conformance_section(document: ConformanceDocument) -> Section:
 
 def history_listing(history: History) -> Listing:
     """Every run of a case, and what changed with it."""
-    rows = tuple(
-        (*moment_row(moment), "; ".join(line.strip() for line in moment_changes(moment))) for moment in history.moments
-    )
+    rows = tuple((*moment_row(moment), "; ".join(moment_changes(moment))) for moment in history.moments)
     return Listing(
         columns=(*MOMENT_COLUMNS, "what changed"),
         rows=tuple(tuple(map(printable, row)) for row in rows),

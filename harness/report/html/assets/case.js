@@ -165,7 +165,7 @@ function showCase(at) {
       part("Wire and saved bytes", wire(detail)),
       part("Fused operators", plain(["operator", "executions of all ranks and steps"], Object.entries(detail.fused || {}).map(([name, count]) => ({ cells: [name, `${count}`] })))),
       part("Checks", ...judged(detail)),
-      part("History", listing(detail.history)),
+      part("History", detail.history ? el("div", { class: "history" }, listing(detail.history)) : null),
     ].filter(Boolean),
   );
   made.forEach((each) => each.draw());
