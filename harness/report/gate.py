@@ -108,7 +108,7 @@ def _kinds(title: str, reasons: Sequence[Reason], width: int) -> str:
         same = list(group)
         pardoned = sum(bool(reason.pardon) for reason in same)
         excused = f" ({pardoned} of them excused)" if pardoned else ""
-        lines.append(_wrapped(f"{len(same):>4}  {kind.phrase}{excused} [{kind.value}]", width, "", "      "))
+        lines.append(_wrapped(f"{len(same):>4}x {kind.phrase}{excused} [{kind.value}]", width, "", "      "))
     return "\n".join([title, *lines])
 
 

@@ -33,8 +33,9 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def content(self) -> str:
         """What it is called and a digest of its file: two injections of one content do the same."""
         file, colon, _ = self.target.rpartition(":")
-        source = Path(file).read_bytes() if colon and file.endswith(".py") else b""
-        return f"{self.text} {hashlib.sha256(source).hexdigest()[:16]}"
+        if not colon or not file.endswith(".py"):  # a planted fault, which is part of the harness
+            return self.text
+        return f"{self.text} {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
 
 
 def parse_injection(text: str, *, folder: Path | None = None) -> Injection:

@@ -27,8 +27,8 @@ def test_the_first_lines_decide() -> None:
     head = "\n".join(lines[:12])
     assert lines[1] == "40 reasons gate"
     assert "30 of 40 cases good, 120 checks judged (baseline: 40 of 40, 120)" in " ".join(head.split())
-    assert "  10  fails, and did not in the baseline [new-failure]" in head
-    assert "  30  saved bytes changed [saved-bytes]" in head
+    assert "  10x fails, and did not in the baseline [new-failure]" in head
+    assert "  30x saved bytes changed [saved-bytes]" in head
     assert all(len(line) <= 60 for line in lines if not any(name in line for name in IDS))
     assert sum(line.startswith("    $ fp8-harness run") for line in lines) == 10, "five of each kind in full"
     assert all(any(name in line for line in lines) for name in IDS), "the others by id"
