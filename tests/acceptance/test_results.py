@@ -195,7 +195,7 @@ def test_shards_of_two_machines_become_one_run_and_are_imported(project: Command
         )
     first, again = (project.run("results", "import", "all.json", "--name", "v1") for _ in range(2))
     assert "all.json: imported: 4 cases" in first.stdout and "all.json: is there already" in again.stdout
-    assert "shards/: is there already: 4 cases" in project.run("results", "import", "shards/").stdout
+    assert "shards/: is there already as v1: 4 cases" in project.run("results", "import", "shards/").stdout
     (run,) = listed(project)
     assert (run["name"], run["imported"], run["totals"]["passed"]) == ("v1", True, 4)
     case = document["cases"][0]["id"]
