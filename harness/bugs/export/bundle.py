@@ -248,17 +248,16 @@ def _names(node: ast.AST) -> list[str]:
 
 def _bound(node: ast.AST) -> set[str]:
     """Names that a definition binds itself: parameters, variables, functions and errors inside."""
-    bound = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
-    bound |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
-    bound |= {each.name for each in ast.walk(node) if isinstance(each, ast.ExceptHandler) and each.name}
-    bound |= {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.ClassDef)}
-    bound |= {
-        alias.asname or alias.name
-        for each in ast.walk(node)
-        if isinstance(each, ast.ImportFrom | ast.Import)
-        for alias in each.names
-    }
-    return bound
+    bound: set[str | None] = set()
+    for each in ast.walk(node):
+        match each:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name) | ast.ExceptHandler(name=name):
+                bound.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
+                bound |= {alias.asname or alias.name for alias in aliases}
+    return {name for name in bound if name is not None}
 
 
 def _import_lines(plain: set[tuple[str, str]], names: Mapping[str, set[str]]) -> list[str]:
