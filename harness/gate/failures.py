@@ -71,6 +71,7 @@ def _reason(kind: Kind, before: CaseDocument | None, after: CaseDocument, *, wha
         gates=gates,
         command=after.command,
         details=tuple(_details(before, after)),
+        signature="" if after.failure_signature is None else after.failure_signature.text,
     )
 
 

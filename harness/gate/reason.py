@@ -88,6 +88,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     size: float = 0.0  # how large it is among those of its kind
     command: str = ""  # reproduces it
     details: tuple[str, ...] = ()
+    signature: str = ""  # of the failure: equal ones are told once
     pardon: str = ""
 
     @property

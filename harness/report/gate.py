@@ -121,9 +121,15 @@ def _details(reasons: Sequence[Reason], width: int) -> str:
 
 
 def _reasons(same: Sequence[Reason], width: int) -> Iterator[str]:
-    for reason in same[:SHOWN]:
-        yield from _reason(reason, width)
-    for reason in same[SHOWN:]:
+    alike: dict[str, list[Reason]] = {}
+    for reason in same:
+        alike.setdefault(reason.signature or reason.case or reason.what, []).append(reason)
+    groups = list(alike.values())
+    for first, *others in groups[:SHOWN]:
+        yield from _reason(first, width)
+        if others:
+            yield _wrapped(f"the same in {', '.join(each.case or each.what for each in others)}", width, "  ", "    ")
+    for reason in (reason for group in groups[SHOWN:] for reason in group):
         yield f"  {reason.case or reason.what}"
 
 

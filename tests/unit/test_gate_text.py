@@ -10,7 +10,7 @@ from harness.gate.gate import Gate, gate
 from harness.report.gate import gate_json, gate_markdown, gate_text
 from harness.verdict import Finding, Verdict
 from tests.builders import make_document, make_measured, make_result
-from tests.unit.test_gate import TERMS, failed, result
+from tests.unit.test_gate import SIGNATURE, TERMS, failed, result
 
 IDS = [f"fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-s2-seed{seed}-b16" for seed in range(1, 41)]
 
@@ -18,7 +18,9 @@ IDS = [f"fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-s2-seed{seed}-b16" for see
 def many() -> Gate:
     before = [result(name) for name in IDS]
     saved = [result(name, measured=make_measured(saved_bytes=2000)) for name in IDS[10:]]
-    return gate(make_document(*before), make_document(*map(failed, IDS[:10]), *saved), TERMS, names=("v1", "v2"))
+    different = [replace(SIGNATURE, what=f"gradient {number} differs") for number in range(10)]
+    broken = map(failed, IDS[:10], different)
+    return gate(make_document(*before), make_document(*broken, *saved), TERMS, names=("v1", "v2"))
 
 
 def test_the_first_lines_decide() -> None:
@@ -32,6 +34,14 @@ def test_the_first_lines_decide() -> None:
     assert all(len(line) <= 60 for line in lines if not any(name in line for name in IDS))
     assert sum(line.startswith("    $ fp8-harness run") for line in lines) == 10, "five of each kind in full"
     assert all(any(name in line for line in lines) for name in IDS), "the others by id"
+
+
+def test_failures_of_one_signature_are_told_once() -> None:
+    before = make_document(*map(result, IDS[:3]))
+    other = failed(IDS[2], replace(SIGNATURE, what="loss is nan"))
+    text = gate_text(gate(before, make_document(*map(failed, IDS[:2]), other), TERMS), width=100)
+    assert text.count("signature: parity: gradients differ") == 1 and text.count("signature: parity: loss is nan") == 1
+    assert f"  the same in {IDS[1]}\n" in text and text.count("    $ fp8-harness run") == 2
 
 
 def test_go_says_what_was_compared() -> None:
