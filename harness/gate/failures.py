@@ -34,15 +34,15 @@ def _of_case(before: CaseDocument | None, after: CaseDocument, *, strict: bool) 
 
 
 def _known(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
-    """A recorded fault that the case did not show before; a case that failed before is only explained by it."""
-    if before is None:
-        new = _faults(after)
-    elif before.verdict is Verdict.KNOWN:
-        new = [name for name in _faults(after) if name not in _faults(before)]
-    else:
-        new = _faults(after) if before.verdict is Verdict.PASSED else []
-    if new:
-        yield _reason(Kind.KNOWN_FAULT, before, after, what=f"shows {', '.join(new)}", gates=before is not None)
+    """A recorded fault that the case did not show before, or that explains why it failed before."""
+    faults, gates = _faults(after), before is not None
+    if before is not None and before.verdict is Verdict.KNOWN:
+        faults = [name for name in faults if name not in _faults(before)]
+    elif before is not None and before.verdict is not Verdict.PASSED:
+        yield _reason(Kind.EXPLAINED, before, after, what=f"shows {', '.join(faults)}", gates=False)
+        return
+    if faults:
+        yield _reason(Kind.KNOWN_FAULT, before, after, what=f"shows {', '.join(faults)}", gates=gates)
 
 
 def _good(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:

@@ -31,6 +31,7 @@ class Kind(enum.Enum):
     MOVED = "moved"
     BF16_MOVED = "bf16-moved"
     TIMES = "times"
+    EXPLAINED = "explained"
     FAULT_GONE = "fault-gone"
     FIXED = "fixed"
 
@@ -71,6 +72,7 @@ _PHRASES = {
     Kind.MOVED: "numbers moved, no BF16 to tell why",
     Kind.BF16_MOVED: "numbers moved, of BF16 too",
     Kind.TIMES: "times changed",
+    Kind.EXPLAINED: "failed before, and is a known fault",
     Kind.FAULT_GONE: "known fault is gone",
     Kind.FIXED: "failed before, and is good",
 }

@@ -158,7 +158,7 @@ def _command(note: Note) -> str:
 
 _VERDICTS = (
     Kind.NEW_FAILURE, Kind.OTHER_FAILURE, Kind.KNOWN_FAULT, Kind.UNEXPECTED_PASS, Kind.STILL_FAILING, Kind.FAULT_GONE,
-    Kind.FIXED, Kind.REQUIRED,
+    Kind.EXPLAINED, Kind.FIXED, Kind.REQUIRED,
 )  # fmt: skip
 
 

@@ -104,15 +104,12 @@ def test_what_failed_before_gates_when_it_fails_otherwise_or_when_asked() -> Non
         (known("a"), result(), Kind.FAULT_GONE, False),
         (known("a"), result(verdict=Verdict.UNEXPECTED_PASS), Kind.UNEXPECTED_PASS, True),
         (failed(), result(), Kind.FIXED, False),
+        (failed(), known("a"), Kind.EXPLAINED, False),
     ],
 )
 def test_recorded_faults_that_come_and_go(before: CaseResult, after: CaseResult, kind: Kind, gates: bool) -> None:
     reason = only(held([before], [after]))
     assert (reason.kind, reason.gates) == (kind, gates)
-
-
-def test_a_case_that_failed_and_is_recorded_now_is_no_new_fault() -> None:
-    assert held([failed()], [known("a")]).reasons == ()
 
 
 def not_run(case_id: str = CASE) -> CaseResult:
