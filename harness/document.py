@@ -54,6 +54,11 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured | None = None
     quarantined: str = ""
 
+    @property
+    def ran(self) -> bool:
+        """True for a result of ranks, False for a case that the run never got to."""
+        return self.verdict is not Verdict.NOT_RUN
+
 
 class RunDocument(msgspec.Struct, frozen=True, kw_only=True):
     """A run. `totals` has the number of cases of every verdict, including zeros; `check_totals`, of checks in them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -41,12 +41,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def differences(self, other: Environment) -> tuple[str, ...]:
         """What differs, each as "torch 2.12.0 -> 2.13.0"; empty where nothing does."""
         mine, others = self.words, other.words
-        names = dict.fromkeys((*mine, *others))
-        return tuple(
-            f"{name} {mine.get(name) or 'none'} -> {others.get(name) or 'none'}"
-            for name in names
-            if mine.get(name) != others.get(name)
-        )
+        return changed_facts(mine, others, dict.fromkeys((*mine, *others)))
 
     @property
     def words(self) -> Mapping[str, str]:
@@ -56,6 +51,15 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         injected = {"injected": "; ".join(self.injected)}
         named = {**self.packages, **sources, **facts, **injected}
         return {name: value for name, value in named.items() if value not in ("", "0")}
+
+
+def changed_facts(before: Mapping[str, str], now: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
+    """What differs of the named facts, each as "torch 2.12.0 -> 2.13.0"; "none" for what is not there."""
+    return tuple(
+        f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
+        for name in names
+        if before.get(name) != now.get(name)
+    )
 
 
 _SEVERAL = ("packages", "contents", "targets", "injected")

@@ -5,6 +5,7 @@ Small enough to keep for every case of every run; what the ranks recorded in ful
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -28,6 +29,12 @@ class CastRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     scale_max: float
     saturated: float  # share of the elements whose scaled magnitude exceeds the largest float8 value
     flushed: float  # share of the elements that are not zero and became zero
+
+    @property
+    def lost(self) -> float:
+        """The share of elements that lost their value; infinite where it is not known."""
+        lost = self.saturated + self.flushed
+        return math.inf if math.isnan(lost) else lost
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

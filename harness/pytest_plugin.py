@@ -204,7 +204,8 @@ class _Results:
         from harness.jsonform import from_json
         from harness.result import CaseResult, RunResult
         from harness.running.fingerprint import environment
-        from harness.workflow import provenance, timestamp
+        from harness.timestamp import timestamp
+        from harness.workflow import provenance
 
         results = tuple(from_json(text.encode(), CaseResult) for text in self._gathered)
         plan = _plan(self._config)

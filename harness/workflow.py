@@ -8,7 +8,6 @@ Making references (`references.py`) is the same way with another judge.
 
 from __future__ import annotations
 
-import datetime
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from harness.running.stored import Stored, remove_old_runs
 from harness.running.target_source import check_targets
 from harness.running.witnesses import open_witnesses
 from harness.store import RunEnd, RunStart, RunStore, with_start
+from harness.timestamp import timestamp
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
         options=plan.given,
         environment=environment(plan, project.root, (case.target for case in cases)),
         name=plan.name,
-        started=timestamp(time.time()),
+        started=timestamp(),
         left_out=left_out,
         shard="" if query.shard is None else query.shard.text,
         asked=(*query.words_anywhere, *plan.given.words, *(("--name", plan.name) if plan.name else ())),
@@ -216,31 +216,27 @@ class _Storing:
 
     def begin(self, start: RunStart) -> None:
         """Store which cases there are and how they are run, or say why not."""
-        try:
-            self._store.begin(start)
-        except WriteFailed as error:
-            self._progress.note(f"list of cases not stored: {error.text}")
+        self._try("list of cases", lambda: self._store.begin(start))
 
     def keep(self, result: CaseResult) -> None:
         """Store the result, or say why not."""
-        try:
-            self._store.append(result)
-        except WriteFailed as error:
-            self._progress.note(f"result not stored: {error.text}")
+        self._try("result", lambda: self._store.append(result))
 
     def finish(self, result: RunResult) -> None:
         """Store how the run ended, or say why not."""
+        end = RunEnd(
+            wall_s=result.wall_s,
+            interrupted=result.interrupted,
+            provenance=result.provenance,
+            witnesses=result.witnesses,
+        )
+        self._try("end of the run", lambda: self._store.finish(end))
+
+    def _try(self, what: str, write: Callable[[], None]) -> None:
         try:
-            self._store.finish(
-                RunEnd(
-                    wall_s=result.wall_s,
-                    interrupted=result.interrupted,
-                    provenance=result.provenance,
-                    witnesses=result.witnesses,
-                )
-            )
+            write()
         except WriteFailed as error:
-            self._progress.note(f"end of the run not stored: {error.text}")
+            self._progress.note(f"{what} not stored: {error.text}")
 
 
 def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:
@@ -258,11 +254,6 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
     if signatures and "traffic" in plan.probes:
         fix = f" To record them: `{update_missing_signatures(asked)}`." if store else ""
         progress.note(f"signatures not recorded: {len(signatures)}. What these cases send and keep is not judged.{fix}")
-
-
-def timestamp(seconds: float) -> str:
-    """A time since the epoch as results have it: UTC, ISO 8601, seconds."""
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
 
 
 def provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:

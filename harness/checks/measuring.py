@@ -12,11 +12,12 @@ from harness.checks.parity import rounded, worst_distances
 from harness.checks.ranks import traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations, version_gap
+from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
 from harness.measured import CastRange, Curve, Measured, Sent
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord
-from harness.trace.traffic import collective_words
+from harness.trace.traffic import TrafficRecord, collective_words
 
 
 def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = None) -> Measured | None:
@@ -69,30 +70,32 @@ def _worst(values: Sequence[float]) -> float | None:
 
 
 def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
-    calls: Counter[str] = Counter()
-    payload_bytes: Counter[str] = Counter()
-    for record in (record for trace in traces for record in trace.traffic or ()):
-        words = collective_words(axis=record.axis, kind=record.kind, op=record.op, dtype=record.dtype)
-        calls[words] += sum(record.sizes.values())
-        payload_bytes[words] += record.payload_bytes
-    return {words: Sent(calls=calls[words], payload_bytes=payload_bytes[words]) for words in sorted(calls)}
+    records = (record for trace in traces for record in trace.traffic or ())
+    return _added((_words(each), sum(each.sizes.values()), each.payload_bytes) for each in records)
 
 
 def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Sent]:
     """What the formula says that these ranks send; empty where it does not apply."""
     if not _applies("traffic", expect, traces) or any(trace.traffic is None for trace in traces):
         return {}
+    terms = [term for step, rank in _turns(expect, traces) for term in expect.transfers(step=step, rank=rank)]
+    found = _added((_words(term), term.times, term.payload_bytes) for term in terms)
+    limited = {_words(term) for term in terms if term.least is not None and expect.case.compile != "none"}
+    return {words: sent for words, sent in found.items() if words not in limited}
+
+
+def _words(sent: TrafficRecord | Transfer) -> str:
+    return collective_words(axis=sent.axis, kind=sent.kind, op=sent.op, dtype=sent.dtype)
+
+
+def _added(sent: Iterable[tuple[str, int, int]]) -> Mapping[str, Sent]:
+    """Calls and bytes by words, sorted."""
     calls: Counter[str] = Counter()
     payload_bytes: Counter[str] = Counter()
-    limited: set[str] = set()
-    for term in (term for step, rank in _turns(expect, traces) for term in expect.transfers(step=step, rank=rank)):
-        words = collective_words(axis=term.axis, kind=term.kind, op=term.op, dtype=term.dtype)
-        calls[words] += term.times
-        payload_bytes[words] += term.payload_bytes
-        if term.least is not None and expect.case.compile != "none":
-            limited.add(words)
-    exact = sorted(calls.keys() - limited)
-    return {words: Sent(calls=calls[words], payload_bytes=payload_bytes[words]) for words in exact}
+    for words, times, nbytes in sent:
+        calls[words] += times
+        payload_bytes[words] += nbytes
+    return {words: Sent(calls=calls[words], payload_bytes=payload_bytes[words]) for words in sorted(calls)}
 
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:

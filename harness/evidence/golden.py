@@ -9,7 +9,6 @@ Public names: `Golden`, `Provenance`, `make_golden`, `load_golden`, `find_golden
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from harness.hints import list_goldens as stored_goldens
 from harness.hints import update_golden
 from harness.matrix.caseid import case_id as id_of_case
 from harness.matrix.caseid import family_case
+from harness.timestamp import timestamp
 from harness.trace import RankTrace, Run
 
 SCHEMA = 1
@@ -123,7 +123,7 @@ def provenance_of(trace: RankTrace, *, command: str, reason: str, commit: str) -
         commit=commit,
         command=command,
         reason=reason,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=timestamp(),
     )
 
 

@@ -24,7 +24,6 @@ class Bf16:
     """The BF16 runs that both sides have: the twin of a case, its curve, a reference that both ran, other cases."""
 
     def __init__(self, sides: Sides, moved: frozenset[str]) -> None:
-        self._sides = sides
         self._moved = moved
         self._others = [pair.id for pair in sides.compared if not parse_case_id(pair.id).float8.enabled]
 
@@ -41,11 +40,6 @@ class Bf16:
             if moved is not None:
                 return _diagnosis(moved, text)
         return Diagnosis(kind=Kind.MOVED, text=self._unknown())
-
-    def without_twin(self) -> list[str]:
-        """The ids of twins that would tell FP8 from the environment, of cases that moved and have none."""
-        moved = (self._sides.pairs[name] for name in self._sides.pairs if name in self._moved)
-        return [twins(parse_case_id(pair.id))[0] for pair in moved if self.diagnosis(pair).kind is Kind.MOVED]
 
     def _unknown(self) -> str:
         if not self._others:

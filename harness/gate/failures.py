@@ -7,19 +7,19 @@ from collections.abc import Iterable
 from harness.checks import divergence
 from harness.document import CaseDocument
 from harness.gate.reason import Kind, Reason
-from harness.gate.sides import Sides, ran
+from harness.gate.sides import Sides
 from harness.verdict import Finding, Verdict
 
 
 def failures(sides: Sides, *, strict: bool) -> Iterable[Reason]:
     """A reason for every case that the candidate ran and whose verdict is another matter than in the baseline."""
     for case in sides.candidate.cases:
-        if ran(case) and case.verdict is not Verdict.INFRA:
+        if case.ran and case.verdict is not Verdict.INFRA:
             yield from _of_case(sides.before.get(case.id), case, strict=strict)
 
 
 def _of_case(before: CaseDocument | None, after: CaseDocument, *, strict: bool) -> Iterable[Reason]:
-    if before is not None and not ran(before):
+    if before is not None and not before.ran:
         before = None
     if after.verdict is Verdict.KNOWN:
         yield from _known(before, after)

@@ -9,7 +9,7 @@ import msgspec
 
 from harness.document import RunDocument
 from harness.errors import HarnessError
-from harness.gate.bf16 import Bf16
+from harness.gate.bf16 import twins
 from harness.gate.counts import changed_counts
 from harness.gate.failures import failures
 from harness.gate.lost import lost_cases, lost_checks, unfinished
@@ -17,7 +17,7 @@ from harness.gate.moved import moved_numbers
 from harness.gate.reason import Allowance, Kind, Reason
 from harness.gate.references import Goldens, changed_goldens, changed_tolerances, other_references
 from harness.gate.required import required_cells
-from harness.gate.sides import Sides, ran
+from harness.gate.sides import Sides
 from harness.gate.times import Times, changed_times, times
 from harness.hints import run_cases
 from harness.matrix.caseid import parse_case_id
@@ -158,7 +158,7 @@ def _side(name: str, run: RunDocument) -> Side:
         name=name,
         started=run.started,
         commit=run.environment.commit if run.environment is not None else "",
-        cases=sum(map(ran, run.cases)),
+        cases=sum(case.ran for case in run.cases),
         good=sum(case.good for case in run.cases),
         checks=sum(len(case.checks) for case in run.cases),
     )
@@ -179,12 +179,11 @@ def _notes(sides: Sides, found: Iterable[Reason], terms: Terms) -> Iterator[Note
         yield Note(text=f"no numbers were kept of {cases}: only verdicts and checks are compared")
     if not sides.same_device:
         yield Note(text="matmuls, collectives, bytes and fused operators are not compared: the devices differ")
-    moved = frozenset(each.case for each in found if each.case and each.kind is Kind.MOVED)
-    twins = sorted(set(Bf16(sides, moved).without_twin()))
-    if twins:
-        more = f" (the first {_SHOWN_TWINS} of {len(twins)})" if len(twins) > _SHOWN_TWINS else ""
+    missing = sorted({twins(parse_case_id(each.case))[0] for each in found if each.case and each.kind is Kind.MOVED})
+    if missing:
+        more = f" (the first {_SHOWN_TWINS} of {len(missing)})" if len(missing) > _SHOWN_TWINS else ""
         text = f"to tell FP8 from the environment, run BF16 twins on both sides{more}"
-        yield Note(text=text, command=run_cases(twins[:_SHOWN_TWINS]))
+        yield Note(text=text, command=run_cases(missing[:_SHOWN_TWINS]))
     kinds = {reason.kind for reason in found if reason.gates}
     for allowed in terms.allowed:
         if allowed.kind not in kinds:

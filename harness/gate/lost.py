@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from harness.document import CaseDocument
 from harness.gate.reason import Kind, Reason
-from harness.gate.sides import Pair, Sides, ran
+from harness.gate.sides import Pair, Sides
 from harness.plural import counted
 from harness.verdict import Verdict
 
@@ -15,7 +15,7 @@ def lost_cases(sides: Sides) -> Iterable[Reason]:
     """Every case that the baseline ran and the candidate did not, or could not."""
     for name, before in sides.before.items():
         why = _why_not(sides, name)
-        if why and ran(before) and before.verdict is not Verdict.INFRA:
+        if why and before.ran and before.verdict is not Verdict.INFRA:
             yield Reason(
                 kind=Kind.LOST_COVERAGE,
                 case=name,
@@ -33,13 +33,13 @@ def _why_not(sides: Sides, name: str) -> str:
         return "left out, beyond the budget" if name in sides.candidate.left_out else "not selected"
     if after.verdict is Verdict.INFRA:
         return f"could not be run: {after.findings[0].message.partition(chr(10))[0] if after.findings else 'infra'}"
-    return "" if ran(after) else "not run"
+    return "" if after.ran else "not run"
 
 
 def unfinished(sides: Sides) -> Iterable[Reason]:
     """A candidate that was interrupted."""
     if sides.candidate.interrupted:
-        missing = [case for case in sides.candidate.cases if not ran(case)]
+        missing = [case for case in sides.candidate.cases if not case.ran]
         yield Reason(
             kind=Kind.INTERRUPTED,
             what=f"the candidate was interrupted: {counted(len(missing), 'case')} without a result",

@@ -7,8 +7,7 @@ from functools import cached_property
 import msgspec
 
 from harness.document import CaseDocument, RunDocument
-from harness.environment import Environment
-from harness.verdict import Verdict
+from harness.environment import Environment, changed_facts
 
 _SAME_ARITHMETIC = ("device", "cpu", "threads", "limits", "platform")
 
@@ -57,10 +56,10 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {
             name: Pair(baseline=self.before[name], candidate=case)
             for name, case in self.after.items()
-            if name in self.before and ran(self.before[name]) and ran(case)
+            if name in self.before and self.before[name].ran and case.ran
         }
 
-    @property
+    @cached_property
     def compared(self) -> tuple[Pair, ...]:
         """The cases that are good on both sides, whose numbers are compared."""
         return tuple(pair for pair in self.pairs.values() if pair.both_good)
@@ -76,11 +75,7 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         before, after = self.environments
         if not (self.baseline.environment and self.candidate.environment):
             return ("a run does not say where it was made",)
-        differs = [
-            f"{name} {getattr(before, name) or 'none'} -> {getattr(after, name) or 'none'}"
-            for name in _SAME_ARITHMETIC
-            if getattr(before, name) != getattr(after, name)
-        ]
+        differs = changed_facts(before.words, after.words, _SAME_ARITHMETIC)
         return (*differs, *([f"{after.device} sums in any order"] if not differs and after.device != "cpu" else ()))
 
     @property
@@ -88,8 +83,3 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """True when the same things are counted: the virtual device of a CPU, or a GPU of one name."""
         before, after = self.environments
         return before.device == after.device
-
-
-def ran(case: CaseDocument) -> bool:
-    """True for a result of ranks."""
-    return case.verdict is not Verdict.NOT_RUN

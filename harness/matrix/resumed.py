@@ -1,4 +1,5 @@
-"""Resumed runs: in which cases the state of a run is loaded, one after another, before training goes on.
+"""Resumed runs: in which cases the state of a run is loaded, one after another, before training goes on; and which
+runs cannot be resumed.
 
 With `resume = "same"` that is the case itself. With `resharded` it is another layout of the same ranks first, which
 loads the state and saves it again: two reshardings, there and back. Every step is trained in the layout of the case.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from harness.document import CaseDocument
 from harness.measured import CastRange, Curve, Measured, Sent
+from harness.plural import counted
 from harness.report.wording import aligned, failure_text, findings_texts, printable
 
 WIDTH = 60
@@ -47,7 +48,7 @@ def _bar(value: float, low: float, high: float) -> str:
 
 def _headline(case: CaseDocument) -> str:
     expected = f", as expected: {case.expectation}" if case.expectation else ""
-    ranks = f"{case.world_size} rank{'s' if case.world_size > 1 else ''}"
+    ranks = counted(case.world_size, "rank")
     return printable(f"{case.verdict.value}{expected}; {ranks}, {case.seconds:.1f} s wall, {case.cpu_s:.1f} s CPU")
 
 
@@ -120,9 +121,8 @@ def _sent(sent: Sent | None) -> str:
 
 
 def _casts(casts: Sequence[CastRange]) -> Iterable[str]:
-    losing = sorted(casts, key=lambda each: each.saturated + each.flushed, reverse=True)[:3]
-    for each in losing:
-        if each.saturated + each.flushed != 0:
+    for each in sorted(casts, key=lambda each: each.lost, reverse=True)[:3]:
+        if each.lost:
             yield f"step {each.step} {printable(each.fqn)} {each.role}"
             yield f"  flushed {each.flushed:.2%}, saturated {each.saturated:.2%}, amax {each.amax:.3g}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from harness.document import RunDocument
-from harness.gate.sides import ran
 from harness.hints import gate_runs
 from harness.plural import counted
 from harness.report.wording import aligned
@@ -22,7 +21,7 @@ def environments_text(runs: Mapping[str, RunDocument]) -> str:
 
 
 def _row(name: str, run: RunDocument) -> tuple[str, ...]:
-    good, cases = sum(case.good for case in run.cases), sum(map(ran, run.cases))
+    good, cases = sum(case.good for case in run.cases), sum(case.ran for case in run.cases)
     return (name, str(good), str(cases), f"{run.cpu_s:.1f}", f"{run.seconds:.1f}")
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.environment import changed_facts
 from harness.evidence.golden import GoldenKey, Provenance, compare_goldens
 from harness.evidence.golden_change import GoldenChange, LargestChange, largest_change
 from harness.plural import counted
@@ -61,16 +62,12 @@ def _machines(old: Provenance, new: Provenance) -> list[str]:
     return [f"  {name}: {before or unknown} -> {now or 'none'}" for name, before, now in facts if before != now]
 
 
-def _software(change: GoldenChange) -> list[str]:
+def _software(change: GoldenChange) -> Sequence[str]:
     """The versions that differ, one a line."""
     if change.old is None:
-        return []
+        return ()
     old, new = change.old.provenance.software, change.new.provenance.software
-    return [
-        f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}"
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name)
-    ]
+    return changed_facts(old, new, sorted({*old, *new}))
 
 
 def _number(value: float | None) -> str:

@@ -10,6 +10,7 @@ from harness.plural import counted
 from harness.report.sparkline import sparkline
 from harness.report.wording import aligned, printable
 from harness.studies.history import History, Moment
+from harness.timestamp import to_the_minute
 
 MOMENT_COLUMNS = ("started", "name", "commit", "verdict", "loss apart", "local", "parity", "s", "wire", "saved")
 _NUMBERS = range(4, 10)  # right-aligned columns
@@ -90,7 +91,7 @@ def moment_row(moment: Moment) -> tuple[str, ...]:
     distances = (numbers.loss_distance, numbers.local_parity, numbers.parity) if numbers else (None,) * 3
     sizes = (numbers.wire_bytes, numbers.saved_bytes) if numbers else (None,) * 2
     return (
-        moment.run.start.started.replace("T", " ")[:16] or "?",
+        to_the_minute(moment.run.start.started),
         moment.run.start.name or "-",
         (environment.short_commit if environment is not None else "") or "-",
         moment.entry.verdict.value,

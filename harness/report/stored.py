@@ -12,6 +12,7 @@ from harness.jsonform import to_json
 from harness.plural import counted
 from harness.report.wording import aligned, printable, totals_words
 from harness.running.stored import Stored
+from harness.timestamp import to_the_minute
 from harness.verdict import Verdict
 
 
@@ -35,7 +36,7 @@ def runs_text(found: Sequence[Listed]) -> str:
     heads = [
         (
             str(number),
-            each.run.start.started.replace("T", " ")[:16] or "?",
+            to_the_minute(each.run.start.started),
             each.run.state,
             f"{counted(len(each.all_verdicts), 'case')}: {totals_words(each.all_verdicts)}",
         )

@@ -26,12 +26,7 @@ from harness.running.stored import read_document
 
 _HARNESS = Path(__file__).parents[2]  # what the environments run is the harness that runs
 _INSTALL_S = 1800.0
-_PACKAGES = (
-    "torch",
-    "torchao",
-    "torchtitan",
-    "numpy",
-)  # that must come from the environment of the user if it has them
+_PACKAGES = ("torch", "torchao", "torchtitan", "numpy")  # come from the environment of the user if it has them
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,6 @@ from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.plural import counted
-from harness.verdict import Verdict
 
 
 class Shard(NamedTuple):
@@ -36,7 +35,7 @@ def merged(shards: Sequence[Shard], *, latest: bool = False, mixed: bool = False
     left_out = dict.fromkeys(case_id for run in runs for case_id in run.left_out)
     return document_of(
         list(cases.values()),
-        interrupted=any(run.interrupted for run in runs) and any(_is_missing(case) for case in cases.values()),
+        interrupted=any(run.interrupted for run in runs) and not all(case.ran for case in cases.values()),
         seconds=sum(run.seconds for run in runs),
         provenance=_together([run.provenance for run in runs]),
         witnesses=tuple(made for run in runs for made in run.witnesses),
@@ -91,9 +90,9 @@ def _cases(shards: Sequence[Shard], *, latest: bool) -> dict[str, CaseDocument]:
     for shard in sorted(shards, key=lambda shard: shard.run.started) if latest else shards:
         for case in shard.run.cases:
             other = found.get(case.id)
-            if other is not None and (_is_missing(case) or (not latest and _same(case, other))):
+            if other is not None and (not case.ran or (not latest and _same(case, other))):
                 continue
-            if other is not None and not latest and not _is_missing(other):
+            if other is not None and not latest and other.ran:
                 raise HarnessError(
                     f"{source[case.id].name} and {shard.name} have different results of it: {other.verdict.value} and "
                     f"{case.verdict.value}.",
@@ -106,10 +105,6 @@ def _cases(shards: Sequence[Shard], *, latest: bool) -> dict[str, CaseDocument]:
 
 def _names(shards: Sequence[Shard]) -> str:
     return ", ".join(shard.name for shard in shards)
-
-
-def _is_missing(case: CaseDocument) -> bool:
-    return case.verdict is Verdict.NOT_RUN
 
 
 def _same(one: CaseDocument, other: CaseDocument) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from harness.hints import fit_costs as fit_costs_command
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
 from harness.running.machine import cpu_name
+from harness.timestamp import timestamp
 
 _FEWEST = 30  # runs below which nothing is fitted: there are more than a dozen features
 _SOLO = "solo "
@@ -65,7 +65,7 @@ def fit_costs(file: Path, *, command: str) -> Costs:
         software={name: version for name, version in document.provenance.items() if name in ("torch", "torchao")},
         cpu=cpu_name(),
         command=command,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=timestamp(),
     )
 
 

@@ -5,7 +5,6 @@ Chooses the cases, runs them and turns distances into samples. `evidence/toleran
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -39,6 +38,7 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import WitnessCache
 from harness.studies.references import SanityJudge, needed_references
+from harness.timestamp import timestamp
 from harness.trace import RankTrace, Run
 from harness.verdict import Verdict
 from harness.workflow import run_cases
@@ -204,5 +204,5 @@ def _merged(
         software=dict(sorted(traces[0].software.items())) if traces else {},
         device=traces[0].device if traces else "",
         command=command,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=timestamp(),
     )

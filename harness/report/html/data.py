@@ -5,7 +5,6 @@ Texts are those of the other reports; axes have their values in order; the casts
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -136,14 +135,16 @@ class Known(NamedTuple):
 
     case: CaseDocument
     result: CaseResult
-    axes: Mapping[str, object]  # empty for an id that cannot be read
+    read: Case | None  # None for an id that this version cannot read
+    axes: Mapping[str, object]  # empty for such an id
 
 
 def index_and_details(document: RunDocument, history: Mapping[str, Listing]) -> tuple[Index, tuple[Detail, ...]]:
     """The index of a run and the details of its cases, in the same order: the worst verdicts first."""
-    results = run_result(document).results
+    results, cases = run_result(document).results, [_read(case.id) for case in document.cases]
     known = [
-        Known(case, result, _all_axes(_read(case.id))) for case, result in zip(document.cases, results, strict=True)
+        Known(case, result, read, _all_axes(read))
+        for case, result, read in zip(document.cases, results, cases, strict=True)
     ]
     known.sort(key=lambda each: _WORST_FIRST.index(each.case.verdict))
     axes = tuple(_axes([each.axes for each in known if each.axes]))
@@ -202,8 +203,8 @@ def _row(each: Known, axes: Sequence[Axis]) -> Row:
 
 
 def _detail(each: Known, history: Listing | None) -> Detail:
-    case, measured, read = each.case, each.case.measured, _read(each.case.id)
-    own = own_axes(read) if read is not None else {}
+    case, measured = each.case, each.case.measured
+    own = own_axes(each.read) if each.read is not None else {}
     plain = {"case": Curve(losses=case.losses, grad_norms=case.grad_norms)} if case.losses else {}
     return Detail(
         outcome=outcome(each.result),
@@ -292,7 +293,7 @@ def _casts(casts: Sequence[CastRange]) -> Iterable[Casts]:
     rows: dict[tuple[str, str], dict[int, CastRange]] = {}
     for each in casts:
         rows.setdefault((each.fqn, each.role), {})[each.step] = each
-    for (fqn, role), found in sorted(rows.items(), key=lambda item: -max(map(_lost, item[1].values()))):
+    for (fqn, role), found in sorted(rows.items(), key=lambda item: -max(each.lost for each in item[1].values())):
         in_order = [found.get(step) for step in steps]
         low = _rounded(None if each is None else each.scale_min for each in in_order)
         high = _rounded(None if each is None else each.scale_max for each in in_order)
@@ -305,12 +306,6 @@ def _casts(casts: Sequence[CastRange]) -> Iterable[Casts]:
             saturated=_unless_zero(None if each is None else each.saturated for each in in_order),
             flushed=_unless_zero(None if each is None else each.flushed for each in in_order),
         )
-
-
-def _lost(cast: CastRange) -> float:
-    """The share of elements that lost their value; NaN counts as all."""
-    lost = cast.saturated + cast.flushed
-    return math.inf if math.isnan(lost) else lost
 
 
 def _rounded(values: Iterable[float | None]) -> tuple[float | None, ...]:

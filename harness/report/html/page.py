@@ -50,6 +50,7 @@ def html_report(
 
     index, details = index_and_details(document, history or {})
     script, style = Markup(_script()), Markup(_style())
+    totals = [line for line in totals_text(run_result(document)).splitlines() if line]
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = template.from_string(_asset("page.html")).render(
         policy=_policy(script, style),
@@ -57,8 +58,8 @@ def html_report(
         script=script,
         index=_embedded(index),
         details=[_embedded(each) for each in details],
-        front=front or _front(document),
-        totals=_totals(document),
+        front=front or _front(document, totals[-1]),
+        totals=totals,
         document=document,
         environment=tuple(_environment(document)),
         sections=sections,
@@ -66,17 +67,13 @@ def html_report(
     return page.encode()
 
 
-def _front(document: RunDocument) -> Front:
+def _front(document: RunDocument, line: str) -> Front:
     return Front(
         title=printable(" ".join(filter(None, ("fp8-harness", document.name)))),
         state=_STATES.get(ExitCode(document.exit_code), "not good"),
         good=document.exit_code == 0,
-        line=_totals(document)[-1],
+        line=line,
     )
-
-
-def _totals(document: RunDocument) -> list[str]:
-    return [line for line in totals_text(run_result(document)).splitlines() if line]
 
 
 def _environment(document: RunDocument) -> Iterable[tuple[str, str]]:
