@@ -6,6 +6,7 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.trace.modules import ModuleShard
+from harness.trace.patch import Patch
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,14 +23,14 @@ def noise_of(case: Case, draw: int, float8_fqns: tuple[str, ...]) -> Noise:
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Train one case. `injections` are applied in order before the target is built: `FILE.py:FUNCTION` or `fault:NAME`.
+    """Train one case. `injections` are applied in order before the target is built.
 
     `solo`: a single rank computes what all ranks of the layout must compute together.
     """
 
     case: Case
     device: str = "cpu"  # "cpu" or "cuda"
-    injections: tuple[str, ...] = ()
+    injections: tuple[Patch, ...] = ()
     probes: tuple[str, ...] = ()  # fields of RankTrace to record: "sketches", "operands", "traffic", ...
     solo: bool = False
     digests_built: bool = False  # record what the target had put into its parameters, for a check of the target

@@ -53,7 +53,7 @@ def conformance_command(
             click.echo(check.id)
         return ExitCode.GOOD
     check_rank_packages()
-    injections = [parse_injection(text).target for text in inject]
+    injections = [parse_injection(text).patch for text in inject]
     with ZygoteEngine(PROGRAM) as engine:
         started = time.perf_counter()
         try:

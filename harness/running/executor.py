@@ -103,7 +103,7 @@ class Executor:
             RunRequest(
                 case=case,
                 device=self._plan.device,
-                injections=tuple(injection.target for injection in (*fixes, *self._plan.injections)),
+                injections=tuple(injection.patch for injection in (*fixes, *self._plan.injections)),
                 probes=self._plan.probes,
                 digests_built=self._plan.digests_built,
             )
@@ -121,8 +121,8 @@ class Executor:
         self, case: Case, *, probes: tuple[str, ...] = (), fixes: Sequence[Injection] = ()
     ) -> JobOutcome | None:
         """Run one case without the injections, with these fixes and with these probes alone."""
-        targets = tuple(fix.target for fix in fixes)
-        return self._serve(RunRequest(case=case, device=self._plan.device, injections=targets, probes=probes))
+        patches = tuple(fix.patch for fix in fixes)
+        return self._serve(RunRequest(case=case, device=self._plan.device, injections=patches, probes=probes))
 
     def execute_noisy(self, case: Case, noise: Noise, probes: tuple[str, ...]) -> JobOutcome | None:
         """Run one case with these random errors, without the injections."""

@@ -14,15 +14,25 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.faults import PREFIX, fault_named
+from harness.trace.patch import Patch
 
 _FORM_FIX = "write --inject FILE.py:FUNCTION or fault:NAME."
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to call in every rank. `text` is what the user wrote, `target` what a rank is sent: paths are absolute."""
+    """What to call in every rank. `text` is what the user wrote; in `target` paths are absolute.
+
+    `source` is the content of the file when the command started, which is what ranks run.
+    """
 
     text: str
     target: str
+    source: bytes = b""
+
+    @property
+    def patch(self) -> Patch:
+        """What a rank is sent."""
+        return Patch(text=self.target, source=self.source)
 
     @property
     def text_anywhere(self) -> str:
@@ -32,10 +42,9 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def content(self) -> str:
         """What it is called and a digest of its file: two injections of one content do the same."""
-        file, colon, _ = self.target.rpartition(":")
-        if not colon or not file.endswith(".py"):  # a planted fault, which is part of the harness
+        if self.text.startswith(PREFIX):  # a planted fault, which is part of the harness
             return self.text
-        return f"{self.text} {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
+        return f"{self.text} {hashlib.sha256(self.source).hexdigest()[:16]}"
 
 
 def parse_injection(text: str, *, folder: Path | None = None) -> Injection:
@@ -50,19 +59,25 @@ def parse_injection(text: str, *, folder: Path | None = None) -> Injection:
     if not colon or not file_name.endswith(".py") or not function.isidentifier():
         raise HarnessError("this is not FILE.py:FUNCTION.", where=where, fix=_FORM_FIX)
     file = (folder or Path()).joinpath(file_name).resolve()
-    names = _top_level_names(file, where=where)
+    source = _read(file, where=where)
+    names = _top_level_names(file, source, where=where)
     if function not in names:
         offered = ", ".join(sorted(names)) or "nothing"
         raise HarnessError(f"{file_name} defines no {function}.", where=where, fix=f"it defines {offered}.")
-    return Injection(text=text, target=f"{file}:{function}")
+    return Injection(text=text, target=f"{file}:{function}", source=source)
 
 
-def _top_level_names(file: Path, *, where: str) -> frozenset[str]:
-    """Names that the module binds at its top level and that may be functions: defs and assignments."""
+def _read(file: Path, *, where: str) -> bytes:
     try:
-        module = ast.parse(file.read_bytes(), filename=str(file))
+        return file.read_bytes()
     except OSError as error:
         raise HarnessError(f"cannot read {file}: {error.strerror}.", where=where, fix=_FORM_FIX) from error
+
+
+def _top_level_names(file: Path, source: bytes, *, where: str) -> frozenset[str]:
+    """Names that the module binds at its top level and that may be functions: defs and assignments."""
+    try:
+        module = ast.parse(source, filename=str(file))
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise HarnessError(f"{file}:{line}: {error}.", where=where, fix="correct the file.") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from harness.trace.patch import Patch
 from harness.trace.record import Record
 
 Mesh = Literal["m2", "m4", "m2x2"]
@@ -91,10 +92,10 @@ class Observation(Record, frozen=True, kw_only=True):
 
 
 class Batch(Record, frozen=True, kw_only=True):
-    """The payload of a job: checks to run after calling `injections` (`FILE.py:FUNCTION`) in every rank."""
+    """The payload of a job: checks to run after applying `injections` in every rank."""
 
     checks: tuple[OperatorCheck, ...]
-    injections: tuple[str, ...] = ()
+    injections: tuple[Patch, ...] = ()
 
 
 def shard_dim(placement: str) -> int | None:

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.abc import SourceLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 from harness.matrix.faults import PREFIX
+from harness.trace.patch import Patch
 
 
 class InjectionError(Exception):
     """An injection raised, so the run says nothing about the target."""
 
 
-def inject(spec: str) -> None:
-    """Apply `FILE.py:FUNCTION` or `fault:NAME`. Raises InjectionError, which names the injection."""
+def inject(patch: Patch) -> None:
+    """Apply a patch. Raises InjectionError, which names it."""
     try:
-        if spec.startswith(PREFIX):
+        if patch.text.startswith(PREFIX):
             from harness.worker.faults import plant  # imported only where a fault is planted
 
-            plant(spec.removeprefix(PREFIX))
+            plant(patch.text.removeprefix(PREFIX))
         else:
-            _call(spec)
+            _call(patch)
     except Exception as error:
-        raise InjectionError(f"injection {spec} raised {type(error).__name__}: {error}") from error
+        raise InjectionError(f"injection {patch.text} raised {type(error).__name__}: {error}") from error
 
 
-def _call(spec: str) -> None:
-    path, _, function = spec.rpartition(":")
-    module_spec = importlib.util.spec_from_file_location(f"injection_{Path(path).stem}", path)
-    assert module_spec is not None and module_spec.loader is not None, f"{path} is not a Python file"
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+class _SourceOf(SourceLoader):
+    """Loads the source of a patch, of which tracebacks show lines too: its file may be on another machine."""
+
+    def __init__(self, patch: Patch) -> None:
+        self._patch = patch
+
+    def get_filename(self, fullname: str) -> str:
+        """The path on the machine of the user."""
+        return self._patch.text.rpartition(":")[0]
+
+    def get_data(self, path: str | bytes) -> bytes:
+        """The source."""
+        return self._patch.source
+
+
+def _call(patch: Patch) -> None:
+    path, _, function = patch.text.rpartition(":")
+    spec = spec_from_loader(f"injection_{Path(path).stem}", _SourceOf(patch))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
     getattr(module, function)()

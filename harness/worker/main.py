@@ -65,9 +65,9 @@ def rank_main(context: RankContext) -> bytes:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(context.folder / "inductor")
     device = start_ranks(context, request.device)
     virtual = virtual_device.install() if request.device == "cpu" else ()
-    for spec in request.injections:
-        context.report_phase(f"injection {spec}")
-        inject(spec)
+    for patch in request.injections:
+        context.report_phase(f"injection {patch.text}")
+        inject(patch)
     if request.replayed:
         return msgspec.msgpack.encode(replay(request.case, device, request.replayed))
     trace = train(

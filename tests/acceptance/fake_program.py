@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import REFERENCE, is_llama
 from harness.request import RunRequest
 from harness.trace import RankTrace
+from harness.trace.patch import Patch
 from tests.builders import SOFTWARE, make_saved, make_sent, make_trace
 
 REFUSAL = "Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])"
@@ -41,16 +42,13 @@ def rank_main(context: RankContext) -> bytes:
     return msgspec.msgpack.encode(_trace(request.case, context.rank))
 
 
-def _inject(text: str) -> None:
-    path, _, function = text.rpartition(":")
-    spec = spec_from_file_location("injected", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+def _inject(patch: Patch) -> None:
+    module: dict[str, Any] = {}
+    exec(compile(patch.source, patch.text, "exec"), module)
     try:
-        getattr(module, function)()
+        module[patch.text.rpartition(":")[2]]()
     except Exception as error:
-        raise RuntimeError(f"injection {text} raised {error!r}") from error
+        raise RuntimeError(f"injection {patch.text} raised {error!r}") from error
 
 
 def _planted(case: Case) -> int:

@@ -125,10 +125,9 @@ def test_a_partner_that_stands_for_the_modules_of_a_compiled_case_is_replayed(tm
 
 
 def test_the_partner_of_a_run_with_a_fix_runs_with_it_and_is_kept_by_the_content_of_the_fix(tmp_path: Path) -> None:
-    executor, file = FakeExecutor(ok()), tmp_path / "fix.py"
-    fix = Injection(text="fix.py:apply", target=f"{file}:apply")
-    for source in ("first", "first", "second"):
-        file.write_text(source)
+    executor = FakeExecutor(ok())
+    for source in (b"first", b"first", b"second"):
+        fix = Injection(text="fix.py:apply", target="/fix.py:apply", source=source)
         assert cache(executor, tmp_path).partner(CASE, (fix,)) is not None
     partner = "hsdp2x2-tensorwise-ag.fp8-v2048-b16"
     assert executor.asked == [("plain with fix.py:apply", partner, ("sketches",))] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,9 @@ from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.faults import PREFIX
 from harness.request import RunRequest
+from harness.running.injection import parse_injection
 from harness.trace import RankTrace, Run
+from harness.trace.patch import Patch
 from tests.builders import run_of
 
 DEADLINE_S = 120.0
@@ -21,6 +23,12 @@ Submit = Callable[..., JobOutcome]
 Train = Callable[..., tuple[RankTrace, ...]]
 Trained = Callable[..., Run]
 Plant = Callable[..., tuple[str, ...]]
+
+
+def make_request(case: Case, *, injections: Sequence[str | Patch] = (), **asked: Any) -> RunRequest:
+    """The request; injections may be what a user writes."""
+    patches = (each if isinstance(each, Patch) else parse_injection(each).patch for each in injections)
+    return RunRequest(case=case, injections=tuple(patches), **asked)
 
 
 @pytest.fixture(scope="session")
@@ -31,11 +39,11 @@ def engine() -> Iterator[ZygoteEngine]:
 
 @pytest.fixture(scope="session")
 def submit(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Submit:
-    """Run a case as a job and return its outcome, whatever it is. The keywords are those of `RunRequest`."""
+    """Run a case as a job and return its outcome, whatever it is. The keywords are those of `make_request`."""
 
     def run(case: Case, **asked: Any) -> JobOutcome:
         folder = tmp_path_factory.mktemp("job")
-        request = RunRequest(case=case, **asked)
+        request = make_request(case, **asked)
         return engine.run(
             Job(
                 job_id=folder.name,
@@ -67,7 +75,7 @@ def trained(train: Train) -> Trained:
     kept: dict[RunRequest, Run] = {}
 
     def run(case: Case, *, probes: tuple[str, ...] = ("sketches",), **asked: Any) -> Run:
-        request = RunRequest(case=case, probes=probes, **asked)
+        request = make_request(case, probes=probes, **asked)
         if request not in kept:
             kept[request] = run_of(*train(case, probes=probes, **asked))
         return kept[request]

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from harness.engine.zygote_engine import ZygoteEngine
+from harness.running.injection import parse_injection
 from harness.studies.conformance.fixed import select_checks
 from harness.studies.conformance.judge import Conclusion
 from harness.studies.conformance.runner import PROGRAM, run_checks
@@ -27,7 +28,7 @@ def run() -> Iterator[Run]:
     with ZygoteEngine(PROGRAM) as engine:
 
         def ask(checks: Sequence[OperatorCheck], fault: str | None = None) -> dict[str, Conclusion]:
-            injections = [f"{FAULTS}:{fault}"] if fault else []
+            injections = [parse_injection(f"{FAULTS}:{fault}").patch] if fault else []
             return {each.check.id: each for each in run_checks(engine, checks, injections)}
 
         yield ask

@@ -12,6 +12,7 @@ from harness.engine.messages import JobOutcome
 from harness.matrix.case import Case
 from harness.matrix.faults import Fault, all_faults, carriers_of, fault_named
 from harness.trace import RankTrace
+from harness.trace.patch import Patch
 from harness.worker.faults import FAULT_MODULES, function_of
 from tests.worker.runs import numbers
 
@@ -110,6 +111,6 @@ def test_every_fault_is_the_function_of_its_name_in_the_file_of_its_class():
 
 
 def test_an_unknown_fault_is_named(submit):
-    outcome = submit(Case(), injections=("fault:amax_without_ab",))
+    outcome = submit(Case(), injections=(Patch(text="fault:amax_without_ab"),))
     assert outcome.status == "crash"
     assert "amax_without_abs" in outcome.message

@@ -12,6 +12,7 @@ from harness.errors import HarnessError
 from harness.running.executor import Engine
 from harness.studies.conformance.judge import Conclusion, conclude, conclude_lost
 from harness.trace.operator_checks import WORLD_SIZE, Batch, Observation, OperatorCheck
+from harness.trace.patch import Patch
 
 PROGRAM = "harness.worker.conformance.main"
 MAX_LOST = 8  # checks that may bring a job down before the run is aborted
@@ -25,7 +26,7 @@ class RanksFailed(HarnessError):
     """The ranks failed outside of any check, because of the machine or an injection."""
 
 
-def run_checks(engine: Engine, checks: Sequence[OperatorCheck], injections: Sequence[str] = ()) -> list[Conclusion]:
+def run_checks(engine: Engine, checks: Sequence[OperatorCheck], injections: Sequence[Patch] = ()) -> list[Conclusion]:
     """Run and judge all checks, in order. Raises RanksFailed when the ranks fail outside of any check."""
     lost: dict[str, Conclusion] = {}
     while True:

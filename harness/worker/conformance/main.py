@@ -39,8 +39,8 @@ def rank_main(context: RankContext) -> bytes:
     warnings.simplefilter("ignore")
     meter = Meter()
     meshes = open_meshes(meter)
-    for spec in batch.injections:
-        inject(spec)
+    for patch in batch.injections:
+        inject(patch)
     observations = []
     for check in batch.checks:
         context.report_phase(check.id)
