@@ -9,12 +9,12 @@ import contextlib
 import difflib
 import hashlib
 import os
-import socket
 import time
 from pathlib import Path
 
 import msgspec
 
+from harness.engine.hardware import host_name
 from harness.errors import HarnessError
 
 STATE_VARIABLE = "FP8_HARNESS_STATE"
@@ -69,7 +69,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def leases(self) -> Path:
         """The folder of device leases, shared by all jobs of this user on this machine, in any project."""
-        return self.state / "leases" / (socket.gethostname() or "localhost")
+        return leases_in(self.state)
 
     @property
     def runs(self) -> Path:
@@ -149,6 +149,11 @@ def find_project(root: str | Path | None = None) -> Project:
     here = Path.cwd()
     nearest = next((folder for folder in (here, *here.parents) if _has_both(folder)), None)
     return Project(root=nearest or _shipped_root(), state=state_folder())
+
+
+def leases_in(state: Path) -> Path:
+    """The folder of device leases in a state folder, which machines may share."""
+    return state / "leases" / host_name()
 
 
 def state_folder() -> Path:

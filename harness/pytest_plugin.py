@@ -239,11 +239,13 @@ class _Bench:
 
         from harness.running.case_judge import prepare_judge
         from harness.running.case_runner import CaseRunner
-        from harness.running.machine import all_hardware
         from harness.running.quarantined import quarantined_cases
 
         judge = prepare_judge(
-            self._project, [case], hardware=all_hardware(self._plan.device), records=self._plan.records
+            self._project,
+            [case],
+            hardware=self._plan.hardware,
+            records=self._plan.records,
         )
         plan = msgspec.structs.replace(self._plan, quarantined=quarantined_cases(self._project, [case], _silent))
         work = CaseRunner(plan, self._executor, judge, self._witnesses, _silent)

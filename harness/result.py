@@ -27,6 +27,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     cpu_s: float
     detected_s: float | None = None  # from the start to the detection of the first failure
+    nodes: tuple[str, ...] = ()  # of a cluster: where its ranks ran
 
 
 class WithFix(msgspec.Struct, frozen=True, kw_only=True):

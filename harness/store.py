@@ -55,7 +55,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def words(self) -> tuple[str, ...]:
         """The options as words of a command line."""
         timeout_s = None if self.timeout_s is None else f"{self.timeout_s:g}"
-        named = (("--device", self.device), ("--engine", self.engine), ("--timeout-s", timeout_s))
+        named = (
+            ("--device", self.device),
+            ("--engine", self.engine),
+            ("--timeout-s", timeout_s),
+        )
         words = [word for name, value in named if value is not None for word in (name, value)]
         return (*words, *(word for text in self.inject for word in ("--inject", text)))
 

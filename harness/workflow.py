@@ -27,7 +27,6 @@ from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.case_runner import CaseRunner, Judge
 from harness.running.executor import open_executor
 from harness.running.fingerprint import environment
-from harness.running.machine import all_hardware, installed_version
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.quarantined import quarantined_cases
@@ -37,6 +36,7 @@ from harness.running.selection import Query, select_for_target, select_sources
 from harness.running.stored import Stored, remove_old_runs
 from harness.running.target_source import check_targets
 from harness.running.witnesses import open_witnesses
+from harness.sources import installed_version
 from harness.store import RunEnd, RunStart, RunStore, with_start
 from harness.timestamp import timestamp
 
@@ -120,7 +120,7 @@ def _prepared(project: Project, cases: Sequence[Case], plan: Plan, progress: Pro
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
     quarantined = quarantined_cases(project, cases, progress.note)
-    judge = prepare_judge(project, cases, hardware=all_hardware(plan.device), records=plan.records)
+    judge = prepare_judge(project, cases, hardware=plan.hardware, records=plan.records)
     return judge, msgspec.structs.replace(plan, quarantined=quarantined)
 
 
@@ -170,10 +170,10 @@ def run_cases(
 
 def check_fits(cases: Sequence[Case], plan: Plan) -> None:
     """Raise `HarnessError` when a case needs more ranks than there are slots: it would wait for ever."""
-    large = [case for case in cases if case.world_size > plan.slots]
+    large = [case for case in cases if case.world_size > plan.most_ranks(case)]
     if large:
         raise HarnessError(
-            f"{len(large)} of {len(cases)} cases need more than the {plan.slots} slots there are.",
+            f"{len(large)} of {len(cases)} cases need more than the {plan.most_ranks(large[0])} slots there are.",
             where=case_id(large[0]),
             fix="give --slots N on CPU, or leave such cases out by --select.",
         )
@@ -240,10 +240,13 @@ class _Storing:
 
 
 def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:
-    """Say before the run, not after it, what is not stored that cases are compared with, and how to store it."""
+    """Say before the run, not after it, who else uses the GPUs, and what cases are compared with that is not stored."""
     root = () if plan.root_option is None else ("--root", plan.root_option)
     device = () if plan.given.device is None else ("--device", plan.given.device)
     asked = (*root, *query.words, *device)
+    for node in plan.capacity.nodes:
+        for told in node.in_use:
+            progress.note(told if len(plan.capacity.nodes) == 1 else f"{node.host}: {told}")
     families, signatures = judge.missing_goldens, judge.missing_signatures
     if families:
         fix = f" To store them: `{update_missing_goldens(asked)}`." if store else ""

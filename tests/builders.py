@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from harness.checks.witnesses import Witnesses
 from harness.document import RunDocument, run_document
+from harness.engine.capacity import Capacity, NodeCapacity
 from harness.environment import Environment
 from harness.evidence.golden import Golden, Provenance
 from harness.evidence.tolerance import Tolerance
@@ -50,6 +51,15 @@ def run_script(code: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def make_capacity(*slots: int) -> Capacity:
+    """CPU nodes with so many slots."""
+    nodes = [
+        NodeCapacity(host=f"node{number}", slots=count, device="cpu", device_name="cpu")
+        for number, count in enumerate(slots)
+    ]
+    return Capacity(nodes=tuple(nodes))
 
 
 def make_case(**axes: object) -> Case:

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import psutil
 
-from harness.engine.messages import Job, JobOutcome
+from harness.engine.messages import Job, JobOutcome, Share
+from harness.engine.outcome import conclude
 from harness.engine.zygote_engine import ZygoteEngine
 
 TOY_FOLDER = Path(__file__).resolve().parents[2] / "tests" / "worker"
@@ -43,11 +44,11 @@ WAYS = [
 
 CONTROLLER = """
 import json, sys
-from harness.engine.messages import Job
+from harness.engine.messages import Job, Share
 from harness.engine.zygote_engine import ZygoteEngine
-job = Job(job_id="toy", world_size=int(sys.argv[2]), payload=b'{"0": "spin", "*": "children_then_sleep"}',
-          deadline_s=600, folder=sys.argv[1])
-ZygoteEngine("toyprogram").run(job)
+ranks = int(sys.argv[2])
+job = Job(job_id="toy", world_size=ranks, payload=b'{"0": "spin", "*": "children_then_sleep"}', deadline_s=600)
+ZygoteEngine("toyprogram").run(Share(job=job, count=ranks, folder=sys.argv[1]), print)
 """
 
 
@@ -76,21 +77,19 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
+def run_alone(engine: ZygoteEngine, name: str, payload: bytes, folder: str, options: argparse.Namespace) -> JobOutcome:
+    """The outcome of a job that is one share."""
+    job = Job(job_id=name, world_size=options.ranks, payload=payload, deadline_s=options.deadline_s)
+    return conclude(job, [engine.run(Share(job=job, count=options.ranks, folder=folder), lambda _: None)])
+
+
 def one_way(engine: ZygoteEngine, way: str, expected: str, what: str, options: argparse.Namespace) -> Row:
     """Let rank 1 end in this way while the others block."""
     ways = {} if way == "return" else {"1": way, "*": "sleep"}
     with tempfile.TemporaryDirectory() as folder:
         before = things()
         began_s = time.monotonic()
-        outcome = engine.run(
-            Job(
-                job_id=way,
-                world_size=options.ranks,
-                payload=json.dumps(ways).encode(),
-                deadline_s=options.deadline_s,
-                folder=folder,
-            )
-        )
+        outcome = run_alone(engine, way, json.dumps(ways).encode(), folder, options)
         over_s = time.monotonic() - began_s
         left = len(things() - before)
     seen_ms = None if outcome.detected_s is None else outcome.detected_s * 1e3
@@ -133,7 +132,7 @@ def main() -> int:
     options = parser.parse_args()
     sys.path.insert(0, str(TOY_FOLDER))
     with tempfile.TemporaryDirectory() as folder, ZygoteEngine("toyprogram") as engine:
-        engine.run(Job(job_id="start", world_size=1, payload=b"{}", deadline_s=10, folder=folder))
+        run_alone(engine, "start", b"{}", folder, options)
         rows = [one_way(engine, way, expected, what, options) for way, expected, what in WAYS]
     rows += [killed_parent(victim, options) for victim in ("controller", "zygote")]
     print(f"{options.ranks} ranks, deadline {options.deadline_s:g} s\n")

@@ -16,7 +16,11 @@ from pathlib import Path
 
 import msgspec
 
+from harness.engine.capacity import capacity_here
+from harness.engine.cluster import Cluster
+from harness.engine.leases import Leases
 from harness.engine.messages import Job
+from harness.engine.node import LocalNode
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case, Float8, Layout
@@ -24,6 +28,7 @@ from harness.matrix.caseid import case_id
 from harness.request import RunRequest
 
 PROGRAM = "harness.worker.main"
+SLOTS = 8
 TENSORWISE = Float8(recipe="tensorwise")
 CASES = (
     Case(float8=TENSORWISE),
@@ -34,13 +39,17 @@ CASES = (
 )
 
 
-def cpu_s(engine: ZygoteEngine | TorchrunEngine, case: Case) -> float:
+def open_cluster(engine: type[ZygoteEngine | TorchrunEngine], folder: str) -> Cluster:
+    """This machine, whose ranks are started by this engine."""
+    node = LocalNode(lambda preload: engine(PROGRAM, preload), Leases(Path(folder), SLOTS), capacity_here("cpu", SLOTS))
+    return Cluster([node])
+
+
+def cpu_s(cluster: Cluster, case: Case, **preload: str) -> float:
     """CPU seconds of every process of one run of `case`."""
-    with tempfile.TemporaryDirectory() as folder:
-        payload = msgspec.msgpack.encode(RunRequest(case=case))
-        outcome = engine.run(
-            Job(job_id=Path(folder).name, world_size=case.world_size, payload=payload, deadline_s=600, folder=folder)
-        )
+    payload = msgspec.msgpack.encode(RunRequest(case=case))
+    job = Job(job_id="bench", world_size=case.world_size, payload=payload, deadline_s=600, preload=preload)
+    outcome = cluster.run(job)
     assert outcome.status == "ok", outcome.message
     return outcome.cpu_s
 
@@ -54,8 +63,8 @@ def children_cpu_s() -> float:
 def start_cpu_s() -> float:
     """CPU seconds that starting and warming the zygote costs, once per run: measured with one small case."""
     before = children_cpu_s()
-    with ZygoteEngine(PROGRAM) as engine:
-        case_s = cpu_s(engine, CASES[0])
+    with tempfile.TemporaryDirectory() as folder, open_cluster(ZygoteEngine, folder) as zygote:
+        case_s = cpu_s(zygote, CASES[0])
     return children_cpu_s() - before - case_s
 
 
@@ -66,10 +75,13 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     print(f"zygote: {start_cpu_s():.1f} CPU s, once per run of the harness")
     print(f"{'case':32} {'ranks':>5} {'torchrun':>9} {'zygote':>7} {'ratio':>6}   (median CPU s of {repeats})")
-    torchrun = TorchrunEngine(PROGRAM, {"warmup": "off"})
-    with ZygoteEngine(PROGRAM) as zygote:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_cluster(TorchrunEngine, folder) as torchrun,
+        open_cluster(ZygoteEngine, folder) as zygote,
+    ):
         for case in CASES:
-            pairs = [(cpu_s(torchrun, case), cpu_s(zygote, case)) for _ in range(repeats)]
+            pairs = [(cpu_s(torchrun, case, warmup="off"), cpu_s(zygote, case)) for _ in range(repeats)]
             cold, warm = (statistics.median(side) for side in zip(*pairs, strict=True))
             print(f"{case_id(case):32} {case.world_size:5} {cold:9.1f} {warm:7.1f} {cold / warm:5.1f}x")
 

@@ -14,14 +14,17 @@ Cases that must be refused, or that a fault of torch stops, train no step and ar
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from harness.engine.messages import Job
+from harness.engine.messages import Job, Share
+from harness.engine.outcome import conclude
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -81,12 +84,12 @@ class Cost(NamedTuple):
         return _ROW.format(case_id(self.case), self.case.world_size, *seconds, *ratios, f"{self.noise:.0%}")
 
 
-def measure(engine: ZygoteEngine, case: Case, probes: tuple[str, ...], rounds: int) -> Cost:
+def measure(ask: Callable[[Case, tuple[str, ...]], float], case: Case, probes: tuple[str, ...], rounds: int) -> Cost:
     """Run one case in turns without and with probes. The ways take turns in going first, too."""
     pairs = []
     for number in range(rounds):
         ways = [(), probes] if number % 2 == 0 else [probes, ()]
-        spent = {way: cpu_s(engine, case, way) for way in ways}
+        spent = {way: ask(case, way) for way in ways}
         pairs.append((spent[()], spent[probes]))
     return Cost(case, tuple(pairs))
 
@@ -95,11 +98,11 @@ def cpu_s(engine: ZygoteEngine, case: Case, probes: tuple[str, ...]) -> float:
     """CPU seconds of all ranks of one run of `case`, watched by `probes`."""
     with tempfile.TemporaryDirectory() as folder:
         payload = msgspec.msgpack.encode(RunRequest(case=case, probes=probes))
-        outcome = engine.run(
-            Job(job_id=Path(folder).name, world_size=case.world_size, payload=payload, deadline_s=600, folder=folder)
-        )
-    assert outcome.status == "ok", f"{case_id(case)}: {outcome.message}"
-    return outcome.cpu_s
+        job = Job(job_id=Path(folder).name, world_size=case.world_size, payload=payload, deadline_s=600)
+        outcome = engine.run(Share(job=job, count=case.world_size, folder=folder), lambda _: None)
+    ended = conclude(job, [outcome])
+    assert ended.status == "ok", f"{case_id(case)}: {ended.message}"
+    return ended.cpu_s
 
 
 def training_cases(names: list[str], case_ids: list[str]) -> tuple[Case, ...]:
@@ -148,8 +151,9 @@ def main() -> None:
     print(header)
     costs = []
     with ZygoteEngine(DEFAULT_PROGRAM, {"device": "cpu", "compile": compiles}) as engine:
+        ask = functools.partial(cpu_s, engine)
         for case in cases:
-            costs.append(measure(engine, case, tuple(options.probes.split(",")), options.rounds))
+            costs.append(measure(ask, case, tuple(options.probes.split(",")), options.rounds))
             print(costs[-1].row(), flush=True)
     if options.sort:
         print("", header, sep="\n")

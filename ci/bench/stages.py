@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from stage_program import FOLDER_VARIABLE
 
-from harness.engine.leases import Leases
+from harness.engine.slots import SlotTable
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.project import STATE_VARIABLE, find_project
@@ -53,7 +53,7 @@ class Controller:
         self.judging_cpu_s = 0.0
         self.waiting_s = 0.0
         self._lock = threading.Lock()
-        self._judge, self._acquire = CaseJudge.judge, Leases.acquire
+        self._judge, self._taken = CaseJudge.judge, SlotTable.taken
 
     def install(self) -> None:
         """Measure from here on."""
@@ -67,11 +67,11 @@ class Controller:
                 with controller._lock:
                     controller.judging_cpu_s += time.thread_time() - begun
 
-        def acquire(self: Leases, *args: Any, **options: Any) -> Any:
-            return _Timed(controller._acquire(self, *args, **options), controller)
+        def taken(self: SlotTable, *args: Any, **options: Any) -> Any:
+            return _Timed(controller._taken(self, *args, **options), controller)
 
         CaseJudge.judge = judge  # type: ignore[method-assign, assignment]
-        Leases.acquire = acquire  # type: ignore[method-assign]
+        SlotTable.taken = taken  # type: ignore[method-assign]
 
     def waited(self, seconds: float) -> None:
         """Add a wait for free slots."""

@@ -22,7 +22,6 @@ from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import open_executor
 from harness.running.injection import Injection
-from harness.running.machine import all_hardware
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
@@ -129,7 +128,7 @@ class _AnyCaseJudge:
                 self._judges[name] = prepare_judge(
                     self._project,
                     [case],
-                    hardware=all_hardware(self._plan.device),
+                    hardware=self._plan.hardware,
                     records=self._plan.records,
                     explained=False,
                 )

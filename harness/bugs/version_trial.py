@@ -18,7 +18,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
 from harness.running.environments import NotInstalled, Source, python_with
-from harness.running.witness_key import source_digest
+from harness.sources import source_digest
 
 _TRIAL_S = 1800.0  # of one case and its witnesses
 _HARNESS = Path(__file__).parents[1]

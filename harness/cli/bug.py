@@ -143,7 +143,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     from harness.bugs.trials import tried
     from harness.project import find_project
     from harness.report.bugs import read_reproduced, reproduced_json, reproduced_text
-    from harness.running.machine import hardware, installed_version
+    from harness.sources import installed_version
 
     project = find_project(root)
     asked = asked_case(project, case)
@@ -152,7 +152,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     result = run_once(project, asked.case, plan, injections, quiet=quiet)
     packages = asked.bug.bug.versions if asked.bug is not None else ()
     installed = {package: version for package in packages if (version := installed_version(package)) is not None}
-    device = "the virtual FP8 device" if plan.device == "cpu" else hardware(plan.device)
+    device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]
     earlier = None if like is None else read_reproduced(like).found.signature
     found = reproduced(asked, tried(result), installed=installed, device=device, like=earlier)
     click.echo(reproduced_text(found), nl=False, err=str(json_file) == "-")

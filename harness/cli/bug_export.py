@@ -62,7 +62,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     from harness.bugs.export.script import exported_case
     from harness.project import find_project
     from harness.report.issue import exported_text, issue_text
-    from harness.running.machine import hardware, installed_version
+    from harness.sources import installed_version
 
     project = find_project(root)
     asked = asked_case(project, case)
@@ -74,7 +74,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     exported = export(asked, result, injections, output)
     proof = proof_of(exported.file, exported.script.ranks, exported.patches) if proved else None
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}
-    device = "CPU ranks" if plan.device == "cpu" else hardware(plan.device)
+    device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
     text = issue_text(exported, proof, versions=versions, device=device, neighbours=neighbours)
     write_whole(exported.file.with_suffix(".md"), text.encode())
     click.echo(exported_text(exported, proof), nl=False)

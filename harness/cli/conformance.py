@@ -38,7 +38,12 @@ def conformance_command(
     globs: tuple[str, ...], listed: bool, inject: tuple[str, ...], json_file: Path | None, verbose: bool
 ) -> int:
     """Check DTensor's sharding strategies for the operators of FP8 training, on four CPU ranks."""
+    from harness.engine.capacity import capacity_here
+    from harness.engine.cluster import Cluster
+    from harness.engine.devices import open_leases
+    from harness.engine.node import LocalNode
     from harness.engine.zygote_engine import ZygoteEngine
+    from harness.project import leases_in, state_folder
     from harness.running.injection import parse_injection
     from harness.running.machine import check_rank_packages
     from harness.running.selection import NothingSelected
@@ -54,7 +59,9 @@ def conformance_command(
         return ExitCode.GOOD
     check_rank_packages()
     injections = [parse_injection(text).patch for text in inject]
-    with ZygoteEngine(PROGRAM) as engine:
+    leases = open_leases(leases_in(state_folder()), "cpu")
+    node = LocalNode(lambda options: ZygoteEngine(PROGRAM, options), leases, capacity_here("cpu"))
+    with Cluster([node]) as engine:
         started = time.perf_counter()
         try:
             conclusions = run_checks(engine, checks, injections)
@@ -87,7 +94,7 @@ def _print(conclusions: list[Conclusion], seconds: float, *, verbose: bool) -> N
 
 
 def _software() -> dict[str, str | None]:
-    from harness.running.machine import installed_version
+    from harness.sources import installed_version
 
     return {name: installed_version(name) for name in ("torch", "torchao")}
 

@@ -25,7 +25,7 @@ from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
 from harness.running.case_judge import known_here
 from harness.running.cost import expected_cost
-from harness.running.machine import installed_version
+from harness.sources import installed_version
 
 _EPILOG = """\b
 Examples:

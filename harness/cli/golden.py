@@ -250,7 +250,7 @@ def asked_cases(project: Project, query: Query) -> tuple[Case, ...]:
 
 def _classes(plan: Plan, name: str | None) -> tuple[str, ...]:
     """The hardware classes of this device from the one on that goldens are to be stored for."""
-    classes = all_hardware(plan.device)
+    classes = plan.hardware
     if name is not None and name not in classes:
         fix = f"give one of {', '.join(classes)}."
         raise HarnessError("no class of this device.", where=f"--hardware {name}", fix=fix)

@@ -129,7 +129,8 @@ def plan_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_plan(**given: Any) -> Any:
         from harness.running.plan import make_plan
 
-        options = {name: given.pop(name) for name in ("device", "engine", "jobs", "slots", "timeout_s")}
+        names = ("device", "engine", "jobs", "slots", "timeout_s")
+        options = {name: given.pop(name) for name in names}
         return command(plan_for=functools.partial(make_plan, **options), **given)
 
     return plan_options(with_plan)

@@ -25,10 +25,10 @@ from harness.matrix.caseid import case_id
 from harness.plural import counted
 from harness.project import Project, find_project
 from harness.report.text import case_block
-from harness.running.machine import installed_version
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query
+from harness.sources import installed_version
 from harness.studies.signatures import SignatureChange, record_signatures
 from harness.verdict import ExitCode
 

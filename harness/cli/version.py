@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from harness.running.machine import cpu_name, installed_version
-from harness.running.witness_key import installed_source
+from harness.engine.hardware import cpu_name
+from harness.sources import installed_source, installed_version
 
 _SHOWN = ("fp8-harness", "torch", "torchao", "numpy")
 _IMPORTED = {"fp8-harness": "harness"}  # where the name to import is another one

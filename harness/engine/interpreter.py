@@ -20,6 +20,9 @@ _BOOT = (
 # the number after the fork.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
+# CUDA must number GPUs as nvidia-smi does: it sorts them by speed by default.
+_DEVICES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
 
 def module_command(python: str, module: str, arguments: Sequence[str]) -> list[str]:
     """Returns the command that runs a module of the harness. A `python` other than this one uses its own sys.path."""
@@ -30,5 +33,5 @@ def module_command(python: str, module: str, arguments: Sequence[str]) -> list[s
 
 
 def child_environ(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of this process with one compute thread per process, updated with `extra`."""
-    return {**os.environ, **dict.fromkeys(_THREADS, "1"), **extra}
+    """The environment of this process with one compute thread per process and settings for GPUs, then `extra`."""
+    return {**os.environ, **dict.fromkeys(_THREADS, "1"), **_DEVICES, **extra}

@@ -1,4 +1,4 @@
-"""The messages between controller, zygote and ranks. Versioned, torch-free, no pickles.
+"""The messages between controller, nodes, zygotes and ranks. Versioned, torch-free, no pickles.
 
 The engine does not interpret the work: a job carries an opaque `payload` for the rank program, and every rank returns
 opaque bytes. On the wire, a message is a 4-byte big-endian length followed by msgpack.
@@ -6,16 +6,18 @@ opaque bytes. On the wire, a message is a 4-byte big-endian length followed by m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Generic, Literal, TypeVar, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 1 << 30  # a longer length is garbage, not a message
 
 JobStatus = Literal["ok", "crash", "hang", "infra"]
 RankStatus = Literal["returned", "raised", "exited", "signalled", "stuck", "stopped"]
+ShareEvent = Literal["returned", "failed"]  # all ranks of a share have returned, or the first of them has failed
+IN_FOLDER = "file"  # the rendezvous of a job on one node
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,14 +25,42 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Job(Message, frozen=True, kw_only=True):
-    """One run of `world_size` fresh ranks. `folder` is private to the job (rendezvous, logs, dumps, TMPDIR)."""
+    """One run of `world_size` fresh ranks, as it is asked of an engine.
+
+    `preload`: the options its rank program is preloaded with. Jobs of equal options share a warm process on a node.
+    """
 
     job_id: str
     world_size: int
     payload: bytes
-    deadline_s: float
+    deadline_s: float  # seconds from the start of its ranks
+    preload: Mapping[str, str] = {}
+    one_node: bool = False  # its ranks share memory: never split over nodes
+
+
+class Share(Message, frozen=True, kw_only=True):
+    """One node's part of a job: `count` ranks from `first_rank` on.
+
+    `folder` is on this node and private to the share (logs, dumps, TMPDIR). `rendezvous` is "file" (a file store in the
+    folder, on one node), or "tcp://HOST:PORT/PREFIX" (a TCP store of all nodes, under a prefix of this job).
+    """
+
+    job: Job
+    first_rank: int = 0
+    count: int
+    devices: tuple[int, ...] = ()  # CUDA device indices of its ranks; empty on CPU
     folder: str
-    devices: tuple[int, ...] = ()  # CUDA device indices, one per rank; empty on CPU
+    rendezvous: str = IN_FOLDER
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this share, as the job numbers them."""
+        return range(self.first_rank, self.first_rank + self.count)
+
+    @property
+    def is_whole(self) -> bool:
+        """True when no other node has ranks of the job."""
+        return self.count == self.job.world_size
 
 
 class RankOutcome(Message, frozen=True, kw_only=True):
@@ -47,6 +77,17 @@ class RankOutcome(Message, frozen=True, kw_only=True):
     log_tail: str = ""  # last lines of its stdout and stderr
 
 
+class ShareOutcome(Message, frozen=True, kw_only=True):
+    """What a node recorded about its share of a job. `infra` says why the harness itself failed; else empty."""
+
+    ranks: tuple[RankOutcome, ...] = ()
+    hung: bool = False
+    infra: str = ""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0  # user + system seconds of its ranks
+    detected_s: float | None = None  # from start of the share to the detection of its first failure
+
+
 class JobOutcome(Message, frozen=True, kw_only=True):
     """How a job ended: `ok` when every rank returned. `message` names the first failure in time."""
 
@@ -57,6 +98,7 @@ class JobOutcome(Message, frozen=True, kw_only=True):
     wall_s: float = 0.0
     cpu_s: float = 0.0  # user + system seconds of all ranks
     detected_s: float | None = None  # from start of the job to the detection of the first failure
+    nodes: tuple[str, ...] = ()  # on which it ran, where there are several
 
 
 class Hello(Message, frozen=True, tag="hello", forbid_unknown_fields=False):
@@ -67,23 +109,42 @@ class Hello(Message, frozen=True, tag="hello", forbid_unknown_fields=False):
 
 
 class Submit(Message, frozen=True, tag="submit"):
-    """Controller to zygote: run this job. `ticket` identifies it until its outcome is returned."""
+    """Controller to zygote: run this share. `ticket` identifies it until its outcome is returned."""
 
     ticket: int
-    job: Job
+    share: Share
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Controller to zygote: kill this job now. Its outcome still arrives, as `infra`."""
+    """Controller to zygote: kill this share now. Its outcome still arrives, as `infra`."""
 
     ticket: int
+
+
+class End(Message, frozen=True, tag="end"):
+    """Controller to zygote: a rank on another node failed. Collect stacks and kill this share."""
+
+    ticket: int
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Controller to zygote: all ranks of the job have returned, on all nodes. They may exit."""
+
+    ticket: int
+
+
+class Reached(Message, frozen=True, tag="reached"):
+    """Zygote to controller: what its share of a job on several nodes has come to."""
+
+    ticket: int
+    event: ShareEvent
 
 
 class Finished(Message, frozen=True, tag="finished"):
-    """Zygote to controller: this job has ended and left no processes."""
+    """Zygote to controller: this share has ended and left no processes."""
 
     ticket: int
-    outcome: JobOutcome
+    outcome: ShareOutcome
 
 
 class PhaseReached(Message, frozen=True, tag="phase"):
@@ -107,8 +168,8 @@ class Raised(Message, frozen=True, tag="raised"):
     traceback: str
 
 
-ToZygote = Submit | Cancel
-FromZygote = Hello | Finished
+ToZygote = Submit | Cancel | End | Release
+FromZygote = Hello | Reached | Finished
 FromRank = PhaseReached | Returned | Raised
 
 M = TypeVar("M")

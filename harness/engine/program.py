@@ -12,33 +12,41 @@ from typing import Protocol, cast
 
 import msgspec
 
-from harness.engine.messages import Job
+from harness.engine.messages import Share
 from harness.errors import HarnessError
 
 
 class RankContext(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a rank: its identity, its work and its folder.
 
-    `folder` is shared by the ranks of the job (rendezvous, TMPDIR); `device` is a CUDA index, None on CPU.
+    `folder` is shared by the ranks of the job on this node (TMPDIR, generated code); `device` is a CUDA index, None on
+    CPU. `rendezvous` is where all ranks of the job meet, as in `Share`.
     `report_phase` sets the current phase of the rank; failure reports include the last one.
     """
 
     rank: int
+    local_rank: int  # among the ranks of the job on this node
     world_size: int
     payload: bytes
+    deadline_s: float
     folder: Path
+    rendezvous: str
     device: int | None
     report_phase: Callable[[str], None]
 
 
-def rank_context(job: Job, rank: int, report_phase: Callable[[str], None]) -> RankContext:
-    """Returns the input of one rank of a job."""
+def rank_context(share: Share, rank: int, report_phase: Callable[[str], None]) -> RankContext:
+    """Returns the input of one rank of a share."""
+    local_rank = rank - share.first_rank
     return RankContext(
         rank=rank,
-        world_size=job.world_size,
-        payload=job.payload,
-        folder=Path(job.folder),
-        device=job.devices[rank] if job.devices else None,
+        local_rank=local_rank,
+        world_size=share.job.world_size,
+        payload=share.job.payload,
+        deadline_s=share.job.deadline_s,
+        folder=Path(share.folder),
+        rendezvous=share.rendezvous,
+        device=share.devices[local_rank] if share.devices else None,
         report_phase=report_phase,
     )
 

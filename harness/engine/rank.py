@@ -21,7 +21,7 @@ import msgspec
 
 from harness.engine import linux
 from harness.engine.folder import JobFolder
-from harness.engine.messages import Job, PhaseReached, Raised, Returned, encode_frame
+from harness.engine.messages import PhaseReached, Raised, Returned, Share, encode_frame
 from harness.engine.program import RankContext, RankProgram, rank_context
 
 MESSAGE_CHARS = 4000
@@ -32,7 +32,7 @@ LOST_EXIT_CODE = 70  # the rank could not report its result
 class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank gets from its supervisor. `keep_fds` were open before the engine opened any."""
 
-    job: Job
+    share: Share
     folder: JobFolder
     rank: int
     parent_pid: int
@@ -83,7 +83,7 @@ def _run_with_phases(program: RankProgram, setup: RankSetup) -> Returned | Raise
         with lock:
             setup.socket.sendall(encode_frame(PhaseReached(phase=phase)))
 
-    return run_program(program, rank_context(setup.job, setup.rank, report_phase))
+    return run_program(program, rank_context(setup.share, setup.rank, report_phase))
 
 
 def run_program(program: RankProgram, context: RankContext) -> Returned | Raised:

@@ -18,13 +18,13 @@ from harness.engine.folder import JobFolder
 from harness.engine.messages import (
     FrameReader,
     FromRank,
-    Job,
     PhaseReached,
     ProtocolError,
     Raised,
     RankOutcome,
     RankStatus,
     Returned,
+    Share,
 )
 from harness.engine.outcome import describe_exit
 from harness.engine.program import RankProgram
@@ -36,14 +36,14 @@ _CHUNK_BYTES = 1 << 20
 class RankProcess:
     """A forked rank. `outcome` is None until it has reported or died; `alive` is True until it is reaped."""
 
-    def __init__(self, job: Job, rank: int, *, started_s: float, selector: selectors.BaseSelector) -> None:
+    def __init__(self, share: Share, rank: int, *, started_s: float, selector: selectors.BaseSelector) -> None:
         self.rank = rank
         self.pid = 0
         self.alive = False
         self.cpu_s = 0.0
         self.outcome: RankOutcome | None = None
-        self._folder = JobFolder(Path(job.folder))
-        self._job = job
+        self._folder = JobFolder(Path(share.folder))
+        self._share = share
         self._started_s = started_s
         self._selector = selector
         self._phase = ""
@@ -67,7 +67,7 @@ class RankProcess:
             self.pid = os.fork()
             if self.pid == 0:
                 setup = RankSetup(
-                    job=self._job,
+                    share=self._share,
                     folder=self._folder,
                     rank=self.rank,
                     parent_pid=parent_pid,

@@ -1,4 +1,4 @@
-"""Supervises one job: starts its ranks, detects the first failure, collects stacks, ends every process.
+"""Supervises the share of one job: starts its ranks, detects the first failure, collects stacks, ends every process.
 
 A state machine driven by the selector loop of `zygote.py`: rank sockets and pidfds call back through the selector, and
 `tick` advances the state. Never blocks.
@@ -14,8 +14,7 @@ from pathlib import Path
 
 from harness.engine import linux, sharedmem
 from harness.engine.folder import JobFolder
-from harness.engine.messages import Job, JobOutcome
-from harness.engine.outcome import JobRecord, conclude
+from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.program import RankProgram
 from harness.engine.rankprocess import RankProcess
 
@@ -24,14 +23,16 @@ DUMP_S = 0.2  # from requesting stacks to SIGKILL; faulthandler needs millisecon
 RELEASE_S = 2.0  # a released rank only has to call os._exit
 DEATH_S = 20.0  # from SIGKILL to giving up on a process: only a broken driver keeps it alive that long
 SWEEP_POLL_S = 0.01
+BARRIER_S = 10.0  # after the deadline, until a share whose ranks have all returned waits for no other node any more
 
 
 class Stage(enum.Enum):
-    """State of a job."""
+    """State of a share."""
 
     RUNNING = "running"
     GRACE = "grace"  # a rank has failed, others may still report
     DUMPING = "dumping"  # waiting for the stacks of the other ranks
+    BARRIER = "barrier"  # every rank of this share returned, those of other nodes have not
     RELEASED = "released"  # every rank returned and may exit
     KILLED = "killed"
     SWEEPING = "sweeping"  # all ranks are reaped, orphans are being killed
@@ -39,24 +40,29 @@ class Stage(enum.Enum):
 
 
 class Supervisor:
-    """Runs one job. Call `start` once, then `tick` after every callback and at `wakeup_s`, until `outcome` is set."""
+    """Runs one share. Call `start` once, then `tick` after every callback and at `wakeup_s`, until `outcome` is set.
+
+    Where other nodes have shares of the job, `report` is told what they must know.
+    """
 
     def __init__(
         self,
-        job: Job,
+        share: Share,
         program: RankProgram,
         selector: selectors.BaseSelector,
         live_pids: Callable[[], frozenset[int]],
+        report: Callable[[ShareEvent], None],
     ) -> None:
-        self.job = job
-        self.outcome: JobOutcome | None = None
+        self.outcome: ShareOutcome | None = None
+        self._share = share
+        self._report = report
         self._program = program
         self._selector = selector
-        self._live_pids = live_pids  # ranks of all jobs: any other child is an orphan
+        self._live_pids = live_pids  # ranks of all shares: any other child is an orphan
         self._ranks: list[RankProcess] = []
         self._stage = Stage.RUNNING
         self._started_s = time.monotonic()
-        self._until_s = self._started_s + job.deadline_s
+        self._until_s = self._started_s + share.job.deadline_s
         self._detected_s: float | None = None
         self._hung = False
         self._infra = ""
@@ -67,6 +73,7 @@ class Supervisor:
             Stage.RUNNING: self._run,
             Stage.GRACE: self._grace,
             Stage.DUMPING: self._dumping,
+            Stage.BARRIER: self._barrier,
             Stage.RELEASED: self._released,
             Stage.KILLED: self._killed,
             Stage.SWEEPING: self._sweep,
@@ -83,27 +90,40 @@ class Supervisor:
         return frozenset(rank.pid for rank in self._ranks if rank.alive)
 
     def start(self, keep_fds: frozenset[int]) -> None:
-        """Fork all ranks. An error here ends the job as `infra`."""
+        """Fork all ranks. An error here ends the share as `infra`."""
         threads = linux.other_threads()
         if threads:
             self.abort(f"the zygote must be single-threaded to fork, but it also has: {', '.join(threads)}")
             return
         try:
-            JobFolder(Path(self.job.folder)).prepare()
-            for number in range(self.job.world_size):
-                rank = RankProcess(self.job, number, started_s=self._started_s, selector=self._selector)
+            JobFolder(Path(self._share.folder)).prepare()
+            for number in self._share.ranks:
+                rank = RankProcess(self._share, number, started_s=self._started_s, selector=self._selector)
                 rank.start(self._program, keep_fds)
                 self._ranks.append(rank)
         except OSError as error:
-            self.abort(f"could not start rank {len(self._ranks)} of {self.job.world_size}: {error}")
+            number = self._share.first_rank + len(self._ranks)
+            self.abort(f"could not start rank {number} of {self._share.job.world_size}: {error}")
 
     def abort(self, reason: str) -> None:
-        """End the job now, as `infra` with this reason."""
+        """End the share now, as `infra` with this reason."""
         if self._stage in (Stage.SWEEPING, Stage.DONE):
             return
         self._infra = reason
         self._record_failure(time.monotonic())
         self._kill()
+
+    def end(self) -> None:
+        """End the share now, with the stacks of its ranks: one on another node has failed."""
+        if self._stage in (Stage.RUNNING, Stage.GRACE, Stage.BARRIER):
+            self._request_stacks(final=True)
+
+    def release(self) -> None:
+        """Let the ranks exit: those of other nodes have returned too."""
+        if self._stage is Stage.BARRIER:
+            for rank in self._ranks:
+                rank.release()
+            self._enter(Stage.RELEASED, RELEASE_S)
 
     def tick(self, now_s: float) -> None:
         """Advance as many stages as possible without waiting."""
@@ -128,6 +148,11 @@ class Supervisor:
     def _record_failure(self, now_s: float) -> None:
         if self._detected_s is None:
             self._detected_s = now_s - self._started_s
+            self._tell("failed")
+
+    def _tell(self, event: ShareEvent) -> None:
+        if not self._share.is_whole:
+            self._report(event)
 
     def _enter(self, stage: Stage, seconds: float) -> None:
         self._stage = stage
@@ -139,9 +164,10 @@ class Supervisor:
             self._enter(Stage.GRACE, GRACE_S)
         elif self._reported:
             self._record_shared_memory()
-            for rank in self._ranks:
-                rank.release()
-            self._enter(Stage.RELEASED, RELEASE_S)
+            self._enter(Stage.BARRIER, max(0.0, self._until_s - now_s) + BARRIER_S)
+            self._tell("returned")
+            if self._share.is_whole:
+                self.release()
         elif now_s >= self._until_s:
             self._hung = True
             self._record_failure(now_s)
@@ -173,6 +199,13 @@ class Supervisor:
             rank.kill()
         self._enter(Stage.KILLED, DEATH_S)
 
+    def _barrier(self, now_s: float) -> None:
+        if self._failed:
+            self._record_failure(now_s)
+            self._kill()
+        elif now_s >= self._until_s:
+            self._kill()  # its ranks have returned their results: another share has failed
+
     def _released(self, now_s: float) -> None:
         if self._all_dead and self._failed:
             self._record_failure(now_s)
@@ -202,7 +235,7 @@ class Supervisor:
             if rank.alive:
                 rank.unwatch()
         sharedmem.remove(self._shm)
-        record = JobRecord(
+        self.outcome = ShareOutcome(
             ranks=tuple(rank.outcome for rank in self._ranks if rank.outcome is not None),
             hung=self._hung,
             infra=infra,
@@ -210,5 +243,4 @@ class Supervisor:
             cpu_s=sum(rank.cpu_s for rank in self._ranks) + self._orphans_cpu_s,
             detected_s=self._detected_s,
         )
-        self.outcome = conclude(self.job, record)
         self._stage = Stage.DONE

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
@@ -23,8 +23,8 @@ import msgspec
 from harness.engine import linux
 from harness.engine.folder import JobFolder, tail
 from harness.engine.interpreter import MARK, child_environ, module_command
-from harness.engine.messages import Job, JobOutcome, RankOutcome, RankStatus
-from harness.engine.outcome import JobRecord, conclude, describe_exit, first_failure, infra_outcome
+from harness.engine.messages import RankOutcome, RankStatus, Share, ShareEvent, ShareOutcome
+from harness.engine.outcome import describe_exit, first_failure
 from harness.engine.supervisor import DUMP_S
 
 _OUTCOMES = msgspec.msgpack.Decoder(RankOutcome)  # made before any thread decodes: msgspec would crash
@@ -34,16 +34,19 @@ _LOOK_S = 0.05  # how often a launch looks whether the engine was closed
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a rank under torchrun; written to `job.msgpack`."""
+    """The input of a rank under torchrun; written to `share.msgpack`."""
 
     program: str
     options: Mapping[str, str]
-    job: Job
+    share: Share
     started_s: float  # time.monotonic() of the controller
 
 
 class TorchrunEngine:
-    """Runs each job under its own torchrun with the rank program `program`, a dotted module name."""
+    """Runs each share of a job under its own torchrun with the rank program `program`, a dotted module name.
+
+    Of a job on several nodes each has a torchrun, and ranks know their number among all.
+    """
 
     def __init__(self, program: str, options: Mapping[str, str] | None = None, python: str = sys.executable) -> None:
         self._program = program
@@ -51,7 +54,8 @@ class TorchrunEngine:
         self._python = python
         self._closing = threading.Event()
         self._ended = threading.Condition()
-        self._running = 0  # jobs in `run`; guarded by `_ended`
+        self._running = 0  # shares in `run`; guarded by `_ended`
+        self._told: dict[str, tuple[threading.Event, Path]] = {}  # by job: set by `end`, and the file of `release`
 
     def __enter__(self) -> Self:
         return self
@@ -65,41 +69,69 @@ class TorchrunEngine:
         with self._ended:
             self._ended.wait_for(lambda: self._running == 0, _CLOSE_S)
 
-    def run(self, job: Job) -> JobOutcome:
-        """Run one job and return its outcome; by then all its processes have ended. Callable from any thread."""
+    def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+        """Run one share and return its outcome; by then all its processes have ended. Callable from any thread.
+
+        Of a share that is not the whole job, `report` is told when all its ranks have returned (they wait for
+        `release`) and when the first has failed.
+        """
         with self._ended:
             if self._closing.is_set():
-                return infra_outcome(job, "the engine is closed")
+                return ShareOutcome(infra="the engine is closed")
             self._running += 1
+        job_id = share.job.job_id
+        self._told[job_id] = ending, _ = threading.Event(), release_file(JobFolder(Path(share.folder)))
         try:
-            return self._run(job)
+            return self._run(share, ending, report)
         except OSError as error:
-            return infra_outcome(job, f"could not start torchrun: {error}")
+            return ShareOutcome(infra=f"could not start torchrun: {error}")
         finally:
+            del self._told[job_id]
             with self._ended:
                 self._running -= 1
                 self._ended.notify_all()
 
-    def _run(self, job: Job) -> JobOutcome:
+    def warm(self) -> None:
+        """Does nothing: every job starts its own interpreters."""
+
+    def end(self, job_id: str) -> None:
+        """End the share of this job at once, with the stacks of its ranks: one on another node has failed."""
+        if job_id in self._told:
+            self._told[job_id][0].set()
+
+    def release(self, job_id: str) -> None:
+        """Let the ranks of this job exit: all have returned, on all nodes."""
+        if job_id in self._told:
+            with suppress(OSError):  # they have ended, and their folder is gone
+                self._told[job_id][1].touch()
+
+    def _run(self, share: Share, ending: threading.Event, report: Callable[[ShareEvent], None]) -> ShareOutcome:
         started_s = time.monotonic()
-        folder = JobFolder(Path(job.folder))
+        folder = JobFolder(Path(share.folder))
         folder.prepare()
-        for rank in range(job.world_size):
+        for rank in share.ranks:
             for kind in ("outcome", "pid", "phase"):
                 rank_file(folder, rank, kind).unlink(missing_ok=True)
-        spec = LaunchSpec(program=self._program, options=self._options, job=job, started_s=started_s)
-        job_file(folder).write_bytes(msgspec.msgpack.encode(spec))
-        return _Launch(job, folder, started_s, self._closing).run(self._command(job, folder))
+        release_file(folder).unlink(missing_ok=True)
+        spec = LaunchSpec(program=self._program, options=self._options, share=share, started_s=started_s)
+        spec_file(folder).write_bytes(msgspec.msgpack.encode(spec))
+        launch = _Launch(share, folder, started_s, self._closing, ending, report)
+        return launch.run(self._command(share, folder))
 
-    def _command(self, job: Job, folder: JobFolder) -> list[str]:
+    def _command(self, share: Share, folder: JobFolder) -> list[str]:
         rank = module_command(self._python, "harness.engine.torchrun_rank", [str(folder.path)])
-        launch = ["--standalone", "--nproc-per-node", str(job.world_size), "--no-python", *rank]
+        launch = ["--standalone", "--nproc-per-node", str(share.count), "--no-python", *rank]
         return [self._python, "-P", "-m", "torch.distributed.run", *launch]
 
 
-def job_file(folder: JobFolder) -> Path:
-    """The file with the `LaunchSpec` of a job."""
-    return folder.path / "job.msgpack"
+def spec_file(folder: JobFolder) -> Path:
+    """The file with the `LaunchSpec` of a share."""
+    return folder.path / "share.msgpack"
+
+
+def release_file(folder: JobFolder) -> Path:
+    """The file that lets the ranks of a share exit that is not the whole job."""
+    return folder.path / "release"
 
 
 def rank_file(folder: JobFolder, rank: int, kind: Literal["outcome", "pid", "phase"]) -> Path:
@@ -110,16 +142,28 @@ def rank_file(folder: JobFolder, rank: int, kind: Literal["outcome", "pid", "pha
 class _Launch:
     """One running torchrun."""
 
-    def __init__(self, job: Job, folder: JobFolder, started_s: float, closing: threading.Event) -> None:
-        self._job = job
+    def __init__(
+        self,
+        share: Share,
+        folder: JobFolder,
+        started_s: float,
+        closing: threading.Event,
+        ending: threading.Event,
+        report: Callable[[ShareEvent], None],
+    ) -> None:
+        self._share = share
         self._folder = folder
         self._started_s = started_s
         self._closing = closing  # set when the engine was closed
+        self._ending = ending  # set when a rank on another node has failed
+        self._report = report
+        self._waiting = set() if share.is_whole else set(share.ranks)  # ranks whose end other nodes must know of
         self._mark = uuid.uuid4().hex
         self._hung = False
         self._stopped = False
+        self._killed = False  # before torchrun had ended
 
-    def run(self, command: list[str]) -> JobOutcome:
+    def run(self, command: list[str]) -> ShareOutcome:
         environ = child_environ({MARK: self._mark, "TMPDIR": str(self._folder.tmp)})
         log_path = self._folder.path / "torchrun.log"
         with log_path.open("wb") as log:
@@ -138,35 +182,53 @@ class _Launch:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if self._stopped:
-            return infra_outcome(self._job, "the engine was closed")
+            return ShareOutcome(infra="the engine was closed")
         return self._conclude(process.returncode, usage.ru_utime + usage.ru_stime, tail(log_path))
 
     def _wait(self, pid: int) -> None:
-        """Wait until torchrun has ended, its deadline has passed or the engine was closed."""
+        """Wait until torchrun has ended, its deadline has passed, or it is told to end."""
         if self._ended_in_time(pid):
             return
+        self._killed = True
         self._stopped = self._closing.is_set()
-        self._hung = not self._stopped
-        if self._hung:
+        self._hung = not (self._stopped or self._ending.is_set())
+        if not self._stopped:
             self._request_stacks()
             time.sleep(DUMP_S)
 
     def _ended_in_time(self, pid: int) -> bool:
-        until_s = self._started_s + self._job.deadline_s
+        until_s = self._started_s + self._share.job.deadline_s
         pidfd = os.pidfd_open(pid)
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
-            while not self._closing.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            while not self._told_to_end and (left_s := until_s - time.monotonic()) > 0:
                 if poll.poll(min(left_s, _LOOK_S) * 1000):
                     return True
+                self._tell()
             return bool(poll.poll(0))
         finally:
             os.close(pidfd)
 
+    @property
+    def _told_to_end(self) -> bool:
+        return self._closing.is_set() or self._ending.is_set()
+
+    def _tell(self) -> None:
+        """Report what other nodes must know: the first rank that failed, or that all have returned."""
+        for rank in sorted(self._waiting):
+            path = rank_file(self._folder, rank, "outcome")
+            if path.exists():
+                self._waiting.remove(rank)
+                if _OUTCOMES.decode(path.read_bytes()).status != "returned":
+                    self._waiting.clear()
+                    self._report("failed")
+                elif not self._waiting:
+                    self._report("returned")
+
     def _request_stacks(self) -> None:
         """Ask the ranks for their stacks. A rank may be gone and its pid be that of another process: hence the mark."""
-        for rank in range(self._job.world_size):
+        for rank in self._share.ranks:
             if not rank_file(self._folder, rank, "outcome").exists():
                 with suppress(OSError, ValueError):  # the rank has not started, or the file is still empty
                     pid = int(rank_file(self._folder, rank, "pid").read_text())
@@ -177,15 +239,15 @@ class _Launch:
         os.killpg(pid, signal.SIGKILL)
         linux.kill_marked(MARK, self._mark, _SWEEP_S)
 
-    def _conclude(self, returncode: int, cpu_s: float, log: str) -> JobOutcome:
+    def _conclude(self, returncode: int, cpu_s: float, log: str) -> ShareOutcome:
         now_s = time.monotonic() - self._started_s
-        ranks = tuple(self._rank_outcome(rank, now_s) for rank in range(self._job.world_size))
+        ranks = tuple(self._rank_outcome(rank, now_s) for rank in self._share.ranks)
         cause = first_failure(ranks)
         infra = ""
-        if cause and not self._hung and cause.phase in ("", "preload") and cause.status != "raised":
+        if cause and not self._killed and cause.phase in ("", "preload") and cause.status != "raised":
             how = describe_exit(returncode, returned=False, oom_kills=0)[1]
             infra = f"rank {cause.rank} did not start: {cause.message}; torchrun {how}\n{cause.log_tail or log}"
-        record = JobRecord(
+        return ShareOutcome(
             ranks=ranks,
             hung=self._hung,
             infra=infra,
@@ -193,7 +255,6 @@ class _Launch:
             cpu_s=cpu_s,
             detected_s=cause.seconds if cause else None,
         )
-        return conclude(self._job, record)
 
     def _rank_outcome(self, rank: int, now_s: float) -> RankOutcome:
         path = rank_file(self._folder, rank, "outcome")
@@ -215,7 +276,7 @@ class _Launch:
         """Status and message of a rank that wrote no outcome; only torchrun's log has its exit code."""
         if stacks.startswith("Fatal Python error"):
             return "signalled", stacks.splitlines()[0]
-        if self._hung:
+        if self._killed:
             return "stuck", "did not finish"
         if stacks:
             return "stuck", "did not finish: torchrun killed it after another rank failed"

@@ -1,4 +1,4 @@
-"""One rank under torchrun: `python -m harness.engine.torchrun_rank FOLDER`, with RANK in the environment.
+"""One rank under torchrun: `python -m harness.engine.torchrun_rank FOLDER`, with LOCAL_RANK in the environment.
 
 Reads the `LaunchSpec` that `torchrun.py` wrote to the folder, and writes its `RankOutcome` there.
 """
@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,9 @@ from harness.engine.folder import JobFolder
 from harness.engine.messages import RankOutcome, Returned
 from harness.engine.program import RankContext, load_program, rank_context
 from harness.engine.rank import flush_streams, run_program
-from harness.engine.torchrun import LaunchSpec, job_file, rank_file
+from harness.engine.torchrun import LaunchSpec, rank_file, release_file, spec_file
+
+_LOOK_S = 0.02  # how often a rank that has returned looks whether it may exit
 
 
 class _Program:
@@ -38,18 +41,20 @@ class _Program:
         return program.rank_main(context)
 
 
-def main(folder: JobFolder, rank: int) -> int:
-    """Run this rank; returns the exit code: 0 when the program returned."""
+def main(folder: JobFolder, local_rank: int) -> int:
+    """Run this rank of the node; returns the exit code: 0 when the program returned."""
+    spec = msgspec.msgpack.decode(spec_file(folder).read_bytes(), type=LaunchSpec)
+    rank = spec.share.first_rank + local_rank
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(spec.share.job.world_size)}  # those of this node's torchrun
     _redirect(folder, rank)
     rank_file(folder, rank, "pid").write_text(str(os.getpid()))  # from now on, SIGUSR1 dumps the stacks
-    spec = msgspec.msgpack.decode(job_file(folder).read_bytes(), type=LaunchSpec)
     phases: list[str] = []
 
     def report_phase(phase: str) -> None:
         phases.append(phase)
         rank_file(folder, rank, "phase").write_text(phase)
 
-    report = run_program(_Program(spec), rank_context(spec.job, rank, report_phase))
+    report = run_program(_Program(spec), rank_context(spec.share, rank, report_phase))
     flush_streams()
     message, traceback = ("", "") if isinstance(report, Returned) else (report.message, report.traceback)
     outcome = RankOutcome(
@@ -66,6 +71,8 @@ def main(folder: JobFolder, rank: int) -> int:
     draft = path.with_suffix(".draft")
     draft.write_bytes(msgspec.msgpack.encode(outcome))
     draft.rename(path)
+    while isinstance(report, Returned) and not (spec.share.is_whole or release_file(folder).exists()):
+        time.sleep(_LOOK_S)  # ranks on other nodes may still receive what this one has sent
     return 0 if isinstance(report, Returned) else 1
 
 
@@ -79,4 +86,4 @@ def _redirect(folder: JobFolder, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(JobFolder(Path(sys.argv[1])), int(os.environ["RANK"])))
+    sys.exit(main(JobFolder(Path(sys.argv[1])), int(os.environ["LOCAL_RANK"])))

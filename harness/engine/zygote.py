@@ -1,7 +1,7 @@
-"""The zygote: imports and warms up a rank program once, then forks fresh ranks for every job.
+"""The zygote: imports and warms up a rank program once, then forks fresh ranks for every share of a job.
 
 `python -m harness.engine.zygote --fd N PROGRAM [KEY=VALUE ...]`; `zygote_client.py` passes it one end of a socket.
-One thread, one selector loop, several jobs at a time. When the controller exits, it kills every rank and exits too.
+One thread, one selector loop, several shares at a time. When the controller exits, it kills every rank and exits too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from collections.abc import Sequence
 from harness.engine import linux
 from harness.engine.messages import (
     PROTOCOL_VERSION,
+    End,
     Finished,
     FrameReader,
     Hello,
     Message,
     ProtocolError,
+    Reached,
+    Release,
+    ShareEvent,
     Submit,
     ToZygote,
     encode_frame,
@@ -43,7 +47,7 @@ class Zygote:
         self._control = control
         self._program = program
         self._reader: FrameReader[ToZygote] = FrameReader(ToZygote)
-        self._jobs: dict[int, Supervisor] = {}
+        self._shares: dict[int, Supervisor] = {}
         self._connected = True
         self._end_reason = ""  # why it ends; empty while it serves
         self._selector = selectors.DefaultSelector()
@@ -53,7 +57,7 @@ class Zygote:
         self._selector.register(self._controller, selectors.EVENT_READ, self._disconnect)
 
     def serve(self) -> str:
-        """Run jobs until the controller closes its end, dies or sends what is no message; then kill all ranks.
+        """Run shares until the controller closes its end, dies or sends what is no message; then kill all ranks.
 
         Returns what the controller did wrong; empty when it has just left.
         """
@@ -61,25 +65,25 @@ class Zygote:
         while not self._end_reason:
             self._poll()
         reason, left = self._end_reason, not self._connected
-        for supervisor in self._jobs.values():
+        for supervisor in self._shares.values():
             supervisor.abort(reason)
         give_up_s = time.monotonic() + SHUTDOWN_S
-        while self._jobs and time.monotonic() < give_up_s:
+        while self._shares and time.monotonic() < give_up_s:
             self._poll()
         while linux.kill_orphans(frozenset())[0] and time.monotonic() < give_up_s:
             time.sleep(0.005)
         return "" if left else reason
 
     def _poll(self) -> None:
-        wakeups = [supervisor.wakeup_s for supervisor in self._jobs.values()]
+        wakeups = [supervisor.wakeup_s for supervisor in self._shares.values()]
         timeout_s = max(0.0, min(wakeups) - time.monotonic()) if wakeups else None
         for key, _ in self._selector.select(timeout_s):
             key.data()
         now_s = time.monotonic()
-        for ticket, supervisor in list(self._jobs.items()):
+        for ticket, supervisor in list(self._shares.items()):
             supervisor.tick(now_s)
             if supervisor.outcome is not None:
-                del self._jobs[ticket]
+                del self._shares[ticket]
                 self._send(Finished(ticket=ticket, outcome=supervisor.outcome))
 
     def _receive(self) -> None:
@@ -99,16 +103,27 @@ class Zygote:
     def _obey(self, message: ToZygote) -> None:
         if isinstance(message, Submit):
             self._start(message)
-        elif message.ticket in self._jobs:
-            self._jobs[message.ticket].abort("cancelled")
+            return
+        supervisor = self._shares.get(message.ticket)
+        if supervisor is None:
+            return  # it has ended
+        if isinstance(message, Release):
+            supervisor.release()
+        elif isinstance(message, End):
+            supervisor.end()
+        else:
+            supervisor.abort("cancelled")
 
     def _start(self, message: Submit) -> None:
-        supervisor = Supervisor(message.job, self._program, self._selector, self._live_pids)
-        self._jobs[message.ticket] = supervisor
+        def report(event: ShareEvent) -> None:
+            self._send(Reached(ticket=message.ticket, event=event))
+
+        supervisor = Supervisor(message.share, self._program, self._selector, self._live_pids, report)
+        self._shares[message.ticket] = supervisor
         supervisor.start(self._keep_fds)
 
     def _live_pids(self) -> frozenset[int]:
-        return frozenset(pid for supervisor in self._jobs.values() for pid in supervisor.pids)
+        return frozenset(pid for supervisor in self._shares.values() for pid in supervisor.pids)
 
     def _disconnect(self) -> None:
         self._connected = False

@@ -1,4 +1,4 @@
-"""The controller's side of one zygote process: spawn it, submit jobs, detect its death, shut it down.
+"""The controller's side of one zygote process: spawn it, submit shares of jobs, detect its death, shut it down.
 
 Thread-safe. Restarts nothing: `zygote_engine.py` does.
 """
@@ -11,10 +11,11 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,14 +25,18 @@ from harness.engine.interpreter import MARK, child_environ, module_command
 from harness.engine.messages import (
     PROTOCOL_VERSION,
     Cancel,
+    End,
     Finished,
     FrameReader,
     FromZygote,
     Hello,
-    Job,
-    JobOutcome,
     Message,
     ProtocolError,
+    Reached,
+    Release,
+    Share,
+    ShareEvent,
+    ShareOutcome,
     Submit,
     encode_frame,
 )
@@ -52,6 +57,14 @@ class ZygoteSpec(msgspec.Struct, frozen=True, kw_only=True):
     python: str
 
 
+class _Pending(NamedTuple):
+    """A share that runs: its job, where its outcome goes, and who is told what it comes to."""
+
+    job_id: str
+    outcome: Future[ShareOutcome]
+    report: Callable[[ShareEvent], None]
+
+
 class ZygoteClient:
     """Spawns the zygote on construction. Raises ZygoteFailure when the interpreter cannot be started."""
 
@@ -59,7 +72,7 @@ class ZygoteClient:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._tickets = 0
-        self._pending: dict[int, Future[JobOutcome]] = {}
+        self._pending: dict[int, _Pending] = {}
         self._close_reason = ""  # why `close` was called; empty before
         self._failure = ""  # why it no longer serves; empty while it does
         self._mark = uuid.uuid4().hex
@@ -125,26 +138,43 @@ class ZygoteClient:
                 if isinstance(message, Hello):
                     return message
 
-    def submit(self, job: Job) -> tuple[int, Future[JobOutcome]]:
-        """Submit a job; returns its ticket and the future of its outcome. Either raises ZygoteFailure if it died."""
-        future: Future[JobOutcome] = Future()
+    def submit(self, share: Share, report: Callable[[ShareEvent], None]) -> tuple[int, Future[ShareOutcome]]:
+        """Submit a share; returns its ticket and the future of its outcome. Either raises ZygoteFailure if it died.
+
+        `report` is called in a thread of this client, which waits for it.
+        """
+        future: Future[ShareOutcome] = Future()
         with self._lock:
             if self._failure:
                 raise ZygoteFailure(self._failure)
             self._tickets += 1
             ticket = self._tickets
-            self._pending[ticket] = future
-        self._send(Submit(ticket=ticket, job=job))
+            self._pending[ticket] = _Pending(share.job.job_id, future, report)
+        self._send(Submit(ticket=ticket, share=share))
         return ticket, future
 
     def cancel(self, ticket: int) -> None:
-        """Kill a job and drop its future."""
+        """Kill a share and drop its future."""
         with self._lock:
             self._pending.pop(ticket, None)
         self._send(Cancel(ticket=ticket))
 
+    def end(self, job_id: str) -> None:
+        """End the share of this job, with the stacks of its ranks: one on another node has failed."""
+        for ticket in self._tickets_of(job_id):
+            self._send(End(ticket=ticket))
+
+    def release(self, job_id: str) -> None:
+        """Let the ranks of this job exit: those of other nodes have returned too."""
+        for ticket in self._tickets_of(job_id):
+            self._send(Release(ticket=ticket))
+
+    def _tickets_of(self, job_id: str) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(ticket for ticket, pending in self._pending.items() if pending.job_id == job_id)
+
     def _send(self, message: Message) -> None:
-        with self._sending, suppress(OSError):  # the listener detects the same death and fails the job
+        with self._sending, suppress(OSError):  # the listener detects the same death and fails the share
             self._socket.sendall(encode_frame(message))
 
     def _listen(self) -> None:
@@ -154,6 +184,8 @@ class ZygoteClient:
                 for message in self._reader.feed(data):
                     if isinstance(message, Finished):
                         self._deliver(message)
+                    elif isinstance(message, Reached):
+                        self._tell(message)
         except (OSError, ProtocolError) as error:
             reason = f"broke the connection: {error}"
         ended = self._end_process()
@@ -161,17 +193,23 @@ class ZygoteClient:
 
     def _deliver(self, message: Finished) -> None:
         with self._lock:
-            future = self._pending.pop(message.ticket, None)
-        if future is not None:
-            future.set_result(message.outcome)
+            pending = self._pending.pop(message.ticket, None)
+        if pending is not None:
+            pending.outcome.set_result(message.outcome)
+
+    def _tell(self, message: Reached) -> None:
+        with self._lock:
+            pending = self._pending.get(message.ticket)
+        if pending is not None:
+            pending.report(message.event)
 
     def _fail_pending(self, reason: str) -> None:
-        """Stop serving: all pending jobs fail with the first reason given. Call when no process is left."""
+        """Stop serving: all pending shares fail with the first reason given. Call when no process is left."""
         with self._lock:
             self._failure = self._failure or self._close_reason or reason
             pending, self._pending = self._pending, {}
-        for future in pending.values():
-            future.set_exception(ZygoteFailure(self._failure))
+        for each in pending.values():
+            each.outcome.set_exception(ZygoteFailure(self._failure))
 
     def _end_process(self) -> str:
         """Wait for the zygote or kill it, and kill everything it started; returns how it ended."""
@@ -190,7 +228,7 @@ class ZygoteClient:
         return f"the zygote {what}" + (f"\nits last output:\n{output}" if output else "")
 
     def close(self, reason: str) -> None:
-        """Shut down the zygote and everything it started, and wait for that; pending jobs fail with `reason`."""
+        """Shut down the zygote and everything it started, and wait for that; pending shares fail with `reason`."""
         self._close_reason = self._close_reason or reason
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

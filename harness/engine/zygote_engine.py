@@ -1,4 +1,4 @@
-"""The zygote engine: runs jobs on ranks forked from one zygote, and replaces that process when it dies.
+"""The zygote engine: runs shares of jobs on ranks forked from one zygote, and replaces that process when it dies.
 
 Neither imports the rank program nor forks, so any thread may call it.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Self
 
-from harness.engine.messages import Job, JobOutcome
-from harness.engine.outcome import infra_outcome
+from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.zygote_client import ZygoteClient, ZygoteFailure, ZygoteSpec
 
 START_ATTEMPTS = 2  # a program that failed to preload twice in a row will fail again
@@ -20,9 +20,9 @@ REPLY_MARGIN_S = 60.0  # after the deadline of a job; stacks, kill and sweep tak
 
 
 class ZygoteEngine:
-    """Runs jobs of the rank program `program`, a dotted module name, preloaded with `options` in interpreter `python`.
+    """Runs shares of jobs of the rank program `program`, a dotted module name, preloaded with `options` by `python`.
 
-    The first job starts the zygote. Use as a context manager, or `close` it.
+    The first share starts the zygote. Use as a context manager, or `close` it.
     """
 
     def __init__(self, program: str, options: Mapping[str, str] | None = None, python: str = sys.executable) -> None:
@@ -30,6 +30,8 @@ class ZygoteEngine:
         self._starting = threading.Lock()
         self._client: ZygoteClient | None = None
         self._closed = False
+        self._submitting = threading.Lock()
+        self._ended: dict[str, bool] = {}  # by id of a job that runs: whether its share must end
         self._failed_starts = 0
         self._failure = ""
 
@@ -39,21 +41,48 @@ class ZygoteEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, job: Job) -> JobOutcome:
-        """Run one job and return its outcome; by then all its processes have ended. Callable from any thread.
+    def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+        """Run one share and return its outcome; by then all its processes have ended. Callable from any thread.
 
-        Failures are part of the outcome, never raised. KeyboardInterrupt kills the job.
+        Of a share that is not the whole job, `report` is told in another thread when all its ranks have returned (they
+        wait for `release`) and when the first has failed. Failures are part of the outcome, never raised.
+        KeyboardInterrupt kills the share.
         """
-        assert not job.devices or len(job.devices) == job.world_size, "one device per rank, or none"
-        assert job.world_size > 0, "world_size must be positive"
-        assert job.deadline_s > 0, "deadline_s must be positive"
+        assert not share.devices or len(share.devices) == share.count, "one device per rank, or none"
+        assert share.count > 0, "a share has ranks"
+        assert share.job.deadline_s > 0, "deadline_s must be positive"
+        self._ended[share.job.job_id] = False
         try:
-            return self._run_on(self._ready_client(), job)
+            return self._run_on(self._ready_client(), share, report)
         except ZygoteFailure as failure:
-            return infra_outcome(job, str(failure))
+            return ShareOutcome(infra=str(failure))
+        finally:
+            del self._ended[share.job.job_id]
 
-    def _run_on(self, client: ZygoteClient, job: Job) -> JobOutcome:
-        ticket, future = client.submit(job)
+    def warm(self) -> None:
+        """Start the zygote, if it does not run, and wait until it can fork. `run` tells why it cannot."""
+        with suppress(ZygoteFailure):
+            self._ready_client()
+
+    def end(self, job_id: str) -> None:
+        """End the share of this job at once, with the stacks of its ranks: one on another node has failed."""
+        with self._submitting:
+            if job_id in self._ended:
+                self._ended[job_id] = True
+            if self._client is not None:
+                self._client.end(job_id)
+
+    def release(self, job_id: str) -> None:
+        """Let the ranks of this job exit: all have returned, on all nodes."""
+        if self._client is not None:
+            self._client.release(job_id)
+
+    def _run_on(self, client: ZygoteClient, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+        job = share.job
+        with self._submitting:
+            if self._ended[job.job_id]:
+                return ShareOutcome()  # before any of its ranks was started
+            ticket, future = client.submit(share, report)
         try:
             return future.result(job.deadline_s + REPLY_MARGIN_S)
         except ZygoteFailure:
@@ -96,7 +125,7 @@ class ZygoteEngine:
         self._failed_starts = 0
 
     def close(self) -> None:
-        """Shut down the zygote and all ranks. Pending and later jobs end as `infra`."""
+        """Shut down the zygote and all ranks. Pending and later shares end as `infra`."""
         self._closed = True
         client = self._client  # without the lock: another thread may be waiting for the preload
         if client is not None:

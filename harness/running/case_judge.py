@@ -42,8 +42,8 @@ from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.known import PACKAGES, KnownFault, known_with_shipped, matching
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
-from harness.running.machine import installed_version
 from harness.running.witnesses import WitnessCache
+from harness.sources import installed_version
 from harness.trace import Run
 from harness.verdict import GoldenSource
 

@@ -94,6 +94,7 @@ class CaseRunner:
             wall_s=outcome.wall_s,
             cpu_s=outcome.cpu_s,
             detected_s=outcome.detected_s,
+            nodes=outcome.nodes,
         )
         return self._assembled(case, judgement, run=run, attempts=(*earlier, attempt))
 

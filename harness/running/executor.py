@@ -1,26 +1,20 @@
-"""The executor: one case to one job and back, on leased slots, in a folder of its own.
-
-Owns the engine, the leases and the job folders. It does not judge: see `case_runner.py`.
-"""
+"""The executor: one request to one job, and its outcome back. It does not judge: see `case_runner.py`."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 
-from harness.engine.devices import cuda_names
-from harness.engine.leases import Leases
+from harness.engine.cluster import Cluster
+from harness.engine.devices import open_leases
 from harness.engine.messages import Job, JobOutcome
+from harness.engine.node import LocalNode
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
@@ -33,60 +27,20 @@ from harness.running.plan import Plan
 from harness.running.target_source import search_path
 from harness.trace.modules import ModuleShard
 
-_ID_IN_FOLDER = 80  # characters; sockets in a job folder have at most 107 for their whole path
-
-
-class Engine(Protocol):
-    """Runs jobs on fresh ranks. `run` is called from several threads; `close` ends what still runs."""
-
-    def run(self, job: Job) -> JobOutcome:
-        """Run one job to its end; never raises for what ranks do."""
-
-    def close(self) -> None:
-        """Kill every rank and the zygote."""
-
-
-class Engines:
-    """One engine for every target that is asked for: what ranks are forked from holds one target only. Thread-safe."""
-
-    def __init__(self, make: Callable[[str], Engine]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._made: dict[str, Engine] = {}
-        self._closed = False
-
-    def of(self, target: str) -> Engine:
-        """The engine whose ranks train this target. After `close`, one that is closed."""
-        with self._lock:
-            if target not in self._made:
-                self._made[target] = self._make(target)
-                if self._closed:
-                    self._made[target].close()
-            return self._made[target]
-
-    def close(self) -> None:
-        """Close every engine."""
-        with self._lock:
-            self._closed, made = True, tuple(self._made.values())
-        for engine in made:
-            engine.close()
-
 
 class Executor:
-    """Runs cases on the engines of their targets until closed. Thread-safe."""
+    """Runs cases on the nodes of a cluster until closed. Thread-safe. `root` is that of the project."""
 
-    def __init__(self, plan: Plan, engines: Engines, leases: Leases, folder: Path) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, root: Path) -> None:
         self._plan = plan
-        self._engines = engines
-        self._leases = leases
-        self._folder = folder
-        self._numbers = itertools.count(1)
+        self._cluster = cluster
+        self._root = root
         self._stopped = threading.Event()
 
     def with_plan(self, plan: Plan) -> Executor:
-        """The same engine, slots and end for a plan that asks its ranks for something else."""
-        other = Executor(plan, self._engines, self._leases, self._folder)
-        other._numbers, other._stopped = self._numbers, self._stopped
+        """The same nodes and end for a plan that asks its ranks for something else."""
+        other = Executor(plan, self._cluster, self._root)
+        other._stopped = self._stopped
         return other
 
     @property
@@ -95,14 +49,13 @@ class Executor:
         return self._stopped.is_set()
 
     def execute(self, case: Case, fixes: Sequence[Injection] = ()) -> JobOutcome | None:
-        """Run one case once, with the fixes and the injections; None when stopped before its ranks started.
+        """Run one case once, with the fixes and the injections; None when stopped before its end.
 
         Waits for free slots.
         """
         return self._serve(
             RunRequest(
                 case=case,
-                device=self._plan.device,
                 injections=tuple(injection.patch for injection in (*fixes, *self._plan.injections)),
                 probes=self._plan.probes,
                 digests_built=self._plan.digests_built,
@@ -111,64 +64,48 @@ class Executor:
 
     def execute_solo(self, case: Case, probes: tuple[str, ...]) -> JobOutcome | None:
         """Run the solo witness of a case, without the injections: it says what the case should compute."""
-        return self._serve(RunRequest(case=case, device=self._plan.device, probes=probes, solo=True))
+        return self._serve(RunRequest(case=case, probes=probes, solo=True))
 
     def execute_replay(self, case: Case, ranks: tuple[tuple[ModuleShard, ...], ...]) -> JobOutcome | None:
         """Repeat on one rank what the modules of a run of this case recorded on `ranks`, without the injections."""
-        return self._serve(RunRequest(case=case, device=self._plan.device, replayed=ranks))
+        return self._serve(RunRequest(case=case, replayed=ranks))
 
     def execute_plain(
         self, case: Case, *, probes: tuple[str, ...] = (), fixes: Sequence[Injection] = ()
     ) -> JobOutcome | None:
         """Run one case without the injections, with these fixes and with these probes alone."""
         patches = tuple(fix.patch for fix in fixes)
-        return self._serve(RunRequest(case=case, device=self._plan.device, injections=patches, probes=probes))
+        return self._serve(RunRequest(case=case, injections=patches, probes=probes))
 
     def execute_noisy(self, case: Case, noise: Noise, probes: tuple[str, ...]) -> JobOutcome | None:
         """Run one case with these random errors, without the injections."""
-        return self._serve(RunRequest(case=case, device=self._plan.device, probes=probes, noise=noise))
+        return self._serve(RunRequest(case=case, probes=probes, noise=noise))
 
     def _serve(self, request: RunRequest) -> JobOutcome | None:
-        with self._leases.acquire(request.world_size) as slots:
-            if self.stopped:
-                return None
-            name = f"{_kind(request)}{case_id(request.case)}"
-            try:
-                with self._job_folder(name) as folder:
-                    return self._engines.of(request.case.target).run(self._job(request, name, folder, slots))
-            except OSError as error:
-                return JobOutcome(job_id=name, status="infra", ranks=(), message=f"job folder: {error}")
+        if self.stopped:
+            return None
+        plan = self._plan
+        here = msgspec.structs.replace(request, device=plan.device)
+        outcome = self._cluster.run(
+            Job(
+                job_id=f"{_kind(request)}{case_id(request.case)}",
+                world_size=request.world_size,
+                payload=msgspec.msgpack.encode(here),
+                deadline_s=self._plan.deadline_s(request.case),
+                preload=_preload(self._plan, request.case.target, self._root),
+                one_node=self._plan.one_node(request.case),
+            )
+        )
+        return None if self.stopped else outcome
 
     def stop(self) -> None:
         """Start nothing any more and kill every rank."""
         self._stopped.set()
-        self._engines.close()
+        self._cluster.close()
 
     def close(self) -> None:
-        """Stop, and remove the job folders unless logs are kept."""
+        """Stop. Job folders are removed unless logs are kept."""
         self.stop()
-        if self._plan.logs is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _job(self, request: RunRequest, name: str, folder: Path, slots: tuple[int, ...]) -> Job:
-        return Job(
-            job_id=name,
-            world_size=request.world_size,
-            payload=msgspec.msgpack.encode(request),
-            deadline_s=self._plan.deadline_s(request.case),
-            folder=str(folder),
-            devices=slots if self._plan.device == "cuda" else (),
-        )
-
-    @contextlib.contextmanager
-    def _job_folder(self, name: str) -> Iterator[Path]:
-        folder = self._folder / f"{next(self._numbers):04d}-{name[:_ID_IN_FOLDER]}"
-        folder.mkdir(parents=True)
-        try:
-            yield folder
-        finally:
-            if self._plan.logs is None:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -188,16 +125,20 @@ def _kind(request: RunRequest) -> str:
 
 def open_executor(plan: Plan, project: Project) -> Executor:
     """An executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`."""
-    names = cuda_names(os.environ)[: plan.slots] if plan.device == "cuda" else None
-    leases = Leases(project.lease_folder() / plan.device, plan.slots, names=names)
-    folder = plan.logs or Path(tempfile.mkdtemp(prefix="fp8-harness-"))
-    return Executor(plan, Engines(lambda target: _engine(plan, target, project)), leases, folder)
+    return Executor(plan, Cluster([local_node(plan, project)]), project.root)
 
 
-def _engine(plan: Plan, target: str, project: Project) -> Engine:
-    options = {"device": plan.device, "compile": "on" if plan.compiles else "off"}
+def local_node(plan: Plan, project: Project) -> LocalNode:
+    """This machine as a node of the plan, whose first capacity is that of this machine."""
+    launch = TorchrunEngine if plan.engine == "torchrun" else ZygoteEngine
+    here = plan.capacity.nodes[0]
+    leases = open_leases(project.lease_folder(), plan.device, here.slots)
+    return LocalNode(lambda preload: launch(plan.program, preload), leases, here, logs=plan.logs)
+
+
+def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
+    compiles = "on" if plan.compiles else "off"
+    options = {"device": plan.device, "compile": compiles}
     if target != REFERENCE:
-        options |= {"target": target, "path": os.pathsep.join(search_path(project.root))}
-    if plan.engine == "torchrun":
-        return TorchrunEngine(plan.program, options)
-    return ZygoteEngine(plan.program, options)
+        options |= {"target": target, "path": os.pathsep.join(search_path(root))}
+    return options

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
+from harness.engine.hardware import arithmetic_limits
 from harness.environment import Environment
 from harness.evidence.tree import tree_commit, tree_difference
-from harness.running.machine import (
-    architecture,
-    arithmetic_limits,
-    cpu_extensions,
-    device_name,
-    driver_version,
-)
 from harness.running.plan import Plan
 from harness.running.target_source import own_source_digest
-from harness.running.witness_key import installed_source
-
-PACKAGES = ("fp8-harness", "torch", "torchao", "torchtitan", "numpy", "triton")
-_MODULES = {"fp8-harness": "harness"}
+from harness.sources import PACKAGES, installed_source
 
 
 def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environment:
@@ -32,6 +22,7 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
 
     Reads the sources of editable installs and of targets of the user's own.
     """
+    first = plan.capacity.nodes[0]
     found = {name: each for name in PACKAGES if (each := _installed(name)) is not None}
     digests = {name: _digest(name) for name, each in found.items() if _is_editable(each)}
     return Environment(
@@ -39,11 +30,11 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
         contents={name: digest for name, digest in digests.items() if digest},
         targets={name: digest for name in sorted(set(targets)) if (digest := own_source_digest(name, root))},
         injected=tuple(Path(each.content).name for each in plan.injections),
-        device=device_name(plan.device),
-        architecture=architecture(plan.device),
-        driver=driver_version() if plan.device == "cuda" else "",
-        cpu=cpu_extensions(),
-        threads=len(os.sched_getaffinity(0)),
+        device=first.device_name,
+        architecture=first.architecture,
+        driver=first.driver,
+        cpu=first.cpu,
+        threads=first.threads,
         limits=arithmetic_limits(),
         platform=f"{platform.system()} {platform.machine()}",
         engine=plan.engine,
@@ -70,5 +61,5 @@ def _is_editable(found: Distribution) -> bool:
 
 
 def _digest(name: str) -> str:
-    source = installed_source(_MODULES.get(name, name))
+    source = installed_source(PACKAGES[name])
     return "" if source is None else source.digest[:16]

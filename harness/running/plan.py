@@ -13,11 +13,13 @@ from typing import Literal
 
 import msgspec
 
-from harness.engine.devices import cuda_names, default_cpu_slots
+from harness.engine.capacity import Capacity, capacity_here
+from harness.engine.hardware import Device
+from harness.evidence.hardware import hardware_classes
 from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.running.injection import Injection, parse_injection
-from harness.running.machine import Device, check_rank_packages, resolve_device
+from harness.running.machine import check_rank_packages, resolve_device
 from harness.store import RunOptions
 
 PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`
@@ -40,10 +42,10 @@ _COMPILE_TIMEOUT_S = {"none": 0.0, "graph": 20.0, "inductor": 120.0}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How cases are run. `slots` is how many ranks (CPU) or devices (CUDA) this machine runs at the same time."""
+    """How cases are run. `capacity` is what the nodes have that run them."""
 
     device: Device = "cpu"
-    slots: int
+    capacity: Capacity = Capacity()
     jobs: int = DEFAULT_JOBS
     engine: EngineKind = "zygote"
     program: str = DEFAULT_PROGRAM
@@ -64,6 +66,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def records(self) -> tuple[str, ...]:
         """The records that ranks must leave. Of a rank program of the user's own, it is not known what it records."""
         return self.probes if self.program == DEFAULT_PROGRAM else ()
+
+    def one_node(self, case: Case) -> bool:
+        """True when the ranks of a case must be on one node: for shared memory, or one checkpoint."""
+        return (self.device == "cpu" and self.program == DEFAULT_PROGRAM) or case.train.resume != "none"
+
+    def most_ranks(self, case: Case) -> int:
+        """How many ranks the nodes can give to this case."""
+        return self.capacity.largest if self.one_node(case) else self.capacity.total
+
+    @property
+    def hardware(self) -> tuple[str, ...]:
+        """All hardware classes of the nodes, the most specific first: goldens of each serve."""
+        first = self.capacity.nodes[0]
+        return hardware_classes(first.device_name, first.architecture)
 
     def serving(self, cases: Iterable[Case]) -> Plan:
         """The plan of a run of these cases: what only some cases need is prepared where one needs it."""
@@ -106,7 +122,7 @@ def make_plan(
 ) -> Plan:
     """The plan that options describe, on this machine.
 
-    Raises HarnessError for a device, an injection or a package that is not there.
+    `slots`: None uses as many as fit. Raises HarnessError for a device, an injection or a package that is not there.
     """
     program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
     if program == DEFAULT_PROGRAM:
@@ -114,7 +130,7 @@ def make_plan(
     resolved = resolve_device(device)
     return Plan(
         device=resolved,
-        slots=slots or (default_cpu_slots() if resolved == "cpu" else len(cuda_names(os.environ))),
+        capacity=Capacity(nodes=(capacity_here(resolved, slots),)),
         jobs=jobs,
         engine=engine,
         program=program,

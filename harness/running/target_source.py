@@ -17,8 +17,8 @@ from pathlib import Path
 
 from harness.errors import HarnessError
 from harness.matrix.targets import MODULES, REFERENCE, VERSIONS, module_of
-from harness.running.machine import installed_version
-from harness.running.witness_key import PACKAGES, files_digest, source_digest, top_level_spec
+from harness.running.witness_key import PACKAGES
+from harness.sources import files_digest, installed_version, source_digest, top_level_spec
 
 _SKIPPED = {"harness", *PACKAGES, *sys.stdlib_module_names}
 

@@ -129,7 +129,7 @@ class WitnessCache:
     def replay(self, case: Case, run: Run) -> Run | None:
         """The replay of this very run, module by module; never kept. None when it did not finish."""
         recorded = tuple(trace.module_tensors or () for trace in run.traces)
-        outcome = self._executor.execute_replay(case, recorded)
+        outcome = _retried(lambda: self._executor.execute_replay(case, recorded))
         if outcome is None:
             return None
         self._made_here.append(WitnessMade(name=f"replay {case_id(case)}", cpu_s=outcome.cpu_s))
@@ -137,7 +137,7 @@ class WitnessCache:
 
     def unprobed(self, case: Case) -> Run | None:
         """The run of this case without probes; never kept. None when it did not finish."""
-        outcome = self._executor.execute_plain(case)
+        outcome = _retried(lambda: self._executor.execute_plain(case))
         return None if outcome is None or outcome.status != "ok" else run_from_outcome(outcome)
 
     def _witness(
@@ -151,7 +151,7 @@ class WitnessCache:
         with self._locks[name]:
             if name not in self._kept:
                 path = self._path(name, witness.target)
-                run = self._stored(path) or self._made(name, path, execute(), finish)
+                run = self._stored(path) or self._made(name, path, _retried(execute), finish)
                 if run is None:
                     return None
                 self._kept[name] = run
@@ -192,6 +192,12 @@ def open_witnesses(project: Project, plan: Plan, executor: Executor) -> WitnessC
     return WitnessCache(
         executor, project.witness_folder(), lambda target: f"{key}{target_digest(target, project.root)}"
     )
+
+
+def _retried(execute: Callable[[], JobOutcome | None]) -> JobOutcome | None:
+    """The outcome, of a second attempt where the first one failed by the infrastructure, such as a lost node."""
+    outcome = execute()
+    return execute() if outcome is not None and outcome.status == "infra" else outcome
 
 
 def _seal(content: bytes) -> bytes:

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
+from harness.engine.hardware import cpu_name
 from harness.errors import HarnessError
 from harness.evidence.costs import SCHEMA, Costs, case_features, solo_features
 from harness.hints import fit_costs as fit_costs_command
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
-from harness.running.machine import cpu_name
 from harness.timestamp import timestamp
 
 _FEWEST = 30  # runs below which nothing is fitted: there are more than a dozen features

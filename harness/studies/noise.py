@@ -11,6 +11,7 @@ import msgspec
 
 from harness.checks.judge import Judgement
 from harness.checks.parity import worst_distances
+from harness.engine.hardware import arithmetic_limits
 from harness.engine.messages import JobStatus
 from harness.evidence.golden import find_golden
 from harness.evidence.hardware import hardware_classes
@@ -33,7 +34,6 @@ from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.injection import Injection
-from harness.running.machine import arithmetic_limits
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import WitnessCache

@@ -29,7 +29,6 @@ from harness.running.case_judge import CaseJudge, known_here, prepare_judge
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import Executor, open_executor
 from harness.running.injection import Injection, parse_injection
-from harness.running.machine import all_hardware
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
@@ -74,10 +73,11 @@ def run_power(
     carrying = [case for fault in faults for case in carriers[fault.name]]
     used = tuple({case_id(case): case for case in (*carrying, *others)}.values())
     check_fits(used, plan)
+    plan = plan.serving(used)
     clean = [_Planting(case=case) for case in used]
     plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in carriers[fault.name]))
     progress.begin(len(plantings))
-    with open_executor(plan.serving(used), project) as executor:
+    with open_executor(plan, project) as executor:
         work = _TrialWork(project, used, plan, executor, progress)
         ended = run_schedule(plantings, work, _TrialObserver(progress), jobs=plan.jobs)
     tried = [outcome for outcome in ended.results if outcome is not None]
@@ -136,7 +136,7 @@ class _TrialWork:
         self._plan = plan
         self._executor = executor
         self._progress = progress
-        self._judge = prepare_judge(project, cases, hardware=all_hardware(plan.device), records=plan.records)
+        self._judge = prepare_judge(project, cases, hardware=plan.hardware, records=plan.records)
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
         self._cache = open_witnesses(project, plan, executor)
 
@@ -222,7 +222,7 @@ def _worst_sqnr(run: Run, solo: Run) -> float | None:
 
 def _golden(project: Project, case: Case, plan: Plan) -> Golden | None:
     try:
-        return find_golden(project.root, all_hardware(plan.device), family_id(case))
+        return find_golden(project.root, plan.hardware, family_id(case))
     except GoldenMissing:
         return None
 

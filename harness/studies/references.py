@@ -12,6 +12,7 @@ import msgspec
 from harness.checks import alignment, finite, fp8_on, matmuls
 from harness.checks.judge import CHECKS, Judgement, judge
 from harness.checks.witnesses import Witnesses
+from harness.engine.hardware import arithmetic_limits, cpu_extensions
 from harness.engine.messages import JobStatus
 from harness.evidence.golden import Golden, make_golden
 from harness.evidence.tree import source_commit
@@ -22,7 +23,6 @@ from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.injection import Injection
-from harness.running.machine import arithmetic_limits, cpu_extensions
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import WitnessCache

@@ -28,7 +28,6 @@ from harness.project import Project
 from harness.result import CaseResult
 from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.injection import Injection
-from harness.running.machine import all_hardware
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.target_source import check_targets
@@ -92,7 +91,7 @@ def record_signatures(
     """Run the cases and return their signatures with the stored ones. Stores nothing."""
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
-    others = prepare_judge(project, cases, hardware=all_hardware(plan.device), records=plan.records, signatures=False)
+    others = prepare_judge(project, cases, hardware=plan.hardware, records=plan.records, signatures=False)
     judge = RecordingJudge(others, command=command, reason=reason, commit=source_commit(project.root))
     result = run_cases(project, cases, plan, judge, progress)
     return Signatures(

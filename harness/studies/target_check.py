@@ -30,7 +30,6 @@ from harness.project import Project
 from harness.result import CaseResult
 from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.injection import Injection
-from harness.running.machine import all_hardware
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.target_source import check_targets, target_file
@@ -162,7 +161,7 @@ def check_target(project: Project, asked: Asked, plan: Plan, progress: Progress)
     check_targets([asked.target], project.root)
     cases = cases_of(asked, device=plan.device)
     check_fits(cases, plan)
-    inner = prepare_judge(project, cases, hardware=all_hardware(plan.device), records=plan.records)
+    inner = prepare_judge(project, cases, hardware=plan.hardware, records=plan.records)
     judge = _TargetJudge(inner, progress.note)
     plan = msgspec.structs.replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
     result = run_cases(project, cases, plan, judge, progress)

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from harness.matrix.targets import REFERENCE, module_of
 from harness.request import RunRequest
 from harness.worker.injection import inject
+from harness.worker.process_group import join
 from harness.worker.replay import replay
 from harness.worker.state import STATE
 from harness.worker.train import train
-from harness.worker.virtual import collectives
 from harness.worker.virtual import device as virtual_device
 from harness.worker.warmup import warm_up, without_progress_thread
 
@@ -63,8 +61,8 @@ def rank_main(context: RankContext) -> bytes:
     # The ranks of a job share generated code, and no other job does: a rank killed while writing a library would break
     # every later run that loads it.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(context.folder / "inductor")
-    device = start_ranks(context, request.device)
     virtual = virtual_device.install() if request.device == "cpu" else ()
+    device = join(context, request.device)
     for patch in request.injections:
         context.report_phase(f"injection {patch.text}")
         inject(patch)
@@ -82,19 +80,3 @@ def rank_main(context: RankContext) -> bytes:
         folder=context.folder,
     )
     return msgspec.msgpack.encode(trace)
-
-
-def start_ranks(context: RankContext, kind: str) -> torch.device:
-    """Join the process group of this job (FileStore in its folder); returns the device of this rank."""
-    store = FileStore(str(context.folder / "rendezvous"), context.world_size)
-    if kind == "cuda":
-        assert context.device is not None, "a CUDA job needs a device per rank"
-        device = torch.device("cuda", context.device)
-        torch.cuda.set_device(device)
-        backend = "nccl"
-    else:
-        device = torch.device("cpu")
-        collectives.FABRIC.connect(context.folder)
-        backend = collectives.BACKEND
-    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.world_size)
-    return device

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from harness.matrix.targets import TORCHTITAN, VERSIONS
-from harness.running.machine import installed_version
+from harness.sources import installed_version
 from tests.builders import run_script
 
 Script = Callable[[str], str]

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.engine.messages import Job
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.request import RunRequest
 from harness.trace import RankTrace
 from tests.builders import make_case
+from tests.jobs import make_share, run_alone
 
 Train = Callable[..., RankTrace]
 # torchtitan rotates queries and keys in float32, the reference target in float64: measured 4.3e-10 nats, 1.6e-8 of a
@@ -33,15 +33,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
         folder = tmp_path_factory.mktemp("job")
         request = RunRequest(case=case, **asked)
         payload = msgspec.msgpack.encode(request)
-        outcome = engines[case.target].run(
-            Job(
-                job_id=folder.name,
-                world_size=request.world_size,
-                payload=payload,
-                deadline_s=120.0,
-                folder=str(folder),
-            )
-        )
+        share = make_share(folder, request.world_size, payload, deadline_s=120.0)
+        outcome = run_alone(engines[case.target], share)
         assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback if outcome.ranks else ''}"
         return msgspec.msgpack.decode(outcome.ranks[0].payload or b"", type=RankTrace)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.matrix.targets import TORCHTITAN_0_3, VERSIONS
-from harness.running.machine import installed_version
+from harness.sources import installed_version
 
 
 @pytest.fixture(autouse=True, scope="session")

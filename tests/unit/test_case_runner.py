@@ -66,7 +66,7 @@ PASSED = Judgement(verdict=Verdict.PASSED, findings=(), checks=("scales",))
 
 
 def runner(judge: FakeJudge, executor: FakeExecutor) -> CaseRunner:
-    plan = Plan(slots=8)
+    plan = Plan()
     return CaseRunner(plan, cast("Executor", executor), judge, cast("WitnessCache", None), lambda _: None)
 
 

@@ -87,11 +87,11 @@ def test_injection_is_absolute_and_never_imported(tmp_path: Path, monkeypatch: p
 
 def test_deadline_grows_with_the_case() -> None:
     small, large = Case(), Case(layout=Layout(tp=8), train=Train(steps=100))
-    plan = Plan(slots=8)
+    plan = Plan()
     assert plan.deadline_s(small) < plan.deadline_s(large)
     own = parse_case_id("tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-b16")
     assert plan.deadline_s(own) > 900  # a busy machine needed 220
-    assert Plan(slots=8, timeout_s=3.0).deadline_s(large) == 3.0
+    assert Plan(timeout_s=3.0).deadline_s(large) == 3.0
     compiled = [msgspec.structs.replace(large, compile=mode) for mode in ("none", "graph", "inductor")]
     assert plan.deadline_s(compiled[0]) < plan.deadline_s(compiled[1]) < plan.deadline_s(compiled[2])
 
@@ -100,18 +100,20 @@ def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "my patch.py").write_text("def apply(): ...\n")
     monkeypatch.chdir(tmp_path)
     plan = make_plan(device="cpu", engine="torchrun", injections=("my patch.py:apply",))
-    assert plan.command("x") == "fp8-harness run --case x --engine torchrun --inject 'my patch.py:apply'"
+    words = "--engine torchrun --inject 'my patch.py:apply'"
+    assert plan.command("x") == f"fp8-harness run --case x {words}"
+    assert Plan(device="cuda").command("x") == "fp8-harness run --case x --device cuda"
 
 
 @pytest.mark.parametrize(("timeout_s", "words"), [(None, ""), (20.0, " --timeout-s 20"), (0.1, " --timeout-s 0.1")])
 def test_command_has_the_time_limit_that_was_given(timeout_s: float | None, words: str) -> None:
-    assert Plan(slots=8, timeout_s=timeout_s).command("x") == f"fp8-harness run --case x{words}"
+    assert Plan(timeout_s=timeout_s).command("x") == f"fp8-harness run --case x{words}"
 
 
 def test_command_has_the_rank_program_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8_HARNESS_PROGRAM", "my.ranks")
     assert make_plan(device="cpu").command("x") == "FP8_HARNESS_PROGRAM=my.ranks fp8-harness run --case x"
-    odd = Plan(slots=8, program="my ranks").command("x")
+    odd = Plan(program="my ranks").command("x")
     assert odd == "FP8_HARNESS_PROGRAM='my ranks' fp8-harness run --case x"
 
 

@@ -17,9 +17,10 @@ from harness.engine.messages import (
     RankOutcome,
     RankStatus,
     Returned,
+    ShareOutcome,
     encode_frame,
 )
-from harness.engine.outcome import DEATH_LEAD_S, JobRecord, conclude, describe_exit, first_failure
+from harness.engine.outcome import DEATH_LEAD_S, conclude, describe_exit, first_failure
 from harness.engine.rank import one_line
 
 MESSAGES = st.one_of(
@@ -34,8 +35,8 @@ def make_rank(rank: int, status: RankStatus, seconds: float = 1.0) -> RankOutcom
 
 
 def judge(*ranks: RankOutcome, hung: bool = False, infra: str = "") -> JobOutcome:
-    job = Job(job_id="job", world_size=len(ranks), payload=b"", deadline_s=5, folder="/nowhere")
-    return conclude(job, JobRecord(ranks=ranks, hung=hung, infra=infra, wall_s=1, cpu_s=1, detected_s=None))
+    job = Job(job_id="job", world_size=len(ranks), payload=b"", deadline_s=5)
+    return conclude(job, [ShareOutcome(ranks=ranks, hung=hung, infra=infra)])
 
 
 @given(st.lists(MESSAGES), st.data())
@@ -90,9 +91,25 @@ def test_in_a_hang_nobody_was_first() -> None:
     assert [rank.consequence for rank in outcome.ranks] == [False, False, False]
 
 
-def test_infra_outranks_everything() -> None:
-    outcome = judge(make_rank(0, "raised"), infra="could not fork")
+def test_infra_outranks_everything_and_no_rank_is_its_cause() -> None:
+    outcome = judge(make_rank(0, "raised"), make_rank(1, "stuck"), make_rank(2, "returned"), infra="could not fork")
     assert (outcome.status, outcome.message) == ("infra", "could not fork")
+    assert [rank.consequence for rank in outcome.ranks] == [True, True, False]
+
+
+def test_shares_are_joined() -> None:
+    job = Job(job_id="job", world_size=3, payload=b"", deadline_s=5)
+    first = ShareOutcome(ranks=(make_rank(1, "raised", 2.0), make_rank(0, "returned")), wall_s=3, cpu_s=1, detected_s=2)
+    second = ShareOutcome(ranks=(make_rank(2, "signalled", 1.0),), wall_s=2, cpu_s=2, detected_s=1)
+    outcome = conclude(job, [first, second])
+    assert (outcome.status, outcome.wall_s, outcome.cpu_s, outcome.detected_s) == ("crash", 3, 3, 1)
+    assert [(rank.rank, rank.consequence) for rank in outcome.ranks] == [(0, False), (1, True), (2, False)]
+
+
+def test_missing_ranks_are_never_ok() -> None:
+    job = Job(job_id="job", world_size=3, payload=b"", deadline_s=5)
+    outcome = conclude(job, [ShareOutcome(ranks=(make_rank(0, "returned"), make_rank(1, "returned"))), ShareOutcome()])
+    assert (outcome.status, outcome.message) == ("infra", "only 2 of 3 ranks were started")
 
 
 @given(st.lists(st.sampled_from(["returned", "raised", "exited", "signalled", "stuck", "stopped"]), min_size=1))

@@ -26,7 +26,7 @@ LEVELS = [
     ["expect"],
     ["request", "result", "jsonform"],
     ["engine", "matrix", "durable"],
-    ["environment", "errors", "hints", "measured", "plural", "timestamp", "trace", "verdict"],
+    ["environment", "errors", "hints", "measured", "plural", "sources", "timestamp", "trace", "verdict"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 WORKER_MAY_READ = {"matrix", "trace", "request", "result", "verdict", "errors"}  # values

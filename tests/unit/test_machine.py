@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.running.machine import all_hardware, architecture
+from harness.engine.capacity import capacity_here
+from harness.engine.devices import open_leases
+from harness.errors import HarnessError
+from harness.running.machine import all_hardware, resolve_device
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: str) -> None:
@@ -16,19 +19,19 @@ def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, capability: str) -> N
     program.write_text(
         '#!/bin/sh\ncase "$1" in\n'
         "-L) echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)' ;;\n"
-        f"--query-gpu=compute_cap) {capability} ;;\nesac\n"
+        f"--query-gpu=index,compute_cap) {capability} ;;\nesac\n"
     )
     program.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-@pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="there is a GPU, whose name comes first")
 @pytest.mark.parametrize(
     ("capability", "classes"),
     [
-        ("echo 9.0; echo 9.0", ("nvidia-h200", "sm90", "nvidia")),
-        ("echo 12.0", ("nvidia-h200", "sm120", "nvidia")),
-        ("echo '[N/A]'", ("nvidia-h200", "nvidia")),
+        ("echo 0, 9.0; echo 1, 9.0", ("nvidia-h200", "sm90", "nvidia")),
+        ("echo 0, 12.0", ("nvidia-h200", "sm120", "nvidia")),
+        ("echo '0, [N/A]'", ("nvidia-h200", "nvidia")),
         ("exit 1", ("nvidia-h200", "nvidia")),
     ],
 )
@@ -40,5 +43,16 @@ def test_the_classes_of_a_gpu(
 
 
 def test_a_cpu_has_no_architecture_and_borrows_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path, "echo 9.0")
-    assert all_hardware("cpu") == ("cpu",) and architecture("cpu") == ""
+    pretend(monkeypatch, tmp_path, "echo 0, 9.0")
+    assert all_hardware("cpu") == ("cpu",) and capacity_here("cpu").architecture == ""
+
+
+def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path, "echo 0, 9.0")
+    assert capacity_here("cuda", 4).slots == 1, "there are no four"
+    with open_leases(tmp_path, "cuda", 4).acquire(1):
+        assert (tmp_path / "cuda" / "slot-GPU-1.lock").exists()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(HarnessError, match="no CUDA device"):
+        resolve_device("cuda")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from harness.engine.hardware import cpu_extensions
 from harness.evidence.golden_change import GoldenChange, largest_change
 from harness.matrix.caseid import case_id, reference_case
-from harness.running.machine import cpu_extensions
 from tests.builders import make_case, make_golden
 
 ROOT = Path(__file__).parents[2]

@@ -15,14 +15,15 @@ from harness.running.plan import Plan
 from harness.running.progress import SilentProgress
 from harness.running.schedule import Ended
 from harness.verdict import ExitCode
-from tests.builders import make_case
+from tests.builders import make_capacity, make_case
 
 
 def test_ctrl_c_ends_trials_as_an_interruption(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stopped: Ended[Any] = Ended(results=(None,), interrupted=True)
     monkeypatch.setattr(trials, "run_schedule", lambda *args, **options: stopped)
     runner: Any = None
-    running = trials.Trials(Project(root=tmp_path, state=tmp_path), Plan(slots=2), runner, SilentProgress())
+    plan = Plan(capacity=make_capacity(2))
+    running = trials.Trials(Project(root=tmp_path, state=tmp_path), plan, runner, SilentProgress())
     with pytest.raises(KeyboardInterrupt):
         running.run([make_case()])
 

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from harness.engine.capacity import Capacity, NodeCapacity
 from harness.running.plan import Plan
-from harness.running.witness_key import installed_source, witness_key
+from harness.running.witness_key import witness_key
+from harness.sources import installed_source
 
-PLAN = Plan(slots=8, probes=("sketches", "operands"))
+PLAN = Plan(probes=("sketches", "operands"))
 CPUINFO = """\
 processor	: 0
 model name	: AMD EPYC 9R14
@@ -84,7 +87,7 @@ def test_the_source_of_a_rank_program_changes_it(tmp_path: Path, monkeypatch: py
     module = tmp_path / "my_ranks.py" if name == "my_ranks" else write_package(tmp_path, "my_package")
     module.write_text("scale = 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    plan = Plan(slots=8, program=name)
+    plan = Plan(program=name)
     first = witness_key(plan)
     os.utime(module, ns=(1, 1))
     assert witness_key(plan) == first, "by content: a new checkout makes nothing stale"
@@ -98,7 +101,7 @@ def test_a_module_that_the_rank_program_has_beside_it_in_its_package_changes_it(
 ) -> None:
     module = write_package(tmp_path, "my_package")
     monkeypatch.syspath_prepend(tmp_path)
-    plan = Plan(slots=8, program="my_package.deep.module")
+    plan = Plan(program="my_package.deep.module")
     first = witness_key(plan)
     (module.parent / "helper.py").write_text("")
     assert witness_key(plan) != first
@@ -108,11 +111,20 @@ def test_a_file_that_cannot_be_read_is_no_error(tmp_path: Path, monkeypatch: pyt
     module = write_package(tmp_path, "my_package")
     (module.parent / ".#module.py").symlink_to("nowhere")
     monkeypatch.syspath_prepend(tmp_path)
-    assert witness_key(Plan(slots=8, program="my_package.deep.module"))
+    assert witness_key(Plan(program="my_package.deep.module"))
 
 
 def test_a_rank_program_that_is_not_there_has_a_key() -> None:
-    assert witness_key(Plan(slots=8, program="no_such_program")) != witness_key(PLAN)
+    assert witness_key(Plan(program="no_such_program")) != witness_key(PLAN)
+
+
+def test_the_cpus_of_all_nodes_change_it() -> None:
+    node = NodeCapacity(host="a", slots=4, device="cpu", device_name="cpu", cpu="EPYC 9R14")
+    other = msgspec.structs.replace(node, host="b", cpu="Xeon 8488C")
+    keys = [
+        witness_key(msgspec.structs.replace(PLAN, capacity=Capacity(nodes=nodes))) for nodes in ((node,), (node, other))
+    ]
+    assert keys[0] != keys[1]
 
 
 def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None:
@@ -136,7 +148,7 @@ def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None
 def test_it_does_not_import_torch() -> None:
     code = (
         "import sys; from harness.running.plan import Plan; from harness.running.witness_key import witness_key;"
-        "witness_key(Plan(slots=8)); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
+        "witness_key(Plan()); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 
 from harness.engine.program import RankContext
-from harness.worker.main import start_ranks
+from harness.worker.process_group import join
 from harness.worker.virtual import device
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16)
@@ -136,7 +136,7 @@ def _mismatch() -> None:
 
 
 def rank_main(context: RankContext) -> bytes:
-    start_ranks(context, "cpu")
+    join(context, "cpu")
     if context.payload == b"mismatch":
         _mismatch()
     results = {}

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.engine.messages import Job, JobOutcome
+from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
 from harness.matrix.faults import PREFIX
@@ -17,6 +17,7 @@ from harness.running.injection import parse_injection
 from harness.trace import RankTrace, Run
 from harness.trace.patch import Patch
 from tests.builders import run_of
+from tests.jobs import make_share, run_alone
 
 DEADLINE_S = 120.0
 Submit = Callable[..., JobOutcome]
@@ -44,15 +45,8 @@ def submit(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Su
     def run(case: Case, **asked: Any) -> JobOutcome:
         folder = tmp_path_factory.mktemp("job")
         request = make_request(case, **asked)
-        return engine.run(
-            Job(
-                job_id=folder.name,
-                world_size=request.world_size,
-                payload=msgspec.msgpack.encode(request),
-                deadline_s=DEADLINE_S,
-                folder=str(folder),
-            )
-        )
+        payload = msgspec.msgpack.encode(request)
+        return run_alone(engine, make_share(folder, request.world_size, payload, deadline_s=DEADLINE_S))
 
     return run
 

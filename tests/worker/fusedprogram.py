@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from harness.engine.program import RankContext
-from harness.worker.main import start_ranks
+from harness.worker.process_group import join
 from harness.worker.virtual import device, symm_mem
 
 BATCH, SEQUENCE, INNER, COLUMNS = 3, 8, 32, 16
@@ -28,7 +28,7 @@ def preload(options: Mapping[str, str]) -> None:
 
 
 def rank_main(context: RankContext) -> bytes:
-    start_ranks(context, "cpu")
+    join(context, "cpu")
     group = dist.group.WORLD.group_name
     report = {}
     for name, compare in COMPARISONS.items():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.messages import Job
 from harness.engine.zygote_engine import ZygoteEngine
+from tests.jobs import make_share, run_alone
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +18,8 @@ def engine() -> Iterator[ZygoteEngine]:
         yield zygote
 
 
-def job(folder: Path, payload: bytes = b"") -> Job:
-    return Job(job_id="collectives", world_size=4, payload=payload, deadline_s=60, folder=str(folder))
-
-
 def test_ranks_that_disagree_are_told_so_at_once(engine: ZygoteEngine, tmp_path: Path):
-    outcome = engine.run(job(tmp_path, b"mismatch"))
+    outcome = run_alone(engine, make_share(tmp_path, 4, b"mismatch"))
     assert outcome.status == "crash"
     assert "all_gather of 16 bytes" in outcome.message
     assert "all_gather of 12 bytes" in outcome.message
@@ -31,7 +27,7 @@ def test_ranks_that_disagree_are_told_so_at_once(engine: ZygoteEngine, tmp_path:
 
 
 def test_every_collective_is_right_for_every_dtype(engine: ZygoteEngine, tmp_path: Path):
-    outcome = engine.run(job(tmp_path))
+    outcome = run_alone(engine, make_share(tmp_path, 4))
     assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
     reports = [json.loads(rank.payload or b"") for rank in outcome.ranks]
     assert len(reports) == 4

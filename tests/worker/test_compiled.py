@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from harness.checks.graph_scales import check_graph_scales
 from harness.checks.graphs import check_graphs
 from harness.checks.matmuls import check_matmuls
 from harness.checks.traffic import check_traffic
-from harness.engine.messages import Job
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.caseid import parse_case_id
 from harness.worker.virtual import rng
 from tests.builders import make_witnesses
+from tests.jobs import make_share, run_alone
 from tests.worker.runs import sweep
 
 FIX = f"{Path(__file__).parents[2] / 'cases' / 'fixes' / 'scattered_rows.py'}:apply"
@@ -33,10 +34,15 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def operators(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def fused() -> Iterator[ZygoteEngine]:
     with ZygoteEngine("tests.worker.fusedprogram") as zygote:
-        folder = tmp_path_factory.mktemp("fused")
-        outcome = zygote.run(Job(job_id="fused", world_size=4, payload=b"", deadline_s=200, folder=str(folder)))
+        yield zygote
+
+
+@pytest.fixture(scope="module")
+def operators(fused: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    share = make_share(tmp_path_factory.mktemp("fused"), 4, deadline_s=200)
+    outcome = run_alone(fused, share)
     assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
     return [json.loads(rank.payload or b"") for rank in outcome.ranks]
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.engine.messages import Job, JobOutcome
+from harness.engine.messages import JobOutcome
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
+from tests.jobs import make_share, run_alone
 
 ROOT = Path(__file__).parents[2]
 TOY = "tests.worker.toyprogram"
@@ -48,16 +49,9 @@ class Runner:
         devices: tuple[int, ...] = (),
         folder: Path | None = None,
     ) -> JobOutcome:
-        return self._engine.run(
-            Job(
-                job_id="toy",
-                world_size=world_size,
-                payload=json.dumps(ways).encode(),
-                deadline_s=deadline_s,
-                folder=str(folder or self._folder),
-                devices=devices,
-            )
-        )
+        payload = json.dumps(ways).encode()
+        share = make_share(folder or self._folder, world_size, payload, deadline_s=deadline_s, devices=devices)
+        return run_alone(self._engine, share)
 
 
 @pytest.fixture
@@ -331,9 +325,8 @@ def test_close_does_not_wait_for_the_preload(tmp_path: Path) -> None:
 
 def run_under_torchrun(folder: Path, ways: dict[str, str], deadline_s: float) -> JobOutcome:
     payload = json.dumps(ways).encode()
-    job = Job(job_id="toy", world_size=2, payload=payload, deadline_s=deadline_s, folder=str(folder))
     with TorchrunEngine(TOY) as engine:
-        return engine.run(job)
+        return run_alone(engine, make_share(folder, 2, payload, deadline_s=deadline_s))
 
 
 def test_torchrun_returns_the_same(tmp_path: Path) -> None:
@@ -368,9 +361,9 @@ def marked_processes(name: str) -> list[int]:
 def close_while_it_runs(engine: TorchrunEngine, folder: Path, ready: Callable[[], bool]) -> JobOutcome:
     """The outcome of a job of two ranks that sleep, on an engine that is closed once the job is `ready`."""
     payload = json.dumps({"*": "children_then_sleep"}).encode()
-    job = Job(job_id="toy", world_size=2, payload=payload, deadline_s=60, folder=str(folder))
+    share = make_share(folder, 2, payload)
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(engine.run, job)
+        running = threads.submit(run_alone, engine, share)
         try:
             wait_until(ready, 30)
             assert marked_processes(str(folder)) != []
@@ -378,7 +371,7 @@ def close_while_it_runs(engine: TorchrunEngine, folder: Path, ready: Callable[[]
             engine.close()
         assert marked_processes(str(folder)) == [], "`close` returns when no process is left"
         outcome = running.result(timeout=2)
-    assert engine.run(job).message == "the engine is closed"
+    assert run_alone(engine, share).message == "the engine is closed"
     return outcome
 
 
@@ -411,8 +404,8 @@ def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path: Path) -
     try:
         script = f'echo {bystander.pid} > "$folder/rank0.pid"; sleep 60'
         engine = TorchrunEngine(TOY, python=fake_python(tmp_path, script))
-        job = Job(job_id="toy", world_size=1, payload=b"", deadline_s=DEADLINE_S, folder=str(tmp_path / "job"))
-        assert engine.run(job).status == "hang"
+        share = make_share(tmp_path / "job", 1, deadline_s=DEADLINE_S)
+        assert run_alone(engine, share).status == "hang"
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -422,18 +415,18 @@ def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path: Path) -
 @pytest.mark.parametrize("content", ["", "no number", "99999999999999999999"])
 def test_a_pid_file_without_a_pid_is_no_error(tmp_path: Path, content: str) -> None:
     engine = TorchrunEngine(TOY, python=fake_python(tmp_path, f'echo "{content}" > "$folder/rank0.pid"; sleep 60'))
-    job = Job(job_id="toy", world_size=1, payload=b"", deadline_s=DEADLINE_S, folder=str(tmp_path / "job"))
-    assert engine.run(job).status == "hang"
+    assert run_alone(engine, make_share(tmp_path / "job", 1, deadline_s=DEADLINE_S)).status == "hang"
 
 
 CONTROLLER = f"""
 import json, sys
-from harness.engine.messages import Job
+from pathlib import Path
 from harness.engine.zygote_engine import ZygoteEngine
+from tests.jobs import make_share, run_alone
 options = json.loads(sys.argv[2])
 engine = ZygoteEngine("{TOY}", options)
 ways = json.dumps({{"0": "spin", "*": "children_then_sleep"}}).encode()
-engine.run(Job(job_id="toy", world_size=3, payload=ways, deadline_s=60, folder=sys.argv[1]))
+run_alone(engine, make_share(Path(sys.argv[1]), 3, ways))
 """
 
 

@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from harness.engine.devices import cuda_names, default_cpu_slots
+from harness.engine.devices import default_cpu_slots
 from harness.engine.leases import Leases
 from harness.errors import HarnessError
 
@@ -160,40 +158,5 @@ def test_no_slot_is_ever_held_twice(tmp_path: Path) -> None:
     assert clashes == []
 
 
-@pytest.mark.parametrize(
-    ("visible", "names"),
-    [
-        ("", ()),
-        ("0", ("0",)),
-        ("2,0", ("2", "0")),
-        (" 1 , 3", ("1", "3")),
-        ("0,-1,1", ("0",)),
-        ("-1", ()),
-        ("NoDevFiles", ()),
-        ("0,0", ()),
-        ("GPU-8932f937,MIG-1", ("GPU-8932f937", "MIG-1")),
-    ],
-)
-def test_visible_devices_are_read_as_cuda_reads_them(visible: str, names: tuple[str, ...]) -> None:
-    assert cuda_names({"CUDA_VISIBLE_DEVICES": visible}) == names
-
-
-def test_without_visible_devices_the_driver_is_asked(tmp_path: Path) -> None:
-    for bus in ("0000:01:00.0", "0000:02:00.0"):
-        (tmp_path / bus).mkdir()
-    assert cuda_names({}, proc=tmp_path) == ("0", "1")
-
-
-def test_without_a_driver_there_are_no_devices(tmp_path: Path) -> None:
-    assert cuda_names({"PATH": str(tmp_path)}, proc=tmp_path / "missing") == ()
-
-
 def test_cpu_slots_hold_the_widest_worlds() -> None:
     assert default_cpu_slots() >= 10
-
-
-@settings(deadline=None)
-@given(st.text(alphabet="0123-, GPUabc", max_size=20))
-def test_any_visible_devices_gives_distinct_names(visible: str) -> None:
-    names = cuda_names({"CUDA_VISIBLE_DEVICES": visible})
-    assert len(set(names)) == len(names)

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.messages import Finished, FrameReader, FromZygote, Hello, Job, Message, Submit, encode_frame
+from harness.engine.messages import Finished, FrameReader, FromZygote, Hello, Message, Share, Submit, encode_frame
+from tests.jobs import make_share
 
 ROOT = Path(__file__).parents[2]
 GARBAGE = b"\x00\x00\x00\x04oops"
 
 
-def sleeping_job(folder: Path) -> Job:
+def sleeping_share(folder: Path) -> Share:
     payload = json.dumps({"*": "sleep"}).encode()
-    return Job(job_id="toy", world_size=2, payload=payload, deadline_s=60, folder=str(folder))
+    return make_share(folder, 2, payload)
 
 
 class Zygote:
@@ -65,12 +66,11 @@ def test_unreadable_data_ends_the_zygote_with_one_line_and_its_jobs_as_infra(
 ) -> None:
     messages = zygote.messages()
     assert isinstance(next(messages), Hello)
-    zygote.send(Submit(ticket=7, job=sleeping_job(tmp_path)))
+    zygote.send(Submit(ticket=7, share=sleeping_share(tmp_path)))
     zygote.socket.sendall(garbage)
     (finished,) = messages
     assert isinstance(finished, Finished) and finished.ticket == 7
-    assert finished.outcome.status == "infra"
-    assert finished.outcome.message.startswith(f"the controller sent unreadable data: {why}")
+    assert finished.outcome.infra.startswith(f"the controller sent unreadable data: {why}")
     _, err = zygote.process.communicate(timeout=20)
     assert zygote.process.returncode == 1
     (line,) = err.splitlines()

@@ -46,6 +46,22 @@ def _return(context: RankContext) -> bytes:
     return f"{context.rank}/{context.world_size}/{context.device}".encode()
 
 
+def _tell_place(context: RankContext) -> bytes:
+    return f"{context.local_rank} {context.rendezvous}".encode()
+
+
+def _write_pid(context: RankContext) -> bytes:
+    Path(json.loads(context.payload)["file"]).write_text(str(os.getpid()))
+    return b""
+
+
+def _is_peer_alive(context: RankContext) -> bytes:
+    """Whether a rank that has long returned still lives."""
+    file = Path(json.loads(context.payload)["file"])
+    time.sleep(0.4)
+    return str(Path(f"/proc/{file.read_text()}/exe").exists()).encode()
+
+
 def _return_big(context: RankContext) -> bytes:
     return bytes([context.rank]) * (5 << 20)
 
@@ -191,6 +207,9 @@ def _garbage(context: RankContext) -> bytes:
 
 _WAYS: dict[str, Callable[[RankContext], bytes]] = {
     "return": _return,
+    "tell_place": _tell_place,
+    "write_pid": _write_pid,
+    "is_peer_alive": _is_peer_alive,
     "return_big": _return_big,
     "print": _print,
     "surroundings": _surroundings,

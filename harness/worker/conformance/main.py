@@ -15,7 +15,7 @@ from harness.trace.operator_checks import Batch, Mesh, Observation, OperatorChec
 from harness.worker.conformance import layout, operators
 from harness.worker.conformance.meter import Meter, resynchronize
 from harness.worker.injection import inject
-from harness.worker.main import start_ranks
+from harness.worker.process_group import join
 from harness.worker.virtual import device
 from harness.worker.virtual.fabric import CollectiveMismatch
 
@@ -35,7 +35,7 @@ def rank_main(context: RankContext) -> bytes:
     """Run the checks of the payload (`Batch`). Returns an encoded list with one `Observation` per check, in order."""
     batch = msgspec.msgpack.decode(context.payload, type=Batch)
     torch.set_num_threads(1)
-    start_ranks(context, "cpu")
+    join(context, "cpu")
     warnings.simplefilter("ignore")
     meter = Meter()
     meshes = open_meshes(meter)

@@ -1,0 +1,195 @@
+"""The controller of a run: hands out the slots of its nodes, splits jobs into shares, joins what the nodes report.
+
+One node or many: what is above asks for jobs and knows no host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Self
+
+import msgspec
+
+from harness.engine.messages import IN_FOLDER, Job, JobOutcome, Share, ShareEvent, ShareOutcome
+from harness.engine.node import Node, NodeLost
+from harness.engine.outcome import conclude
+from harness.engine.slots import SlotTable, TableClosed
+from harness.engine.storeprocess import StoreProcess
+from harness.errors import HarnessError
+
+_AGAIN_S = 0.1  # between two attempts to end shares that may be about to start
+_GRACE_S = 0.3  # after the first failure, ranks of other nodes may still report their own
+_ID_IN_FOLDER = 80  # characters; sockets in a job folder have at most 107 for their whole path
+
+
+class Cluster:
+    """Runs jobs on its nodes until closed. Thread-safe. Use as a context manager, or `close` it.
+
+    `store`: where the ranks of a job on several nodes meet. Without one, every job stays on one node.
+    """
+
+    def __init__(self, nodes: Sequence[Node], store: StoreProcess | None = None) -> None:
+        self._nodes = {node.name: node for node in nodes}
+        assert len(self._nodes) == len(nodes) > 0, "nodes have different names"
+        self._has = {node.name: node.capacity() for node in nodes}
+        self._slots = SlotTable(
+            {name: has.slots for name, has in self._has.items()},
+            spread=all(has.device == "cpu" for has in self._has.values()),
+        )
+        self._store = store
+        self._numbers = itertools.count(1)
+        self._lost: dict[str, str] = {}  # why, by the name of the node
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, job: Job) -> JobOutcome:
+        """Run one job and return its outcome; by then all its processes have ended. Callable from any thread.
+
+        Waits for free slots. What fails, ranks or nodes, is part of the outcome; only a job that is too large for the
+        nodes raises HarnessError, at once.
+        """
+        nodes: tuple[str, ...] = ()
+        named = msgspec.structs.replace(job, job_id=f"{next(self._numbers):04d}-{job.job_id[:_ID_IN_FOLDER]}")
+        try:
+            with self._slots.taken(job.world_size, one_node=job.one_node or self._store is None) as placement:
+                nodes = tuple(sorted(placement)) if len(self._nodes) > 1 else ()
+                shares = self._run_placed(named, placement)
+        except TableClosed:
+            shares = [ShareOutcome(infra="the engine is closed")]
+        except OSError as error:
+            shares = [ShareOutcome(infra=f"ranks could not be started: {error}")]
+        except NodeLost as error:
+            shares = [ShareOutcome(infra=str(error))]
+        except HarnessError as error:
+            if not self._lost:
+                raise
+            shares = [ShareOutcome(infra=f"{error.what} Lost: {'; '.join(self._lost.values())}")]
+        return msgspec.structs.replace(conclude(job, shares), nodes=nodes)
+
+    def close(self) -> None:
+        """Kill all ranks, on all nodes, and close them. Running and later jobs end as `infra`."""
+        self._slots.close()
+
+        def close(name: str) -> None:
+            with suppress(NodeLost), self._answering(name) as node:
+                node.close()
+
+        with ThreadPoolExecutor(len(self._nodes)) as threads:
+            list(threads.map(close, self._nodes))
+        if self._store is not None:
+            self._store.close()
+
+    @contextmanager
+    def _answering(self, name: str) -> Iterator[Node]:
+        """The node of this name. When it turns out to be lost, it gets no other job."""
+        try:
+            yield self._nodes[name]
+        except NodeLost as error:
+            self._lost[name] = str(error)
+            self._slots.lose(name)
+            raise
+
+    def _run_placed(self, job: Job, placement: Mapping[str, int]) -> list[ShareOutcome]:
+        """Nodes are asked in the order of their names, so two controllers that share nodes cannot block each other."""
+        rendezvous = self._store.address(job.job_id) if self._store and len(placement) > 1 else IN_FOLDER
+        shares: dict[str, Share] = {}
+        with ExitStack() as held:
+            for name in sorted(placement):
+                held.callback(self._free, name, job.job_id)
+                with self._answering(name) as node:
+                    has = node.reserve(job.job_id, placement[name])
+                shares[name] = Share(
+                    job=job,
+                    first_rank=sum(share.count for share in shares.values()),
+                    count=placement[name],
+                    devices=has.slots if self._has[name].device == "cuda" else (),
+                    folder=has.folder,
+                    rendezvous=rendezvous,
+                )
+            if len(shares) > 1:
+                return _Parts(job.job_id, shares, self._answering).run()
+            with self._answering(name) as node:
+                return [node.run(shares[name], lambda _: None)]
+
+    def _free(self, name: str, job_id: str) -> None:
+        with suppress(NodeLost), self._answering(name) as node:
+            node.free(job_id)
+
+
+class _Parts:
+    """A job on several nodes, while it runs. The first part that fails ends all; ranks exit when all have returned."""
+
+    def __init__(
+        self, job_id: str, shares: Mapping[str, Share], answering: Callable[[str], AbstractContextManager[Node]]
+    ) -> None:
+        self._job_id = job_id
+        self._shares = shares
+        self._answering = answering
+        self._lock = threading.Lock()
+        self._returned: set[str] = set()
+        self._failed: set[str] = set()  # they end by themselves
+        self._end_at_s = math.inf
+
+    def run(self) -> list[ShareOutcome]:
+        """The outcomes of all parts."""
+        with ThreadPoolExecutor(len(self._shares)) as threads:
+            list(threads.map(self._warm, self._shares))
+            running = [threads.submit(self._run_part, name) for name in self._shares]
+            try:
+                while wait(running, _AGAIN_S).not_done:
+                    if time.monotonic() >= self._end_at_s:
+                        self._end_others()  # again, for an `end` that comes before the ranks of a node start is lost
+                return [part.result() for part in running]
+            except BaseException:  # Ctrl-C: their threads are waited for
+                self._end_others()
+                raise
+
+    def _warm(self, name: str) -> None:
+        """So that all parts start at the same time: none waits for the warm process of another, on its deadline."""
+        with suppress(NodeLost), self._answering(name) as node:
+            node.warm(self._shares[name].job.preload)
+
+    def _run_part(self, name: str) -> ShareOutcome:
+        try:
+            with self._answering(name) as node:
+                outcome = node.run(self._shares[name], lambda event: self._told(name, event))
+        except NodeLost as error:
+            outcome = ShareOutcome(infra=str(error))
+        if outcome.infra or outcome.hung or any(rank.status != "returned" for rank in outcome.ranks):
+            self._fail(name)
+        return outcome
+
+    def _told(self, name: str, event: ShareEvent) -> None:
+        if event == "failed":
+            self._fail(name)
+            return
+        with self._lock:
+            self._returned.add(name)
+            complete = len(self._returned) == len(self._shares)
+        if complete:
+            self._tell(self._shares, lambda node: node.release(self._job_id))
+
+    def _fail(self, name: str) -> None:
+        with self._lock:
+            self._failed.add(name)
+            self._end_at_s = min(self._end_at_s, time.monotonic() + _GRACE_S)
+
+    def _end_others(self) -> None:
+        with self._lock:
+            others = self._shares.keys() - self._failed
+        self._tell(others, lambda node: node.end(self._job_id))
+
+    def _tell(self, names: Iterable[str], tell: Callable[[Node], None]) -> None:
+        for name in names:
+            with suppress(NodeLost), self._answering(name) as node:
+                tell(node)

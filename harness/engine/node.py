@@ -1,0 +1,168 @@
+"""A node: one machine's slots, job folders, warm processes and hardware, as the controller of a run uses them.
+
+`LocalNode` is this machine. `cluster.py` decides which node runs what.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from harness.engine.capacity import NodeCapacity
+from harness.engine.leases import Leases
+from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
+
+
+class NodeLost(Exception):
+    """A node does not answer any more; the text names it and says why."""
+
+
+class Reservation(Message, frozen=True, kw_only=True):
+    """What a node holds for the ranks of a job."""
+
+    slots: tuple[int, ...]
+    folder: str
+
+
+class Node(Protocol):
+    """One machine. Methods are called from several threads; each may raise NodeLost. Ids of running jobs differ."""
+
+    name: str
+
+    def capacity(self) -> NodeCapacity:
+        """What there is; the same in every call."""
+
+    def reserve(self, job_id: str, count: int) -> Reservation:
+        """Hold slots and a folder until `free`. Waits for slots that other processes hold. Raises OSError."""
+
+    def warm(self, preload: Mapping[str, str]) -> None:
+        """Have ranks with these options start at once from now on. Failures are told by `run`."""
+
+    def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+        """Run a share to its end. Of a part of a job, `report` is told what other nodes must know, in any thread."""
+
+    def end(self, job_id: str) -> None:
+        """End the share of this job at once: a rank on another node failed."""
+
+    def release(self, job_id: str) -> None:
+        """Let the ranks of this job exit: all of them have returned, on all nodes."""
+
+    def free(self, job_id: str) -> None:
+        """Give back the slots of a job, and remove its folder unless logs are kept."""
+
+    def close(self) -> None:
+        """Kill every rank and every warm process."""
+
+
+class Runner(Protocol):
+    """Starts ranks on this machine: `ZygoteEngine`, `TorchrunEngine`. As the methods of `Node`."""
+
+    def warm(self) -> None:
+        """Have ranks start at once from now on."""
+
+    def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+        """Run a share to its end."""
+
+    def end(self, job_id: str) -> None:
+        """End the share of this job at once."""
+
+    def release(self, job_id: str) -> None:
+        """Let the ranks of this job exit."""
+
+    def close(self) -> None:
+        """Kill all ranks and what they are forked from."""
+
+
+class LocalNode:
+    """This machine. `make` starts a runner of the rank program with these options, one for each distinct value.
+
+    `leases` have as many slots as `capacity`. `logs`: keep the folders of jobs here; None uses a temporary folder.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Mapping[str, str]], Runner],
+        leases: Leases,
+        capacity: NodeCapacity,
+        *,
+        logs: Path | None = None,
+    ) -> None:
+        self.name = capacity.host
+        self._make = make
+        self._leases = leases
+        self._capacity = capacity
+        self._keeps = logs is not None
+        self._folder = logs or Path(tempfile.mkdtemp(prefix="fp8-harness-"))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._runners: dict[tuple[tuple[str, str], ...], Runner] = {}
+        self._held: dict[str, ExitStack] = {}
+        self._closed = False
+
+    def capacity(self) -> NodeCapacity:
+        """What this machine has."""
+        return self._capacity
+
+    def reserve(self, job_id: str, count: int) -> Reservation:
+        """Hold slots and a folder until `free`. Raises OSError, and HarnessError when leases cannot be had."""
+        with ExitStack() as held:
+            slots = held.enter_context(self._leases.acquire(count))
+            folder = self._folder / job_id
+            folder.mkdir()  # without its parent: `close` may have removed that
+            if not self._keeps:
+                held.callback(shutil.rmtree, folder, ignore_errors=True)
+            with self._lock:
+                self._held[job_id] = held.pop_all()
+        return Reservation(slots=slots, folder=str(folder))
+
+    def free(self, job_id: str) -> None:
+        """Give back what a job holds, if it holds anything."""
+        with self._lock:
+            held = self._held.pop(job_id, None)
+        if held is not None:
+            held.close()
+
+    def warm(self, preload: Mapping[str, str]) -> None:
+        """Start the warm process of these options."""
+        self._runner(preload).warm()
+
+    def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+        """Run a share to its end. After `close` its outcome is `infra`."""
+        return self._runner(share.job.preload).run(share, report)
+
+    def end(self, job_id: str) -> None:
+        """End the share of this job at once."""
+        for runner in self._all_runners():
+            runner.end(job_id)
+
+    def release(self, job_id: str) -> None:
+        """Let the ranks of this job exit."""
+        for runner in self._all_runners():
+            runner.release(job_id)
+
+    def close(self) -> None:
+        """Kill every rank and every warm process, and remove the job folders unless logs are kept."""
+        with self._lock:
+            self._closed = True
+        for runner in self._all_runners():
+            runner.close()
+        if not self._keeps:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _runner(self, preload: Mapping[str, str]) -> Runner:
+        with self._lock:
+            key = tuple(sorted(preload.items()))
+            if key not in self._runners:
+                self._runners[key] = self._make(preload)
+                if self._closed:
+                    self._runners[key].close()
+            return self._runners[key]
+
+    def _all_runners(self) -> tuple[Runner, ...]:
+        with self._lock:
+            return tuple(self._runners.values())

@@ -1,0 +1,121 @@
+"""What is installed: the files of packages, found without importing one, and digests over them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+_CODE = re.compile(r"\.py$|\.so(\.[0-9.]+)?$")
+
+
+# Everything that the numbers of a run depend on, by the name of its distribution: the module that is imported.
+PACKAGES = {name: name for name in ("torch", "torchao", "torchtitan", "numpy", "triton")} | {"fp8-harness": "harness"}
+
+
+def software() -> dict[str, str]:
+    """Versions of Python and of what numbers depend on, and digests of their sources: "torch", "torch sources", …
+
+    Equal on two machines where these packages are the same. Takes about a second: torch has 2500 files of Python.
+    """
+    facts = {"python": platform.python_version()}
+    for name, module in PACKAGES.items():
+        if (installed := installed_version(name)) is not None:
+            facts[name] = installed
+        if (source := installed_source(module)) is not None:
+            facts[f"{name} sources"] = source.digest[:16]
+    return facts
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, without importing it; None when it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+class InstalledSource(NamedTuple):
+    """Where a package is, and what its Python files are: equal digests are equal sources, on any machine."""
+
+    folder: Path
+    digest: str
+
+
+def installed_source(package: str) -> InstalledSource | None:
+    """The source of an installed package, without importing it; None when there is none. Reads every Python file."""
+    found = places(package)
+    if not found:
+        return None
+    return InstalledSource(found[0], source_digest(found[0], found[0].rglob("*.py")))
+
+
+def files_digest(package: str, folders: Sequence[str] = ()) -> str:
+    """Over path, size and time of change of the code files of an installed package; empty when there is none."""
+    found = [
+        (path[len(folder) :], status.st_size, status.st_mtime_ns)
+        for folder in map(str, places(package, folders))
+        for path, status in _code_files(folder)
+    ]
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
+
+
+def _code_files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Every Python file and shared library at or below `folder`. Links to folders are not entered.
+
+    A file or folder that cannot be read is left out.
+    """
+    if os.path.isfile(folder):  # noqa: PTH113  a module of a single file
+        yield folder, os.stat(folder)  # noqa: PTH116
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name != "__pycache__":
+                yield from _code_files(entry.path)
+        elif _CODE.search(entry.name):
+            try:
+                yield entry.path, entry.stat()
+            except OSError:
+                continue
+
+
+def source_digest(root: Path, files: Iterable[Path]) -> str:
+    """Over the paths, relative to `root`, and the bytes of these files. Of an unreadable one, only the path counts."""
+    state = hashlib.sha256()
+    for path in sorted(files):
+        state.update(str(path.relative_to(root)).encode())
+        with contextlib.suppress(OSError):  # such as the dangling link by which an editor marks an open file
+            state.update(path.read_bytes())
+    return state.hexdigest()
+
+
+def top_level_spec(name: str, folders: Sequence[str] = ()) -> ModuleSpec | None:
+    """Where a top-level package or module is, in `folders` too, without importing it; None when it is nowhere."""
+    try:
+        return importlib.util.find_spec(name) or PathFinder.find_spec(name, list(folders))
+    except (ImportError, ValueError):
+        return None
+
+
+def places(name: str, folders: Sequence[str] = ()) -> list[Path]:
+    """The folders of a top-level package, or the file of a top-level module, without importing it; empty if none.
+
+    Looked for in `folders` too.
+    """
+    spec = top_level_spec(name, folders)
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(folder).resolve() for folder in spec.submodule_search_locations]
+    return [Path(spec.origin).resolve()] if spec.has_location and spec.origin is not None else []
