@@ -254,7 +254,7 @@ def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *,
             f"goldens not stored: {len(families)}. "
             f"BF16 references are run on this machine in their place and kept.{fix}"
         )
-    if signatures and "traffic" in plan.probes:
+    if signatures and plan.device == "cpu":
         fix = f" To record them: `{update_missing_signatures(asked)}`." if store else ""
         progress.note(f"signatures not recorded: {len(signatures)}. What these cases send and keep is not judged.{fix}")
 

@@ -33,7 +33,7 @@ from harness.matrix.rules import expected_refusal
 from harness.project import find_project
 from harness.request import RunRequest
 from harness.running.case_judge import known_here
-from harness.running.plan import CPU_PROBES, DEFAULT_PROGRAM
+from harness.running.plan import DEFAULT_PROGRAM, PROBES
 from harness.running.selection import Query, select_cases
 from harness.verdict import Verdict
 
@@ -136,7 +136,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="TIER | CASE", help="what is run; a sample, if nothing is given")
     parser.add_argument("--case", action="append", default=[], metavar="ID", help="one more case")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs of every case (default 3)")
-    parser.add_argument("--probes", default=",".join(CPU_PROBES), help="separated by commas (default: all)")
+    parser.add_argument("--probes", default=",".join(PROBES), help="separated by commas (default: all)")
     parser.add_argument("--sort", action="store_true", help="print the table again, the dearest cases last")
     return parser.parse_args()
 

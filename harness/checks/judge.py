@@ -49,6 +49,7 @@ from harness.checks.stacks import LAST_OUTPUT
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
 from harness.expect.expectations import Expectations, version_gap
+from harness.expect.records import not_judged_on, partly_judged_on
 from harness.matrix.case import Case
 from harness.measured import Measured
 from harness.trace import RankFailure, RankTrace, Run
@@ -174,9 +175,8 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: 
         verdict = _worst(findings)
         findings = by_cause(findings)
     names, golden = tuple(check.name for check in checks), witnesses.golden
-    partly = [
-        NotJudged(check=name, reason=reason) for name, reason in witnesses.expect.partly_judged.items() if name in names
-    ]
+    reasons = {**witnesses.expect.partly_judged, **partly_judged_on(_device(run), case)}
+    partly = [NotJudged(check=name, reason=reason) for name, reason in reasons.items() if name in names]
     return Judgement(
         verdict=verdict,
         findings=findings,
@@ -241,14 +241,21 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
             return check.absent or f"the ranks were not asked to record {_noun(record)}"
         if record in witnesses.expect.not_recorded:
             return witnesses.expect.not_recorded[record]
-    if check.name in witnesses.expect.not_judged:
-        return witnesses.expect.not_judged[check.name]
+    case = witnesses.expect.case
+    reasons = {**not_judged_on(_device(run), case), **witnesses.expect.not_judged}
+    if check.name in reasons:
+        return reasons[check.name]
     if check.needs_relation and witnesses.expect.relation is None:
         return "no option of this case must be neutral, or parity already leaves no room for rounding"
     of_partner = check.needs_relation or (check.judges_partner and witnesses.expect.stands_for_modules)
     if (of_partner or check.needs_signature) and witnesses.partner_has_fix:
         return "judged in the second run, with the candidate fix"
     return None
+
+
+def _device(run: Run) -> str:
+    """The device of the ranks; a CPU where none left a trace."""
+    return run.traces[0].device if run.traces else "cpu"
 
 
 def _is_missing(check: Check, run: Run, witnesses: Witnesses) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 from harness.checks.ranks import merge_ranks, missing_records
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
+from harness.expect.records import has_memory_formula
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
 from harness.plural import counted
 from harness.trace import RankTrace, Run
@@ -48,6 +49,8 @@ def check_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     if expect.case.compile != "none":
         yield from _against_marks(expect.case, trace)
+    if not has_memory_formula(trace.device):
+        return
     if expect.saves_exactly:
         yield from _first_mismatches(expect, trace)
     else:

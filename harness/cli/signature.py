@@ -104,7 +104,7 @@ def update_command(  # noqa: PLR0913  one parameter an option
         fix = 'add --reason "why the signatures change".'
         raise HarnessError("--reason is missing.", where="signature update", fix=fix)
     project, plan = find_project(root), plan_for()
-    if "traffic" not in plan.probes:
+    if plan.device != "cpu":
         fix = "add --device cpu."
         raise HarnessError("signatures are recorded on the virtual device.", where=f"device {plan.device}", fix=fix)
     cases = _chosen(project, query, missing=missing)

@@ -51,6 +51,29 @@ def not_judged(case: Case, *, model_found: bool = True, stated: Collection[str] 
     return reasons
 
 
+def not_judged_on(device: str, case: Case) -> Mapping[str, str]:
+    """The checks that can say nothing of a run on this device (`RankTrace.device`), each with the reason."""
+    if has_memory_formula(device):
+        return {}
+    reasons = {"live_memory": _NO_MEMORY_FORMULA, "signature": "signatures are recorded on the virtual device"}
+    return reasons if case.compile != "none" else {**reasons, "memory": _NO_MEMORY_FORMULA}
+
+
+def partly_judged_on(device: str, case: Case) -> Mapping[str, str]:
+    """The checks that judge a part of a run on this device, each with the part that they do not judge."""
+    if has_memory_formula(device) or case.compile == "none":
+        return {}
+    return {"memory": f"the number of bytes: {_NO_MEMORY_FORMULA}"}
+
+
+def has_memory_formula(device: str) -> bool:
+    """Whether the formulas of saved and live memory describe what a run on this device keeps."""
+    return device == "cpu"
+
+
+_NO_MEMORY_FORMULA = "the formula is that of a CPU: what attention and random states keep on a GPU differs; see `leaks`"
+
+
 # Checks of linears, which for a model that is not known are those of its single-rank reference.
 _OF_LINEARS = ("fp8_on", "matmuls", "scales", "graph_scales", "recompute", "traffic")
 

@@ -26,9 +26,7 @@ PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank p
 DEFAULT_PROGRAM = "harness.worker.main"
 DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
 
-# Traffic and saved memory are counted on the virtual device, and the operands of a matmul are seen by its kernel.
-CPU_PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors")
-CUDA_PROBES = ("sketches",)
+PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors")
 
 EngineKind = Literal["zygote", "torchrun"]
 
@@ -135,6 +133,6 @@ def make_plan(
         engine=engine,
         program=program,
         injections=tuple(parse_injection(text) for text in injections),
-        probes=CPU_PROBES if resolved == "cpu" else CUDA_PROBES,
+        probes=PROBES,
         timeout_s=timeout_s,
     )

@@ -7,17 +7,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.worker.virtual.collectives import unobserved
+from harness.worker.posts.post import unobserved
 
 
 @unobserved()
 @torch.no_grad()
+def gathered_copies(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """A copy of the `tensor` of every rank of a group, by default of all, in its order. No traffic of a target."""
+    copies = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(copies, tensor.contiguous(), group)
+    return copies
+
+
 def of_all_ranks(number: torch.Tensor) -> torch.Tensor:
     """The number of every rank in rank order: [world size]. A report, not a part of training."""
-    mine = number.reshape(1)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return torch.cat(everyone)
+    return torch.cat(gathered_copies(number.reshape(1)))
 
 
 def gradient_norm(squared_share: torch.Tensor) -> float:

@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.trace.resumed import Resumed, State
+from harness.worker.posts.post import unobserved
 from harness.worker.probes.digests import ordered_digest
 from harness.worker.probes.optimizers import optimizers_of
 from harness.worker.probes.places import held
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.target import Resumes, Target
-from harness.worker.virtual.collectives import unobserved
 
 
 def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step: int) -> Resumed:

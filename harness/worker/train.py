@@ -105,7 +105,7 @@ def train(  # noqa: PLR0913  what a request may ask for
         probes = [name for name in probes if name not in EAGER_PROBES]
     with (
         ProbeSet(probes, PROBES, _as_built(case, solo_witness), device) as watching,
-        ScaledMMCounter(device) as scaled_mm,
+        ScaledMMCounter() as scaled_mm,
     ):
         prepared = prepare(case, device, solo_witness=solo_witness, digests_built=digests_built)
         stated = stated_by(prepared.case, prepared.world) if "traffic" in probes else None

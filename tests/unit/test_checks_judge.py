@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome
 from harness.checks.witnesses import Witnesses
@@ -16,6 +17,7 @@ from harness.expect.records import not_judged, not_recorded
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rule import Refusal
 from harness.trace import RankTrace, Run
+from harness.trace.graphs import GraphTrace
 from harness.trace.operands import OperandTrace
 from harness.trace.traffic import LiveMemory, SavedMemory
 from harness.verdict import Verdict
@@ -157,6 +159,24 @@ def test_what_needs_no_formula_is_judged_whatever_is_installed() -> None:
     unknown = {"torch": "2.99.0"}
     for wrong, verdict in (({"losses": (8.0, 9.0)}, Verdict.NUMERIC), ({"calls": 0}, Verdict.INVARIANT)):
         assert judge(CASE, make_run(CASE, software=unknown, **wrong), "ok", witnesses()).verdict is verdict
+
+
+@pytest.mark.parametrize("text", ["tp2-tensorwise-v2048-b16", "tp2-tensorwise-graph-v2048-b16"])
+def test_a_gpu_loses_no_check_but_those_that_are_named_with_a_reason(text: str) -> None:
+    case = parse_case_id(text)
+    recorded = make_run(
+        case,
+        **RECORDED,
+        sketches=(),
+        graphs=GraphTrace(graphs=(), calls=(), casts=(), workarounds=()),
+        module_tensors=(),
+    )
+    on_gpu = run_of(*(replace(each, device="NVIDIA H200", virtual=()) for each in recorded.traces))
+    here, there = (judge(case, run, "ok", make_witnesses(case, golden=make_golden(case))) for run in (recorded, on_gpu))
+    lost = set(here.checks) - set(there.checks)
+    assert lost == ({"live_memory"} if case.compile != "none" else {"memory", "live_memory"})
+    assert all("the formula is that of a CPU" in left_out(there)[name] for name in {*lost, "memory"})
+    assert not any(finding.check == "memory" and "bytes" in finding.message for finding in there.findings)
 
 
 def test_names_of_checks_are_unique() -> None:

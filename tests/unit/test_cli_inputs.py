@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from harness.matrix.census import count_cells
 from harness.matrix.space import spaces_of
 from harness.project import Project, find_project, is_case_file
 from harness.running.injection import parse_injection
-from harness.running.plan import Plan, make_plan
+from harness.running.plan import PROBES, Plan, make_plan
 from harness.running.selection import Query, select_cases
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from tests.builders import make_known
@@ -122,6 +123,21 @@ def test_cuda_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(HarnessError, match="no CUDA device"):
         make_plan(device="cuda")
     assert make_plan(device="auto").device == "cpu"
+
+
+@pytest.fixture
+def _one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi in PATH that lists one."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-a0)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
+@pytest.mark.usefixtures("_one_gpu")
+def test_ranks_record_the_same_on_every_device() -> None:
+    assert make_plan(device="cuda").records == make_plan(device="cpu").records == PROBES
 
 
 def test_a_case_is_selected_once(tmp_path: Path) -> None:

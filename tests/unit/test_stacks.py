@@ -25,6 +25,8 @@ FABRIC = [
     ("/src/harness/worker/virtual/fabric.py", 121, "_futex"),
     ("/src/harness/worker/virtual/collectives.py", 87, "_exchange"),
     ("/src/harness/worker/virtual/collectives.py", 181, "_allreduce_"),
+    (f"{SITE}/torch/_ops.py", 882, "redispatch"),
+    ("/src/harness/worker/posts/post.py", 45, "post"),
 ]
 REDUCES = [
     *FABRIC,

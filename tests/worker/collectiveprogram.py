@@ -1,4 +1,7 @@
-"""A rank program that runs every collective the virtual device touches and reports which results are right."""
+"""A rank program that runs every collective the virtual device touches and reports which results are right.
+
+Posts must have told of each.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch.distributed import ReduceOp
 from harness.engine.program import RankContext
 from harness.worker.process_group import join
 from harness.worker.virtual import device
+from tests.worker import fabricwitness
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.bfloat16)
 
@@ -137,6 +141,7 @@ def _mismatch() -> None:
 
 def rank_main(context: RankContext) -> bytes:
     join(context, "cpu")
+    fabricwitness.watch()
     if context.payload == b"mismatch":
         _mismatch()
     results = {}
@@ -145,4 +150,6 @@ def rank_main(context: RankContext) -> bytes:
         everyone = torch.cat([values(rank, dtype) for rank in range(context.world_size)])
         for name, move in MOVES.items():
             results[f"{name} {dtype}"] = move(mine, everyone)
-    return json.dumps(results | _reductions()).encode()
+    results |= _reductions()
+    fabricwitness.compare()
+    return json.dumps(results).encode()

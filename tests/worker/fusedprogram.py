@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed._symmetric_memory as torch_symm_mem
+from torch._subclasses import FakeTensorMode
 
 from harness.engine.program import RankContext
+from harness.worker.posts import collectives, fused
 from harness.worker.process_group import join
 from harness.worker.virtual import device, symm_mem
 
@@ -31,12 +34,43 @@ def rank_main(context: RankContext) -> bytes:
     join(context, "cpu")
     group = dist.group.WORLD.group_name
     report = {}
+    check_transport_on_cuda(group)
     for name, compare in COMPARISONS.items():
         for dim in (0, 1):
             report[f"pipelined {name} dim {dim}"] = compare(group, dim)
             with symm_mem.reference():
                 report[f"fallback {name} dim {dim}"] = compare(group, dim)
     return json.dumps(report).encode()
+
+
+def _run(operator: str, given: dict[str, Any]) -> Any:
+    """Runs the operator. What it sends by collectives must be what its post tells of on CUDA."""
+    told: list[fused.Sent] = []
+
+    def observe(seen: collectives.Exchange) -> None:
+        told.append(fused.Sent(seen.kind, seen.dtype, seen.elements))
+
+    collectives.observers.append(observe)
+    result = symm_mem.run(operator, given)
+    collectives.observers.remove(observe)
+    if not torch_symm_mem._is_test_mode:
+        assert told == list(fused.sent_by(given)), f"{operator} sends {told}"
+    return result
+
+
+def check_transport_on_cuda(group: str) -> None:
+    """There it is told of, but not where torch's reference runs, whose collectives are told of by themselves."""
+    told: list[collectives.Exchange] = []
+    collectives.observers.append(told.append)
+    with FakeTensorMode():
+        given = {"A": torch.empty(4, 8, INNER, device="cuda"), "gather_dim": 0, "group_name": group}
+        fused.tell_of_transport(given | {"A": torch.empty(4, 8, INNER)})
+        with symm_mem.reference():
+            fused.tell_of_transport(given)
+        assert told == []
+        fused.tell_of_transport(given)
+    assert told == [collectives.Exchange("all_gather", "", torch.float32, 4 * 8 * INNER, (0, 1, 2, 3))]
+    collectives.observers.clear()
 
 
 def _random(rank: int, *shape: int) -> torch.Tensor:
@@ -71,7 +105,7 @@ def _gathered_mm(group: str, dim: int) -> float:
     a = _random(dist.get_rank(), BATCH * 2, SEQUENCE, INNER).bfloat16()
     columns = [_random(n, INNER, COLUMNS).bfloat16() for n in (98, 99)]
     given = {"A": a, "Bs": columns, "gather_dim": dim, "group_name": group}
-    whole, results = symm_mem.run("fused_all_gather_matmul", given)
+    whole, results = _run("fused_all_gather_matmul", given)
     expected = _gather(a, dim, group)
     assert torch.equal(whole, expected)
     return max(_worst(found, expected @ b) for found, b in zip(results, columns, strict=True))
@@ -85,7 +119,7 @@ def _gathered_scaled(group: str, dim: int, scales: Callable[[torch.Tensor], torc
     given: dict[str, Any] = {"A": a, "Bs": [b], "A_scale": scale, "B_scales": [b_scale], "gather_dim": dim}
     given |= {"group_name": group, "biases": [None], "result_scales": [None]}
     given |= {"out_dtypes": [torch.bfloat16], "use_fast_accum": [False]}
-    _, (found,) = symm_mem.run("fused_all_gather_scaled_matmul", given)
+    _, (found,) = _run("fused_all_gather_scaled_matmul", given)
     high = a.float() * scale if not rowwise or scale.shape[:-1] == a.shape[:-1] else None
     assert high is not None
     return _worst(found, _gather(high, dim, group) @ b.float() * 0.5)
@@ -95,7 +129,7 @@ def _scattered_mm(group: str, dim: int) -> float:
     a = _random(dist.get_rank(), BATCH * 4, SEQUENCE, INNER).bfloat16()
     b = _random(99, INNER, COLUMNS).bfloat16()
     given = {"A": a, "B": b, "reduce_op": "sum", "scatter_dim": dim, "group_name": group}
-    found = symm_mem.run("fused_matmul_reduce_scatter", given)
+    found = _run("fused_matmul_reduce_scatter", given)
     return _worst(found, _scatter((a.float() @ b.float()), dim, group))
 
 
@@ -113,7 +147,7 @@ def _scattered_scaled(group: str, dim: int, *, rowwise: bool, collapsed: bool) -
     given |= {"B_scale": torch.full((1, COLUMNS), 0.5) if rowwise else torch.tensor(0.5), "orig_scatter_dim": dim}
     given |= {"scatter_dim_after_maybe_reshape": 0 if collapsed else dim, "output_shape": shape}
     given |= {"out_dtype": torch.bfloat16}
-    return _worst(symm_mem.run("fused_scaled_matmul_reduce_scatter", given), expected)
+    return _worst(_run("fused_scaled_matmul_reduce_scatter", given), expected)
 
 
 COMPARISONS: dict[str, Callable[[str, int], float]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from harness.checks.live_memory import LEAKS, NAME, check_leaks, check_live_memory
 from harness.matrix.caseid import parse_case_id
-from harness.running.plan import CPU_PROBES
+from harness.running.plan import PROBES
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
@@ -41,7 +41,7 @@ def findings(text: str, run: Run) -> list[Finding]:
 
 @pytest.mark.parametrize("text", CASES)
 def test_clean_runs_have_alive_what_the_formula_says(trained, text: str):
-    assert findings(text, trained(parse_case_id(text), probes=CPU_PROBES)) == []
+    assert findings(text, trained(parse_case_id(text), probes=PROBES)) == []
 
 
 @pytest.mark.parametrize("text", [SINGLE, TP, FSDP])

@@ -19,13 +19,13 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import gemms
 from harness.trace import Run
 from harness.verdict import Finding
+from harness.worker.posts import scaled_mm
 from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast, measure_cast
 from harness.worker.probes.contents import Contents
 from harness.worker.probes.digests import digest, ordered_digest
 from harness.worker.probes.operands import OperandProbe
 from harness.worker.probes.scales import summarize_scale
-from harness.worker.virtual import scaled_mm
 from tests.builders import make_witnesses
 from tests.worker.runs import WHOLE_WEIGHT, numbers, sweep
 

@@ -122,13 +122,12 @@ def test_forward_dgrad_and_wgrad_are_all_checked(tokens, k, n, gemm):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_both_ways_of_counting_agree(recipe):
+def test_every_scaled_matmul_of_a_linear_is_counted(recipe):
     model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False), torch.nn.Linear(32, 32, bias=False))
     convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-    cpu = torch.device("cpu")
-    with ScaledMMCounter(cpu) as by_kernel, ScaledMMCounter(cpu, dispatch=True) as by_dispatch:
+    with ScaledMMCounter() as counted:
         model(torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    assert by_kernel.calls == by_dispatch.calls == (4 if recipe == "rowwise_with_gw_hp" else 6)
+    assert counted.calls == (4 if recipe == "rowwise_with_gw_hp" else 6)
 
 
 def test_the_out_variant_writes_what_the_other_returns():

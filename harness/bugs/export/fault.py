@@ -13,6 +13,7 @@ _LIMITS = (
     "harness.matrix",
     "harness.trace",
     "harness.worker.discovery",
+    "harness.worker.posts",
     "harness.worker.probes",
     "harness.worker.targets",
     "harness.worker.virtual",

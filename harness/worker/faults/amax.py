@@ -26,7 +26,6 @@ from harness.worker.discovery import converted_linears
 from harness.worker.faults.hooks import (
     after_build,
     float8_part,
-    gathered_copies,
     layout_of_run,
     local,
     on_odd_rank,
@@ -36,6 +35,7 @@ from harness.worker.faults.hooks import (
     wrap_everywhere,
 )
 from harness.worker.faults.parts import narrowing_linear
+from harness.worker.reduction import gathered_copies
 from harness.worker.targets.target import Target
 
 Change = Callable[..., torch.Tensor]
@@ -343,7 +343,7 @@ def row_scales_of_another_rank() -> None:
     def change(scale: torch.Tensor, result: torch.Tensor, role: Any) -> torch.Tensor:
         if role is not GemmInputRole.WEIGHT or not isinstance(result, DTensor):
             return scale
-        ranks = result.device_mesh.mesh.flatten().tolist()
-        return gathered_copies(scale, ranks)[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
+        group = result.device_mesh.get_group()
+        return gathered_copies(scale, group)[(group.rank() + 1) % group.size()]
 
     _scales_after_cast(change)

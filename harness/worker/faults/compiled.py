@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from harness.worker.faults import conversion
 from harness.worker.faults.hooks import after_build, counted_steps, wrap, wrap_everywhere
+from harness.worker.posts.collectives import resolve_group
 from harness.worker.virtual import graph_backend
-from harness.worker.virtual.collectives import resolve_group
 
 
 def symmetric_memory_not_enabled() -> None:

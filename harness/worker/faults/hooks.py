@@ -22,7 +22,6 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case, Layout
 from harness.worker import train
 from harness.worker.probes.probe import in_backward
-from harness.worker.virtual import collectives
 
 ODD_RANK = 1  # the rank of single-rank faults
 
@@ -263,10 +262,3 @@ def before_microbatch(change: Callable[[nn.Module, int], object]) -> None:
         change(model, seen[1])
 
     after_build(lambda target: target.model.register_forward_pre_hook(before, prepend=True))
-
-
-def gathered_copies(tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
-    """A copy of the `tensor` of each of these global ranks, gathered unseen by the traffic probe."""
-    group = collectives.FABRIC.group(f"fault-{list(ranks)}", lambda: ranks, lambda: list(ranks).index(dist.get_rank()))
-    with collectives.unobserved():
-        return collectives.gathered_copies(tensor, group)

@@ -25,7 +25,6 @@ from harness.worker.faults.hooks import (
     around_update,
     before_microbatch,
     case_of_run,
-    gathered_copies,
     in_parameter_groups,
     layout_of_run,
     local,
@@ -41,6 +40,7 @@ from harness.worker.faults.parts import (
     widening_weight,
 )
 from harness.worker.probes.places import held
+from harness.worker.reduction import of_all_ranks
 from harness.worker.targets.target import StepResult, Target
 
 
@@ -402,9 +402,9 @@ def loss_of_first_rank_reported() -> None:
 
     def change(reported: torch.Tensor | float) -> torch.Tensor | float:
         assert losses, "the loss is no cross entropy"
-        everyone = gathered_copies(torch.tensor(losses).double().sum(), range(dist.get_world_size()))
+        everyone = of_all_ranks(torch.tensor(losses).double().sum())
         losses.clear()
-        return reported * (everyone[0] / torch.stack(everyone).mean()).item()
+        return reported * (everyone[0] / everyone.mean()).item()
 
     around_loss(keep)
     _reported(change)

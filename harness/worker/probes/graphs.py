@@ -19,11 +19,15 @@ import torch.distributed._symmetric_memory as symm_mem
 from harness.matrix.case import Case
 from harness.matrix.mesh import axis_of_group
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
+from harness.worker.posts import fused
+from harness.worker.posts.collectives import resolve_group
+from harness.worker.posts.post import unobserved
 from harness.worker.probes.graph_casts import GraphCastWatcher
 from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.unfused import ALL_GATHER, MATMULS, REDUCE_SCATTER, group_name, reason
-from harness.worker.virtual import collectives, graph_backend, rng, scaled_mm
+from harness.worker.reduction import gathered_copies
+from harness.worker.virtual import graph_backend, rng
 from harness.worker.virtual import symm_mem as virtual_symm_mem
 
 # Rounding of sums in another order, relative to the row: results are rounded once from at least float32.
@@ -32,11 +36,10 @@ _COLLECTIVES: dict[Any, Collective] = {ALL_GATHER: "all_gather", REDUCE_SCATTER:
 
 
 class GraphProbe(Probe):
-    """Records a `GraphTrace`; None of a run that compiles nothing. The virtual device only."""
+    """Records a `GraphTrace`; None of a run that compiles nothing."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__(case, device)
-        assert device.type == "cpu", "fused operators are seen on the virtual device only"
         self._graphs: list[GraphRecord] = []
         self._calls: dict[tuple[Any, ...], FusedCall] = {}
         self._casts = GraphCastWatcher()
@@ -47,7 +50,7 @@ class GraphProbe(Probe):
         self._installed.enter_context(self._partitions)
         self.observe(graph_backend.observers, self._casts)
         self.observe(graph_backend.graph_observers, self._partitions.after_passes)
-        self.observe(virtual_symm_mem.observers, self._record_call)
+        self.observe(fused.observers, self._record_call)
         self.replace(torch._inductor.config, "post_grad_custom_post_pass", self._record_graph)
 
     def begin_step(self, step: int) -> None:
@@ -109,7 +112,7 @@ class GraphProbe(Probe):
         )
 
     def _axis(self, name: str) -> str:
-        ranks = dist.get_process_group_ranks(collectives.resolve_group(name))
+        ranks = dist.get_process_group_ranks(resolve_group(name))
         return axis_of_group(self._case.layout, dist.get_rank(), tuple(ranks))
 
     # Executions.
@@ -151,15 +154,15 @@ def _found(_: Any) -> _Comparison:
 
 def _compared(operator: str, given: dict[str, Any], result: Any) -> _Comparison:
     """The rows of every result of a fused operator against those of its reference, on the same inputs."""
-    with virtual_symm_mem.reference(), collectives.unobserved(), scaled_mm.unobserved():
+    with virtual_symm_mem.reference(), unobserved():
         expected = virtual_symm_mem.run(operator, given)
-        group = collectives.group_by_name(given["group_name"])
+        group = resolve_group(given["group_name"])
         scattered = "gather_dim" not in given
         pairs = list(zip(_tensors(result), _tensors(expected), strict=True))
-        gathered_copies = [collectives.gathered_copies(right, group) if scattered else [right] for _, right in pairs]
+        gathered = [gathered_copies(right, group) if scattered else [right] for _, right in pairs]
     total = _Comparison()
-    for (left, right), candidates in zip(pairs, gathered_copies, strict=True):
-        total = _sum(total, _compare_rows(left, right, candidates, own=0 if not scattered else group.rank))
+    for (left, right), candidates in zip(pairs, gathered, strict=True):
+        total = _sum(total, _compare_rows(left, right, candidates, own=0 if not scattered else group.rank()))
     return total
 
 

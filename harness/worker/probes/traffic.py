@@ -1,6 +1,6 @@
 """Counts the collectives that the target calls. See `harness/trace/traffic.py`.
 
-What the harness itself sends to measure a run is left out: it runs inside `collectives.unobserved()`.
+What the harness itself sends to measure a run is left out: it runs inside `unobserved()` (`posts/post.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.matrix.mesh import axis_of_group
 from harness.trace.traffic import TrafficRecord
+from harness.worker.posts import collectives
+from harness.worker.posts.collectives import Exchange
 from harness.worker.probes.probe import Probe
-from harness.worker.virtual import collectives
-from harness.worker.virtual.collectives import Exchange
 
 
 class _Key(NamedTuple):
@@ -31,11 +31,10 @@ class _Key(NamedTuple):
 
 
 class TrafficProbe(Probe):
-    """Records the traffic of every step, from its begin to the end of its update. The virtual fabric only."""
+    """Records the traffic of every step, from its begin to the end of its update."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__(case, device)
-        assert device.type == "cpu", "traffic is recorded on the virtual fabric only"
         self._elements: defaultdict[_Key, list[int]] = defaultdict(list)
 
     def install(self) -> None:

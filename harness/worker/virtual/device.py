@@ -13,7 +13,11 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from harness.worker.virtual import collectives, rng, scaled_mm, symm_mem
+from harness.worker.virtual import collectives, reductions, rng, scaled_mm, symm_mem
+
+# torch.library drops an override when its Library object is collected.
+_LIBRARIES: list[torch.library.Library] = []
+
 
 PARTS = ("collectives", "scaled_mm", "symm_mem")
 
@@ -21,23 +25,16 @@ PARTS = ("collectives", "scaled_mm", "symm_mem")
 @functools.cache
 def install() -> tuple[str, ...]:
     """Install all parts, once per process. Returns their names, sorted."""
-    _override("aten", {"_scaled_mm": scaled_mm.scaled_mm, "_scaled_mm.out": scaled_mm.scaled_mm_out})
+    kernels = {"_scaled_mm": scaled_mm.scaled_mm, "_scaled_mm.out": scaled_mm.scaled_mm_out}
+    _override("aten", kernels)
     _override("symm_mem", symm_mem.CPU_KERNELS)
+    _override("c10d", collectives.CPU_KERNELS)
     symm_mem.install()
     rng.install()
     _without_pretended_gpus()
-    _override("c10d", collectives.CPU_KERNELS)
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
-    group = dist.ProcessGroup
-    for name in _REDUCE_SCATTER_NAMES:
-        if hasattr(group, name):
-            setattr(group, name, collectives.scaled_reduce_scatter(getattr(group, name)))
-    setattr(group, "allreduce", collectives.scaled_allreduce(group.allreduce))  # noqa: B010  mypy rejects assigning to a method
+    reductions.install()
     return PARTS
-
-
-# torch 2.12 and earlier name the method `_reduce_scatter_base`; 2.13 adds `reduce_scatter_single` and keeps both.
-_REDUCE_SCATTER_NAMES = ("_reduce_scatter_base", "reduce_scatter_single")
 
 
 def _without_pretended_gpus() -> None:
@@ -46,10 +43,6 @@ def _without_pretended_gpus() -> None:
     The next backward would start a thread for each, and a process with threads cannot be forked.
     """
     setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)  # noqa: B010  mypy rejects assigning to a function
-
-
-# torch.library drops an override when its Library object is collected.
-_LIBRARIES: list[torch.library.Library] = []
 
 
 def _override(namespace: str, kernels: Mapping[str, object]) -> None:

@@ -7,30 +7,12 @@ rounded once, to the output dtype. A GPU accumulates in float32 (less with fast 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from harness.worker.virtual.contract import Signature, operand, refusal
-
-ScaledMMObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-# Called with (a, b, scale_a, scale_b) before every matmul. Probes append themselves; they must not write to tensors.
-observers: list[ScaledMMObserver] = []
-
-
-@contextlib.contextmanager
-def unobserved() -> Iterator[None]:
-    """For matmuls that the harness itself runs to measure a run: they are not matmuls of the target."""
-    before = observers[:]
-    observers.clear()
-    try:
-        yield
-    finally:
-        observers.extend(before)
 
 
 def scaled_mm(
@@ -62,8 +44,6 @@ def scaled_mm(
     )
     if message is not None:
         raise RuntimeError(message)
-    for observe in observers:
-        observe(a, b, scale_a, scale_b)
     product = a.to(torch.float64) @ b.to(torch.float64)
     product *= scale_a.to(torch.float64) * scale_b.to(torch.float64)
     if bias is not None:

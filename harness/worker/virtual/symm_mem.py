@@ -1,9 +1,9 @@
-"""Async TP on the CPU: the fused operators of `symm_mem`, over the fabric.
+"""Async TP on the CPU: the fused operators of `symm_mem`, over any process group.
 
 torch implements the four operators for CUDA only. Here the CPU gets the same Python implementations, in two variants:
 `fallback` is torch's reference (a collective, then a matmul), `pipelined` is torch's chunk and scale logic with another
-transport: a GPU copies from the symmetric memory of its peers, chunk by chunk on two streams, while the fabric
-exchanges all chunks at once. Chunks are consumed and produced in torch's order.
+transport: a GPU copies from the symmetric memory of its peers, chunk by chunk on two streams, while here one collective
+of the group exchanges all chunks at once. Chunks are consumed and produced in torch's order.
 
 Not modelled: stream order, races on symmetric buffers, and the kernels for NVLink multicast and CUTLASS.
 """
@@ -20,18 +20,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 
-from harness.worker.virtual import collectives
-
-# Called with (operator, arguments by name, result) after every fused operator. Probes append themselves; they must not
-# write to tensors.
-observers: list[Callable[[str, dict[str, Any], Any], None]] = []
-
-OPERATORS = (
-    "fused_all_gather_matmul",
-    "fused_all_gather_scaled_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_scaled_matmul_reduce_scatter",
-)
+from harness.worker.posts.collectives import resolve_group
+from harness.worker.posts.fused import OPERATORS
 
 
 def run(operator: str, given: dict[str, Any]) -> Any:
@@ -59,11 +49,7 @@ def _kernel(operator: str) -> Callable[..., Any]:
     names = [argument.name for argument in _schema(operator).arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        result = run(operator, given)
-        for observe in observers:
-            observe(operator, given, result)
-        return result
+        return run(operator, dict(zip(names, args, strict=False)) | kwargs)
 
     return kernel
 
@@ -129,16 +115,15 @@ def _multi_all_gather_and_consume(
     ag_out_needed: bool = True,
 ) -> None:
     """All-gather every `shard` into its `ag_out`, then consume the shards, starting with that of this rank."""
-    group = collectives.group_by_name(group_name)
+    group = resolve_group(group_name)
+    rank, size = group.rank(), group.size()
     for part, whole in zip(shard, ag_out, strict=True):
         assert part.is_contiguous() and whole.is_contiguous(), "shards and outputs of the all-gather must be contiguous"
-        assert whole.shape == (part.shape[0] * group.size, *part.shape[1:]), (
-            "an output must hold the shards of all ranks"
-        )
-        collectives.gather_into(whole, part, group)
-    pieces = [whole.chunk(group.size) for whole in ag_out]
-    for step in range(group.size):
-        source = (group.rank + step) % group.size
+        assert whole.shape == (part.shape[0] * size, *part.shape[1:]), "an output must hold the shards of all ranks"
+        dist.all_gather_into_tensor(whole, part, group=group)
+    pieces = [whole.chunk(size) for whole in ag_out]
+    for step in range(size):
+        source = (rank + step) % size
         shard_consumer([chunks[source] for chunks in pieces], source)
 
 
@@ -149,14 +134,17 @@ def _produce_and_all2all(
     out_chunk_dim: int = 0,
 ) -> None:
     """Produce a chunk for every rank, starting with the next and ending with this one, and write those received."""
-    group = collectives.group_by_name(group_name)
-    chunks = output.chunk(group.size, dim=out_chunk_dim)
-    produced = [torch.empty_like(chunk, memory_format=torch.contiguous_format) for chunk in chunks]
-    for step in range(1, group.size + 1):
-        target = (group.rank + step) % group.size
+    group = resolve_group(group_name)
+    rank, size = group.rank(), group.size()
+    chunks = output.chunk(size, dim=out_chunk_dim)
+    produced = output.new_empty(size, *chunks[0].shape)
+    for step in range(1, size + 1):
+        target = (rank + step) % size
         chunk_producer(target, produced[target])
-    for chunk, received in zip(chunks, collectives.all_to_all(produced, group), strict=True):
-        chunk.copy_(received)
+    received = torch.empty_like(produced)
+    dist.all_to_all_single(received, produced, group=group)
+    for chunk, part in zip(chunks, received, strict=True):
+        chunk.copy_(part)
 
 
 def _unsupported(*_: Any, **__: Any) -> None:

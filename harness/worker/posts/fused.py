@@ -1,0 +1,75 @@
+"""The posts of the fused operators of async TP (`symm_mem`), and of what they send past c10d.
+
+On CUDA a fused operator reads the symmetric memory of its peers, unless torch's reference (`fallback`) is asked for. No
+collective is called then, so its post tells the observers of collectives what the operator exchanges: the same that
+the transport of the virtual device sends by collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+
+from harness.worker.posts import collectives
+from harness.worker.posts.post import put_post
+
+# Called with (operator, arguments by name, result) after every fused operator. Probes append themselves; they must not
+# write to tensors.
+observers: list[Callable[[str, dict[str, Any], Any], None]] = []
+
+OPERATORS = (
+    "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
+)
+
+
+class Sent(NamedTuple):
+    """What a fused operator sends to its group at once."""
+
+    kind: str
+    dtype: torch.dtype
+    elements: int
+
+
+def sent_by(given: dict[str, Any]) -> Iterator[Sent]:
+    """What a pipelined fused operator with these arguments sends (torch 2.13, `_fused_all_gather_matmul_impl`, ...)."""
+    a = given["A"]
+    if "gather_dim" in given:
+        yield Sent("all_gather", a.dtype, a.numel())
+        scale = given.get("A_scale")
+        if scale is not None and scale.shape == (*a.shape[:-1], 1):  # of the rows of this rank
+            yield Sent("all_gather", scale.dtype, scale.numel())
+    else:
+        partial_sums = a.numel() // a.shape[-1] * given["B"].shape[1]
+        yield Sent("all_to_all", given.get("out_dtype") or a.dtype, partial_sums)
+
+
+def tell_of_transport(given: dict[str, Any]) -> None:
+    """Tell the observers of collectives what the fused operator with these arguments sends past c10d."""
+    if collectives.observers and given["A"].is_cuda and not symm_mem._is_test_mode:
+        group = collectives.resolve_group(given["group_name"])
+        for sent in sent_by(given):
+            collectives.tell(sent.kind, "", sent.dtype, sent.elements, group)
+
+
+def _put(name: str) -> None:
+    operator = getattr(torch.ops.symm_mem, name).default
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(names, args, strict=False)) | kwargs
+
+    def after(result: Any, *args: Any, **kwargs: Any) -> None:
+        for observe in observers:
+            observe(name, given(args, kwargs), result)
+
+    put_post(operator, before=lambda *args, **kwargs: tell_of_transport(given(args, kwargs)), after=after)
+
+
+for _name in OPERATORS:
+    _put(_name)

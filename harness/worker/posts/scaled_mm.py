@@ -1,0 +1,24 @@
+"""The posts of `aten::_scaled_mm`: every scaled matmul, also those inside of fused operators and generated code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harness.worker.posts.post import put_post
+
+ScaledMMObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+# Called with (a, b, scale_a, scale_b) before every matmul. Probes append themselves; they must not write to tensors.
+observers: list[ScaledMMObserver] = []
+
+
+def _before(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *_: Any, **__: Any) -> None:
+    for observe in observers:
+        observe(a, b, scale_a, scale_b)
+
+
+for _operator in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm.out):
+    put_post(_operator, before=_before)

@@ -1,0 +1,46 @@
+"""What passes the fabric, by `Group.exchange`, held against what posts told of: kind, bytes and ranks, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from harness.worker.posts import collectives, post
+from harness.worker.virtual.fabric import Group
+
+Told = tuple[str, int, tuple[int, ...]]
+
+_told: list[Told] = []
+_sent: list[Told] = []
+
+
+def _observe(seen: collectives.Exchange) -> None:
+    _told.append((seen.kind, seen.elements * seen.dtype.itemsize, seen.ranks))
+
+
+def watch() -> None:
+    """From now on an exchange that was not told of is an error."""
+    stock = Group.exchange
+
+    def exchange(group: Group, kind: str, payload: torch.Tensor, **given: Any) -> list[torch.Tensor]:
+        if kind != "open" and not post._paused[0]:
+            table_bytes = 8 * group.size if kind == "all_to_all" else 0
+            _sent.append((kind, payload.numel() - table_bytes, group.ranks))
+            assert _told[len(_sent) - 1 : len(_sent)] == _sent[-1:], f"sent {_sent[-1]}, told {_told[len(_sent) - 1 :]}"
+        return stock(group, kind, payload, **given)
+
+    collectives.observers.append(_observe)
+    Group.exchange = exchange
+
+
+def compare(*_: Any) -> None:
+    """Raises if more was told of than was sent, or nothing."""
+    assert _sent and len(_told) == len(_sent), f"told {_told[len(_sent) :]}, which was not sent"
+
+
+def apply() -> None:
+    """Watch a run that trains."""
+    watch()
+    register_optimizer_step_post_hook(compare)
