@@ -12,10 +12,13 @@ TITAN_0_3_READY := $(TITAN_0_3_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke test sweep unit browser torchtitan torchtitan-sweep torchtitan-0.3 lint format docs clean
+.PHONY: smoke gloo test sweep unit browser torchtitan torchtitan-sweep torchtitan-0.3 lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
+
+gloo: $(READY)  ## run the tiers smoke and gloo over torch's gloo, for every night
+	$(BIN)/fp8-harness run smoke gloo --fabric gloo
 
 test: $(READY)  ## run the test suite, without the sweeps
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" --durations 40 --durations-min 5 tests

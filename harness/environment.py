@@ -23,6 +23,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     limits: str = ""  # environment variables that limit the arithmetic of a CPU
     platform: str = ""  # "Linux x86_64"
     engine: str = ""
+    fabric: str = ""  # what collectives ran on: "shared", "gloo" or "nccl"
     program: str = ""  # of the ranks
     commit: str = ""  # of the project with the cases; ends in "-dirty" where tracked files differ from it
     changes: str = ""  # digest of these differences

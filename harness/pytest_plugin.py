@@ -32,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fp8-target", metavar="NAME", help="train every case by this target")
     group.addoption("--fp8-shard", metavar="I/N", help="part I of N of the cases, of nearly equal CPU seconds")
     group.addoption("--fp8-device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    group.addoption(
+        "--fp8-fabric", choices=("auto", "shared", "gloo", "nccl"), default="auto", help="as --fabric of run"
+    )
     group.addoption("--fp8-engine", choices=("zygote", "torchrun"), default="zygote", help="default: zygote")
     group.addoption("--fp8-slots", type=int, metavar="N", help="ranks at the same time on this machine")
     group.addoption("--fp8-timeout-s", type=float, metavar="S", help="seconds for one attempt at a case")
@@ -245,6 +248,7 @@ class _Bench:
             self._project,
             [case],
             hardware=self._plan.hardware,
+            numerics=self._plan.numerics,
             records=self._plan.records,
         )
         plan = msgspec.structs.replace(self._plan, quarantined=quarantined_cases(self._project, [case], _silent))
@@ -287,6 +291,7 @@ def _plan(config: pytest.Config) -> Plan:
     with _usage_errors():
         plan = make_plan(
             device=config.getoption("--fp8-device"),
+            fabric=config.getoption("--fp8-fabric"),
             engine=config.getoption("--fp8-engine"),
             slots=config.getoption("--fp8-slots"),
             timeout_s=config.getoption("--fp8-timeout-s"),

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from harness.matrix.case import Case
+from harness.matrix.numerics import Numerics
 from harness.trace.modules import ModuleShard
 from harness.trace.patch import Patch
+
+# What collectives run on: shared memory of one machine, torch's gloo over TCP, or NCCL.
+Fabric = Literal["shared", "gloo", "nccl"]
+
+
+def numerics_of(device: str, fabric: Fabric) -> Numerics:
+    """Which bits a run on this kind of device, and over this fabric promises."""
+    return Numerics(in_rank_order=fabric == "shared", same_in_parts=device == "cpu")
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +41,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     case: Case
     device: str = "cpu"  # "cpu" or "cuda"
+    fabric: Fabric = "shared"
     injections: tuple[Patch, ...] = ()
     probes: tuple[str, ...] = ()  # fields of RankTrace to record: "sketches", "operands", "traffic", ...
     solo: bool = False
@@ -37,6 +49,11 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     noise: Noise | None = None
     # By rank, what the modules of a parallel run had (`RankTrace.module_tensors`): a single rank repeats them.
     replayed: tuple[tuple[ModuleShard, ...], ...] = ()
+
+    @property
+    def numerics(self) -> Numerics:
+        """Which bits the run promises."""
+        return numerics_of(self.device, self.fabric)
 
     @property
     def world_size(self) -> int:

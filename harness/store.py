@@ -47,6 +47,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The options of a run that change what its ranks do, as they were given; None and () where they were not."""
 
     device: str | None = None
+    fabric: str | None = None
     engine: Literal["zygote", "torchrun"] | None = None
     timeout_s: float | None = None
     inject: tuple[str, ...] = ()  # paths are absolute
@@ -57,6 +58,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         timeout_s = None if self.timeout_s is None else f"{self.timeout_s:g}"
         named = (
             ("--device", self.device),
+            ("--fabric", self.fabric),
             ("--engine", self.engine),
             ("--timeout-s", timeout_s),
         )

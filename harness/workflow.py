@@ -120,7 +120,7 @@ def _prepared(project: Project, cases: Sequence[Case], plan: Plan, progress: Pro
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
     quarantined = quarantined_cases(project, cases, progress.note)
-    judge = prepare_judge(project, cases, hardware=plan.hardware, records=plan.records)
+    judge = prepare_judge(project, cases, hardware=plan.hardware, numerics=plan.numerics, records=plan.records)
     return judge, msgspec.structs.replace(plan, quarantined=quarantined)
 
 
@@ -269,5 +269,6 @@ def provenance(results: Sequence[CaseResult], plan: Plan) -> dict[str, str]:
         **dict(sorted(software.items())),
         "device": first.device if first is not None else plan.device,
         "engine": plan.engine,
+        "fabric": plan.fabric,
         "program": plan.program,
     }

@@ -29,6 +29,7 @@ from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.matrix.known import KnownFault, Symptom
+from harness.matrix.numerics import VIRTUAL_DEVICE
 from harness.matrix.rule import Refusal
 from harness.measured import CastRange, Curve, Measured, Sent
 from harness.result import Attempt, CaseResult, RunResult
@@ -383,7 +384,7 @@ def make_tolerance(*per_step: float, name: str = "loss_vs_golden") -> Tolerance:
 def make_witnesses(case: Case, **given: Any) -> Witnesses:
     """What the case is judged by: witnesses by their field, expectations by their attribute instead of the formula."""
     fields = {name: given.pop(name) for name in Witnesses.__struct_fields__ if name in given}
-    expect = Expectations(case)
+    expect = Expectations(case, numerics=given.pop("numerics", VIRTUAL_DEVICE))
     for name, value in given.items():
         assert hasattr(Expectations, name), f"{name} is neither a witness nor an expectation"
         setattr(expect, name, value)

@@ -31,7 +31,7 @@ from harness.matrix.caseid import case_id
 from harness.matrix.known import matching
 from harness.matrix.rules import expected_refusal
 from harness.project import find_project
-from harness.request import RunRequest
+from harness.request import Fabric, RunRequest
 from harness.running.case_judge import known_here
 from harness.running.plan import DEFAULT_PROGRAM, PROBES
 from harness.running.selection import Query, select_cases
@@ -94,10 +94,10 @@ def measure(ask: Callable[[Case, tuple[str, ...]], float], case: Case, probes: t
     return Cost(case, tuple(pairs))
 
 
-def cpu_s(engine: ZygoteEngine, case: Case, probes: tuple[str, ...]) -> float:
+def cpu_s(engine: ZygoteEngine, fabric: Fabric, case: Case, probes: tuple[str, ...]) -> float:
     """CPU seconds of all ranks of one run of `case`, watched by `probes`."""
     with tempfile.TemporaryDirectory() as folder:
-        payload = msgspec.msgpack.encode(RunRequest(case=case, probes=probes))
+        payload = msgspec.msgpack.encode(RunRequest(case=case, fabric=fabric, probes=probes))
         job = Job(job_id=Path(folder).name, world_size=case.world_size, payload=payload, deadline_s=600)
         outcome = engine.run(Share(job=job, count=case.world_size, folder=folder), lambda _: None)
     ended = conclude(job, [outcome])
@@ -137,6 +137,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--case", action="append", default=[], metavar="ID", help="one more case")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs of every case (default 3)")
     parser.add_argument("--probes", default=",".join(PROBES), help="separated by commas (default: all)")
+    parser.add_argument("--fabric", choices=("shared", "gloo"), default="shared", help="what collectives run on")
     parser.add_argument("--sort", action="store_true", help="print the table again, the dearest cases last")
     return parser.parse_args()
 
@@ -151,7 +152,7 @@ def main() -> None:
     print(header)
     costs = []
     with ZygoteEngine(DEFAULT_PROGRAM, {"device": "cpu", "compile": compiles}) as engine:
-        ask = functools.partial(cpu_s, engine)
+        ask = functools.partial(cpu_s, engine, options.fabric)
         for case in cases:
             costs.append(measure(ask, case, tuple(options.probes.split(",")), options.rounds))
             print(costs[-1].row(), flush=True)

@@ -129,6 +129,7 @@ class _AnyCaseJudge:
                     self._project,
                     [case],
                     hardware=self._plan.hardware,
+                    numerics=self._plan.numerics,
                     records=self._plan.records,
                     explained=False,
                 )

@@ -15,6 +15,7 @@ from harness.checks.assembly import largest, nan_is_worst
 from harness.checks.parity import ROUNDED, worst_distances
 from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, SAME_ORDER, Tolerance, parity_key, tolerance_key
 from harness.matrix.case import Case
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.trace import Run
 
 DRAWS = 4
@@ -41,14 +42,17 @@ def derived_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Toler
     return _tolerance(LOSS_VS_GOLDEN, tolerance_key(case), [LOSS_MARGIN * each for each in per_step], LOSS_MARGIN)
 
 
-def derived_parity_tolerance(case: Case, reference: Run, draws: Sequence[Run]) -> Tolerance:
+def derived_parity_tolerance(
+    case: Case, reference: Run, draws: Sequence[Run], numerics: Numerics = VIRTUAL_DEVICE
+) -> Tolerance:
     """How far any gradient may be from that of one rank, relative to its norm: two roundings are as far apart."""
     steps, ignored = range(1, case.train.steps + 1), ROUNDED["bfloat16"]
     drawn = zip(*(worst_distances(draw, reference, steps=steps, ignored=ignored) for draw in draws), strict=True)
     per_step = _never_less([PARITY_MARGIN * max(_without_farthest(distances)) for distances in drawn])
-    if parity_key(case) == SAME_ORDER:  # equal gradients, added up in the order that the target chose
+    key = parity_key(case, numerics)
+    if key == SAME_ORDER:  # equal gradients, added up in the order that the target chose
         per_step[0] = ADDED
-    return _tolerance(PARITY, parity_key(case), per_step, PARITY_MARGIN)
+    return _tolerance(PARITY, key, per_step, PARITY_MARGIN)
 
 
 def _without_farthest(distances: Sequence[float]) -> list[float]:

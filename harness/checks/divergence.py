@@ -27,6 +27,7 @@ from harness.checks.scale_rules import format_scale
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.mesh import coordinates, peers
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
 from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
@@ -47,14 +48,16 @@ Key = TypeVar("Key", CastKey, MatmulKey)
 Difference = tuple[str, str, str]  # (value, expected, found)
 
 
-def first_divergence(case: Case, run: Run, witness: Run, *, has_formulas: bool = True) -> Finding | None:
+def first_divergence(
+    case: Case, run: Run, witness: Run, *, has_formulas: bool = True, numerics: Numerics = VIRTUAL_DEVICE
+) -> Finding | None:
     """The first operand, in execution order and then by rank, that differs from the solo witness; None if none does.
 
     None too where operands are plain shards, which cannot be compared with those of one rank.
     """
     if not (run.complete and witness.complete) or (case.layout.tp > 1 and computes_on_plain_shards(case.target)):
         return None
-    comparison = _Comparison(case, run, witness.traces[0], has_formulas=has_formulas)
+    comparison = _Comparison(case, run, witness.traces[0], numerics, has_formulas=has_formulas)
     found = [first for trace in traces_by_rank(run) if (first := next(comparison.of(trace), None)) is not None]
     if not found:
         return None
@@ -66,8 +69,9 @@ def first_divergence(case: Case, run: Run, witness: Run, *, has_formulas: bool =
 class _Comparison:
     """A run next to its solo witness, both by key and occurrence."""
 
-    def __init__(self, case: Case, run: Run, witness: RankTrace, *, has_formulas: bool) -> None:
+    def __init__(self, case: Case, run: Run, witness: RankTrace, numerics: Numerics, *, has_formulas: bool) -> None:
         self._case = case
+        self._ordered = sums_in_order(case, numerics)
         self._has_formulas = has_formulas
         self._scales_per_tp_rank = case.float8.fp8_all_gather and case.layout.dp > 1 and case.layout.tp > 1
         self._sharp = case.train.dtype == "float64" and not self._scales_per_tp_rank
@@ -154,7 +158,7 @@ class _Comparison:
 
     def _sums_in_order(self, step: int) -> bool:
         """True when the layout sums in the order of one rank, so that every bit is equal."""
-        return self._case.sums_in_order or (self._case.layout.tp == 1 and step == 1)
+        return self._ordered or (self._case.layout.tp == 1 and step == 1)
 
     def _same_data(self, cast: CastRecord) -> bool:
         """True when the float8 data must be the witness's: the tensor is replicated, and its rounding is the same."""

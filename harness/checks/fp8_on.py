@@ -13,6 +13,8 @@ from harness.verdict import Finding
 
 NAME = "fp8_on"
 
+_CARRIERS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared fabric, or torch's gloo
+
 _finding = partial(Finding, check=NAME)
 
 
@@ -78,12 +80,10 @@ def _executed(case: Case, run: Run) -> list[Finding]:
 
 def _virtual_device(case: Case, run: Run) -> list[Finding]:
     """On CPU the parts of the virtual device that the case needs must be installed; on a GPU none may be."""
-    needed = {"collectives"} if case.world_size > 1 else set()
-    if case.float8.enabled:
-        needed.add("scaled_mm")
     findings = []
     for (device, parts), ranks in group_ranks(run, lambda trace: (trace.device, tuple(sorted(trace.virtual)))).items():
         found = ", ".join(parts) or "nothing"
+        needed = _needed(case, set(parts))
         if device == "cpu" and not needed <= set(parts):
             missing = ", ".join(sorted(needed - set(parts)))
             message = f"the virtual FP8 device lacks {missing} on {format_ranks(ranks)}"
@@ -93,3 +93,8 @@ def _virtual_device(case: Case, run: Run) -> list[Finding]:
             message = f"parts of the virtual FP8 device are installed on {device} on {format_ranks(ranks)}"
             findings.append(_finding(message=message, rank=ranks[0], expected="nothing", found=found))
     return findings
+
+
+def _needed(case: Case, parts: set[str]) -> set[str]:
+    needed = _CARRIERS & parts or {"collectives"} if case.world_size > 1 else set()
+    return needed | {"scaled_mm"} if case.float8.enabled else needed

@@ -18,6 +18,7 @@ from harness.expect.local_parity import allowed_distance
 from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.numerics import Numerics
 from harness.matrix.replayed import replayed_steps
 from harness.trace import Run
 from harness.trace.modules import ModuleDistance
@@ -45,24 +46,31 @@ def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
 
     In place of a compiled case its partner is judged, whose every bit `metamorphic` compares with those of the case.
     """
-    relation = witnesses.expect.relation
-    if relation is not None and witnesses.expect.stands_for_modules:
-        found = _judged(relation.partner, run, witnesses.partner)
+    expect = witnesses.expect
+    relation = expect.relation
+    if relation is not None and expect.stands_for_modules:
+        found = _judged(relation.partner, run, witnesses.partner, expect.numerics)
         return [replace(each, message=f"in {case_id(relation.partner)}: {each.message}") for each in found]
-    model = None if witnesses.expect.has_formulas else witnesses.expect.model
-    return _judged(case, run, witnesses.replay, with_numbers=True, model=model)
+    model = None if expect.has_formulas else expect.model
+    return _judged(case, run, witnesses.replay, expect.numerics, with_numbers=True, model=model)
 
 
 def _judged(
-    case: Case, run: Run, replay: Run | None, *, with_numbers: bool = False, model: Model | None = None
+    case: Case,
+    run: Run,
+    replay: Run | None,
+    numerics: Numerics,
+    *,
+    with_numbers: bool = False,
+    model: Model | None = None,
 ) -> list[Finding]:
     """`replay` has the distances of the modules of `case`, and for `with_numbers` the loss and the norm of `run`."""
     if replay is None or not replay.complete:
         message = "cannot be judged: the replay of the modules could not be run"
         return [_finding(message=message, expected="a replay")]
     distances = replay.traces[0].module_distances or ()
-    exact = all("scaled_mm" in trace.virtual for trace in run.traces)
-    for step in range(1, replayed_steps(case) + 1):
+    exact = numerics.same_in_parts and all("scaled_mm" in trace.virtual for trace in run.traces)
+    for step in range(1, replayed_steps(case, numerics) + 1):
         found = [each for each in distances if each.step == step]
         numbers = _numbers(run, replay, step) if with_numbers else []
         findings = [*_not_compared(found, step), *_too_far(case, found, exact, model), *numbers]

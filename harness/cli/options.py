@@ -82,10 +82,18 @@ def shard_option(command: Command) -> Command:
 
 
 def plan_options(command: Command) -> Command:
-    """`--device --engine -j --slots --timeout-s`: how cases are run."""
+    """`--device --fabric --engine -j --slots --timeout-s`: how cases are run."""
     for decorate in reversed(
         (
             click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+            click.option(
+                "--fabric",
+                type=click.Choice(["auto", "shared", "gloo", "nccl"]),
+                default="auto",
+                show_default=True,
+                help="What collectives run on. CPU: shared memory, or gloo over TCP, which sums in another order as "
+                "NCCL does. CUDA: nccl. auto: shared, nccl.",
+            ),
             click.option(
                 "--engine",
                 type=click.Choice(["zygote", "torchrun"]),
@@ -129,7 +137,7 @@ def plan_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_plan(**given: Any) -> Any:
         from harness.running.plan import make_plan
 
-        names = ("device", "engine", "jobs", "slots", "timeout_s")
+        names = ("device", "fabric", "engine", "jobs", "slots", "timeout_s")
         options = {name: given.pop(name) for name in names}
         return command(plan_for=functools.partial(make_plan, **options), **given)
 

@@ -47,6 +47,7 @@ Examples:
   fp8-harness run pr --budget-s 60              what covers most in a minute
   fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts, for `results merge`
   fp8-harness run pr --target my_pkg.my_target  by a trainer of your own
+  fp8-harness run smoke --fabric gloo           with the collectives of torch's gloo
   fp8-harness run --rerun-failed                what was not good in the last run
   fp8-harness run --resume                      the rest of a run that was interrupted or killed
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
@@ -117,6 +118,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     target: str | None,
     shard: Shard | None,
     device: str,
+    fabric: str,
     engine: EngineKind,
     jobs: int,
     slots: int | None,
@@ -169,6 +171,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
         query, given = _failed(project, query, given)
     plan = make_plan(
         device=given.device or device,
+        fabric=given.fabric or fabric,
         engine=given.engine or engine,
         jobs=jobs,
         slots=slots,

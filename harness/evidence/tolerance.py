@@ -27,6 +27,7 @@ from harness.evidence.sealed import Sealed, own_root, read_sealed, write_sealed
 from harness.matrix.case import Case, ModelShape, Train
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import OUTPUT_FQN, is_converted
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
 from harness.matrix.targets import REFERENCE
 
 SCHEMA = 1
@@ -119,17 +120,17 @@ def _recipe(case: Case) -> str:
     return "+".join((case.float8.recipe, *case.float8.casts))
 
 
-def parity_key(case: Case) -> str:
+def parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> str:
     """Cases with the same key are equally close to their single-rank reference.
 
     `exact`: every layout in float64. `ordered`: layouts that sum in the order of one rank. These two hold for any model
     and any number of steps, because no rounding differs. All others differ in the last bit, by model, learning rate,
-    recipe and dtype: `replicas` in gradients alone, whose sum over replicas has another order; under TP activations
+    recipe and dtype: `replicas` in gradients alone, whose sum over ranks has another order; under TP activations
     too, which changes the rounding of some float8 value in the first step.
     """
     if case.train.dtype == "float64":
         return EVERY_LAYOUT
-    if case.sums_in_order and case.compile != "inductor":  # generated code rounds elsewhere
+    if sums_in_order(case, numerics) and case.compile != "inductor":  # generated code rounds elsewhere
         return SAME_ORDER
     form = "-replicas" if case.layout.tp == 1 and case.compile != "inductor" else ""
     reduced = "" if case.train.reduce_dtype == "float32" else f"-reduce_{case.train.reduce_dtype}"
@@ -176,9 +177,9 @@ def tolerance_for(case: Case, root: Path) -> Tolerance:
     )
 
 
-def parity_tolerance_for(case: Case, root: Path) -> Tolerance:
+def parity_tolerance_for(case: Case, root: Path, numerics: Numerics = VIRTUAL_DEVICE) -> Tolerance:
     """How far any gradient may be from the single-rank reference, relative to its norm. Raises like `tolerance_for`."""
-    return _tolerance(PARITY, parity_key(case), case.train.steps, root)[0]
+    return _tolerance(PARITY, parity_key(case, numerics), case.train.steps, root)[0]
 
 
 def _tolerance(check: str, key: str, steps: int, root: Path) -> tuple[Tolerance, list[Sample]]:

@@ -29,6 +29,7 @@ from harness.expect.relations import Relation
 from harness.expect.traffic import Transfer
 from harness.expect.versions import Verified
 from harness.matrix.case import Case
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.rule import Refusal
 from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import is_llama
@@ -50,11 +51,19 @@ class Expectations:
     """What a run of one case must contain.
 
     `found`: the linears of a model that is not a Llama; None before its single-rank reference has run. `stated`: what
-    its target itself states numbers of (`Stated.topics`).
+    its target itself states numbers of (`Stated.topics`). `numerics`: which bits the run promises.
     """
 
-    def __init__(self, case: Case, found: Model | None = None, stated: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        case: Case,
+        found: Model | None = None,
+        stated: Collection[str] = (),
+        *,
+        numerics: Numerics = VIRTUAL_DEVICE,
+    ) -> None:
         self.case = case
+        self.numerics = numerics
         self._stated = stated
         # True where all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
@@ -72,17 +81,19 @@ class Expectations:
     @functools.cached_property
     def not_recorded(self) -> Mapping[str, str]:
         """The records that no rank can have, each with the reason."""
-        return records.not_recorded(self.case)
+        return records.not_recorded(self.case, self.numerics)
 
     @functools.cached_property
     def not_judged(self) -> Mapping[str, str]:
         """The checks that can say nothing of the case, each with the reason."""
-        return records.not_judged(self.case, model_found=self.model is not None, stated=self._stated)
+        return records.not_judged(
+            self.case, model_found=self.model is not None, stated=self._stated, numerics=self.numerics
+        )
 
     @functools.cached_property
     def partly_judged(self) -> Mapping[str, str]:
         """The checks that judge a part of the case only, each with the part that they do not judge."""
-        return records.partly_judged(self.case, self._stated)
+        return records.partly_judged(self.case, self._stated, self.numerics)
 
     @functools.cached_property
     def refusal(self) -> Refusal | None:
@@ -166,12 +177,12 @@ class Expectations:
     @functools.cached_property
     def stands_for_modules(self) -> bool:
         """True when local parity judges the partner, which must equal this compiled case bit for bit."""
-        return relations.stands_for_modules(self.case, self.relation)
+        return relations.stands_for_modules(self.case, self.relation, self.numerics)
 
     @functools.cached_property
     def relation(self) -> Relation | None:
         """The partner that the case is compared with and how closely they must match; None without a partner."""
-        return relations.partner(self.case)
+        return relations.partner(self.case, self.numerics)
 
 
 def version_gap(formula: str, software: Mapping[str, str]) -> str | None:

@@ -12,7 +12,7 @@ import math
 
 from harness.expect.model import Model
 from harness.matrix.case import Case
-from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns
+from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns, linear_name
 from harness.trace.modules import ModuleDistance
 
 # The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in
@@ -108,7 +108,7 @@ def _is_repeated_exactly(case: Case, found: ModuleDistance) -> bool:
         return not is_linear or _is_converted(case, found.fqn)
     if found.kind == "input":
         return is_linear
-    return is_linear and found.fqn != OUTPUT_FQN and found.fqn.split(".", 2)[-1] not in ROWWISE
+    return is_linear and found.fqn != OUTPUT_FQN and linear_name(found.fqn) not in ROWWISE
 
 
 def _is_converted(case: Case, fqn: str) -> bool:

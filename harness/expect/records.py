@@ -8,24 +8,31 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from harness.matrix.case import Case
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap
 from harness.matrix.replayed import drifts, replayed_steps
 from harness.matrix.targets import computes_on_plain_shards, is_llama
 from harness.trace.stated import MATMULS, SAVED_BYTES, TRAFFIC
 
 
-def not_recorded(case: Case) -> Mapping[str, str]:
+def not_recorded(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Mapping[str, str]:
     """The fields of `RankTrace` that stay empty in every run of this case, each with the reason."""
     empty: dict[str, str] = {}
     if case.compile == "none":
         empty["graphs"] = "nothing is compiled"
     else:
         empty["operands"] = "compiled blocks do not call what the probe patches; graph_scales judges their casts"
-    if not replayed_steps(case) or not is_llama(case.target):
-        empty["module_tensors"] = _not_replayed(case)
+    if not replayed_steps(case, numerics) or not is_llama(case.target):
+        empty["module_tensors"] = _not_replayed(case, numerics)
     return empty
 
 
-def not_judged(case: Case, *, model_found: bool = True, stated: Collection[str] = ()) -> Mapping[str, str]:
+def not_judged(
+    case: Case,
+    *,
+    model_found: bool = True,
+    stated: Collection[str] = (),
+    numerics: Numerics = VIRTUAL_DEVICE,
+) -> Mapping[str, str]:
     """The checks that can say nothing of this case although its records are there, each with the reason.
 
     `stated`: what the target states numbers of, which are judged in their place.
@@ -39,6 +46,9 @@ def not_judged(case: Case, *, model_found: bool = True, stated: Collection[str] 
         reasons["evaluation"] = "nothing is evaluated"
     if case.train.resume == "none":
         reasons["resume"] = "the run is not resumed"
+    gap = async_tp_gap(case, numerics)
+    if gap is not None:
+        reasons["metamorphic"] = gap
     if is_llama(case.target):
         return {**reasons, "signature": "formulas say what the model sends, multiplies and keeps"}
     no_formula = f"no formula for the model of {case.target}"
@@ -83,9 +93,9 @@ def _see(topic: str, stated: Collection[str]) -> str:
     return "see `stated`" if topic in stated else "see `signature`"
 
 
-def partly_judged(case: Case, stated: Collection[str] = ()) -> Mapping[str, str]:
+def partly_judged(case: Case, stated: Collection[str] = (), numerics: Numerics = VIRTUAL_DEVICE) -> Mapping[str, str]:
     """The checks that judge a part of this case, each with the part that it does not judge."""
-    steps, recorded = case.train.steps, replayed_steps(case)
+    steps, recorded = case.train.steps, replayed_steps(case, numerics)
     reasons = {}
     if 0 < recorded < steps:
         reasons["local_parity"] = f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"
@@ -99,15 +109,15 @@ def partly_judged(case: Case, stated: Collection[str] = ()) -> Mapping[str, str]
     return reasons
 
 
-def _not_replayed(case: Case) -> str:
+def _not_replayed(case: Case, numerics: Numerics) -> str:
     if case.compile != "none" and case.train.dtype != "float64":
         return "hooks would change what is compiled, and the case has no eager partner that must equal it"
-    if drifts(case) and case.layout.tp > 1 and computes_on_plain_shards(case.target):
+    if drifts(case, numerics) and case.layout.tp > 1 and computes_on_plain_shards(case.target):
         return (
             f"{case.target} computes with plain tensors, which do not tell which part of a module's tensor a rank has"
         )
-    if drifts(case) and case.float8.tp_styles == "float8" and not is_llama(case.target):
+    if drifts(case, numerics) and case.float8.tp_styles == "float8" and not is_llama(case.target):
         return "which module casts an input is the choice of the float8 TP styles"
-    if drifts(case):
+    if drifts(case, numerics):
         return "the modules of one step are more than a replay can be given"
     return "parity is exact in this layout and dtype"

@@ -15,7 +15,8 @@ import msgspec
 
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case, Checkpointing, Checks, Layout
-from harness.matrix.linears import converted_fqns, linear_features
+from harness.matrix.linears import converted_fqns, linear_features, linear_name
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap, sums_in_order
 from harness.matrix.replayed import replayed_steps
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.targets import is_llama
@@ -46,12 +47,13 @@ def relations(case: Case) -> tuple[Relation, ...]:
     return tuple(relation for relation in found if relation is not None)
 
 
-def partner(case: Case) -> Relation | None:
+def partner(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> Relation | None:
     """The one relation to check in a matrix; None where parity leaves no room for rounding, or no option is neutral.
 
     The partner lacks every option that must not change a bit, all removed at once: bitwise equality is transitive.
+    None too where async TP keeps no bits: what it fuses, and so the order of sums, depends on the other options.
     """
-    if _parity_is_sharp(case) or not _trains(case):
+    if _parity_is_sharp(case, numerics) or not _trains(case) or async_tp_gap(case, numerics) is not None:
         return None
     removed: list[Relation] = []
     for option in _BITWISE:
@@ -68,14 +70,14 @@ def partner(case: Case) -> Relation | None:
     )
 
 
-def stands_for_modules(case: Case, relation: Relation | None) -> bool:
+def stands_for_modules(case: Case, relation: Relation | None, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     """True when local parity judges the partner in place of a compiled case, whose modules cannot be recorded.
 
     Every bit of the partner is promised to be that of the case. `relation`: the one to this partner.
     """
     if case.compile == "none" or relation is None or not is_llama(case.target):
         return False
-    return relation.promise == "bitwise" and relation.steps is None and replayed_steps(relation.partner) > 0
+    return relation.promise == "bitwise" and relation.steps is None and replayed_steps(relation.partner, numerics) > 0
 
 
 class _Option(NamedTuple):
@@ -110,9 +112,9 @@ def _trains(case: Case) -> bool:
     return not exclusions(case) and expected_refusal(case) is None
 
 
-def _parity_is_sharp(case: Case) -> bool:
+def _parity_is_sharp(case: Case, numerics: Numerics) -> bool:
     """True when parity leaves no room for rounding: no wrong number could hide in its tolerance."""
-    return (case.train.dtype == "float64" or case.sums_in_order) and not _scale_is_inconsistent(case)
+    return (case.train.dtype == "float64" or sums_in_order(case, numerics)) and not _scale_is_inconsistent(case)
 
 
 def _scale_is_inconsistent(case: Case) -> bool:
@@ -150,7 +152,7 @@ def _shards_evenly(case: Case, layout: Layout) -> bool:
     """True when every rank holds the same number of rows of every converted weight."""
     if not is_llama(case.target):
         return False  # it is not known how many there are
-    rows = (linear_features(case, fqn.split(".", 2)[-1])[1] for fqn in converted_fqns(case))
+    rows = (linear_features(case, linear_name(fqn))[1] for fqn in converted_fqns(case))
     return all(count % (layout.dp_shard * layout.tp) == 0 for count in rows)
 
 

@@ -351,11 +351,6 @@ class Case(CaseStruct, frozen=True, kw_only=True):
         return self.layout.dp > 1 or self.train.dtype == "bfloat16"
 
     @property
-    def sums_in_order(self) -> bool:
-        """True where the single-rank reference has every sum over ranks in the same order."""
-        return self.layout.tp == 1 and (self.layout.dp_replicate == 1 or self.train.reduce_dtype == "bfloat16")
-
-    @property
     def gathers_float8(self) -> bool:
         """True when FSDP2 gathers the weights of converted linears in float8."""
         return self.float8.fp8_all_gather and self.uses_fsdp

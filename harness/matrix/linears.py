@@ -101,6 +101,11 @@ def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(size, total - rank * size)) for rank in range(ranks))
 
 
+def linear_name(fqn: str) -> str:
+    """The name of a linear in its block, which all blocks share, or of the output layer."""
+    return fqn.split(".", 2)[-1]
+
+
 def linear_features(case: Case, name: str) -> tuple[int, int]:
     """(in_features, out_features) of the whole linear."""
     shape = case.model.shape
@@ -119,7 +124,7 @@ def linear_features(case: Case, name: str) -> tuple[int, int]:
 
 def parameter_count(case: Case) -> int:
     """Parameters of the whole model: embedding, linears with their biases, and norms."""
-    features = [linear_features(case, fqn.split(".", 2)[-1]) for fqn in linear_fqns(case)]
+    features = [linear_features(case, linear_name(fqn)) for fqn in linear_fqns(case)]
     shape = case.model.shape
     norms = (2 * shape.layers + 1) * shape.dim
     biases = sum(outputs for _, outputs in features[:-1]) if case.model.bias else 0
@@ -136,7 +141,7 @@ def local_features(case: Case, name: str) -> tuple[int, int]:
 
 def _local(case: Case, fqn: str) -> tuple[_Linear, ...]:
     """The linear as TP ranks hold it, once for every distinct shard size, largest first."""
-    name = fqn.split(".", 2)[-1]
+    name = linear_name(fqn)
     inputs, outputs = linear_features(case, name)
     split = inputs if name in ROWWISE else outputs
     sizes = sorted(set(shard_sizes(split, case.layout.tp)), reverse=True)

@@ -40,6 +40,7 @@ from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.known import PACKAGES, KnownFault, known_with_shipped, matching
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
 from harness.running.witnesses import WitnessCache
@@ -118,7 +119,7 @@ class CaseJudge:
             again = cache.replay(case, run) if recorded else None
             witnesses = msgspec.structs.replace(witnesses, solo=solo, partner=other, replay=again)
         judged = msgspec.structs.replace(judge(case, run, status, witnesses), golden=source)
-        found = _explained(case, run, judged, golden, cache, has_formulas=witnesses.expect.has_formulas)
+        found = _explained(run, judged, golden, cache, witnesses.expect)
         found = msgspec.structs.replace(found, measured=measured(case, run, witnesses, twin=cache.kept_twin(case)))
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in showing(basis.known, case, found.findings) if fault.fix not in mended)
@@ -138,14 +139,18 @@ class CaseJudge:
 
 
 def _explained(
-    case: Case, run: Run, found: Judgement, golden: Golden | None, cache: WitnessCache, *, has_formulas: bool
+    run: Run, found: Judgement, golden: Golden | None, cache: WitnessCache, expect: Expectations
 ) -> Judgement:
     """The judgement with the first operand that differs, and what the BF16 twin says of a loss that is off."""
-    findings = found.findings
+    case, findings = expect.case, found.findings
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
     if recorded and any(finding.check == parity.NAME for finding in findings):
         solo = cache.solo_with_operands(case)
-        first = None if solo is None else first_divergence(case, run, solo, has_formulas=has_formulas)
+        first = (
+            None
+            if solo is None
+            else first_divergence(case, run, solo, has_formulas=expect.has_formulas, numerics=expect.numerics)
+        )
         findings = findings if first is None else by_cause((*findings, first))
     if golden is not None and run.complete and needs_twin(findings):
         findings = with_twin_diagnosis(findings, run, golden, cache.twin(case))
@@ -161,7 +166,9 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache)
         return witnesses
     topics = {topic for trace in run.traces for stated in trace.stated or () for topic in stated.topics}
     found = found_model(case, reference, model, () if operands is None else operands.casts)
-    return msgspec.structs.replace(witnesses, expect=Expectations(case, found, topics))
+    return msgspec.structs.replace(
+        witnesses, expect=Expectations(case, found, topics, numerics=witnesses.expect.numerics)
+    )
 
 
 def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCache, *, sketched: bool) -> Witnesses:
@@ -186,15 +193,17 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
     return msgspec.structs.replace(
         witnesses,
         tolerance=loss or derived_tolerance(case, reference, complete),
-        parity_tolerance=parity_of or (derived_parity_tolerance(case, reference, complete) if sketched else None),
+        parity_tolerance=parity_of
+        or (derived_parity_tolerance(case, reference, complete, witnesses.expect.numerics) if sketched else None),
     )
 
 
 class _EvidenceReader:
     """Reads each golden and each tolerance of a project once."""
 
-    def __init__(self, root: Path, hardware: tuple[str, ...], *, signatures: bool) -> None:
+    def __init__(self, root: Path, hardware: tuple[str, ...], numerics: Numerics, *, signatures: bool) -> None:
         self._root = root
+        self.numerics = numerics
         self._hardware = hardware
         self._signatures = signatures
         self._goldens: dict[str, Golden | None] = {}
@@ -222,10 +231,10 @@ class _EvidenceReader:
         return update_signature(case_id(case), root=self._root)
 
     def parity_tolerance(self, case: Case) -> Tolerance | None:
-        key = (parity_key(case), case.train.steps)
+        key = (parity_key(case, self.numerics), case.train.steps)
         if key not in self._parity:
             try:
-                self._parity[key] = parity_tolerance_for(case, self._root)
+                self._parity[key] = parity_tolerance_for(case, self._root, self.numerics)
             except ToleranceMissing:
                 self._parity[key] = None
         return self._parity[key]
@@ -240,22 +249,23 @@ class _EvidenceReader:
         return self._tolerances[key]
 
 
-def prepare_judge(
+def prepare_judge(  # noqa: PLR0913  what is judged, by what, and what is asked of ranks
     project: Project,
     cases: Iterable[Case],
     *,
     hardware: tuple[str, ...],
+    numerics: Numerics = VIRTUAL_DEVICE,
     records: tuple[str, ...] = (),
     signatures: bool = True,
     explained: bool = True,
 ) -> CaseJudge:
     """The judge of these cases on a device of these hardware classes, whose ranks must leave these records.
 
-    `signatures`: it compares with those that are recorded. `explained`: recorded faults explain what they cause.
-    Raises `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable record of known
-    faults.
+    `numerics`: which bits the runs promise. `signatures`: it compares with those that are recorded. `explained`:
+    recorded faults explain what they cause. Raises `HarnessError` for a damaged golden or signature, an unfounded
+    tolerance or an unreadable record of known faults.
     """
-    evidence = _EvidenceReader(project.root, hardware, signatures=signatures)
+    evidence = _EvidenceReader(project.root, hardware, numerics, signatures=signatures)
     known = known_here(project) if explained else ()
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
     return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes, records) for case in cases})
@@ -275,7 +285,7 @@ def _judged_by(
     fixes: Mapping[str, Injection],
     records: tuple[str, ...],
 ) -> JudgedBy:
-    expect = Expectations(case)
+    expect = Expectations(case, numerics=evidence.numerics)
     trains = expect.refusal is None
     witnesses = Witnesses(
         expect=expect,

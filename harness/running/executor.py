@@ -85,7 +85,7 @@ class Executor:
         if self.stopped:
             return None
         plan = self._plan
-        here = msgspec.structs.replace(request, device=plan.device)
+        here = msgspec.structs.replace(request, device=plan.device, fabric=plan.fabric)
         outcome = self._cluster.run(
             Job(
                 job_id=f"{_kind(request)}{case_id(request.case)}",

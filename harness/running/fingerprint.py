@@ -38,6 +38,7 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
         limits=arithmetic_limits(),
         platform=f"{platform.system()} {platform.machine()}",
         engine=plan.engine,
+        fabric=plan.fabric,
         program=plan.program,
         commit=tree_commit(root),
         changes=hashlib.sha256(difference.encode()).hexdigest()[:16] if (difference := tree_difference(root)) else "",

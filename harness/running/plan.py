@@ -15,9 +15,12 @@ import msgspec
 
 from harness.engine.capacity import Capacity, capacity_here
 from harness.engine.hardware import Device
+from harness.errors import HarnessError
 from harness.evidence.hardware import hardware_classes
 from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
+from harness.matrix.numerics import Numerics
+from harness.request import Fabric, numerics_of
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import check_rank_packages, resolve_device
 from harness.store import RunOptions
@@ -29,6 +32,9 @@ DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 
 PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors")
 
 EngineKind = Literal["zygote", "torchrun"]
+
+# What collectives of a device can run on, the default first.
+FABRICS: Mapping[Device, tuple[Fabric, ...]] = {"cpu": ("shared", "gloo"), "cuda": ("nccl",)}
 
 # A tiny case of 8 ranks takes below 20 s on two busy cores; the rest is room for slower machines. Every rank-step adds
 # its own second because long cases (many steps) must not be called hangs.
@@ -43,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How cases are run. `capacity` is what the nodes have that run them."""
 
     device: Device = "cpu"
+    fabric: Fabric = "shared"
     capacity: Capacity = Capacity()
     jobs: int = DEFAULT_JOBS
     engine: EngineKind = "zygote"
@@ -65,9 +72,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The records that ranks must leave. Of a rank program of the user's own, it is not known what it records."""
         return self.probes if self.program == DEFAULT_PROGRAM else ()
 
+    @property
+    def numerics(self) -> Numerics:
+        """Which bits the runs promise."""
+        return numerics_of(self.device, self.fabric)
+
     def one_node(self, case: Case) -> bool:
         """True when the ranks of a case must be on one node: for shared memory, or one checkpoint."""
-        return (self.device == "cpu" and self.program == DEFAULT_PROGRAM) or case.train.resume != "none"
+        return (self.fabric == "shared" and self.program == DEFAULT_PROGRAM) or case.train.resume != "none"
 
     def most_ranks(self, case: Case) -> int:
         """How many ranks the nodes can give to this case."""
@@ -99,6 +111,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += ["--case", case_id]
         if self.device != "cpu":
             words += ["--device", self.device]
+        if self.fabric != FABRICS[self.device][0]:
+            words += ["--fabric", self.fabric]
         if self.engine != "zygote":
             words += ["--engine", self.engine]
         if self.timeout_s is not None:
@@ -109,9 +123,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return program + shlex.join(words)
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913  one parameter an option
     *,
     device: str = "auto",
+    fabric: str = "auto",
     engine: EngineKind = "zygote",
     jobs: int = DEFAULT_JOBS,
     slots: int | None = None,
@@ -120,7 +135,8 @@ def make_plan(
 ) -> Plan:
     """The plan that options describe, on this machine.
 
-    `slots`: None uses as many as fit. Raises HarnessError for a device, an injection or a package that is not there.
+    `slots`: None uses as many as fit. Raises HarnessError for a device, an injection or a package that is not there,
+    and for a fabric of another device.
     """
     program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
     if program == DEFAULT_PROGRAM:
@@ -128,6 +144,7 @@ def make_plan(
     resolved = resolve_device(device)
     return Plan(
         device=resolved,
+        fabric=_resolve_fabric(fabric, resolved),
         capacity=Capacity(nodes=(capacity_here(resolved, slots),)),
         jobs=jobs,
         engine=engine,
@@ -136,3 +153,23 @@ def make_plan(
         probes=PROBES,
         timeout_s=timeout_s,
     )
+
+
+def _resolve_fabric(asked: str, device: Device) -> Fabric:
+    """The fabric that `auto`, `shared`, `gloo` or `nccl` means here; HarnessError for one of another device."""
+    offered = FABRICS[device]
+    for fabric in offered:
+        if asked in ("auto", fabric):
+            return fabric
+    raise HarnessError(
+        f"ranks on {device} cannot use it: {_WHY_NOT[asked]}.",
+        where=f"--fabric {asked}",
+        fix=f"use --fabric {' or '.join(offered)}{'' if device == 'cuda' else ', or --device cuda'}.",
+    )
+
+
+_WHY_NOT = {
+    "shared": "it passes tensors of a CPU through shared memory",
+    "gloo": "it has no float8 collectives on a GPU",
+    "nccl": "it needs a GPU for every rank",
+}

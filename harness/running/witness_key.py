@@ -29,6 +29,7 @@ def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
     parts = (
         plan.program,
         plan.device,
+        plan.fabric,
         *sorted(plan.probes),
         arithmetic_limits(),
         cpu_kind(cpuinfo),

@@ -21,6 +21,7 @@ from harness.engine.messages import JobOutcome
 from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id, reference_case, solo_case, twin_case
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.project import Project
 from harness.request import noise_of
 from harness.result import WitnessMade
@@ -37,11 +38,19 @@ _RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, as that 
 class WitnessCache:
     """Hands out witnesses, running each at most once at a time. Thread-safe.
 
-    `content` stands for what computes those of a target: kept witnesses of another content are not used.
+    `content` stands for what computes those of a target: kept witnesses of another content are not used. `numerics`:
+    which bits the runs promise.
     """
 
-    def __init__(self, executor: Executor, folder: Path, content: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        folder: Path,
+        content: Callable[[str], str],
+        numerics: Numerics = VIRTUAL_DEVICE,
+    ) -> None:
         self._executor = executor
+        self._numerics = numerics
         self._folder = folder
         self._content = content
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -104,10 +113,10 @@ class WitnessCache:
         `fixes` are those that the case runs with: its partner may run into the same fault. A partner that stands for
         the modules of a compiled case has their distances from a replay as well.
         """
-        relation = partner(case)
+        relation = partner(case, self._numerics)
         if relation is None:
             return None
-        other, replayed = relation.partner, stands_for_modules(case, relation)
+        other, replayed = relation.partner, stands_for_modules(case, relation, self._numerics)
         name = " with ".join([f"{'replayed ' * replayed}partner {case_id(other)}", *(fix.content for fix in fixes)])
         probes = ("sketches", "module_tensors") if replayed else ("sketches",)
         return self._witness(
@@ -190,7 +199,7 @@ def open_witnesses(project: Project, plan: Plan, executor: Executor) -> WitnessC
     """The witnesses of this machine, as what is installed now computes them for this plan."""
     key = witness_key(plan)
     return WitnessCache(
-        executor, project.witness_folder(), lambda target: f"{key}{target_digest(target, project.root)}"
+        executor, project.witness_folder(), lambda target: f"{key}{target_digest(target, project.root)}", plan.numerics
     )
 
 

@@ -30,6 +30,7 @@ from harness.evidence.tolerance import (
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.known import KnownFault, matching
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
@@ -125,9 +126,9 @@ def measure(
         if losses is not None
     ]
     parity = [
-        _sample(case, parity_key(case), judge.parity[case_id(case)])
+        _sample(case, parity_key(case, plan.numerics), judge.parity[case_id(case)])
         for case in cases
-        if case_id(case) in traces and case_id(case) in judge.parity and not shares_its_parity_key(case)
+        if case_id(case) in traces and case_id(case) in judge.parity and not shares_its_parity_key(case, plan.numerics)
     ]
     return Measurement(
         evidence={
@@ -141,9 +142,9 @@ def measure(
     )
 
 
-def shares_its_parity_key(case: Case) -> bool:
+def shares_its_parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     """True for another model than the default one under a key that holds for all models: it must not change the key."""
-    return parity_key(case) in OF_EVERY_MODEL and case.model.shape != Case().model.shape
+    return parity_key(case, numerics) in OF_EVERY_MODEL and case.model.shape != Case().model.shape
 
 
 def environment() -> str:

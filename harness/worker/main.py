@@ -61,13 +61,13 @@ def rank_main(context: RankContext) -> bytes:
     # The ranks of a job share generated code, and no other job does: a rank killed while writing a library would break
     # every later run that loads it.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(context.folder / "inductor")
-    virtual = virtual_device.install() if request.device == "cpu" else ()
-    device = join(context, request.device)
+    virtual = virtual_device.install(request.fabric) if request.device == "cpu" else ()
+    device = join(context, request.fabric)
     for patch in request.injections:
         context.report_phase(f"injection {patch.text}")
         inject(patch)
     if request.replayed:
-        return msgspec.msgpack.encode(replay(request.case, device, request.replayed))
+        return msgspec.msgpack.encode(replay(request.case, device, request.replayed, request.numerics))
     trace = train(
         request.case,
         device,
@@ -76,6 +76,7 @@ def rank_main(context: RankContext) -> bytes:
         probes=request.probes,
         solo_witness=request.solo,
         noise=request.noise,
+        numerics=request.numerics,
         digests_built=request.digests_built,
         folder=context.folder,
     )

@@ -1,4 +1,4 @@
-"""How a rank joins the others of its job."""
+"""How a rank joins the others of its job: one way for every fabric, which differ in names."""
 
 from __future__ import annotations
 
@@ -9,41 +9,46 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from harness.engine.messages import IN_FOLDER
 from harness.worker.rendezvous import open_store
 from harness.worker.virtual import collectives
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
+    from harness.request import Fabric
 
-# The engine ends a job at its deadline and collects stacks: a collective that gives up before leaves none.
+# The engine ends a job at its deadline and collects stacks: a gloo that gives up before leaves none.
 AFTER_DEADLINE_S = 60.0
 # Of the deadline. Stacks do not show what a GPU waits for; NCCL's watchdog names the collective and who is missing.
 NCCL_GIVES_UP_AFTER = 0.5
 
-_BACKENDS = {"cpu": collectives.BACKEND, "cuda": "nccl"}
+_BACKENDS: dict[Fabric, str] = {"shared": collectives.BACKEND, "gloo": "gloo", "nccl": "nccl"}
 
 
-def join(context: RankContext, kind: str) -> torch.device:
-    """Join the process group of this job, whose ranks are on this kind of device; returns the device of this rank."""
+def join(context: RankContext, fabric: Fabric) -> torch.device:
+    """Join the process group of this job over this fabric; returns the device of this rank."""
     device = torch.device("cpu")
-    if kind == "cuda":
+    if fabric == "nccl":
         assert context.device is not None, "NCCL needs a device for every rank"
         device = torch.device("cuda", context.device)
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_DESYNC_DEBUG", "1")
-    else:
+    elif fabric == "shared":
         collectives.FABRIC.connect(context.folder)
+    elif context.rendezvous == IN_FOLDER:
+        # All ranks are on this node. gloo would take the interface that the name of the machine resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        _BACKENDS[kind],
+        _BACKENDS[fabric],
         store=open_store(context),
         rank=context.rank,
         world_size=context.world_size,
-        timeout=timedelta(seconds=_timeout_s(context.deadline_s, kind)),
-        device_id=device if kind == "cuda" else None,
+        timeout=timedelta(seconds=_timeout_s(context.deadline_s, fabric)),
+        device_id=device if fabric == "nccl" else None,
     )
     return device
 
 
-def _timeout_s(deadline_s: float, kind: str) -> float:
+def _timeout_s(deadline_s: float, fabric: Fabric) -> float:
     """Seconds after which a collective that waits gives up."""
-    return deadline_s * NCCL_GIVES_UP_AFTER if kind == "cuda" else deadline_s + AFTER_DEADLINE_S
+    return deadline_s * NCCL_GIVES_UP_AFTER if fabric == "nccl" else deadline_s + AFTER_DEADLINE_S

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.mesh import dp_rank
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.replayed import replayed_steps
 from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, StepTrace
@@ -191,7 +192,9 @@ class Replay:
         )
 
 
-def replay(case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShard]]) -> RankTrace:
+def replay(
+    case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShard]], numerics: Numerics = VIRTUAL_DEVICE
+) -> RankTrace:
     """The distances of a recorded run, and the loss and gradient norm of its own logits and gradients at every step."""
     # Recomputation repeats what forward computed, and would be taken for another call of a module.
     case = msgspec.structs.replace(case, checkpointing=Checkpointing())
@@ -199,7 +202,7 @@ def replay(case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShar
     model = prepared.target.model
     watching = Replay(assembled(case, ranks, device), 1 if is_llama(case.target) else case.layout.dp)
     watching.attach(model)
-    steps = tuple(_replay_step(prepared, watching, step) for step in range(1, replayed_steps(case) + 1))
+    steps = tuple(_replay_step(prepared, watching, step) for step in range(1, replayed_steps(case, numerics) + 1))
     watching.finish()
     return RankTrace(
         rank=dist.get_rank(),

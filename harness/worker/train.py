@@ -8,6 +8,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -21,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.mesh import dp_rank
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.resumed import resumed_in
 from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
@@ -92,6 +94,7 @@ def train(  # noqa: PLR0913  what a request may ask for
     probes: Sequence[str] = (),
     solo_witness: bool = False,
     noise: Noise | None = None,
+    numerics: Numerics = VIRTUAL_DEVICE,
     digests_built: bool = False,
     folder: Path | None = None,
 ) -> RankTrace:
@@ -103,8 +106,9 @@ def train(  # noqa: PLR0913  what a request may ask for
     resumed = None
     if case.compile != "none":
         probes = [name for name in probes if name not in EAGER_PROBES]
+    factories: dict[str, ProbeFactory] = {**PROBES, "module_tensors": partial(ModuleTensorProbe, numerics=numerics)}
     with (
-        ProbeSet(probes, PROBES, _as_built(case, solo_witness), device) as watching,
+        ProbeSet(probes, factories, _as_built(case, solo_witness), device) as watching,
         ScaledMMCounter() as scaled_mm,
     ):
         prepared = prepare(case, device, solo_witness=solo_witness, digests_built=digests_built)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from harness.checks.divergence import first_divergence
 from harness.matrix.case import Case, Layout
+from harness.matrix.numerics import Numerics
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, OperandTrace
 from tests.builders import make_case, make_cast, make_matmul, make_scale, make_trace, run_of, with_casts
@@ -120,6 +121,17 @@ def test_how_close_is_close_enough(layout: Layout, dtype: str, step: int, factor
     for rank in range(layout.tp):  # every piece: the largest magnitude counts
         run = changed(run, rank, step=step, fqn=FQNS[0], amax=factor)
     assert (first_divergence(of, run, witness) is not None) is diverges
+
+
+@pytest.mark.parametrize(("in_rank_order", "diverges"), [(True, True), (False, False)])
+def test_sums_over_three_ranks_in_another_order_move_scales_from_the_second_step_on(
+    in_rank_order: bool, diverges: bool
+) -> None:
+    of, numerics = case(Layout(dp_shard=3), dtype="float32"), Numerics(in_rank_order=in_rank_order)
+    run, witness = runs(of)
+    later, first = (changed(run, 0, step=step, fqn=FQNS[0], amax=1.001) for step in (2, 1))
+    assert (first_divergence(of, later, witness, numerics=numerics) is not None) is diverges
+    assert first_divergence(of, first, witness, numerics=numerics) is not None
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -15,6 +15,7 @@ from harness.expect import relations
 from harness.expect.expectations import Expectations
 from harness.expect.records import not_judged, not_recorded
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.numerics import Numerics
 from harness.matrix.rule import Refusal
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import GraphTrace
@@ -93,6 +94,16 @@ def test_what_was_not_judged_is_named_with_its_reason() -> None:
     sketched = left_out(judge(CASE, make_run(CASE, sketches=()), "ok", witnesses()))
     assert "parity" not in sketched
     assert "no option of this case must be neutral" in sketched["metamorphic"]
+
+
+@pytest.mark.parametrize(("ranks", "left_out_there"), [(2, False), (4, True)])
+def test_async_tp_promises_no_bits_where_sums_have_another_order(ranks: int, left_out_there: bool) -> None:
+    case = parse_case_id(f"atp{ranks}-tensorwise-graph-v2048-b16")
+    over_gloo = Numerics(in_rank_order=False)
+    asked = make_witnesses(case, golden=make_golden(case), tolerance=make_tolerance(9.0), numerics=over_gloo)
+    found = judge(case, make_run(case, sketches=()), "ok", asked)
+    assert ("sums in rank order" in left_out(found).get("metamorphic", "")) is left_out_there
+    assert ("metamorphic" in found.checks) is not left_out_there
 
 
 RECORDS = tuple(sorted({check.record for check in CHECKS if check.record is not None}))

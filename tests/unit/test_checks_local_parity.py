@@ -15,6 +15,7 @@ from harness.expect.local_parity import EXACT, NEIGHBOUR, allowed_distance
 from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.numerics import Numerics
 from harness.matrix.replayed import replayed_steps
 from harness.trace.modules import ModuleDistance
 from harness.verdict import Finding, Verdict
@@ -127,6 +128,11 @@ def test_without_tensor_parallelism_everything_before_the_sum_of_gradients_is_ex
 
 def test_a_real_device_promises_no_bits() -> None:
     assert allowed(exact=False, kind="output", parts=1) > EXACT
+    off = (distance(kind="input", parts=1, distance=1e-3), distance(step=2))  # what attention hands on
+    again, run = run_of(make_trace(CASE, module_distances=off)), make_run(CASE, virtual=("scaled_mm",))
+    assert check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
+    on_cuda = make_witnesses(CASE, replay=again, numerics=Numerics(same_in_parts=False))
+    assert not check_local_parity(CASE, run, on_cuda), "the exact matmul there makes attention no other kernel"
 
 
 KINDS = st.sampled_from(["input", "output", "grad_output", "grad_input", "grad", "param"])

@@ -100,10 +100,10 @@ def test_deadline_grows_with_the_case() -> None:
 def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my patch.py").write_text("def apply(): ...\n")
     monkeypatch.chdir(tmp_path)
-    plan = make_plan(device="cpu", engine="torchrun", injections=("my patch.py:apply",))
-    words = "--engine torchrun --inject 'my patch.py:apply'"
+    plan = make_plan(device="cpu", fabric="gloo", engine="torchrun", injections=("my patch.py:apply",))
+    words = "--fabric gloo --engine torchrun --inject 'my patch.py:apply'"
     assert plan.command("x") == f"fp8-harness run --case x {words}"
-    assert Plan(device="cuda").command("x") == "fp8-harness run --case x --device cuda"
+    assert Plan(device="cuda", fabric="nccl").command("x") == "fp8-harness run --case x --device cuda"
 
 
 @pytest.mark.parametrize(("timeout_s", "words"), [(None, ""), (20.0, " --timeout-s 20"), (0.1, " --timeout-s 0.1")])
@@ -125,6 +125,11 @@ def test_cuda_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert make_plan(device="auto").device == "cpu"
 
 
+@pytest.mark.parametrize(("asked", "found"), [("auto", "shared"), ("shared", "shared"), ("gloo", "gloo")])
+def test_fabrics_of_a_cpu(asked: str, found: str) -> None:
+    assert make_plan(device="cpu", fabric=asked).fabric == found
+
+
 @pytest.fixture
 def _one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An nvidia-smi in PATH that lists one."""
@@ -133,6 +138,18 @@ def _one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
+@pytest.mark.usefixtures("_one_gpu")
+def test_fabrics_of_another_device_are_refused() -> None:
+    with pytest.raises(HarnessError) as raised:
+        make_plan(device="cpu", fabric="nccl")
+    assert raised.value.where == "--fabric nccl" and "needs a GPU" in raised.value.what
+    assert raised.value.fix == "use --fabric shared or gloo, or --device cuda."
+    assert make_plan(device="cuda").fabric == make_plan(device="cuda", fabric="nccl").fabric == "nccl"
+    for asked in ("shared", "gloo"):
+        with pytest.raises(HarnessError, match=f"--fabric {asked}: ranks on cuda cannot use it"):
+            make_plan(device="cuda", fabric=asked)
 
 
 @pytest.mark.usefixtures("_one_gpu")

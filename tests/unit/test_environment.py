@@ -76,7 +76,7 @@ def test_it_is_the_same_twice_and_names_what_is_there(plan: Plan, tmp_path: Path
     found = environment(plan, tmp_path)
     assert found == environment(plan, tmp_path)
     assert {"fp8-harness", "numpy", "python"} <= found.packages.keys()
-    assert (found.device, found.driver, found.engine) == ("cpu", "", "zygote")
+    assert (found.device, found.driver, found.engine, found.fabric) == ("cpu", "", "zygote", "shared")
     assert found.threads > 0 and found.commit == "unknown"
     assert str(tmp_path) not in repr(found)
 

@@ -66,9 +66,10 @@ def test_what_ranks_are_forked_from_follows_the_target_and_whether_anything_comp
     ("options", "axes", "one_node"),
     [
         ({"device": "cpu"}, {}, True),
-        ({"device": "cuda"}, {}, False),
-        ({"device": "cuda", "engine": "torchrun"}, {}, False),
-        ({"device": "cuda"}, {"resume": "same"}, True),
+        ({"device": "cpu", "fabric": "gloo"}, {}, False),
+        ({"device": "cuda", "fabric": "nccl"}, {}, False),
+        ({"device": "cuda", "fabric": "nccl", "engine": "torchrun"}, {}, False),
+        ({"device": "cuda", "fabric": "nccl"}, {"resume": "same"}, True),
     ],
 )
 def test_nodes_divide_what_shares_neither_memory_nor_files(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from harness.engine.capacity import Capacity, NodeCapacity
 from harness.running.plan import Plan
@@ -143,6 +144,10 @@ def test_the_processor_changes_it_and_its_clock_does_not(tmp_path: Path) -> None
     assert keys[0] == keys[1]
     assert len(set(keys)) == len(keys) - 1
     assert witness_key(PLAN, cpuinfo=tmp_path / "nowhere") == keys[-1]
+
+
+def test_the_fabric_changes_it() -> None:
+    assert witness_key(replace(PLAN, fabric="gloo")) != witness_key(PLAN)
 
 
 def test_it_does_not_import_torch() -> None:

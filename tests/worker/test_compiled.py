@@ -39,9 +39,11 @@ def fused() -> Iterator[ZygoteEngine]:
         yield zygote
 
 
-@pytest.fixture(scope="module")
-def operators(fused: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    share = make_share(tmp_path_factory.mktemp("fused"), 4, deadline_s=200)
+@pytest.fixture(scope="module", params=["shared", "gloo"])
+def operators(
+    request: pytest.FixtureRequest, fused: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, float]]:
+    share = make_share(tmp_path_factory.mktemp("fused"), 4, request.param.encode(), deadline_s=200)
     outcome = run_alone(fused, share)
     assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback}"
     return [json.loads(rank.payload or b"") for rank in outcome.ranks]

@@ -1,7 +1,8 @@
-"""How ranks join: what NCCL is told."""
+"""How ranks join: a TCP store of several nodes, and what NCCL is told."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,30 @@ def context(folder: Path, **given: Any) -> RankContext:
     return RankContext(**known, report_phase=lambda _: None)
 
 
-def test_nccl_gets_the_device_and_gives_up_before_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_group_is_left")
+def test_gloo_joins_through_a_tcp_store_under_the_prefix_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    device = join(context(tmp_path, rendezvous=f"tcp://127.0.0.1:{store.port}/0001-tp2"), "gloo")
+    assert (device.type, dist.get_backend()) == ("cpu", "gloo")
+    mine = torch.ones(2)
+    dist.all_reduce(mine)
+    assert mine.tolist() == [1.0, 1.0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_nccl_differs_in_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TORCH_NCCL_DESYNC_DEBUG", raising=False)
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **given: calls.append((*args, given)))
-    device = join(context(tmp_path, device=3), "cuda")
+    device = join(context(tmp_path, device=3), "nccl")
     chosen, (backend, given) = calls
     assert chosen == device == given["device_id"] == torch.device("cuda", 3)
     assert backend == "nccl" and given["timeout"].total_seconds() == 15.0

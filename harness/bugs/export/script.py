@@ -13,6 +13,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import own_axes
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
+from harness.matrix.numerics import sums_in_order
 from harness.matrix.targets import REFERENCE
 from harness.verdict import FailureSignature
 
@@ -182,7 +183,7 @@ def _steps(signature: FailureSignature) -> int:
 
 def _limit(case: Case) -> float:
     """How far gradients may be from those of one rank."""
-    if case.sums_in_order:
+    if sums_in_order(case):
         return _EXACT
     return _BFLOAT16 if _sums_in_bfloat16(case) else _FLOAT32
 

@@ -35,7 +35,7 @@ def rank_main(context: RankContext) -> bytes:
     """Run the checks of the payload (`Batch`). Returns an encoded list with one `Observation` per check, in order."""
     batch = msgspec.msgpack.decode(context.payload, type=Batch)
     torch.set_num_threads(1)
-    join(context, "cpu")
+    join(context, "shared")
     warnings.simplefilter("ignore")
     meter = Meter()
     meshes = open_meshes(meter)

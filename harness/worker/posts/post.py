@@ -1,7 +1,7 @@
 """A post: a kernel before the kernels of an operator, which tells observers of its calls.
 
 It stands at the dispatch key BackendSelect: below autograd, tensor subclasses and modes, above the kernels of every
-device. So what is executed is seen once, eager or compiled, on a CPU or on CUDA. A post replaces no kernel
+device. So what is executed is seen once, eager or compiled, on a CPU, over gloo or on CUDA. A post replaces no kernel
 and hands on the arguments that it got. An operator has one: a second registration would put the first one out.
 """
 

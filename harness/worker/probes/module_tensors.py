@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.replayed import RECORDED_BYTES, replayed_steps
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.evaluation import evaluating
@@ -41,9 +42,9 @@ class ModuleTensorProbe(Probe):
     How large a model is that is not known shows in the first step: if a replay cannot be given it, nothing is kept.
     """
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device, numerics: Numerics = VIRTUAL_DEVICE) -> None:
         super().__init__(case, device)
-        self._steps = replayed_steps(case)
+        self._steps = replayed_steps(case, numerics)
         self._seen: list[_Seen] = []
         self._hooks: list[_Hooks] = []
         self._shards: list[ModuleShard] = []

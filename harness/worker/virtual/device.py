@@ -13,28 +13,46 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from harness.worker.virtual import collectives, reductions, rng, scaled_mm, symm_mem
+from harness.request import Fabric
+from harness.worker.virtual import collectives, gloo, reductions, rng, scaled_mm, symm_mem
+
+# By fabric: the name of the part that carries collectives, and its CPU kernels.
+_CARRIERS = {"shared": ("collectives", collectives.CPU_KERNELS), "gloo": ("gloo", gloo.CPU_KERNELS)}
 
 # torch.library drops an override when its Library object is collected.
 _LIBRARIES: list[torch.library.Library] = []
+_carrying: dict[str, torch.library.Library] = {}
 
 
-PARTS = ("collectives", "scaled_mm", "symm_mem")
+_PARTS = {"scaled_mm", "symm_mem"}
+
+
+def install(fabric: Fabric = "shared") -> tuple[str, ...]:
+    """Install all parts, with collectives over this fabric from now on. Returns their names, sorted."""
+    _install_device()
+    _install_carrier(fabric)
+    return tuple(sorted(_PARTS | set(_carrying)))
+
+
+def _install_carrier(fabric: Fabric) -> None:
+    name, kernels = _CARRIERS[fabric]
+    if name not in _carrying:
+        for library in _carrying.values():
+            library._destroy()  # what it replaced is back
+        _carrying.clear()
+        _carrying[name] = _override("c10d", kernels)
 
 
 @functools.cache
-def install() -> tuple[str, ...]:
-    """Install all parts, once per process. Returns their names, sorted."""
+def _install_device() -> None:
     kernels = {"_scaled_mm": scaled_mm.scaled_mm, "_scaled_mm.out": scaled_mm.scaled_mm_out}
-    _override("aten", kernels)
-    _override("symm_mem", symm_mem.CPU_KERNELS)
-    _override("c10d", collectives.CPU_KERNELS)
+    _LIBRARIES.append(_override("aten", kernels))
+    _LIBRARIES.append(_override("symm_mem", symm_mem.CPU_KERNELS))
     symm_mem.install()
     rng.install()
     _without_pretended_gpus()
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     reductions.install()
-    return PARTS
 
 
 def _without_pretended_gpus() -> None:
@@ -45,10 +63,10 @@ def _without_pretended_gpus() -> None:
     setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)  # noqa: B010  mypy rejects assigning to a function
 
 
-def _override(namespace: str, kernels: Mapping[str, object]) -> None:
+def _override(namespace: str, kernels: Mapping[str, object]) -> torch.library.Library:
     library = torch.library.Library(namespace, "IMPL")
-    _LIBRARIES.append(library)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")
         for name, kernel in kernels.items():
             library.impl(name, kernel, "CPU", allow_override=True)
+    return library

@@ -1,4 +1,4 @@
-"""PREMUL_SUM on a CPU: the fabric cannot read the factor of it in a c10d operator, so tensors are scaled before.
+"""PREMUL_SUM on a CPU: neither fabric can read the factor of it in a c10d operator, so tensors are scaled before.
 
 FSDP2 asks for it wherever a gradient divide factor is set.
 """
