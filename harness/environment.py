@@ -24,6 +24,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     platform: str = ""  # "Linux x86_64"
     engine: str = ""
     fabric: str = ""  # what collectives ran on: "shared", "gloo" or "nccl"
+    arithmetic: str = ""  # "kernel" or "exact" where it is not the usual one of the device
     program: str = ""  # of the ranks
     commit: str = ""  # of the project with the cases; ends in "-dirty" where tracked files differ from it
     changes: str = ""  # digest of these differences

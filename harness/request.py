@@ -13,11 +13,18 @@ from harness.trace.patch import Patch
 
 # What collectives run on: shared memory of one machine, torch's gloo over TCP, or NCCL.
 Fabric = Literal["shared", "gloo", "nccl"]
+# What multiplies float8: torch's own kernel of the device, or the exact one in float64 (`worker/virtual/scaled_mm.py`).
+Arithmetic = Literal["kernel", "exact"]
 
 
-def numerics_of(device: str, fabric: Fabric) -> Numerics:
-    """Which bits a run on this kind of device, and over this fabric promises."""
-    return Numerics(in_rank_order=fabric == "shared", same_in_parts=device == "cpu")
+def usual_arithmetic(device: str) -> Arithmetic:
+    """What multiplies float8 on this kind of device where nothing is asked for."""
+    return "exact" if device == "cpu" else "kernel"
+
+
+def numerics_of(device: str, fabric: Fabric, arithmetic: Arithmetic) -> Numerics:
+    """Which bits a run on this kind of device, over this fabric and with this arithmetic promises."""
+    return Numerics(in_rank_order=fabric == "shared", same_in_parts=device == "cpu" and arithmetic == "exact")
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +49,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     case: Case
     device: str = "cpu"  # "cpu" or "cuda"
     fabric: Fabric = "shared"
+    arithmetic: Arithmetic = "exact"
     injections: tuple[Patch, ...] = ()
     probes: tuple[str, ...] = ()  # fields of RankTrace to record: "sketches", "operands", "traffic", ...
     solo: bool = False
@@ -53,7 +61,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def numerics(self) -> Numerics:
         """Which bits the run promises."""
-        return numerics_of(self.device, self.fabric)
+        return numerics_of(self.device, self.fabric, self.arithmetic)
 
     @property
     def world_size(self) -> int:

@@ -24,6 +24,7 @@ from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.request import Arithmetic
 from harness.result import CaseResult, RunResult, WitnessMade
 from harness.verdict import Verdict
 
@@ -49,6 +50,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     device: str | None = None
     fabric: str | None = None
     engine: Literal["zygote", "torchrun"] | None = None
+    arithmetic: Arithmetic | None = None
     timeout_s: float | None = None
     inject: tuple[str, ...] = ()  # paths are absolute
 
@@ -60,6 +62,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             ("--device", self.device),
             ("--fabric", self.fabric),
             ("--engine", self.engine),
+            ("--arithmetic", self.arithmetic),
             ("--timeout-s", timeout_s),
         )
         words = [word for name, value in named if value is not None for word in (name, value)]

@@ -169,13 +169,20 @@ def run_cases(
 
 
 def check_fits(cases: Sequence[Case], plan: Plan) -> None:
-    """Raise `HarnessError` when a case needs more ranks than there are slots: it would wait for ever."""
+    """Raise `HarnessError` when a case cannot run: it needs more ranks than there are slots, or what no kernel does."""
     large = [case for case in cases if case.world_size > plan.most_ranks(case)]
     if large:
         raise HarnessError(
             f"{len(large)} of {len(cases)} cases need more than the {plan.most_ranks(large[0])} slots there are.",
             where=case_id(large[0]),
             fix="give --slots N on CPU, or leave such cases out by --select.",
+        )
+    in_float64 = [case for case in cases if case.float8.enabled and case.train.dtype == "float64"]
+    if in_float64 and plan.device == "cuda" and plan.arithmetic == "kernel":
+        raise HarnessError(
+            f"{len(in_float64)} of {len(cases)} cases multiply float8 into float64, which no kernel of a GPU does.",
+            where=case_id(in_float64[0]),
+            fix="give --arithmetic exact, or leave such cases out by --select 'dtype!=float64'.",
         )
 
 

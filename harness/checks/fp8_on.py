@@ -8,6 +8,7 @@ from harness.checks.ranks import format_ranks, group_ranks
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.plural import counted
+from harness.request import usual_arithmetic
 from harness.trace import Run
 from harness.verdict import Finding
 
@@ -79,22 +80,31 @@ def _executed(case: Case, run: Run) -> list[Finding]:
 
 
 def _virtual_device(case: Case, run: Run) -> list[Finding]:
-    """On CPU the parts of the virtual device that the case needs must be installed; on a GPU none may be."""
+    """The parts of the virtual device that the case needs must be installed, and none that its arithmetic rules out."""
     findings = []
-    for (device, parts), ranks in group_ranks(run, lambda trace: (trace.device, tuple(sorted(trace.virtual)))).items():
+    keys = group_ranks(run, lambda trace: (trace.device, trace.arithmetic, tuple(sorted(trace.virtual))))
+    for (device, asked, parts), ranks in keys.items():
+        exact = (asked or usual_arithmetic(device)) == "exact"
         found = ", ".join(parts) or "nothing"
-        needed = _needed(case, set(parts))
-        if device == "cpu" and not needed <= set(parts):
-            missing = ", ".join(sorted(needed - set(parts)))
+        needed = _needed(case, device, set(parts), exact=exact)
+        if missing := ", ".join(sorted(needed - set(parts))):
             message = f"the virtual FP8 device lacks {missing} on {format_ranks(ranks)}"
             expected = ", ".join(sorted(needed))
             findings.append(_finding(message=message, rank=ranks[0], expected=expected, found=found))
-        if device != "cpu" and parts:
+        if _excluded(device, exact=exact, parts=set(parts)):
             message = f"parts of the virtual FP8 device are installed on {device} on {format_ranks(ranks)}"
-            findings.append(_finding(message=message, rank=ranks[0], expected="nothing", found=found))
+            expected = "the exact scaled_mm alone" if exact else "nothing" if device != "cpu" else "no scaled_mm"
+            findings.append(_finding(message=message, rank=ranks[0], expected=expected, found=found))
     return findings
 
 
-def _needed(case: Case, parts: set[str]) -> set[str]:
-    needed = _CARRIERS & parts or {"collectives"} if case.world_size > 1 else set()
-    return needed | {"scaled_mm"} if case.float8.enabled else needed
+def _needed(case: Case, device: str, parts: set[str], *, exact: bool) -> set[str]:
+    carrier = _CARRIERS & parts or {"collectives"}
+    needed = carrier if device == "cpu" and case.world_size > 1 else set()
+    return needed | {"scaled_mm"} if exact and case.float8.enabled else needed
+
+
+def _excluded(device: str, *, exact: bool, parts: set[str]) -> set[str]:
+    """What must not be installed: on a GPU everything but the matmul that was asked for."""
+    matmul = set() if exact else parts & {"scaled_mm"}
+    return matmul if device == "cpu" else matmul | parts - {"scaled_mm"}

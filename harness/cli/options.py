@@ -82,7 +82,7 @@ def shard_option(command: Command) -> Command:
 
 
 def plan_options(command: Command) -> Command:
-    """`--device --fabric --engine -j --slots --timeout-s`: how cases are run."""
+    """`--device --fabric --engine --arithmetic -j --slots --timeout-s`: how cases are run."""
     for decorate in reversed(
         (
             click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
@@ -100,6 +100,13 @@ def plan_options(command: Command) -> Command:
                 default="zygote",
                 show_default=True,
                 help="zygote: fresh ranks forked from one zygote. torchrun: one torchrun per case, slower.",
+            ),
+            click.option(
+                "--arithmetic",
+                type=click.Choice(["kernel", "exact"]),
+                default=None,
+                help="What multiplies float8: torch's kernel of the device, or the exact one, which gives the same "
+                "results on every device. Default: exact on CPU, kernel on CUDA.",
             ),
             jobs_option,
             click.option(
@@ -137,7 +144,7 @@ def plan_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_plan(**given: Any) -> Any:
         from harness.running.plan import make_plan
 
-        names = ("device", "fabric", "engine", "jobs", "slots", "timeout_s")
+        names = ("device", "fabric", "engine", "arithmetic", "jobs", "slots", "timeout_s")
         options = {name: given.pop(name) for name in names}
         return command(plan_for=functools.partial(make_plan, **options), **given)
 

@@ -24,6 +24,7 @@ from harness.project import Project, find_project
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
 from harness.report.wording import not_judged_text
+from harness.request import Arithmetic
 from harness.result import RunResult
 from harness.running.plan import EngineKind, make_plan
 from harness.running.progress import open_progress
@@ -120,6 +121,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     device: str,
     fabric: str,
     engine: EngineKind,
+    arithmetic: Arithmetic | None,
     jobs: int,
     slots: int | None,
     timeout_s: float | None,
@@ -173,6 +175,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
         device=given.device or device,
         fabric=given.fabric or fabric,
         engine=given.engine or engine,
+        arithmetic=given.arithmetic or arithmetic,
         jobs=jobs,
         slots=slots,
         timeout_s=given.timeout_s,

@@ -85,7 +85,7 @@ class Executor:
         if self.stopped:
             return None
         plan = self._plan
-        here = msgspec.structs.replace(request, device=plan.device, fabric=plan.fabric)
+        here = msgspec.structs.replace(request, device=plan.device, fabric=plan.fabric, arithmetic=plan.arithmetic)
         outcome = self._cluster.run(
             Job(
                 job_id=f"{_kind(request)}{case_id(request.case)}",
@@ -138,7 +138,7 @@ def local_node(plan: Plan, project: Project) -> LocalNode:
 
 def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
     compiles = "on" if plan.compiles else "off"
-    options = {"device": plan.device, "compile": compiles}
+    options = {"device": plan.device, "arithmetic": plan.arithmetic, "compile": compiles}
     if target != REFERENCE:
         options |= {"target": target, "path": os.pathsep.join(search_path(root))}
     return options

@@ -20,7 +20,7 @@ from harness.evidence.hardware import hardware_classes
 from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.numerics import Numerics
-from harness.request import Fabric, numerics_of
+from harness.request import Arithmetic, Fabric, numerics_of, usual_arithmetic
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import check_rank_packages, resolve_device
 from harness.store import RunOptions
@@ -53,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     capacity: Capacity = Capacity()
     jobs: int = DEFAULT_JOBS
     engine: EngineKind = "zygote"
+    arithmetic: Arithmetic = "exact"
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
     probes: tuple[str, ...] = ()  # what ranks record besides losses: fields of `RankTrace`
@@ -75,7 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def numerics(self) -> Numerics:
         """Which bits the runs promise."""
-        return numerics_of(self.device, self.fabric)
+        return numerics_of(self.device, self.fabric, self.arithmetic)
 
     def one_node(self, case: Case) -> bool:
         """True when the ranks of a case must be on one node: for shared memory, or one checkpoint."""
@@ -115,6 +116,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             words += ["--fabric", self.fabric]
         if self.engine != "zygote":
             words += ["--engine", self.engine]
+        if self.arithmetic != usual_arithmetic(self.device):
+            words += ["--arithmetic", self.arithmetic]
         if self.timeout_s is not None:
             words += ["--timeout-s", str(self.timeout_s).removesuffix(".0")]
         for injection in self.injections:
@@ -128,6 +131,7 @@ def make_plan(  # noqa: PLR0913  one parameter an option
     device: str = "auto",
     fabric: str = "auto",
     engine: EngineKind = "zygote",
+    arithmetic: Arithmetic | None = None,
     jobs: int = DEFAULT_JOBS,
     slots: int | None = None,
     timeout_s: float | None = None,
@@ -148,6 +152,7 @@ def make_plan(  # noqa: PLR0913  one parameter an option
         capacity=Capacity(nodes=(capacity_here(resolved, slots),)),
         jobs=jobs,
         engine=engine,
+        arithmetic=arithmetic or usual_arithmetic(resolved),
         program=program,
         injections=tuple(parse_injection(text) for text in injections),
         probes=PROBES,

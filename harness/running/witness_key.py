@@ -30,6 +30,7 @@ def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
         plan.program,
         plan.device,
         plan.fabric,
+        plan.arithmetic,
         *sorted(plan.probes),
         arithmetic_limits(),
         cpu_kind(cpuinfo),

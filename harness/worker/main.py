@@ -40,7 +40,7 @@ def preload(options: Mapping[str, str]) -> None:
     sys.path += [folder for folder in options.get("path", "").split(os.pathsep) if folder and folder not in sys.path]
     on_cpu = options.get("device", "cpu") == "cpu"
     if on_cpu:
-        virtual_device.install()
+        virtual_device.install(arithmetic="kernel" if options.get("arithmetic") == "kernel" else "exact")
     STATE.restart()
     target = importlib.import_module(module_of(options.get("target", REFERENCE)))
     STATE.look("import")
@@ -61,7 +61,7 @@ def rank_main(context: RankContext) -> bytes:
     # The ranks of a job share generated code, and no other job does: a rank killed while writing a library would break
     # every later run that loads it.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(context.folder / "inductor")
-    virtual = virtual_device.install(request.fabric) if request.device == "cpu" else ()
+    virtual = virtual_device.install(request.fabric, device=request.device, arithmetic=request.arithmetic)
     device = join(context, request.fabric)
     for patch in request.injections:
         context.report_phase(f"injection {patch.text}")
@@ -80,4 +80,4 @@ def rank_main(context: RankContext) -> bytes:
         digests_built=request.digests_built,
         folder=context.folder,
     )
-    return msgspec.msgpack.encode(trace)
+    return msgspec.msgpack.encode(msgspec.structs.replace(trace, arithmetic=request.arithmetic))

@@ -24,7 +24,8 @@ HERE = ("index.md", "concepts.md", "tolerances.md", "ci.md", "release.md")
 NOT_RUN = {
     "fp8-harness run --case single-tensorwise-v2048-s3-f32 --inject fault:amax_without_abs": "run below, with torch",
     "fp8-harness tolerance measure pr --seeds 8": "takes minutes",
-    "fp8-harness run nightly --device cuda": "needs GPUs",
+    "fp8-harness run nightly --device cuda --select dtype=bfloat16": "needs GPUs",
+    "fp8-harness run nightly --device cuda --arithmetic exact --select dtype=float64": "needs GPUs",
     "fp8-harness gate --matrix torchao=0.17.0,0.18.0 pr": "makes environments from a package index",
     'fp8-harness golden update --only-failing --reason "torch 2.14 changed AdamW"': "run where a loss is off",
     "fp8-harness golden diff --against HEAD": "run in a git repository",

@@ -126,6 +126,25 @@ def test_a_gpu_has_no_stand_ins() -> None:
     assert "are installed on NVIDIA H200" in found.message
 
 
+@pytest.mark.parametrize(
+    ("device", "arithmetic", "virtual", "words"),
+    [
+        ("NVIDIA H200", "exact", ("scaled_mm",), ""),
+        ("NVIDIA H200", "exact", (), "lacks scaled_mm"),
+        ("NVIDIA H200", "exact", ("collectives", "scaled_mm"), "are installed on NVIDIA H200"),
+        ("NVIDIA H200", "kernel", (), ""),
+        ("cpu", "kernel", ("collectives", "symm_mem"), ""),
+        ("cpu", "kernel", ("collectives", "scaled_mm"), "are installed on cpu"),
+        ("cpu", "kernel", (), "lacks collectives"),
+    ],
+)
+def test_the_arithmetic_says_which_matmul_may_be_there(
+    device: str, arithmetic: str, virtual: tuple[str, ...], words: str
+) -> None:
+    found = check(trace(0, device=device, arithmetic=arithmetic, virtual=virtual))
+    assert [words in finding.message for finding in found] == ([True] if words else [])
+
+
 def test_findings_come_in_one_order_whatever_the_order_of_the_records() -> None:
     names = tuple(f"layers.{number}.{name}" for number in range(8) for name in ("w1", "w2"))
     backwards = tuple(reversed(names))

@@ -19,11 +19,15 @@ from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.census import count_cells
 from harness.matrix.space import spaces_of
 from harness.project import Project, find_project, is_case_file
+from harness.request import Arithmetic, usual_arithmetic
 from harness.running.injection import parse_injection
-from harness.running.plan import PROBES, Plan, make_plan
+from harness.running.machine import Device
+from harness.running.plan import FABRICS, PROBES, Plan, make_plan
 from harness.running.selection import Query, select_cases
+from harness.store import RunOptions
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
-from tests.builders import make_known
+from harness.workflow import check_fits
+from tests.builders import make_capacity, make_known
 
 GRID = """
 [[matrix]]
@@ -103,7 +107,37 @@ def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pyte
     plan = make_plan(device="cpu", fabric="gloo", engine="torchrun", injections=("my patch.py:apply",))
     words = "--fabric gloo --engine torchrun --inject 'my patch.py:apply'"
     assert plan.command("x") == f"fp8-harness run --case x {words}"
-    assert Plan(device="cuda", fabric="nccl").command("x") == "fp8-harness run --case x --device cuda"
+    assert (
+        Plan(device="cuda", fabric="nccl", arithmetic="kernel").command("x") == "fp8-harness run --case x --device cuda"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "words"),
+    [
+        ("cpu", "exact", ""),
+        ("cpu", "kernel", " --arithmetic kernel"),
+        ("cuda", "kernel", " --device cuda"),
+        ("cuda", "exact", " --device cuda --arithmetic exact"),
+    ],
+)
+def test_command_has_the_arithmetic_where_it_is_not_the_usual_one(
+    device: Device, asked: Arithmetic, words: str
+) -> None:
+    plan = Plan(device=device, fabric=FABRICS[device][0], arithmetic=asked)
+    assert plan.command("x") == f"fp8-harness run --case x{words}"
+    assert make_plan(device="cpu").arithmetic == "exact" and usual_arithmetic("cuda") == "kernel"
+    assert RunOptions(arithmetic=asked).words == ("--arithmetic", asked)
+
+
+def test_a_gpu_is_not_asked_for_what_no_kernel_does() -> None:
+    capacity, in_float64 = make_capacity(8), parse_case_id("tp2-tensorwise-v2048-f64")
+    others = [parse_case_id(name) for name in ("tp2-tensorwise-v2048-b16", "single-bf16-v2048-f64")]
+    with pytest.raises(HarnessError, match=r"1 of 3 cases multiply float8 into float64.*--arithmetic exact"):
+        check_fits([in_float64, *others], Plan(device="cuda", arithmetic="kernel", capacity=capacity))
+    check_fits(others, Plan(device="cuda", arithmetic="kernel", capacity=capacity))
+    check_fits([in_float64], Plan(device="cuda", arithmetic="exact", capacity=capacity))
+    check_fits([in_float64], Plan(device="cpu", arithmetic="kernel", capacity=capacity))
 
 
 @pytest.mark.parametrize(("timeout_s", "words"), [(None, ""), (20.0, " --timeout-s 20"), (0.1, " --timeout-s 0.1")])

@@ -55,9 +55,9 @@ def test_jobs_have_the_name_of_their_request() -> None:
 
 def test_what_ranks_are_forked_from_follows_the_target_and_whether_anything_compiles(tmp_path: Path) -> None:
     plan = Plan()
-    assert asked(plan, make_case()).preload == {"device": "cpu", "compile": "off"}
+    assert asked(plan, make_case()).preload == {"device": "cpu", "arithmetic": "exact", "compile": "off"}
     compiled = plan.serving([make_case(), make_case(compile="graph")])
-    assert asked(compiled, make_case()).preload == {"device": "cpu", "compile": "on"}
+    assert asked(compiled, make_case()).preload == {"device": "cpu", "arithmetic": "exact", "compile": "on"}
     mine = asked(plan, make_case(target="mine"), tmp_path).preload
     assert mine["target"] == "mine" and str(tmp_path) in mine["path"]
 

@@ -28,7 +28,9 @@ NCCL = Numerics(in_rank_order=False, same_in_parts=False)
     [
         ({}, VIRTUAL_DEVICE),
         ({"fabric": "gloo"}, GLOO),
-        ({"device": "cuda", "fabric": "nccl"}, NCCL),
+        ({"device": "cuda", "fabric": "nccl", "arithmetic": "kernel"}, NCCL),
+        ({"device": "cuda", "fabric": "nccl", "arithmetic": "exact"}, NCCL),  # what is not converted has a kernel
+        ({"arithmetic": "kernel"}, Numerics(same_in_parts=False)),
     ],
 )
 def test_a_plan_and_what_ranks_are_asked_promise_the_same_bits(facts: dict[str, Any], numerics: Numerics) -> None:

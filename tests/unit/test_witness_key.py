@@ -47,6 +47,11 @@ def never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
+def test_a_witness_of_one_arithmetic_serves_no_other() -> None:
+    other = Plan(probes=PLAN.probes, arithmetic="kernel")
+    assert witness_key(other) != witness_key(PLAN)
+
+
 @pytest.mark.parametrize("name", ["torch", "torchao"])
 def test_an_installed_package_that_is_edited_in_place_changes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -75,9 +75,9 @@ def test_the_thread_count_and_the_order_of_summation_do_not_matter():
     assert torch.equal(single, shuffled)
 
 
-def refusal(a, b, scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16) -> str:
+def refusal(a, b, scale_a=ONE, scale_b=ONE, out_dtype=torch.bfloat16, bias=None) -> str:
     with pytest.raises(RuntimeError) as caught:
-        torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
+        torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, bias=bias)
     return str(caught.value)
 
 
@@ -92,6 +92,8 @@ def test_what_a_gpu_refuses_is_refused_with_its_words():
     assert "contiguous" in refusal(a, b, torch.rand(32, 2)[:, :1], torch.rand(1, 32))
     assert "Float8_e5m2" in refusal(a.to(E5M2), b.to(E5M2))
     assert "row-wise" in refusal(a, b, torch.rand(32, 1), torch.rand(1, 32), torch.float32)
+    assert "Float32" in refusal(a, b, out_dtype=torch.float32, bias=torch.ones(32))
+    assert "Bias must be torch.bfloat16" in refusal(a, b, bias=torch.ones(32, dtype=torch.float16))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Signature(NamedTuple):
     scale_a: Operand
     scale_b: Operand
     out_dtype: torch.dtype
-    has_bias: bool
+    bias: torch.dtype | None
     has_scale_result: bool
 
 
@@ -72,8 +72,10 @@ def _output_refusal(signature: Signature) -> str | None:
         return f"Only bf16 high precision output types are supported for row-wise scaling, got {signature.out_dtype}"
     if signature.out_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"out_dtype {signature.out_dtype} is not supported by the virtual device"
-    if signature.has_bias and signature.out_dtype == torch.float32:
+    if signature.bias is not None and signature.out_dtype == torch.float32:
         return "Bias is not supported when out_dtype is set to Float32"
+    if signature.bias not in (None, signature.out_dtype):
+        return f"Bias must be {signature.out_dtype} to compute {signature.out_dtype} output, but got {signature.bias}"
     if signature.has_scale_result:
         return "scale_result is only for float8 outputs, which the virtual device does not model"
     return None

@@ -1,7 +1,7 @@
 """Installs the virtual FP8 device: replaces CPU kernels so that the real, non-emulated torchao path runs on a CPU.
 
 `install()` patches torch for the life of the process and returns the names of the parts, which go into the trace.
-Nothing is installed on CUDA.
+On CUDA it installs the exact matmul where that is asked for, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from harness.request import Fabric
+from harness.request import Arithmetic, Fabric
 from harness.worker.virtual import collectives, gloo, reductions, rng, scaled_mm, symm_mem
 
 # By fabric: the name of the part that carries collectives, and its CPU kernels.
@@ -24,14 +24,27 @@ _LIBRARIES: list[torch.library.Library] = []
 _carrying: dict[str, torch.library.Library] = {}
 
 
-_PARTS = {"scaled_mm", "symm_mem"}
+_installed: set[str] = set()
 
 
-def install(fabric: Fabric = "shared") -> tuple[str, ...]:
-    """Install all parts, with collectives over this fabric from now on. Returns their names, sorted."""
-    _install_device()
-    _install_carrier(fabric)
-    return tuple(sorted(_PARTS | set(_carrying)))
+def install(fabric: Fabric = "shared", *, device: str = "cpu", arithmetic: Arithmetic = "exact") -> tuple[str, ...]:
+    """Install what ranks on this kind of device need, with collectives over this fabric from now on.
+
+    The exact matmul stays for the life of the process. Returns the names of all parts that are installed, sorted.
+    """
+    if arithmetic == "exact":
+        _install_exact(device.upper())
+    if device == "cpu":
+        _install_device()
+        _install_carrier(fabric)
+    return tuple(sorted(_installed | set(_carrying)))
+
+
+@functools.cache
+def _install_exact(key: str) -> None:
+    kernels = {"_scaled_mm": scaled_mm.scaled_mm, "_scaled_mm.out": scaled_mm.scaled_mm_out}
+    _LIBRARIES.append(_override("aten", kernels, key))
+    _installed.add("scaled_mm")
 
 
 def _install_carrier(fabric: Fabric) -> None:
@@ -45,14 +58,13 @@ def _install_carrier(fabric: Fabric) -> None:
 
 @functools.cache
 def _install_device() -> None:
-    kernels = {"_scaled_mm": scaled_mm.scaled_mm, "_scaled_mm.out": scaled_mm.scaled_mm_out}
-    _LIBRARIES.append(_override("aten", kernels))
     _LIBRARIES.append(_override("symm_mem", symm_mem.CPU_KERNELS))
     symm_mem.install()
     rng.install()
     _without_pretended_gpus()
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     reductions.install()
+    _installed.add("symm_mem")
 
 
 def _without_pretended_gpus() -> None:
@@ -63,10 +75,10 @@ def _without_pretended_gpus() -> None:
     setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)  # noqa: B010  mypy rejects assigning to a function
 
 
-def _override(namespace: str, kernels: Mapping[str, object]) -> torch.library.Library:
+def _override(namespace: str, kernels: Mapping[str, object], key: str = "CPU") -> torch.library.Library:
     library = torch.library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")
         for name, kernel in kernels.items():
-            library.impl(name, kernel, "CPU", allow_override=True)
+            library.impl(name, kernel, key, allow_override=True)
     return library

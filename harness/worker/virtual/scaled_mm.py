@@ -1,4 +1,4 @@
-"""`aten::_scaled_mm` for the CPU, with the CUDA kernel's arithmetic and argument checks, and usably fast.
+"""The exact `aten::_scaled_mm`, for any device: the values and argument checks of the CUDA kernel, and usably fast.
 
 Multiplies and accumulates in float64, where products of e4m3 values and sums of thousands of them are exact. So the
 result does not depend on the order of summation, the number of threads, the CPU, or the sharding of M and N, and is
@@ -38,7 +38,7 @@ def scaled_mm(
             operand(scale_a),
             operand(scale_b),
             dtype,
-            has_bias=bias is not None,
+            bias=None if bias is None else bias.dtype,
             has_scale_result=scale_result is not None,
         )
     )

@@ -1,0 +1,61 @@
+"""What multiplies float8 is what was asked for: torch's kernel or the exact one, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from harness.checks.fp8_on import check_fp8_on
+from harness.checks.witnesses import Witnesses
+from harness.engine.zygote_engine import ZygoteEngine
+from harness.expect.expectations import Expectations
+from harness.matrix.caseid import parse_case_id
+from harness.request import RunRequest
+from harness.trace import RankTrace
+from harness.worker.virtual import device
+from tests.builders import run_of
+from tests.jobs import make_share, run_alone
+from tests.worker.conftest import DEADLINE_S, Train
+
+CASE = parse_case_id("single-rowwise-v2048-s2-b16")
+
+
+@pytest.fixture(scope="module")
+def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankTrace]:
+    """The case on ranks whose warm process left torch's kernel where it is."""
+    options = {"device": "cpu", "arithmetic": "kernel", "warmup": "off"}
+    payload = msgspec.msgpack.encode(RunRequest(case=CASE, arithmetic="kernel"))
+    with ZygoteEngine("harness.worker.main", options) as engine:
+        share = make_share(tmp_path_factory.mktemp("job"), 1, payload, deadline_s=DEADLINE_S)
+        (rank,) = run_alone(engine, share).ranks
+    yield msgspec.msgpack.decode(rank.payload or b"", type=RankTrace)
+
+
+def findings(trace: RankTrace) -> list[str]:
+    return [each.message for each in check_fp8_on(CASE, run_of(trace), Witnesses(expect=Expectations(CASE)))]
+
+
+def test_the_kernel_of_the_device_trains_and_is_not_the_exact_one(by_kernel: RankTrace, train: Train) -> None:
+    (exact,) = train(CASE)
+    assert (by_kernel.arithmetic, exact.arithmetic) == ("kernel", "exact")
+    assert "scaled_mm" in exact.virtual and "scaled_mm" not in by_kernel.virtual
+    assert findings(by_kernel) == findings(exact) == []
+    for mine, other in zip(by_kernel.steps, exact.steps, strict=True):
+        assert mine.scaled_mm_calls == other.scaled_mm_calls > 0
+        assert mine.loss == pytest.approx(other.loss, abs=1e-3)
+
+
+def test_an_exact_matmul_that_was_not_asked_for_is_found(train: Train) -> None:
+    (trace,) = train(CASE, arithmetic="kernel")  # from a warm process that has the exact one
+    assert findings(trace) == ["parts of the virtual FP8 device are installed on cpu on rank 0"]
+
+
+def test_cuda_gets_the_exact_matmul_and_nothing_else_where_it_is_asked_for(tmp_path: Path) -> None:
+    before = set(device.install("nccl", device="cuda", arithmetic="kernel"))
+    assert set(device.install("nccl", device="cuda", arithmetic="exact")) == before | {"scaled_mm"}
+    for name in ("aten::_scaled_mm", "aten::_scaled_mm.out"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
