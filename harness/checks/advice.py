@@ -17,6 +17,11 @@ class _Advice(NamedTuple):
 
 _KNOWN = (
     _Advice(
+        r"fails on this machine, not in the case",
+        "see `nvidia-smi` and the Xid errors in `dmesg`; end other processes on the GPU, or leave it out with "
+        "CUDA_VISIBLE_DEVICES.",
+    ),
+    _Advice(
         r"initialize the default process group twice",
         "the harness has initialized the process group before build(): leave out dist.init_process_group(), or guard "
         "it by `if not dist.is_initialized()`.",
@@ -63,6 +68,12 @@ _KNOWN = (
         "start no thread at import or in preload(): ranks are forked from that process. Start it in build(), or switch "
         "it off before the import: `tqdm.tqdm.monitor_interval = 0`, `JE_ARROW_MALLOC_CONF=background_thread:false` "
         "for pyarrow; loggers and data loaders with threads belong into build(). `--engine torchrun` runs it as it is.",
+    ),
+    _Advice(
+        r"must use no device before it forks",
+        "use no GPU at import or in preload(): ranks are forked from that process, which breaks CUDA. "
+        '`torch.cuda.is_available()` and `torch.cuda.device_count()` are safe there; tensors on "cuda" and '
+        "`torch.cuda.get_device_capability()` belong into build(). `--engine torchrun` runs it as it is.",
     ),
     _Advice(
         r"unexpected keyword argument|missing \d+ required positional argument|positional arguments? but \d+ w",

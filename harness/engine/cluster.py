@@ -74,7 +74,8 @@ class Cluster:
             if not self._lost:
                 raise
             shares = [ShareOutcome(infra=f"{error.what} Lost: {'; '.join(self._lost.values())}")]
-        return msgspec.structs.replace(conclude(job, shares), nodes=nodes)
+        on_gpus = any(has.device == "cuda" for has in self._has.values())
+        return msgspec.structs.replace(conclude(job, shares, on_gpus=on_gpus), nodes=nodes)
 
     def close(self) -> None:
         """Kill all ranks, on all nodes, and close them. Running and later jobs end as `infra`."""

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from harness.engine.symptoms import telling
+
+_LOG_BYTES = 1 << 20  # of the output of a rank, searched for what names a cause
 _TAIL_BYTES = 8192
 _TAIL_LINES = 40
 _DUMP_BYTES = 65536  # stacks of about 100 threads
@@ -34,8 +37,10 @@ class JobFolder(msgspec.Struct, frozen=True):
         return self.path / f"rank{rank}.dump"
 
     def log_tail(self, rank: int) -> str:
-        """The last lines that a rank printed; empty if none."""
-        return tail(self.log(rank))
+        """The lines of a rank's output that name a cause, then its last ones; empty if it printed none."""
+        lines = _read_end(self.log(rank), _LOG_BYTES).splitlines()
+        causes = [line for line in lines[:-_TAIL_LINES] if telling(line)][:_TAIL_LINES]
+        return "\n".join((*causes, tail(self.log(rank)))) if causes else tail(self.log(rank))
 
     def dump_text(self, rank: int) -> str:
         """The stacks that a rank dumped; empty if none."""

@@ -20,8 +20,10 @@ _BOOT = (
 # the number after the fork.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
+# `torch.cuda.is_available()`, which torchao calls when it is imported, then asks NVML and makes no CUDA context that a
+# fork would break: https://docs.pytorch.org/docs/main/notes/cuda.html#environment-variables.
 # CUDA must number GPUs as nvidia-smi does: it sorts them by speed by default.
-_DEVICES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+_DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def module_command(python: str, module: str, arguments: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,6 +16,9 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
+# What the driver opens for CUDA, ROCm and WSL when a process computes. NVML opens /dev/nvidiactl and /dev/nvidia0 as
+# well, and is no obstacle to a fork: `torch.cuda.is_available()` asks it and leaves it open.
+_DEVICES = re.compile(r"/dev/(nvidia-uvm|kfd|dxg)$")
 
 
 def _prctl(option: int, value: int) -> None:
@@ -58,6 +62,15 @@ def _code_of(thread: threading.Thread) -> str:
         frame = frame.f_back
     own = [call for call in calls if not call.startswith(threading.__file__)]
     return f" ({own[-1]})" if own else ""
+
+
+def open_devices() -> tuple[str, ...]:
+    """The files of devices that this process computes on, sorted: it has a context there, or is about to."""
+    targets = set()
+    for entry in (_PROC / "self" / "fd").iterdir():
+        with suppress(OSError):  # the listing's own is gone by now
+            targets.add(str(entry.readlink()))
+    return tuple(sorted(target for target in targets if _DEVICES.search(target)))
 
 
 def open_fds() -> frozenset[int]:

@@ -6,11 +6,12 @@ Pure functions on values: `supervisor.py` and `torchrun.py` watch the processes.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from harness.engine.messages import Job, JobOutcome, RankOutcome, RankStatus, ShareOutcome
+from harness.engine.messages import Job, JobOutcome, JobStatus, RankOutcome, RankStatus, ShareOutcome
+from harness.engine.symptoms import Reading, order_of, read
 
 # A dying rank closes its sockets before the kernel reports its death, so a peer may already have raised "connection
 # closed". A rank that raises keeps its sockets open and cannot bring a peer down. So a death counts as the cause of a
@@ -40,71 +41,127 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def first_failure(ranks: Sequence[RankOutcome]) -> RankOutcome | None:
-    """The failure that brought the job down: the first in time, or None when every rank returned.
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that did not return, and what its texts say of the cause."""
 
-    Stuck and stopped ranks come after every rank that failed by itself, stuck after stopped: peers get stuck waiting
-    for a stopped rank.
+    rank: RankOutcome
+    reading: Reading
+
+    @property
+    def order(self) -> int:
+        """How close it is to the cause."""
+        return order_of(self.rank, self.reading)
+
+    @property
+    def told(self) -> RankOutcome:
+        """The rank, whose message says what its output or the sizes in its error mean."""
+        what = self.reading.what
+        if what in self.rank.message:
+            return self.rank
+        return msgspec.structs.replace(self.rank, message=f"{self.rank.message}: {what}")
+
+
+def failures_of(ranks: tuple[RankOutcome, ...], *, on_gpus: bool) -> tuple[Failure, ...]:
+    """The ranks that did not return; what brought the job down is first.
+
+    That is the first in time of those that are closest to the cause (`symptoms.order_of`).
     """
-    failures = [rank for rank in ranks if rank.status != "returned"]
-    return min(failures, key=_precedence, default=None)
+    failed = [Failure(rank=rank, reading=read(rank, on_gpus=on_gpus)) for rank in ranks if rank.status != "returned"]
+    return tuple(sorted(failed, key=_precedence))
 
 
-def _precedence(rank: RankOutcome) -> tuple[int, float, int]:
-    order = {"stopped": 1, "stuck": 2}.get(rank.status, 0)
+def first_failure(ranks: tuple[RankOutcome, ...], *, on_gpus: bool = False) -> RankOutcome | None:
+    """The rank whose failure brought the job down; None when every rank returned."""
+    return next((failure.rank for failure in failures_of(ranks, on_gpus=on_gpus)), None)
+
+
+def _precedence(failure: Failure) -> tuple[int, float, int]:
+    rank = failure.rank
     lead_s = DEATH_LEAD_S if rank.status in ("exited", "signalled") else 0.0
-    return order, rank.seconds - lead_s, rank.rank
+    return failure.order, rank.seconds - lead_s, rank.rank
 
 
-def conclude(job: Job, shares: Sequence[ShareOutcome]) -> JobOutcome:
+def conclude(job: Job, shares: Sequence[ShareOutcome], *, on_gpus: bool = False) -> JobOutcome:
     """Returns the outcome of a job. Marks every failed rank that another failure brought down as a consequence.
 
-    Where the harness itself failed, such as by the loss of a node, no rank is the cause.
+    Where the harness itself failed, such as by the loss of a node, no rank is the cause. A broken GPU, or one whose
+    memory others hold, makes it `infra` too; a collective that times out is a `hang`.
     """
     ranks = tuple(sorted((rank for share in shares for rank in share.ranks), key=lambda rank: rank.rank))
     hung = any(share.hung for share in shares)
-    cause = first_failure(ranks)
+    failures = failures_of(ranks, on_gpus=on_gpus)
     infra = next((share.infra for share in shares if share.infra), "")
-    if not infra and cause is None and len(ranks) < job.world_size:
+    if not infra and not failures and len(ranks) < job.world_size:
         infra = f"only {len(ranks)} of {job.world_size} ranks were started"
-    causes = set() if infra else _causes(ranks, cause)
+    told = {} if infra else {failure.rank.rank: failure.told for failure in _causes(failures)}
     return JobOutcome(
         job_id=job.job_id,
-        status="infra" if infra else "hang" if hung else "crash" if cause else "ok",
-        ranks=tuple(_marked(rank, causes) for rank in ranks),
-        message=infra or (_hang_message(job, ranks, cause) if hung else _crash_message(cause)),
+        status="infra" if infra else _status(failures, hung=hung),
+        ranks=tuple(_marked(rank, told) for rank in ranks),
+        message=infra or _message(job, ranks, failures, hung=hung),
         wall_s=max(share.wall_s for share in shares),
         cpu_s=sum(share.cpu_s for share in shares),
         detected_s=min((share.detected_s for share in shares if share.detected_s is not None), default=None),
     )
 
 
-def _causes(ranks: Sequence[RankOutcome], cause: RankOutcome | None) -> set[int]:
-    """The rank that failed first; where all are stuck, none of them was first."""
-    if cause is None:
-        return set()
-    if cause.status in ("stuck", "stopped"):
-        return {rank.rank for rank in ranks if rank.status == cause.status}
-    return {cause.rank}
+def _causes(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """The first failure, and those beside it of which none was first: all stuck, say, or all that timed out."""
+    if not failures:
+        return ()
+    first = failures[0]
+    if first.reading.kind == "timeout":
+        return tuple(each for each in failures if each.reading.kind == "timeout" or each.rank.status == "stuck")
+    together = first.reading.kind == "machine" or first.rank.status in ("stuck", "stopped")
+    return tuple(each for each in failures if each.order == first.order) if together else (first,)
 
 
-def _marked(rank: RankOutcome, causes: set[int]) -> RankOutcome:
+def _status(failures: tuple[Failure, ...], *, hung: bool) -> JobStatus:
+    kind = failures[0].reading.kind if failures else ""
+    if kind == "machine":
+        return "infra"
+    if hung or kind == "timeout":
+        return "hang"
+    return "crash" if failures else "ok"
+
+
+def _marked(rank: RankOutcome, causes: Mapping[int, RankOutcome]) -> RankOutcome:
     if rank.status == "returned":
         return rank
-    return msgspec.structs.replace(rank, payload=None, consequence=rank.rank not in causes)
+    return msgspec.structs.replace(causes.get(rank.rank, rank), payload=None, consequence=rank.rank not in causes)
 
 
 def _where(rank: RankOutcome) -> str:
     return f"rank {rank.rank} in '{rank.phase}'" if rank.phase else f"rank {rank.rank}"
 
 
-def _crash_message(cause: RankOutcome | None) -> str:
-    return f"{_where(cause)}: {cause.message}" if cause else ""
+def _message(job: Job, ranks: Sequence[RankOutcome], failures: tuple[Failure, ...], *, hung: bool) -> str:
+    if not failures:
+        return ""
+    first = failures[0].told
+    if failures[0].reading.kind == "timeout":
+        return _timeout_message(_causes(failures))
+    return _hang_message(job, ranks, first) if hung else f"{_where(first)}: {first.message}"
 
 
-def _hang_message(job: Job, ranks: Sequence[RankOutcome], cause: RankOutcome | None) -> str:
+def _timeout_message(causes: tuple[Failure, ...]) -> str:
+    """Who waited in which collective, and who did not arrive."""
+    waited: dict[str, list[int]] = {}
+    for each in sorted(causes, key=lambda each: each.rank.rank):
+        does = each.reading.what if each.reading.kind == "timeout" else f"{each.rank.status} elsewhere"
+        waited.setdefault(does, []).append(each.rank.rank)
+    return "; ".join(
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {_listed(ranks)}: {what}" for what, ranks in waited.items()
+    )
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _hang_message(job: Job, ranks: Sequence[RankOutcome], cause: RankOutcome) -> str:
     returned = sum(rank.status == "returned" for rank in ranks)
-    hanging = [rank for rank in ranks if cause and rank.status == cause.status]
+    hanging = [rank for rank in ranks if rank.status == cause.status]
     names = ", ".join(f"{_where(rank)} {rank.status}" for rank in hanging[:4])
     more = f" and {len(hanging) - 4} more" if len(hanging) > 4 else ""
     return f"deadline of {job.deadline_s:g} s passed: {names}{more}; {returned} of {job.world_size} ranks had returned"

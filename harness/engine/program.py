@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 import msgspec
 
+from harness.engine.forking import OBSTACLES
 from harness.engine.messages import Share
 from harness.errors import HarnessError
 
@@ -83,7 +84,9 @@ def preloaded_program(name: str, options: Mapping[str, str]) -> RankProgram:
     """
     try:
         program = load_program(name)
+        OBSTACLES.look(f"the import of {name}")
         program.preload(options)
+        OBSTACLES.look(f"preload() of {name}")
     except (OSError, MemoryError):
         raise
     except Exception as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from harness.engine import linux, sharedmem
 from harness.engine.folder import JobFolder
+from harness.engine.forking import OBSTACLES
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.program import RankProgram
 from harness.engine.rankprocess import RankProcess
@@ -91,9 +92,9 @@ class Supervisor:
 
     def start(self, keep_fds: frozenset[int]) -> None:
         """Fork all ranks. An error here ends the share as `infra`."""
-        threads = linux.other_threads()
-        if threads:
-            self.abort(f"the zygote must be single-threaded to fork, but it also has: {', '.join(threads)}")
+        obstacle = OBSTACLES.reason()
+        if obstacle:
+            self.abort(obstacle)
             return
         try:
             JobFolder(Path(self._share.folder)).prepare()

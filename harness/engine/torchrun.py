@@ -242,7 +242,7 @@ class _Launch:
     def _conclude(self, returncode: int, cpu_s: float, log: str) -> ShareOutcome:
         now_s = time.monotonic() - self._started_s
         ranks = tuple(self._rank_outcome(rank, now_s) for rank in self._share.ranks)
-        cause = first_failure(ranks)
+        cause = first_failure(ranks, on_gpus=bool(self._share.devices))
         infra = ""
         if cause and not self._killed and cause.phase in ("", "preload") and cause.status != "raised":
             how = describe_exit(returncode, returned=False, oom_kills=0)[1]

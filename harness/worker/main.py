@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from harness.engine.forking import OBSTACLES
 from harness.matrix.targets import REFERENCE, module_of
 from harness.request import RunRequest
 from harness.worker.injection import inject
@@ -42,14 +43,18 @@ def preload(options: Mapping[str, str]) -> None:
     if on_cpu:
         virtual_device.install(arithmetic="kernel" if options.get("arithmetic") == "kernel" else "exact")
     STATE.restart()
-    target = importlib.import_module(module_of(options.get("target", REFERENCE)))
+    name = module_of(options.get("target", REFERENCE))
+    target = importlib.import_module(name)
+    OBSTACLES.look(f"the import of {name}")
     STATE.look("import")
     if on_cpu and options.get("warmup", "on") == "on":
         torch.set_num_threads(1)  # whatever the target has set: threads that have run stay until the fork
         warm_up(compiled=options.get("compile", "off") == "on")
     STATE.restart()
+    OBSTACLES.look("the warm-up")
     if hasattr(target, "preload"):
         target.preload()
+        OBSTACLES.look(f"preload() of {name}")
     STATE.look("import")
 
 

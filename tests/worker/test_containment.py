@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.checks.advice import advice
 from harness.engine.messages import JobOutcome
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
@@ -280,6 +281,26 @@ def test_threads_in_the_zygote_process_are_infra(tmp_path: Path) -> None:
         outcome = Runner(threaded, tmp_path)({})
     assert outcome.status == "infra"
     assert "single-threaded" in outcome.message
+    assert outcome.message.endswith(f"(since preload() of {TOY})")
+
+
+def test_a_device_that_is_open_in_the_zygote_process_is_infra(tmp_path: Path) -> None:
+    device = tmp_path / "dev" / "nvidia-uvm"
+    device.parent.mkdir()
+    with own_engine(device=str(device)) as poisoned:
+        outcome = Runner(poisoned, tmp_path)({})
+    what = "the zygote must use no device before it forks, but it has open"
+    assert (outcome.status, outcome.ranks) == ("infra", ())
+    assert outcome.message == f"{what}: {device} (since preload() of {TOY})"
+    told = advice(outcome.message)
+    assert told.fix is not None and "use no GPU at import" in told.fix
+
+
+def test_files_that_asking_for_devices_leaves_open_are_no_obstacle(tmp_path: Path) -> None:
+    device = tmp_path / "dev" / "nvidiactl"  # NVML's
+    device.parent.mkdir()
+    with own_engine(device=str(device)) as harmless:
+        assert Runner(harmless, tmp_path)({}).status == "ok"
 
 
 def test_machine_out_of_resources_is_infra_and_passes(tmp_path: Path) -> None:

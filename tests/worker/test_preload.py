@@ -25,11 +25,34 @@ print("warms up" if "warm_up" in called else "does not warm up", len(os.listdir(
 print(*(f"{change.name} {change.phase}" for change in STATE.changes))
 """
 
+# As on a machine with a GPU: what asks for it, and whether that would make a CUDA context.
+ON_A_GPU = """
+import torch.cuda
+
+def available():
+    asked.append("NVML" if torch.cuda._nvml_based_avail() else "the CUDA runtime")
+    return True
+
+asked = []
+torch.cuda.is_available = available
+torch.cuda._lazy_init = lambda: asked.append("a CUDA context")
+torch.cuda.get_device_properties = torch.cuda.get_device_capability = lambda *_: torch.cuda._lazy_init() or (9, 0)
+from harness.worker.main import preload
+
+preload({"device": "cuda"})
+print(*asked)
+"""
+
 
 def preloaded(folder: Path, text: str) -> list[str]:
     """What a process prints that preloads a target with this text."""
     (folder / "mine.py").write_text(text)
-    command = [sys.executable, "-c", PRELOAD, str(folder)]
+    return printed(PRELOAD, str(folder))
+
+
+def printed(*words: str) -> list[str]:
+    """What a script prints in a process with the environment of a zygote."""
+    command = [sys.executable, "-c", *words]
     environment = child_environ({})
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -45,3 +68,7 @@ def test_a_target_that_cannot_be_imported_raises_before_the_warm_up(tmp_path: Pa
 def test_settings_of_a_target_are_told_and_the_process_can_still_be_forked(tmp_path: Path) -> None:
     text = "import torch\ntorch.set_num_threads(4)\ndef preload(): torch.set_default_dtype(torch.float64)\n"
     assert preloaded(tmp_path, text) == ["warms up 1 threads", "threads import default dtype import"]
+
+
+def test_on_a_gpu_nothing_makes_a_cuda_context_before_the_fork() -> None:
+    assert printed(ON_A_GPU) == ["NVML"], "torchao asks when it is imported"

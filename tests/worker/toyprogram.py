@@ -27,6 +27,8 @@ def preload(options: Mapping[str, str]) -> None:
         raise ImportError(options["raise"])
     if "thread" in options:
         threading.Thread(target=time.sleep, args=(60,), name="unwanted", daemon=True).start()
+    if "device" in options:
+        _kept.append(os.open(options["device"], os.O_RDWR | os.O_CREAT))
     if "files" in options:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(options["files"]), int(options["files"])))
     if "ready" in options:
