@@ -38,6 +38,40 @@ timeout_option = click.option(
 )
 
 
+def nodes_options(command: Command) -> Command:
+    """`--nnodes --node-rank --rdzv-endpoint --rdzv-timeout-s`: the same command on several machines."""
+    for decorate in reversed(
+        (
+            click.option(
+                "--nnodes",
+                type=click.IntRange(min=1),
+                default=1,
+                show_default=True,
+                help="Machines that start this command, as with torchrun; cases may have ranks on several.",
+            ),
+            click.option(
+                "--node-rank",
+                type=click.IntRange(min=0),
+                default=0,
+                show_default=True,
+                help="Which of them this is. Node 0 judges and stores; the others exit as it does.",
+            ),
+            click.option(
+                "--rdzv-endpoint", metavar="HOST:PORT", help="Where they meet: node 0, and a free port of it."
+            ),
+            click.option(
+                "--rdzv-timeout-s",
+                type=click.FloatRange(min=0, min_open=True),
+                default=600,
+                show_default=True,
+                help="Seconds until all of them must have come.",
+            ),
+        )
+    ):
+        command = decorate(command)
+    return command
+
+
 def root_option(command: Command) -> Command:
     """`--root DIR`: the project to work in."""
     text = "Project root with cases/ and golden/. Default: the nearest one at or above the current folder."

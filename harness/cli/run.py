@@ -12,7 +12,7 @@ import msgspec
 from click.core import ParameterSource
 
 from harness.cli.github import quoted, tell_github
-from harness.cli.options import check_folder, plan_options, query_options, root_option, shard_option
+from harness.cli.options import check_folder, nodes_options, plan_options, query_options, root_option, shard_option
 from harness.cli.report import page_of, print_result
 from harness.document import json_report, run_document
 from harness.durable import WriteFailed, write_whole
@@ -26,8 +26,9 @@ from harness.report.markdown import markdown_report
 from harness.report.wording import not_judged_text
 from harness.request import Arithmetic
 from harness.result import RunResult
-from harness.running.plan import EngineKind, make_plan
-from harness.running.progress import open_progress
+from harness.running.nodes import given_meeting, joined, serve
+from harness.running.plan import EngineKind, Plan, make_plan
+from harness.running.progress import Progress, open_progress
 from harness.running.rerun import rerun_query
 from harness.running.resuming import run_to_resume
 from harness.running.selection import Query
@@ -73,6 +74,7 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @query_options
 @shard_option
 @plan_options
+@nodes_options
 @root_option
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank before it builds.")
 @click.option(
@@ -125,6 +127,10 @@ def run_command(  # noqa: PLR0913  one parameter an option
     jobs: int,
     slots: int | None,
     timeout_s: float | None,
+    nnodes: int,
+    node_rank: int,
+    rdzv_endpoint: str | None,
+    rdzv_timeout_s: float,
     root: str | None,
     inject: tuple[str, ...],
     budget_s: float | None,
@@ -184,11 +190,14 @@ def run_command(  # noqa: PLR0913  one parameter an option
     given = msgspec.structs.replace(given, inject=tuple(each.text_anywhere for each in plan.injections))
     logs = _log_folder(keep_logs) if keep_logs else None
     most = 1 if first_failure else maxfail
+    meeting = given_meeting(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, timeout_s=rdzv_timeout_s)
     plan = msgspec.structs.replace(
-        plan, given=given, root_option=root, logs=logs, max_failures=most, traces=save_trace, name=name
+        plan, given=given, root_option=root, logs=logs, max_failures=most, traces=save_trace, name=name, meeting=meeting
     )
+    if node_rank:
+        return serve(plan, project)
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
-        report = resume_run(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
+        report = _report(project, query, plan, stopped, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     rerun = (resume_command if report.result.interrupted else rerun_command)(root=root)
     with quoted(text_file, on=github):
@@ -198,6 +207,17 @@ def run_command(  # noqa: PLR0913  one parameter an option
     if github:
         tell_github(report.result, text_file)
     return _write(report, outputs)
+
+
+def _report(project: Project, query: Query, plan: Plan, stopped: Stored | None, progress: Progress) -> Report:
+    """The report of the run, or of the rest of one that was stopped, on all nodes of the plan."""
+    with joined(plan, project, progress.note) as nodes:
+        if stopped:
+            report = resume_run(project, stopped, nodes.plan, progress, nodes.others)
+        else:
+            report = run(project, query, nodes.plan, progress, nodes.others)
+        nodes.leave(report.result.exit_code)
+    return report
 
 
 def _in_environments(given: Sequence[str], root: str | None) -> int:

@@ -14,7 +14,9 @@ import msgspec
 from harness.engine.cluster import Cluster
 from harness.engine.devices import open_leases
 from harness.engine.messages import Job, JobOutcome
-from harness.engine.node import LocalNode
+from harness.engine.node import LocalNode, Node
+from harness.engine.remote import node_name
+from harness.engine.storeprocess import StoreProcess
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
@@ -26,6 +28,8 @@ from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.target_source import search_path
 from harness.trace.modules import ModuleShard
+
+RENDEZVOUS_PROGRAM = "harness.worker.rendezvous"  # serves the store where ranks of several nodes meet
 
 
 class Executor:
@@ -123,9 +127,14 @@ def _kind(request: RunRequest) -> str:
     return "solo-" if request.solo else "replay-" if request.replayed else ""
 
 
-def open_executor(plan: Plan, project: Project) -> Executor:
-    """An executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`."""
-    return Executor(plan, Cluster([local_node(plan, project)]), project.root)
+def open_executor(plan: Plan, project: Project, others: Sequence[Node] = ()) -> Executor:
+    """An executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`.
+
+    `others`: the nodes of the plan besides this machine.
+    """
+    node = local_node(plan, project)
+    met = None if plan.meeting is None else StoreProcess(RENDEZVOUS_PROGRAM, plan.meeting.address[0])
+    return Executor(plan, Cluster([node, *others], met), project.root)
 
 
 def local_node(plan: Plan, project: Project) -> LocalNode:
@@ -133,7 +142,10 @@ def local_node(plan: Plan, project: Project) -> LocalNode:
     launch = TorchrunEngine if plan.engine == "torchrun" else ZygoteEngine
     here = plan.capacity.nodes[0]
     leases = open_leases(project.lease_folder(), plan.device, here.slots)
-    return LocalNode(lambda preload: launch(plan.program, preload), leases, here, logs=plan.logs)
+    node = LocalNode(lambda preload: launch(plan.program, preload), leases, here, logs=plan.logs)
+    if plan.meeting is not None:
+        node.name = node_name(plan.meeting.node_rank, here.host)
+    return node
 
 
 def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:

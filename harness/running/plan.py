@@ -15,6 +15,7 @@ import msgspec
 
 from harness.engine.capacity import Capacity, capacity_here
 from harness.engine.hardware import Device
+from harness.engine.joining import Meeting
 from harness.errors import HarnessError
 from harness.evidence.hardware import hardware_classes
 from harness.matrix.case import Case
@@ -66,6 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str = ""  # that the user gave the run
     quarantined: Mapping[str, str] = {}  # by case id: until when, by whom and why
     given: RunOptions = RunOptions()  # what a rerun repeats
+    meeting: Meeting | None = None  # with the other nodes; None where there are none
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 
     @property
@@ -118,6 +120,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             words += ["--engine", self.engine]
         if self.arithmetic != usual_arithmetic(self.device):
             words += ["--arithmetic", self.arithmetic]
+        if self.meeting is not None:
+            words += ["--nnodes", str(self.meeting.nnodes), "--rdzv-endpoint", self.meeting.endpoint]
         if self.timeout_s is not None:
             words += ["--timeout-s", str(self.timeout_s).removesuffix(".0")]
         for injection in self.injections:

@@ -30,6 +30,10 @@ PYTESTS_OWN = {
     "--env": "a session of pytest is in one environment",
     "--github": "plugins of pytest annotate failures of all tests",
     "--budget-s": "workers would each run the whole budget",
+    "--nnodes": "pytest collects and judges in one place, run does the rest",
+    "--node-rank": "as --nnodes",
+    "--rdzv-endpoint": "as --nnodes",
+    "--rdzv-timeout-s": "as --nnodes",
 }
 PLUGIN = ("--fp8-device", "cpu")  # loaded by its entry point, as for every user
 

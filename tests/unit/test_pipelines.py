@@ -17,6 +17,7 @@ from tests.commands import understood
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {"github": "github-workflows", "gitlab": "gitlab-ci", "buildkite": "buildkite"}
+BATCHES = sorted((ROOT / "ci/cluster").glob("*.sbatch"))
 PIPELINES = sorted(path for name in SCHEMAS for path in (ROOT / "ci" / name).iterdir())
 
 
@@ -42,6 +43,15 @@ def commands(path: Path) -> list[str]:
     return [filled.sub("1", each[0]) for each in found if each]
 
 
+def batch_commands(text: str) -> list[str]:
+    """The commands of a batch script; each variable stands for a number, an array for nothing."""
+    joined = text.replace("\\\n", " ")
+    filled = re.sub(r"\$\w+", "1", joined.replace('"${results[@]}"', ""))
+    found = re.findall(r"^[^#\n]*?(fp8-harness (?:run|golden|gate) .+)$", filled, flags=re.MULTILINE)
+    assert found
+    return found
+
+
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_pipeline_is_valid_and_its_commands_exist(path: Path) -> None:
     done = lint(path, SCHEMAS[path.parent.name])
@@ -49,6 +59,19 @@ def test_a_pipeline_is_valid_and_its_commands_exist(path: Path) -> None:
     found = commands(path)
     assert found
     for line in found:
+        understood(line)
+
+
+@pytest.mark.parametrize("path", BATCHES, ids=lambda path: path.name)
+def test_a_batch_script_is_valid_and_its_commands_exist(path: Path) -> None:
+    text = path.read_text()
+    subprocess.run(["bash", "-n", path], check=True, timeout=10)
+    assert os.access(path, os.X_OK)
+    (inner,) = re.findall(r"bash -c '(.*?)'\n", text, flags=re.DOTALL) or [""]
+    subprocess.run(["bash", "-n", "-c", inner], check=True, timeout=10)
+    options = re.findall(r"^#SBATCH --([\w-]+)=\S+$", text, flags=re.MULTILINE)
+    assert {"nodes", "ntasks-per-node", "gpus-per-node", "time"} <= set(options)
+    for line in batch_commands(text):
         understood(line)
 
 
