@@ -35,7 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fp8-fabric", choices=("auto", "shared", "gloo", "nccl"), default="auto", help="as --fabric of run"
     )
-    group.addoption("--fp8-engine", choices=("zygote", "torchrun"), default="zygote", help="default: zygote")
+    group.addoption("--fp8-engine", choices=("zygote", "torchrun", "ray"), default="zygote", help="default: zygote")
+    group.addoption("--fp8-address", metavar="auto|HOST:PORT", help="the cluster of --fp8-engine ray")
     group.addoption("--fp8-arithmetic", choices=("kernel", "exact"), default=None, help="as --arithmetic of run")
     group.addoption("--fp8-slots", type=int, metavar="N", help="ranks at the same time on this machine")
     group.addoption("--fp8-timeout-s", type=float, metavar="S", help="seconds for one attempt at a case")
@@ -295,6 +296,7 @@ def _plan(config: pytest.Config) -> Plan:
             fabric=config.getoption("--fp8-fabric"),
             engine=config.getoption("--fp8-engine"),
             arithmetic=config.getoption("--fp8-arithmetic"),
+            address=config.getoption("--fp8-address"),
             slots=config.getoption("--fp8-slots"),
             timeout_s=config.getoption("--fp8-timeout-s"),
             injections=tuple(config.getoption("--fp8-inject")),

@@ -49,7 +49,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     device: str | None = None
     fabric: str | None = None
-    engine: Literal["zygote", "torchrun"] | None = None
+    engine: Literal["zygote", "torchrun", "ray"] | None = None
+    address: str | None = None  # of a Ray cluster
     arithmetic: Arithmetic | None = None
     timeout_s: float | None = None
     inject: tuple[str, ...] = ()  # paths are absolute
@@ -63,6 +64,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             ("--fabric", self.fabric),
             ("--engine", self.engine),
             ("--arithmetic", self.arithmetic),
+            ("--address", self.address),
             ("--timeout-s", timeout_s),
         )
         words = [word for name, value in named if value is not None for word in (name, value)]

@@ -157,7 +157,7 @@ def run_cases(  # noqa: PLR0913  nodes are handles, and a plan has values only
     """
     started_s = time.monotonic()
     progress.begin(len(cases))
-    with open_executor(plan.serving(cases), project, others) as executor:
+    with open_executor(plan.serving(cases), project, others, progress.note) as executor:
         cache = open_witnesses(project, plan, executor)
         runner = CaseRunner(plan, executor, judge, cache, progress.note)
         observer = _CaseObserver(progress, keep, plan.max_failures)

@@ -28,7 +28,7 @@ jobs_option = click.option(
     type=click.IntRange(min=1),
     default=DEFAULT_JOBS,
     show_default=True,
-    help="Cases run at the same time, as far as slots allow.",
+    help="Cases run at the same time, as far as slots allow; of a cluster, for each node.",
 )
 timeout_option = click.option(
     "--timeout-s",
@@ -116,7 +116,7 @@ def shard_option(command: Command) -> Command:
 
 
 def plan_options(command: Command) -> Command:
-    """`--device --fabric --engine --arithmetic -j --slots --timeout-s`: how cases are run."""
+    """`--device --fabric --engine --address --arithmetic -j --slots --timeout-s`: how cases are run."""
     for decorate in reversed(
         (
             click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
@@ -130,10 +130,16 @@ def plan_options(command: Command) -> Command:
             ),
             click.option(
                 "--engine",
-                type=click.Choice(["zygote", "torchrun"]),
+                type=click.Choice(["zygote", "torchrun", "ray"]),
                 default="zygote",
                 show_default=True,
-                help="zygote: fresh ranks forked from one zygote. torchrun: one torchrun per case, slower.",
+                help="zygote: fresh ranks forked from one zygote. torchrun: one torchrun per case, slower. "
+                "ray: forked on every node of a Ray cluster.",
+            ),
+            click.option(
+                "--address",
+                metavar="auto|HOST:PORT",
+                help="The cluster of --engine ray. Default: auto, the one that this machine is a node of.",
             ),
             click.option(
                 "--arithmetic",
@@ -146,7 +152,7 @@ def plan_options(command: Command) -> Command:
             click.option(
                 "--slots",
                 type=click.IntRange(min=1),
-                help="Ranks at the same time on this machine, over all jobs that share it. "
+                help="Ranks at the same time on this machine, over all jobs that share it; of a cluster, on each node. "
                 "Default on CPU: one a core, at least 10; on CUDA: the visible devices.",
             ),
             timeout_option,
@@ -178,7 +184,7 @@ def plan_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_plan(**given: Any) -> Any:
         from harness.running.plan import make_plan
 
-        names = ("device", "fabric", "engine", "arithmetic", "jobs", "slots", "timeout_s")
+        names = ("device", "fabric", "engine", "address", "arithmetic", "jobs", "slots", "timeout_s")
         options = {name: given.pop(name) for name in names}
         return command(plan_for=functools.partial(make_plan, **options), **given)
 

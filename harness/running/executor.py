@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,6 +15,7 @@ from harness.engine.cluster import Cluster
 from harness.engine.devices import open_leases
 from harness.engine.messages import Job, JobOutcome
 from harness.engine.node import LocalNode, Node
+from harness.engine.ray_cluster import open_nodes, own_address
 from harness.engine.remote import node_name
 from harness.engine.storeprocess import StoreProcess
 from harness.engine.torchrun import TorchrunEngine
@@ -127,11 +128,18 @@ def _kind(request: RunRequest) -> str:
     return "solo-" if request.solo else "replay-" if request.replayed else ""
 
 
-def open_executor(plan: Plan, project: Project, others: Sequence[Node] = ()) -> Executor:
+def open_executor(
+    plan: Plan, project: Project, others: Sequence[Node] = (), note: Callable[[str], None] = lambda _: None
+) -> Executor:
     """An executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`.
 
-    `others`: the nodes of the plan besides this machine.
+    `others`: the nodes of the plan besides this machine. Those of a Ray cluster are reserved here, which may wait for
+    other runs: `note` tells the user.
     """
+    if plan.engine == "ray":
+        nodes = open_nodes(plan.address, plan.capacity, program=plan.program, logs=plan.logs, note=note)
+        store = StoreProcess(RENDEZVOUS_PROGRAM, own_address(plan.address))
+        return Executor(plan, Cluster(nodes, store), project.root)
     node = local_node(plan, project)
     met = None if plan.meeting is None else StoreProcess(RENDEZVOUS_PROGRAM, plan.meeting.address[0])
     return Executor(plan, Cluster([node, *others], met), project.root)

@@ -57,6 +57,8 @@ def joined(plan: Plan, project: Project, note: Callable[[str], None]) -> Iterato
     if plan.meeting is None:
         yield Joined(plan=plan)
         return
+    if plan.engine == "ray":
+        raise HarnessError("a Ray cluster has nodes of its own.", where="--nnodes", fix="drop it, or --engine ray.")
     note(f"waits at {plan.meeting.endpoint} for {counted(plan.meeting.nnodes - 1, 'other node')}.")
     others = gather(plan.meeting, _facts(plan, project))
     capacity = Capacity(nodes=(*plan.capacity.nodes, *(node.capacity() for node in others)))

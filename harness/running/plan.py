@@ -16,6 +16,8 @@ import msgspec
 from harness.engine.capacity import Capacity, capacity_here
 from harness.engine.hardware import Device
 from harness.engine.joining import Meeting
+from harness.engine.ray_cluster import cluster_capacity, cluster_device
+from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError
 from harness.evidence.hardware import hardware_classes
 from harness.matrix.case import Case
@@ -32,7 +34,7 @@ DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 
 
 PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors")
 
-EngineKind = Literal["zygote", "torchrun"]
+EngineKind = Literal["zygote", "torchrun", "ray"]
 
 # What collectives of a device can run on, the default first.
 FABRICS: Mapping[Device, tuple[Fabric, ...]] = {"cpu": ("shared", "gloo"), "cuda": ("nccl",)}
@@ -55,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     jobs: int = DEFAULT_JOBS
     engine: EngineKind = "zygote"
     arithmetic: Arithmetic = "exact"
+    address: str = ""  # of the Ray cluster of engine `ray`
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
     probes: tuple[str, ...] = ()  # what ranks record besides losses: fields of `RankTrace`
@@ -120,6 +123,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             words += ["--engine", self.engine]
         if self.arithmetic != usual_arithmetic(self.device):
             words += ["--arithmetic", self.arithmetic]
+        if self.address not in ("", AUTO):
+            words += ["--address", self.address]
         if self.meeting is not None:
             words += ["--nnodes", str(self.meeting.nnodes), "--rdzv-endpoint", self.meeting.endpoint]
         if self.timeout_s is not None:
@@ -136,32 +141,47 @@ def make_plan(  # noqa: PLR0913  one parameter an option
     fabric: str = "auto",
     engine: EngineKind = "zygote",
     arithmetic: Arithmetic | None = None,
+    address: str | None = None,
     jobs: int = DEFAULT_JOBS,
     slots: int | None = None,
     timeout_s: float | None = None,
     injections: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan that options describe, on this machine.
+    """The plan that options describe, on this machine or on the nodes of a Ray cluster, which is asked what it has.
 
-    `slots`: None uses as many as fit. Raises HarnessError for a device, an injection or a package that is not there,
-    and for a fabric of another device.
+    `slots`: of each machine; None uses as many as fit. `jobs`: for each machine. Raises HarnessError for a device, a
+    cluster, an injection or a package that is not there, and for a fabric of another device.
     """
+    if address is not None and engine != "ray":
+        raise HarnessError("it is for --engine ray.", where=f"--address {address}", fix="add --engine ray.")
     program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
     if program == DEFAULT_PROGRAM:
         check_rank_packages()
-    resolved = resolve_device(device)
+    cluster = (address or AUTO) if engine == "ray" else ""
+    resolved, capacity = _on_cluster(cluster, device, slots) if cluster else _here(device, slots)
     return Plan(
         device=resolved,
         fabric=_resolve_fabric(fabric, resolved),
-        capacity=Capacity(nodes=(capacity_here(resolved, slots),)),
-        jobs=jobs,
+        capacity=capacity,
+        jobs=jobs * len(capacity.nodes),
         engine=engine,
+        address=cluster,
         arithmetic=arithmetic or usual_arithmetic(resolved),
         program=program,
         injections=tuple(parse_injection(text) for text in injections),
         probes=PROBES,
         timeout_s=timeout_s,
     )
+
+
+def _here(asked: str, slots: int | None) -> tuple[Device, Capacity]:
+    device = resolve_device(asked)
+    return device, Capacity(nodes=(capacity_here(device, slots),))
+
+
+def _on_cluster(address: str, asked: str, slots: int | None) -> tuple[Device, Capacity]:
+    device = cluster_device(address, asked)
+    return device, cluster_capacity(address, device, slots)
 
 
 def _resolve_fabric(asked: str, device: Device) -> Fabric:

@@ -19,6 +19,7 @@ DOCS = REPOSITORY / "docs"
 # Pages whose commands have a test of their own.
 WALKED = {"first-case.md", "your-own-trainer.md", "from-report-to-case.md", "reading-a-report.md"}
 HERE = ("index.md", "concepts.md", "tolerances.md", "ci.md", "release.md")
+ELSEWHERE = ("on-a-cluster.md",)  # commands that need a cluster: understood, and run by tests of their own
 
 # Commands that are understood only, and why they are not run here.
 NOT_RUN = {
@@ -61,8 +62,16 @@ def test_the_fault_of_the_first_page_is_found(tmp_path: Path) -> None:
     assert done.returncode == 1 and "scales [step 1, rank 0, module layers.0.attention.wq]" in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("page", ELSEWHERE)
+def test_the_commands_of_a_page_are_understood(page: str) -> None:
+    found = [text for text in commands(page) if text.startswith("fp8-harness")]
+    assert found
+    for text in found:
+        understood(text)
+
+
 def test_every_page_with_commands_has_a_test() -> None:
-    assert {path.name for path in DOCS.glob("*.md") if commands(path.name)} == WALKED | set(HERE)
+    assert {path.name for path in DOCS.glob("*.md") if commands(path.name)} == WALKED | set(HERE) | set(ELSEWHERE)
     assert {text for page in HERE for text in commands(page)} >= set(NOT_RUN), "no page has this command any more"
 
 

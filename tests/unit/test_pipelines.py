@@ -17,6 +17,7 @@ from tests.commands import understood
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {"github": "github-workflows", "gitlab": "gitlab-ci", "buildkite": "buildkite"}
+KUBERAY = ROOT / "ci/cluster/kuberay.yaml"
 BATCHES = sorted((ROOT / "ci/cluster").glob("*.sbatch"))
 PIPELINES = sorted(path for name in SCHEMAS for path in (ROOT / "ci" / name).iterdir())
 
@@ -73,6 +74,20 @@ def test_a_batch_script_is_valid_and_its_commands_exist(path: Path) -> None:
     assert {"nodes", "ntasks-per-node", "gpus-per-node", "time"} <= set(options)
     for line in batch_commands(text):
         understood(line)
+
+
+def test_the_job_of_kuberay_has_one_image_and_a_command_that_exists() -> None:
+    job = yaml.safe_load(KUBERAY.read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    understood(job["spec"]["entrypoint"])
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [each["template"]["spec"] for each in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    assert len({container["image"] for pod in pods for container in pod["containers"]}) == 1
+    for pod in pods:
+        mounted = {mount["name"] for each in pod["containers"] for mount in each["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+    pinned = re.findall(r"^ray==(.*)$", (ROOT / "ci/constraints.txt").read_text(), flags=re.MULTILINE)
+    assert pinned == [cluster["rayVersion"]]
 
 
 def test_a_pipeline_that_is_wrong_is_found(tmp_path: Path) -> None:

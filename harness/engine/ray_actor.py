@@ -1,0 +1,140 @@
+"""One node of a Ray cluster, from inside: the actor that owns its warm processes and ranks. It dies with the driver.
+
+Whatever crosses the cluster is bytes of `messages.py`, or plain strings and numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from harness.engine.capacity import NodeCapacity, capacity_here
+from harness.engine.devices import open_leases
+from harness.engine.hardware import Device
+from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
+from harness.engine.node import LocalNode, Reservation
+from harness.engine.zygote_engine import ZygoteEngine
+from harness.errors import HarnessError
+from harness.sources import software
+
+
+class NodeSpec(Message, frozen=True, kw_only=True):
+    """What the driver of a run asks of a node. `environ`: variables of the driver that change what ranks compute."""
+
+    program: str
+    capacity: NodeCapacity
+    logs: str = ""  # keep the folders of jobs here; empty: remove them
+    environ: Mapping[str, str] = {}
+
+
+class NodeFacts(Message, frozen=True, kw_only=True):
+    """What a node is: slots and device, versions and sources of its packages."""
+
+    capacity: NodeCapacity
+    software: Mapping[str, str]
+
+
+class Refused(Message, frozen=True, tag=True):
+    """A node cannot hold slots or a folder; the text says why."""
+
+    text: str
+
+
+class Held(Message, frozen=True, tag=True):
+    """A node holds slots and a folder."""
+
+    reservation: Reservation
+
+
+SPECS = msgspec.msgpack.Decoder(NodeSpec)  # decoders are made before any thread decodes: msgspec would crash
+FACTS = msgspec.msgpack.Decoder(NodeFacts)
+ANSWERS: msgspec.msgpack.Decoder[Held | Refused] = msgspec.msgpack.Decoder(Held | Refused)
+SHARES = msgspec.msgpack.Decoder(Share)
+TOLD: msgspec.msgpack.Decoder[ShareEvent | ShareOutcome] = msgspec.msgpack.Decoder(ShareEvent | ShareOutcome)
+
+
+class NodeActor:
+    """Serves a `LocalNode` to `RayNode`. Methods are called from several threads."""
+
+    def __init__(self, spec: bytes) -> None:
+        asked = SPECS.decode(spec)
+        os.environ.update(asked.environ)
+        sys.path[:] = [entry for entry in sys.path if not _of_ray(entry)]
+        # Ray decides who has these CPUs or GPUs, so no other process shares their leases.
+        self._private = tempfile.TemporaryDirectory(prefix="fp8-harness-leases-")
+        self._node = LocalNode(
+            lambda preload: ZygoteEngine(asked.program, preload),
+            open_leases(Path(self._private.name), asked.capacity.device, asked.capacity.slots),
+            asked.capacity,
+            logs=Path(asked.logs) if asked.logs else None,
+        )
+
+    def slots(self) -> int:
+        """How many slots there are. The first answer of an actor."""
+        return self._node.capacity().slots
+
+    def reserve(self, job_id: str, count: int) -> bytes:
+        """`Held` or `Refused`."""
+        answer: Held | Refused
+        try:
+            answer = Held(reservation=self._node.reserve(job_id, count))
+        except OSError as error:
+            answer = Refused(text=str(error))
+        except HarnessError as error:
+            answer = Refused(text=error.text)
+        return msgspec.msgpack.encode(answer)
+
+    def warm(self, preload: dict[str, str]) -> None:
+        """As `Node.warm`."""
+        self._node.warm(preload)
+
+    def run(self, share: bytes) -> Iterator[bytes]:
+        """Run a `Share`; yields every `ShareEvent` when it happens, and last the `ShareOutcome`."""
+        told: queue.SimpleQueue[ShareEvent | ShareOutcome] = queue.SimpleQueue()
+        asked = SHARES.decode(share)
+
+        def work() -> None:
+            outcome = ShareOutcome(infra="the actor of the node failed")
+            try:
+                outcome = self._node.run(asked, told.put)
+            finally:
+                told.put(outcome)
+
+        threading.Thread(target=work, daemon=True).start()
+        while isinstance(each := told.get(), str):
+            yield msgspec.msgpack.encode(each)
+        yield msgspec.msgpack.encode(each)
+
+    def end(self, job_id: str) -> None:
+        """As `Node.end`."""
+        self._node.end(job_id)
+
+    def release(self, job_id: str) -> None:
+        """As `Node.release`."""
+        self._node.release(job_id)
+
+    def free(self, job_id: str) -> None:
+        """As `Node.free`."""
+        self._node.free(job_id)
+
+    def close(self) -> None:
+        """Kill every rank and every warm process, and remove what is on disk."""
+        self._node.close()
+        self._private.cleanup()
+
+
+def node_facts(device: Device) -> bytes:
+    """The `NodeFacts` of the machine that this runs on."""
+    return msgspec.msgpack.encode(NodeFacts(capacity=capacity_here(device), software=software()))
+
+
+def _of_ray(entry: str) -> bool:
+    """True for folders that Ray puts before those of the environment: copies of packages of its own."""
+    return entry.endswith(("/ray/thirdparty_files", "/ray/_private/workers"))

@@ -1,0 +1,121 @@
+"""The connection to a Ray cluster: made once per process, refused in words and in seconds. Imports Ray on demand."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from harness.errors import HarnessError
+
+AUTO = "auto"  # the cluster that RAY_ADDRESS names, or that this machine is a node of
+_REACH_S = 5.0
+
+# Ray tries for minutes where nothing answers, 20 times where a token is wrong. It reads these when it is imported.
+_SECONDS = {
+    "RAY_gcs_server_port_wait_time_s": "1",
+    "RAY_gcs_rpc_server_connect_timeout_s": "2",
+    "RAY_py_gcs_connect_timeout_s": "3",
+}
+_TOKEN = (
+    "does it ask for a token? Then set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, here and on its nodes; "
+    "`ray status --address {address}` tells the same"
+)
+
+
+class RayMachine(NamedTuple):
+    """A node of the cluster. `name`: its host, with the start of its id where several have the same."""
+
+    name: str
+    node_id: str
+    cpus: int
+    gpus: int
+
+
+def connect(address: str) -> Any:
+    """Connect this process to the cluster, unless it is; returns the module `ray`.
+
+    `address` is HOST:PORT or "auto". Raises HarnessError where Ray is not installed, nothing answers at the address, or
+    the cluster refuses.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise HarnessError("Ray is not installed.", where="--engine ray", fix="pip install 'fp8-harness[cluster]'")
+    named = os.environ.get("RAY_ADDRESS") or AUTO if address == AUTO else address
+    if named != AUTO:
+        _check_reachable(named)
+    for name, value in _SECONDS.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if ray.is_initialized():
+        return ray
+    try:
+        with _own_signals():
+            ray.init(address=named, log_to_driver=False, configure_logging=False)
+    except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
+        raise _refused(named, error) from error
+    # Ray prints what it thinks of a lost node to stdout, where results may go, with 30 lines of its log.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
+    return ray
+
+
+def alive_machines(ray: Any) -> list[RayMachine]:
+    """The machines that the cluster believes to be alive, in the order of their names."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    hosts = [str(node["NodeManagerHostname"]) for node in nodes]
+    machines = [
+        RayMachine(
+            name=host if hosts.count(host) == 1 else f"{host}.{node['NodeID'][:6]}",
+            node_id=node["NodeID"],
+            cpus=int(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+        )
+        for node, host in zip(nodes, hosts, strict=True)
+    ]
+    return sorted(machines, key=lambda machine: machine.name)
+
+
+def _check_reachable(address: str) -> None:
+    """Raises HarnessError where no TCP connection can be made."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise HarnessError(
+            "this is not the address of a Ray cluster.",
+            where=f"--address {address}",
+            fix="give HOST:PORT of its head, as `ray start --head` prints it, on a machine that is one of its nodes.",
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise HarnessError(
+            f"no Ray cluster answers: {error}.",
+            where=f"--address {address}",
+            fix="start its head there by `ray start --head --port PORT`, or name another address.",
+        ) from error
+
+
+def _refused(address: str, error: Exception) -> HarnessError:
+    text = " ".join(str(error).split())
+    if address == AUTO and isinstance(error, ConnectionError):
+        return HarnessError(
+            "this machine is in no Ray cluster.",
+            where="--address auto",
+            fix="start one by `ray start --head`, join one by `ray start --address HOST:PORT`, or set RAY_ADDRESS.",
+        )
+    fix = _TOKEN.format(address=address) if isinstance(error, ConnectionError) else "see what Ray says."
+    return HarnessError(f"the Ray cluster refuses: {text.rstrip('.')}.", where=f"--address {address}", fix=fix)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep the handler of SIGTERM, which Ray replaces."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        with suppress(TypeError):  # a handler that was not set from Python
+            signal.signal(signal.SIGTERM, before)
