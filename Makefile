@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEVICE := cuda
 READY := $(VENV)/.ready
 # torchtitan and what it imports stay out of .venv
 TITAN_VENV := .venv-torchtitan
@@ -12,7 +13,7 @@ TITAN_0_3_READY := $(TITAN_0_3_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke gloo test sweep unit browser torchtitan torchtitan-sweep torchtitan-0.3 lint format docs clean
+.PHONY: smoke gloo test sweep unit gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
@@ -28,6 +29,9 @@ sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs
 
 unit: $(READY)  ## run the tests that need no torch
 	$(BIN)/python -m pytest -q -n 2 tests/unit
+
+gpu-evidence: $(READY)  ## what the visible GPUs can prove, stored under golden/<class>/; DEVICE=cpu rehearses
+	$(BIN)/python -m harness evidence all --device $(DEVICE) $(EVIDENCE)
 
 browser:  ## install the Chromium of tests/browser where none is, from Debian's packages; as root
 	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do \

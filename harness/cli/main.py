@@ -30,6 +30,7 @@ _COMMANDS = {
     "signature": "harness.cli.signature:signature",
     "tolerance": "harness.cli.tolerance:tolerance",
     "conformance": "harness.cli.conformance:conformance_command",
+    "evidence": "harness.cli.evidence:evidence",
     "power": "harness.cli.power:power_command",
     "target": "harness.cli.target:target",
     "bug": "harness.cli.bug:bug",

@@ -48,6 +48,15 @@ class Leases:
                 slots = self._collect(held, count, until_s)
             yield slots
 
+    def held(self) -> tuple[int, ...]:
+        """The slots that a job holds now. Takes each of the others for a moment."""
+        found = []
+        for slot, path in enumerate(self._paths):
+            with ExitStack() as taken:
+                if path.exists() and not self._lock(path, taken):
+                    found.append(slot)
+        return tuple(found)
+
     def _wait_in_queue(self, queue: ExitStack, until_s: float | None) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from harness.timestamp import timestamp
 from harness.trace import RankTrace, Run
 
 SCHEMA = 1
+EVIDENCE_OF_A_DEVICE = "evidence-"  # begins the names of the other files beside goldens (`ring.py`)
 
 
 class GoldenMissing(HarnessError):
@@ -176,7 +177,8 @@ def write_golden(root: Path, golden: Golden) -> Path:
 
 def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
     """The goldens that are stored under the project root, sorted, without evidence and signatures."""
-    found = (path for path in (root / "golden").glob("*/*.json") if path.parent.name not in ("evidence", "signatures"))
+    files = (path for path in (root / "golden").glob("*/*.json") if path.parent.name not in ("evidence", "signatures"))
+    found = (path for path in files if not path.name.startswith(EVIDENCE_OF_A_DEVICE))
     return tuple(sorted(GoldenKey(hardware=path.parent.name, family=path.stem) for path in found))
 
 

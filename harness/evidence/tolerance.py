@@ -249,9 +249,10 @@ def fit(samples: Sequence[Sample], margin: float) -> tuple[float, ...]:
     return tuple(_round_down(value * margin) for value in noise(samples))
 
 
-def evidence_path(root: Path, check: str) -> Path:
-    """The path of the evidence of a check."""
-    return root / "golden" / "evidence" / f"{check}.json"
+def evidence_path(root: Path, check: str, hardware: str = "") -> Path:
+    """The path of the evidence of a check, or of that of one class of hardware, on which no tolerance rests."""
+    folder = root / "golden"
+    return folder / hardware / f"evidence-noise-{check}.json" if hardware else folder / "evidence" / f"{check}.json"
 
 
 def read_evidence(root: Path, check: str = LOSS_VS_GOLDEN) -> Evidence:
@@ -264,13 +265,13 @@ def read_evidence(root: Path, check: str = LOSS_VS_GOLDEN) -> Evidence:
     return evidence
 
 
-def write_evidence(root: Path, evidence: Evidence, check: str = LOSS_VS_GOLDEN) -> Path:
+def write_evidence(root: Path, evidence: Evidence, check: str = LOSS_VS_GOLDEN, hardware: str = "") -> Path:
     """Store the samples, sorted, and return the path. Raises for distances that are negative or not finite."""
     for sample in evidence.samples:
         if not sample.per_step or not all(math.isfinite(value) and value >= 0 for value in sample.per_step):
             raise ToleranceUnfounded(f"measured {sample.per_step}, which is not a distance.", where=sample.case_id)
     ordered = sorted(evidence.samples, key=lambda item: (item.key, item.seed, item.case_id, item.environment))
-    path = evidence_path(root, check)
+    path = evidence_path(root, check, hardware)
     write_sealed(path, msgspec.structs.replace(evidence, samples=tuple(ordered)))
     return path
 

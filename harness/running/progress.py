@@ -28,7 +28,7 @@ class Progress(Protocol):
     """Who is told what happens during a run. `note` is called from any thread, the rest from one."""
 
     def begin(self, total: int) -> None:
-        """`total` items are going to be run."""
+        """`total` items are going to be run; what was counted before is over."""
 
     def started(self, name: str, ranks: int) -> None:
         """An item was taken up."""
@@ -67,8 +67,8 @@ class PlainProgress:
         self._done = 0
 
     def begin(self, total: int) -> None:
-        """Remember how many there are."""
-        self._total = total
+        """Remember how many there are, and count from 0."""
+        self._total, self._done = total, 0
 
     def started(self, name: str, ranks: int) -> None:
         """Write a line when verbose."""
@@ -118,9 +118,9 @@ class LiveProgress:
         self._task: TaskID = self._rich.add_task("", total=None)
 
     def begin(self, total: int) -> None:
-        """Set the length of the bar."""
+        """Set the length of the bar, and begin with it."""
         self._total = total
-        self._rich.update(self._task, total=total)
+        self._rich.update(self._task, total=total, completed=0)
 
     def started(self, name: str, ranks: int) -> None:
         """Add the item to the running ones."""

@@ -55,6 +55,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     excess: float | None  # the largest found/allowed of the findings that state both
     message: str  # of the first finding
     baseline: BaselineDetection = msgspec.field(name="sight")
+    parity: float | None = None  # the largest relative distance of a gradient from solo; None where not compared
     not_reached: str = ""  # why it is not a trial of the checks: the fault changed nothing, or broke when planted
 
     @property

@@ -254,6 +254,7 @@ def _trial(tried: _Tried, clean: _Tried | None) -> Trial:
         excess=max(excesses, key=nan_is_worst, default=None),
         message=findings[0].message.splitlines()[0] if findings else "",
         baseline=tried.baseline,
+        parity=result.measured.parity if result.measured is not None else None,
         not_reached=_not_reached(tried, clean),
     )
 

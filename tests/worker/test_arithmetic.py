@@ -15,6 +15,7 @@ from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import parse_case_id
 from harness.request import RunRequest
+from harness.studies.rings.possible import ask_torch
 from harness.trace import RankTrace
 from harness.worker.virtual import device
 from tests.builders import run_of
@@ -52,6 +53,12 @@ def test_the_kernel_of_the_device_trains_and_is_not_the_exact_one(by_kernel: Ran
 def test_an_exact_matmul_that_was_not_asked_for_is_found(train: Train) -> None:
     (trace,) = train(CASE, arithmetic="kernel")  # from a warm process that has the exact one
     assert findings(trace) == ["parts of the virtual FP8 device are installed on cpu on rank 0"]
+
+
+def test_torch_is_asked_about_devices_in_a_process_that_ends() -> None:
+    facts = ask_torch()
+    assert facts.torch == torch.__version__ and facts.cuda == (torch.version.cuda or "")
+    assert len(facts.devices) == (torch.cuda.device_count() if facts.cuda else 0)
 
 
 def test_cuda_gets_the_exact_matmul_and_nothing_else_where_it_is_asked_for(tmp_path: Path) -> None:

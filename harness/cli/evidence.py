@@ -1,0 +1,205 @@
+"""`fp8-harness evidence kernel | proof | native | all | show`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from harness.cli.golden import check_committed
+from harness.cli.options import allow_dirty_option, check_folder, plan_parameter, query_parameter, root_option
+from harness.durable import write_whole
+from harness.errors import HarnessError
+from harness.evidence.ring import RINGS, Ring
+from harness.jsonform import to_json
+from harness.project import Project, find_project
+from harness.running.progress import open_progress
+from harness.verdict import ExitCode
+
+if TYPE_CHECKING:
+    from harness.evidence.ring import RingReport
+    from harness.running.plan import Plan
+    from harness.running.selection import Query
+    from harness.studies.rings.work import Work
+    from harness.trace.facts import TorchFacts
+
+_CODES = """
+\b
+Exit codes: 0 all good, 1 something is not as it must be, 2 usage error, or devices that cannot prove this,
+3 nothing to try, 4 infrastructure, 130 interrupted, and nothing stored of that ring.
+"""
+_EPILOGS = {
+    "kernel": """\b
+Examples:
+  fp8-harness evidence kernel --device cuda     one GPU of compute capability 8.9 or newer
+  fp8-harness evidence kernel --device cpu      a rehearsal: torch's kernel of a CPU
+""",
+    "proof": """\b
+Examples:
+  fp8-harness evidence proof --device cuda                        all visible GPUs, at least two
+  NCCL_ALGO=Ring NCCL_PROTO=Simple fp8-harness evidence proof     sums in one order
+  fp8-harness evidence proof smoke --device cpu --fabric gloo     a rehearsal over a real network
+  fp8-harness evidence proof --fault amax_without_abs             one planted fault
+""",
+    "native": """\b
+Examples:
+  fp8-harness evidence native --device cuda --seeds 8
+  fp8-harness evidence native smoke --device cpu --seeds 1        a rehearsal
+""",
+    "all": """\b
+Examples:
+  fp8-harness evidence all --device cuda        what these GPUs can prove; says what is left
+  fp8-harness evidence all smoke --device cpu   a rehearsal of all three
+""",
+}
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@click.group(epilog="\b\nExamples:\n  fp8-harness evidence all --device cuda\n  fp8-harness evidence show")
+def evidence() -> None:
+    """Show on GPUs what the harness says of them, and store it with their goldens.
+
+    kernel: the float8 matmul of a GPU beside the exact one. proof: the exact matmul with real collectives. native: the
+    real kernels in bfloat16. On a CPU each is a rehearsal.
+    """
+
+
+def _add(name: str, rings: tuple[Ring, ...], text: str) -> None:
+    """Add the command of these rings to the group."""
+
+    @evidence.command(name, epilog=_EPILOGS[name] + _CODES, help=text)
+    @query_parameter
+    @click.option("--fault", "faults", metavar="NAME", multiple=True, help="Of proof: only this fault. Repeatable.")
+    @click.option("--seeds", type=click.IntRange(min=0), default=4, show_default=True, help="Of native: of the noise.")
+    @click.option("--json", "json_file", metavar="FILE|-", type=click.Path(path_type=Path, dir_okay=False))
+    @allow_dirty_option
+    @plan_parameter
+    @root_option
+    def command(**given: Any) -> int:
+        return _make(rings, **given)
+
+
+_add("kernel", ("kernel",), "Compare the float8 matmul of one GPU with the exact one, over all that a GPU takes.")
+_add("proof", ("proof",), "Train float64 cases with the exact matmul, clean and with every planted fault.")
+_add("native", ("native",), "Judge bfloat16 cases on real kernels; store their goldens and noise.")
+_add("all", RINGS, "Make the evidence of every ring that the devices here can prove, and say what is left.")
+
+
+def _make(  # noqa: PLR0913  one parameter per option
+    rings: tuple[Ring, ...],
+    *,
+    query: Query,
+    faults: tuple[str, ...],
+    seeds: int,
+    json_file: Path | None,
+    allow_dirty: bool,
+    plan_for: Callable[..., Plan],
+    root: str | None,
+) -> int:
+    from harness.matrix.faults import fault_named
+    from harness.studies.rings.possible import ask_torch
+    from harness.studies.rings.work import Work
+
+    if getattr(plan_for, "keywords", {}).get("arithmetic"):
+        raise HarnessError("each ring has its own.", where="--arithmetic", fix="leave it out.")
+    if json_file is not None and str(json_file) != "-":
+        check_folder(json_file)
+    project = find_project(root)
+    project.check_writable()
+    check_committed(project, "goldens", allowed=allow_dirty)
+    plan = plan_for()
+    facts = ask_torch() if plan.device == "cuda" else None
+    possible = possible_rings(rings, facts, plan.capacity.largest)
+    command = shlex.join(["fp8-harness", *sys.argv[1:]])
+    with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
+        work = Work(project, plan, progress, facts, tuple(map(fault_named, faults)), seeds, command)
+        reports, code = _collect(possible, work, query, talk_aside=str(json_file) == "-")
+    if json_file is not None:
+        _write_json(json_file, reports)
+    left = [ring for ring in rings if ring not in [report.ring for report in reports]]
+    if left:
+        click.echo(f"left: {', '.join(left)}", err=str(json_file) == "-")
+    return code
+
+
+def possible_rings(rings: tuple[Ring, ...], facts: TorchFacts | None, visible: int) -> list[Ring]:
+    """The rings that the devices can prove. Of several the others are named; HarnessError where none is left."""
+    from harness.studies.rings.possible import obstacle
+
+    against = {ring: None if facts is None else obstacle(ring, facts, visible) for ring in rings}
+    found = [ring for ring, error in against.items() if error is None]
+    errors = [error for error in against.values() if error is not None]
+    if not found:
+        raise errors[0]
+    for error in errors:
+        click.echo(f"fp8-harness: note: {error.text}", err=True)
+    return found
+
+
+def _collect(rings: list[Ring], work: Work, query: Query, *, talk_aside: bool) -> tuple[list[RingReport], int]:
+    """The evidence of these rings, each stored as soon as it is there, and the exit code."""
+    from harness.running.selection import NothingSelected
+    from harness.studies.kernels.runner import RankFailed
+    from harness.studies.rings.collect import collect
+    from harness.studies.rings.work import Interrupted
+
+    made: list[RingReport] = []
+    for ring in rings:
+        try:
+            report = collect(ring, work, query)
+        except Interrupted:
+            return made, ExitCode.INTERRUPTED
+        except NothingSelected as error:
+            if len(rings) == 1:
+                raise
+            click.echo(f"fp8-harness: note: {error.text}", err=True)
+            continue
+        except RankFailed as error:
+            click.echo(f"fp8-harness: error: {error.text}", err=True)
+            return made, ExitCode.INFRA
+        click.echo(_stored(work.project, report), err=talk_aside)
+        made.append(report)
+    return made, ExitCode.GOOD if all(report.good for report in made) else ExitCode.FAILED
+
+
+def _stored(project: Project, report: RingReport) -> str:
+    """Store the evidence with its summary, which is returned, with where it is."""
+    from harness.evidence.ring import changes, read_ring, write_ring
+    from harness.report.evidence import ring_markdown
+
+    before = read_ring(project.root, report.hardware, report.ring)
+    text = ring_markdown(report, None if before is None else changes(before, report))
+    path = write_ring(project.root, report)
+    write_whole(path.with_suffix(".md"), text.encode())
+    return f"{text}stored in {path} and {path.with_suffix('.md').name}\n"
+
+
+def _write_json(path: Path, reports: list[RingReport]) -> None:
+    text = to_json({"schema": 1, "good": all(each.good for each in reports), "rings": reports}, indent=2) + b"\n"
+    if str(path) == "-":
+        click.echo(text, nl=False)
+    else:
+        write_whole(path, text)
+
+
+@evidence.command("show", epilog="\b\nExample:\n  fp8-harness evidence show --root ../release-1")
+@root_option
+def show_command(root: str | None) -> int:
+    """Show which evidence is stored, of which class of hardware."""
+    from harness.evidence.ring import list_rings, read_ring
+    from harness.report.evidence import headline
+
+    project = find_project(root)
+    reports = [read_ring(project.root, hardware, ring) for hardware, ring in list_rings(project.root)]
+    for report in reports:
+        if report is not None:
+            torch = report.environment.packages.get("torch", "unknown")
+            click.echo(f"{headline(report)}; torch {torch}, {report.created}")
+    if not reports:
+        click.echo("no evidence is stored.")
+    return ExitCode.GOOD if reports else ExitCode.NOTHING_RAN

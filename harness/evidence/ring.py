@@ -1,0 +1,130 @@
+"""The evidence of one ring on one class of hardware: what was tried, with what result, on which devices.
+
+Sealed JSON, `golden/<class>/evidence-<ring>.json`, beside the goldens of that class. Also says what changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from harness.environment import Environment, changed_facts
+from harness.errors import HarnessError
+from harness.evidence.golden import EVIDENCE_OF_A_DEVICE
+from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+
+SCHEMA = 1
+Ring = Literal["kernel", "proof", "native"]
+RINGS: tuple[Ring, ...] = ("kernel", "proof", "native")
+# A number that grew or shrank by more than this is told; smaller changes come from other schedules and algorithms.
+TOLD_FROM = 2.0
+_NAMED = 8  # of many items of one kind
+
+
+class RingDamaged(HarnessError):
+    """A file of evidence was edited by hand, truncated, or written by another version."""
+
+
+class RingItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One thing that was tried: a check of a kernel, a case, a planted fault, a golden.
+
+    `numbers` are finite, such as "error_of_sum"; `says` are the problems, or what a fault was detected by.
+    """
+
+    name: str
+    verdict: str
+    good: bool
+    numbers: Mapping[str, float] = {}
+    says: tuple[str, ...] = ()
+
+
+class RingReport(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one ring found. `notes`: what was left out and why, and what makes its numbers less certain."""
+
+    ring: Ring
+    hardware: str  # class
+    items: tuple[RingItem, ...]
+    notes: tuple[str, ...]
+    environment: Environment
+    devices: int  # of the run: CUDA devices, or ranks of a CPU
+    memory: tuple[str, ...] = ()  # of each device, in words
+    variables: Mapping[str, str] = {}  # of the environment of this process, that NCCL and cuBLAS read
+    command: str
+    created: str  # UTC, ISO 8601, seconds
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """True if something was tried and everything is as it must be."""
+        return bool(self.items) and all(item.good for item in self.items)
+
+    @property
+    def rehearsed(self) -> bool:
+        """True for a rehearsal on a CPU, which proves the command and nothing about a GPU."""
+        return self.environment.device == "cpu"
+
+
+def ring_path(root: Path, hardware: str, ring: Ring) -> Path:
+    """The path of the evidence of a ring; the summary for people is beside it, with the suffix .md."""
+    return root / "golden" / hardware / f"{EVIDENCE_OF_A_DEVICE}{ring}.json"
+
+
+def read_ring(root: Path, hardware: str, ring: Ring) -> RingReport | None:
+    """The stored evidence; None where there is none. Raises `RingDamaged`."""
+    path = ring_path(root, hardware, ring)
+    fix = "restore it, or remove it and make it again."
+    try:
+        return read_sealed(path, RingReport, schema=SCHEMA, damaged=RingDamaged, fix=fix)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RingDamaged(f"cannot be read: {error.strerror}.", where=str(path), fix=fix) from error
+
+
+def write_ring(root: Path, report: RingReport) -> Path:
+    """Store the evidence, and return its path."""
+    path = ring_path(root, report.hardware, report.ring)
+    write_sealed(path, report)
+    return path
+
+
+def list_rings(root: Path) -> tuple[tuple[str, Ring], ...]:
+    """The hardware class and the ring of all stored evidence, sorted."""
+    return tuple(
+        sorted((path.parent.name, ring) for ring in RINGS for path in (root / "golden").glob(f"*/{_file(ring)}"))
+    )
+
+
+def _file(ring: Ring) -> str:
+    return f"{EVIDENCE_OF_A_DEVICE}{ring}.json"
+
+
+def changes(before: RingReport, now: RingReport) -> tuple[str, ...]:
+    """What differs, each as a line: the environment, items that are new or gone, verdicts, numbers."""
+    variables = sorted({*before.variables, *now.variables})
+    old, new = ({item.name: item for item in report.items} for report in (before, now))
+    return (
+        *before.environment.differences(now.environment),
+        *changed_facts(before.variables, now.variables, variables),
+        *_counted("no longer tried", [name for name in old if name not in new]),
+        *_counted("tried for the first time", [name for name in new if name not in old]),
+        *(line for name in new if name in old for line in _changed_item(old[name], new[name])),
+    )
+
+
+def _counted(what: str, names: list[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        yield f"{what}: {', '.join(names[:_NAMED])}{more}"
+
+
+def _changed_item(before: RingItem, now: RingItem) -> Iterator[str]:
+    if before.verdict != now.verdict:
+        yield f"{now.name}: {before.verdict} -> {now.verdict}"
+    for name in before.numbers.keys() & now.numbers.keys():
+        old, new = before.numbers[name], now.numbers[name]
+        if max(old, new) > TOLD_FROM * min(old, new):
+            yield f"{now.name}: {name} {old:.3g} -> {new:.3g}"

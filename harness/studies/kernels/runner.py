@@ -1,0 +1,66 @@
+"""Runs the kernel checks on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from harness.engine.apart import RunsJobs
+from harness.engine.messages import Job, JobOutcome
+from harness.errors import HarnessError
+from harness.studies.kernels.bound import Accumulator
+from harness.studies.kernels.judge import KernelConclusion, conclude, conclude_lost
+from harness.studies.surviving import conclude_all
+from harness.trace.kernel_checks import KernelBatch, KernelCheck, KernelObservation
+from harness.trace.patch import Patch
+
+PROGRAM = "harness.worker.kernels.main"
+_BASE_DEADLINE_S = 120.0  # a GPU loads its libraries in the first check
+_DEADLINE_PER_CHECK_S = 0.5
+
+
+class RankFailed(HarnessError):
+    """The rank failed outside of any check, because of the machine or an injection."""
+
+
+def run_kernel_checks(
+    cluster: RunsJobs,
+    checks: Sequence[KernelCheck],
+    *,
+    device: Literal["cpu", "cuda"],
+    accumulator: Accumulator,
+    injections: Sequence[Patch] = (),
+) -> list[KernelConclusion]:
+    """Run and judge all checks, in order. Raises `RankFailed` when the rank fails outside of any check."""
+    return conclude_all(
+        checks,
+        run=lambda pending: _submit(cluster, KernelBatch(checks=pending, device=device, injections=tuple(injections))),
+        judge=lambda pending, outcome: [
+            conclude(check, seen, accumulator) for check, seen in zip(pending, _observations(outcome), strict=True)
+        ],
+        lose=conclude_lost,
+        fail=_failed,
+        ranks="rank",
+    )
+
+
+def _failed(outcome: JobOutcome) -> RankFailed:
+    what = f"the rank failed outside of any check: {outcome.message}"
+    return RankFailed(what, where="evidence kernel", fix="check the driver and the memory of this machine.")
+
+
+def _submit(cluster: RunsJobs, batch: KernelBatch) -> JobOutcome:
+    return cluster.run(
+        Job(
+            job_id="kernels",
+            world_size=1,
+            payload=msgspec.msgpack.encode(batch),
+            deadline_s=_BASE_DEADLINE_S + _DEADLINE_PER_CHECK_S * len(batch.checks),
+        )
+    )
+
+
+def _observations(outcome: JobOutcome) -> list[KernelObservation]:
+    return msgspec.msgpack.Decoder(list[KernelObservation]).decode(outcome.ranks[0].payload or b"")

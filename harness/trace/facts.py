@@ -1,0 +1,25 @@
+"""What torch says of this machine, asked in a process of its own: its build, and the CUDA devices that it shows."""
+
+from __future__ import annotations
+
+from harness.trace.record import Record
+
+
+class DeviceFacts(Record, frozen=True, kw_only=True):
+    """One CUDA device. `free_bytes` is what no process holds."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]  # (9, 0)
+    total_bytes: int
+    free_bytes: int
+
+
+class TorchFacts(Record, frozen=True, kw_only=True):
+    """The build of torch and its devices. `cuda` and `nccl` are versions; empty where torch was built without."""
+
+    torch: str
+    cuda: str = ""
+    nccl: str = ""
+    devices: tuple[DeviceFacts, ...] = ()
+    error: str = ""  # why torch shows no devices, in its own words

@@ -1,0 +1,121 @@
+"""`fp8-harness evidence` on a CPU: the rehearsal of each ring stores what it found, and says what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.evidence.ring import RINGS
+from tests.acceptance.conftest import REPOSITORY, Command
+from tests.acceptance.documents import steps
+from tests.commands import understood
+
+PAGE = REPOSITORY / "docs" / "on-your-gpus.md"
+
+BF16 = """
+[[case]]
+axes = {recipe = "tensorwise", steps = 4, dtype = "bfloat16", loss_tolerance = 0.05}
+
+[[case]]
+axes = {recipe = "rowwise", tp = 2, output_layer = true, vocab_size = 2256, dtype = "bfloat16"}
+"""
+
+
+def bare(folder: Path) -> Command:
+    """A project without cases and goldens, whose ranks run torch."""
+    for name in ("cases", "golden"):
+        (folder / name).mkdir()
+    command = Command(folder)
+    command.environment = {"FP8_HARNESS_PROGRAM": ""}
+    return command
+
+
+def test_the_kernel_of_this_machine(tmp_path: Path) -> None:
+    project = bare(tmp_path)
+    done = project.run("evidence", "kernel", "--device", "cpu", "--json", "found.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    stored = json.loads((tmp_path / "golden" / "cpu" / "evidence-kernel.json").read_text())
+    (told,) = json.loads((tmp_path / "found.json").read_text())["rings"]
+    assert len(stored["items"]) == len(told["items"]) > 250 and stored["environment"]["device"] == "cpu"
+    summary = (tmp_path / "golden" / "cpu" / "evidence-kernel.md").read_text()
+    assert "nothing about a GPU" in summary and summary in done.stdout and "none is compared" in summary
+    assert project.run("golden", "list").stdout == "", "evidence is no golden"
+    shown = project.run("evidence", "show")
+    assert shown.returncode == 0 and "rehearsal of kernel on cpu: good; 268 passed" in shown.stdout
+
+
+@pytest.mark.sweep
+def test_a_planted_fault_is_found_over_gloo_with_the_exact_matmul(tmp_path: Path) -> None:
+    project = bare(tmp_path)
+    asked = ("--case", "single-bf16-v2048-s2-f64", "--fault", "amax_not_reduced_over_tp")
+    options = (*asked, "--device", "cpu", "--fabric", "gloo", "--json", "-")
+    done = project.run("evidence", "proof", *options, timeout_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (told,) = json.loads(done.stdout)["rings"]
+    assert told["environment"]["fabric"] == "gloo" and told["environment"].get("arithmetic", "") == ""
+    assert {item["verdict"] for item in told["items"]} == {"passed", "detected"}
+    assert "# The exact matmul" in done.stderr
+
+
+def test_goldens_of_a_class_are_made_before_anything_is_judged(project: Command) -> None:
+    project.tier("own", BF16)
+    ran = ("evidence", "native", "own", "--device", "cpu", "--seeds", "1")
+    done = project.run(*ran)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = project.folder / "golden" / "cpu"
+    found = json.loads((folder / "evidence-native.json").read_text())
+    names = [item["name"] for item in found["items"]]
+    assert sum(name.startswith("golden ") for name in names) == 1 and len(list(folder.glob("tiny-*-s4-*"))) == 1
+    assert {item["verdict"] for item in found["items"]} == {"made", "passed", "no bit differs"}
+    assert not (project.folder / "golden" / "evidence").exists(), "no tolerance rests on what one class measured"
+    assert found["environment"]["arithmetic"] == "kernel"
+    assert found["notes"] == [
+        "1 case left out that must be refused, which torch's kernel of a CPU does not do",
+        "noise: not measured, without seeds or without a case to measure",
+    ]
+    again = project.run(*ran)
+    assert "no longer tried: golden " in again.stdout, "the golden is stored, so it is not made again"
+
+
+def test_every_command_of_the_page_is_understood() -> None:
+    commands = [text for kind, text in steps(PAGE.read_text()) if kind == "sh"]
+    ours = [text[text.index("fp8-harness ") :] for text in commands if "fp8-harness " in text]
+    assert len(ours) > 6 and {text.split()[2] for text in ours if " evidence " in text} == {*RINGS, "all"}
+    for text in ours:
+        understood(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("kernel", "--device", "cuda"), 2, "there is no CUDA device here"),
+        (("proof", "--device", "cpu", "--arithmetic", "kernel"), 2, "each ring has its own"),
+        (("native", "smoke", "--device", "cpu", "--select", "dtype=float32"), 3, "no selected case is in bfloat16"),
+        (("proof", "--device", "cpu", "--fault", "no_such_fault"), 2, "no_such_fault"),
+        (("show",), 3, ""),
+    ],
+)
+def test_what_cannot_be_made_is_told_in_words(project: Command, words: tuple[str, ...], code: int, said: str) -> None:
+    done = project.run("evidence", *words)
+    assert done.returncode == code and said in done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_torch_without_cuda_proves_nothing_on_gpus(tmp_path: Path) -> None:
+    project = bare(tmp_path)
+    lists_two = tmp_path / "nvidia-smi"
+    lists_two.write_text("#!/bin/sh\nprintf 'GPU %s: NVIDIA H200 (UUID: GPU-a%s)\\n' 0 0 1 1\n")
+    lists_two.chmod(0o755)
+    project.environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = project.run("evidence", "all", "--device", "cuda")
+    assert done.returncode == 2 and list((tmp_path / "golden").iterdir()) == [], done.stdout + done.stderr
+    assert re.search(r"evidence kernel: torch \S+ (was built without CUDA|for CUDA \S+ shows no device)", done.stderr)
+
+
+def test_make_runs_what_the_devices_allow() -> None:
+    text = (REPOSITORY / "Makefile").read_text()
+    assert "evidence all --device $(DEVICE)" in text and "gpu-evidence: $(READY)" in text

@@ -1,0 +1,236 @@
+"""The rings of evidence: what devices can prove, by fake facts; what is stored, told, and found to have changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from harness.cli.evidence import possible_rings
+from harness.engine.leases import Leases
+from harness.environment import Environment
+from harness.errors import HarnessError
+from harness.evidence.golden import list_goldens
+from harness.evidence.ring import (
+    RINGS,
+    SCHEMA,
+    Ring,
+    RingDamaged,
+    RingItem,
+    RingReport,
+    changes,
+    list_rings,
+    read_ring,
+    ring_path,
+    write_ring,
+)
+from harness.matrix.faults import all_faults
+from harness.report.evidence import headline, ring_markdown
+from harness.studies.kill_matrix import BaselineDetection, Power, Trial
+from harness.studies.rings.possible import doubts, memory_words, obstacle
+from harness.studies.rings.proof import items_of, usual_faults
+from harness.trace.facts import DeviceFacts, TorchFacts
+from harness.verdict import Verdict
+
+GIB = 1 << 30
+
+
+def device(index: int = 0, *, capability: tuple[int, int] = (9, 0), free: int = 80, name: str = "H100") -> DeviceFacts:
+    return DeviceFacts(index=index, name=name, capability=capability, total_bytes=80 * GIB, free_bytes=free * GIB)
+
+
+def facts(*devices: DeviceFacts, cuda: str = "13.0", nccl: str = "2.28.9", error: str = "") -> TorchFacts:
+    return TorchFacts(torch="2.13.0", cuda=cuda, nccl=nccl, devices=devices, error=error)
+
+
+TWO = facts(device(0), device(1))
+OLD = facts(device(0, capability=(8, 0), name="A100"), device(1, capability=(8, 0), name="A100"))
+
+
+@pytest.mark.parametrize(
+    ("ring", "here", "visible", "words"),
+    [
+        ("kernel", facts(device()), 1, ""),
+        ("native", facts(device()), 1, ""),
+        ("proof", TWO, 2, ""),
+        ("proof", OLD, 2, ""),  # the exact matmul needs no float8 hardware
+        ("kernel", OLD, 2, r"compute capability 8.9; too old: GPU 0 \(A100, 8.0\), GPU 1 .*Fix: leave these out"),
+        ("native", OLD, 2, "too old"),
+        ("kernel", facts(device(capability=(8, 9))), 1, ""),
+        ("proof", facts(device()), 1, "needs 2 GPUs, and 1 can be used"),
+        ("proof", TWO, 1, "needs 2 GPUs, and 1 can be used"),
+        ("kernel", TorchFacts(torch="2.13.0+cpu"), 1, r"torch 2.13.0\+cpu was built without CUDA.*Fix: install"),
+        ("kernel", facts(error="The NVIDIA driver on your system is too old"), 1, "driver on your system is too old"),
+        ("kernel", facts(), 1, "it counts none"),
+        ("proof", facts(device(0), device(1), nccl=""), 2, "built without NCCL"),
+        ("native", facts(device(), nccl=""), 1, "built without NCCL"),
+        ("kernel", facts(device(), nccl=""), 1, ""),  # one process, no collectives
+    ],
+)
+def test_what_stands_against_a_ring(ring: Ring, here: TorchFacts, visible: int, words: str) -> None:
+    error = obstacle(ring, here, visible)
+    if not words:
+        assert error is None
+        return
+    assert error is not None and error.fix and error.where == f"evidence {ring}"
+    with pytest.raises(type(error), match=words):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("here", "visible", "possible", "said"),
+    [
+        (facts(device()), 1, ["kernel", "native"], "evidence proof: it needs 2 GPUs"),
+        (OLD, 2, ["proof"], "evidence native: float8 matmuls need"),
+        (TWO, 2, ["kernel", "proof", "native"], ""),
+        (None, 1, ["kernel", "proof", "native"], ""),
+    ],
+)
+def test_of_all_rings_those_that_can_be_are_tried_and_the_others_named(
+    capsys: pytest.CaptureFixture[str], here: TorchFacts | None, visible: int, possible: list[Ring], said: str
+) -> None:
+    assert possible_rings(RINGS, here, visible) == possible
+    told = capsys.readouterr().err
+    assert said in told and told.count("note:") == 3 - len(possible)
+    with pytest.raises(HarnessError, match="without CUDA"):
+        possible_rings(RINGS, TorchFacts(torch="2.13.0+cpu"), 1)
+
+
+def test_what_makes_numbers_less_certain_is_told() -> None:
+    assert doubts(TWO, ()) == ()
+    used, leased, mixed = doubts(facts(device(0, free=60), device(1, name="H200")), ("1",))
+    assert used.startswith("GPU 0: 20.0 of 80 GiB are in use by others") and "GPU 1 is leased" in leased
+    assert "H100, H200" in mixed and memory_words(TWO)[1] == "GPU 1 H100, 80 GiB"
+
+
+def test_slots_that_a_job_holds_are_seen(tmp_path: Path) -> None:
+    leases = Leases(tmp_path, 3)
+    assert leases.held() == ()
+    with leases.acquire(2) as slots:
+        assert Leases(tmp_path, 3).held() == slots
+        with leases.acquire(1):
+            assert Leases(tmp_path, 3).held() == (0, 1, 2)
+    assert leases.held() == ()
+
+
+REPORT = RingReport(
+    schema=SCHEMA,
+    ring="kernel",
+    hardware="nvidia-h100",
+    items=(
+        RingItem(name="a", verdict="passed", good=True, numbers={"error_of_sum": 2e-5, "allowed": 1e-2}),
+        RingItem(name="b", verdict="passed", good=True, numbers={"error_of_sum": 1e-7, "allowed": 1e-3}),
+    ),
+    notes=("refusals: none",),
+    environment=Environment(packages={"torch": "2.13.0"}, device="NVIDIA H100", driver="580.1", commit="abc"),
+    devices=1,
+    memory=("GPU 0 NVIDIA H100, 80 GiB",),
+    variables={"NCCL_ALGO": "Ring"},
+    command="fp8-harness evidence kernel --device cuda",
+    created="2026-01-01T00:00:00Z",
+    seconds=12.0,
+)
+
+
+def test_what_is_stored_is_read_and_is_no_golden(tmp_path: Path) -> None:
+    (tmp_path / "golden").mkdir()
+    assert read_ring(tmp_path, "nvidia-h100", "kernel") is None and list_rings(tmp_path) == ()
+    path = write_ring(tmp_path, REPORT)
+    found = read_ring(tmp_path, "nvidia-h100", "kernel")
+    assert found is not None and changes(found, REPORT) == ()
+    assert list_rings(tmp_path) == (("nvidia-h100", "kernel"),) and list_goldens(tmp_path) == ()
+    path.write_text(path.read_text().replace('"NCCL_ALGO": "Ring"', '"NCCL_ALGO": "Tree"'))
+    with pytest.raises(RingDamaged, match="was changed after"):
+        read_ring(tmp_path, "nvidia-h100", "kernel")
+    ring_path(tmp_path, "nvidia-h100", "kernel").write_text("{")
+    with pytest.raises(RingDamaged, match="not readable"):
+        read_ring(tmp_path, "nvidia-h100", "kernel")
+
+
+def test_what_changed_is_told_and_nothing_else() -> None:
+    worse = RingItem(name="a", verdict="failed", good=False, numbers={"error_of_sum": 5e-5}, says=("error: …",))
+    close = RingItem(name="b", verdict="passed", good=True, numbers={"error_of_sum": 1.9e-7})
+    more = RingItem(name="c", verdict="passed", good=True)
+    newer = replace(REPORT.environment, packages={"torch": "2.14.0"})
+    now = replace(REPORT, items=(worse, close, more), environment=newer, variables={}, seconds=99.0)
+    assert changes(REPORT, now) == (
+        "torch 2.13.0 -> 2.14.0",
+        "NCCL_ALGO Ring -> none",
+        "tried for the first time: c",
+        "a: passed -> failed",
+        "a: error_of_sum 2e-05 -> 5e-05",
+    )
+    assert changes(now, REPORT)[2] == "no longer tried: c"
+    zero = replace(REPORT, items=(replace(REPORT.items[0], numbers={"error_of_sum": 0.0}),))
+    assert "a: error_of_sum 0 -> 2e-05" in changes(zero, REPORT)
+
+
+def test_a_report_is_good_when_something_was_tried_and_all_is_good() -> None:
+    assert REPORT.good and not replace(REPORT, items=()).good
+    assert not replace(REPORT, items=(*REPORT.items, RingItem(name="x", verdict="failed", good=False))).good
+
+
+def test_the_summary_says_what_is_wrong_first_and_where_it_was_made() -> None:
+    bad = RingItem(name="x", verdict="failed", good=False, says=("bits: expected …",))
+    text = ring_markdown(replace(REPORT, items=(*REPORT.items, bad)), ("torch 2.13.0 -> 2.14.0",))
+    order = [
+        "NOT GOOD",
+        "1 problem",
+        "x: failed; bits",
+        "error_of_sum: 2e-05 of 0.01, a",
+        "refusals",
+        "2.14.0",
+        "Made by",
+    ]
+    assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
+    assert "driver: 580.1" in text and "NCCL_ALGO=Ring" in text and "rehearsal" not in text.lower()
+    on_cpu = replace(REPORT, environment=replace(REPORT.environment, device="cpu"))
+    assert "rehearsal" in headline(on_cpu) and "nothing about a GPU" in ring_markdown(on_cpu, None)
+    assert "## Changed\n\n- nothing" in ring_markdown(REPORT, ())
+
+
+def trial(fault: str | None, verdict: Verdict, **fields: object) -> Trial:
+    usual: dict[str, object] = {
+        "fault": fault,
+        "group": None,
+        "equivalent": False,
+        "case_id": "tp2-rowwise-v2048-f64",
+        "verdict": verdict,
+        "checks": (),
+        "first_step": None,
+        "excess": None,
+        "message": "",
+        "baseline": BaselineDetection(loss_gap=0.0, sqnr_db=None),
+    }
+    return Trial(**{**usual, **fields})  # type: ignore[arg-type]
+
+
+def test_a_fault_must_be_found_where_it_can_be_and_clean_runs_must_pass() -> None:
+    power = Power(
+        clean=(trial(None, Verdict.PASSED, parity=3e-15), trial(None, Verdict.NUMERIC, message="off")),
+        trials=(
+            trial("found", Verdict.NUMERIC, checks=("parity",)),
+            trial("missed", Verdict.PASSED),
+            trial("equal", Verdict.PASSED, equivalent=True),
+            trial("broken", Verdict.CRASH, checks=("completion",), not_reached="it raises when planted"),
+        ),
+        wall_s=1.0,
+        interrupted=False,
+    )
+    found = {item.name.partition(" in ")[0]: (item.verdict, item.good) for item in items_of(power)[2:]}
+    assert found == {
+        "found": ("detected", True),
+        "missed": ("not detected", False),
+        "equal": ("not detected", True),
+        "broken": ("not reached", False),
+    }
+    clean, off = items_of(power)[:2]
+    assert clean.good and clean.numbers == {"parity": 3e-15}
+    assert not off.good and off.says == ("off",)
+
+
+def test_a_rehearsal_plants_one_fault_of_every_class() -> None:
+    few = usual_faults("cpu")
+    assert len({fault.group for fault in few}) == len(few) == len({fault.group for fault in all_faults().values()})
+    assert usual_faults("cuda") == tuple(all_faults().values())
