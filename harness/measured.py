@@ -44,6 +44,13 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     payload_bytes: int
 
 
+class Multiplied(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Products of one kind, of all ranks and steps: evaluation, recomputation and padding are among them."""
+
+    calls: int
+    flops: int
+
+
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that are followed over runs. None, or empty: not recorded, or not compared.
 
@@ -56,6 +63,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     parity: float | None = None  # the largest relative distance of a gradient from solo
     local_parity: float | None = None  # the largest relative distance of a tensor of a module from its replay
     scaled_mm_calls: int | None = None  # of all ranks and steps
+    flops: Mapping[str, Multiplied] = {}  # by part and precision: "matmuls in float8", "attention in bfloat16"
     wire: Mapping[str, Sent] = {}  # by kind, dtype and mesh axis: "all_gather in uint8 along dp_shard"
     saved_bytes: int | None = None  # for backward, of all ranks and steps
     fused: Mapping[str, int] = {}  # executions of fused operators, of all ranks and steps
@@ -71,10 +79,15 @@ class Measured(Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The numbers of one run.
 
     Of a cast in a compiled graph it is known neither in which block it is nor how much it flushes: it counts in
-    `digests` alone.
+    `digests` alone. `peak_memory_bytes` and `step_s` never repeat exactly, so nothing compares them.
     """
 
     allowed_loss: tuple[float, ...] = ()  # nats from the golden, of every step
+    expected_flops: Mapping[str, Multiplied] = {}  # by the formula; empty where it does not apply
     expected_wire: Mapping[str, Sent] = {}  # by the formula, without kinds of which it gives only limits
     expected_saved_bytes: int | None = None  # by the formula; None where there is none, or where it gives only limits
     casts: tuple[CastRange, ...] = ()
+    cast_calls: int | None = None  # casts of all ranks and steps, by linears; None where compiled code casts
+    expected_cast_calls: int | None = None  # by the formula; None where it does not apply
+    peak_memory_bytes: int | None = None  # of the rank with most. CUDA: allocator; CPU: growth of the resident set
+    step_s: tuple[float, ...] = ()  # of every step, of the slowest rank, with all that probes take

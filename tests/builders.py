@@ -31,7 +31,7 @@ from harness.matrix.caseid import family_id
 from harness.matrix.known import KnownFault, Symptom
 from harness.matrix.numerics import VIRTUAL_DEVICE
 from harness.matrix.rule import Refusal
-from harness.measured import CastRange, Curve, Measured, Sent
+from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
 from harness.result import Attempt, CaseResult, RunResult
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.graphs import GraphTrace, PartitionRecord
@@ -452,6 +452,7 @@ def make_measured(**changes: Any) -> Measured:
         curves={"case": Curve(losses=(8.0, 7.5), grad_norms=(1.0, 0.9))},
         allowed_loss=(0.01, 0.01),
         scaled_mm_calls=42,
+        flops={"matmuls in float8": Multiplied(calls=42, flops=8400)},
         wire={"all_gather in uint8 along dp_shard": Sent(calls=4, payload_bytes=4096)},
         saved_bytes=1000,
         digests={"casts": "c1", "gradients": "g1"},

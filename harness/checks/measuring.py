@@ -11,11 +11,14 @@ from harness.checks.assembly import largest
 from harness.checks.parity import rounded, worst_distances
 from harness.checks.ranks import traces_by_rank
 from harness.checks.witnesses import Witnesses
+from harness.expect.casts import OF_GATHERS
 from harness.expect.expectations import Expectations, version_gap
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
-from harness.measured import CastRange, Curve, Measured, Sent
+from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
+from harness.performance.flops import executed
 from harness.trace import RankTrace, Run
+from harness.trace.flops import multiplied_words
 from harness.trace.operands import CastRecord
 from harness.trace.traffic import TrafficRecord, collective_words
 
@@ -38,6 +41,8 @@ def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = N
         parity=_parity(case, run, solo) if solo is not None else None,
         local_parity=_worst([each.distance for each in replayed if each.problem is None]),
         scaled_mm_calls=sum(step.scaled_mm_calls for trace in traces for step in trace.steps),
+        flops=_flops(traces),
+        expected_flops=_expected_flops(witnesses.expect, traces),
         wire=_wire(traces),
         expected_wire=_expected_wire(witnesses.expect, traces),
         saved_bytes=_saved(traces),
@@ -45,6 +50,10 @@ def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = N
         fused=_fused(traces),
         digests=_digests(traces),
         casts=_casts(traces),
+        cast_calls=_cast_calls(traces),
+        expected_cast_calls=_expected_cast_calls(witnesses.expect, traces),
+        peak_memory_bytes=max(trace.peak_memory_bytes for trace in traces),
+        step_s=_slowest(traces),
     )
 
 
@@ -69,6 +78,35 @@ def _worst(values: Sequence[float]) -> float | None:
     return largest(values) if values else None
 
 
+def _slowest(traces: Sequence[RankTrace]) -> tuple[float, ...]:
+    """The seconds of every step on the rank that took most."""
+    of_ranks = ([step.seconds for step in trace.steps] for trace in traces)
+    return tuple(max(seconds) for seconds in zip(*of_ranks, strict=False))
+
+
+def _flops(traces: Iterable[RankTrace]) -> Mapping[str, Multiplied]:
+    records = (record for trace in traces for record in trace.flops or ())
+    words = ((multiplied_words(part=each.part, precision=each.precision), each) for each in records)
+    return _multiplied((name, each.calls, each.flops) for name, each in words)
+
+
+def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Multiplied]:
+    """What the formula says that these ranks multiply; empty where it does not apply."""
+    if not _applies("matmuls", expect, traces) or any(trace.flops is None for trace in traces):
+        return {}
+    steps, saves_attention = expect.case.train.steps, traces[0].device != "cpu"
+    found = (executed(expect.case, rank=trace.rank, saves_attention=saves_attention) for trace in traces)
+    return _multiplied(
+        (words, steps * each.calls, steps * each.flops) for of_rank in found for words, each in of_rank.items()
+    )
+
+
+def _multiplied(found: Iterable[tuple[str, int, int]]) -> Mapping[str, Multiplied]:
+    """Calls and FLOPs by words, sorted."""
+    added = _sums(found)
+    return {words: Multiplied(calls=calls, flops=flops) for words, (calls, flops) in added.items()}
+
+
 def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
     records = (record for trace in traces for record in trace.traffic or ())
     return _added((_words(each), sum(each.sizes.values()), each.payload_bytes) for each in records)
@@ -90,12 +128,16 @@ def _words(sent: TrafficRecord | Transfer) -> str:
 
 def _added(sent: Iterable[tuple[str, int, int]]) -> Mapping[str, Sent]:
     """Calls and bytes by words, sorted."""
-    calls: Counter[str] = Counter()
-    payload_bytes: Counter[str] = Counter()
-    for words, times, nbytes in sent:
-        calls[words] += times
-        payload_bytes[words] += nbytes
-    return {words: Sent(calls=calls[words], payload_bytes=payload_bytes[words]) for words in sorted(calls)}
+    return {words: Sent(calls=calls, payload_bytes=nbytes) for words, (calls, nbytes) in _sums(sent).items()}
+
+
+def _sums(found: Iterable[tuple[str, int, int]]) -> Mapping[str, tuple[int, int]]:
+    """Both numbers added up by words, sorted."""
+    sums: dict[str, tuple[int, int]] = {}
+    for words, *numbers in found:
+        first, second = sums.get(words, (0, 0))
+        sums[words] = (first + numbers[0], second + numbers[1])
+    return dict(sorted(sums.items()))
 
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
@@ -153,6 +195,20 @@ def _casts(traces: Iterable[RankTrace]) -> tuple[CastRange, ...]:
     for cast in (cast for trace in traces if trace.operands is not None for cast in trace.operands.casts):
         by_operand[cast.step, cast.fqn, cast.role].append(cast)
     return tuple(_range(*key, casts) for key, casts in sorted(by_operand.items()))
+
+
+def _cast_calls(traces: Sequence[RankTrace]) -> int | None:
+    if any(trace.operands is None for trace in traces):
+        return None
+    casts = (cast for trace in traces if trace.operands is not None for cast in trace.operands.casts)
+    return sum(cast.phase not in OF_GATHERS for cast in casts)
+
+
+def _expected_cast_calls(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
+    """What the formula says that the linears of these ranks cast; None where it does not apply, or nothing is seen."""
+    if not _applies("casts", expect, traces) or _cast_calls(traces) is None:
+        return None
+    return expect.cast_calls * expect.case.train.steps * len(traces)
 
 
 def _range(step: int, fqn: str, role: str, casts: Sequence[CastRecord]) -> CastRange:

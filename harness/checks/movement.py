@@ -47,4 +47,5 @@ def _counts(numbers: Numbers) -> Mapping[str, object]:
         "saved bytes": numbers.saved_bytes,
         "fused operators": numbers.fused,
         "scaled matmuls": numbers.scaled_mm_calls,
+        "FLOPs": numbers.flops,
     }

@@ -33,6 +33,7 @@ class CastSite(NamedTuple):
     phase: CastPhase
 
 
+OF_GATHERS = frozenset({"all_gather", "gathered"})  # phases: FSDP2 casts, not a linear, and how often is its choice
 _FORWARDS: tuple[CastPhase, ...] = ("evaluation", "forward", "recompute")
 
 

@@ -140,6 +140,11 @@ class Expectations:
         """The casts to float8 of one rank in one step: their forms by site, in execution order."""
         return casts.expected_casts(self.case, self.linears)
 
+    @functools.cached_property
+    def cast_calls(self) -> int:
+        """Casts to float8 by the linears of one rank in one step, without those of FSDP2."""
+        return sum(len(forms) for site, forms in self.casts.items() if site.phase not in casts.OF_GATHERS)
+
     def transfers(self, *, step: int, rank: int) -> tuple[Transfer, ...]:
         """The collectives of `rank` in `step` (1-based)."""
         return self._transfers(min(step, 2), rank)  # every later step equals the second

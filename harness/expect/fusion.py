@@ -46,17 +46,17 @@ def fusion_candidates(case: Case) -> tuple[FusionCandidate, ...]:
     return tuple(candidate for layer in range(case.model.shape.layers) for candidate in _block(case, layer))
 
 
-def extra_scaled_mm_calls(case: Case) -> int:
-    """Additional scaled matmuls of one rank: pipelined operators split each fused matmul into TP chunks."""
+def extra_matmul_calls(case: Case, *, scaled: bool) -> int:
+    """Additional matmuls of one rank, `scaled` or not: pipelined operators split each fused one into TP chunks."""
     if case.layout.symm_mem == "fallback":
         return 0
-    split = (candidate for candidate in fusion_candidates(case) if candidate.fuses and candidate.scaled)
+    split = (candidate for candidate in fusion_candidates(case) if candidate.fuses and candidate.scaled == scaled)
     return sum(candidate.matmuls for candidate in split) * (case.layout.tp - 1)
 
 
 def executed_scaled_mm_calls(case: Case) -> int:
     """Scaled matmuls that one rank executes in one step; every chunk of a fused matmul counts."""
-    return scaled_mm_calls(case) + extra_scaled_mm_calls(case)
+    return scaled_mm_calls(case) + extra_matmul_calls(case, scaled=True)
 
 
 def _block(case: Case, layer: int) -> Iterator[FusionCandidate]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.expect.model import Model, llama_model
+from harness.expect.trainer_traits import traits_of
 from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, is_converted
@@ -27,7 +28,6 @@ def recomputed_calls(case: Case) -> int:
 
     `selective_op` saves every second matmul of a block (torchtitan 0.2.2, `_apply_op_sac`), converted or not: the
     policy sees `aten.mm` of a Float8TrainingTensor or DTensor, so its list needs no `_scaled_mm` to include them.
-    A compiled block does not recompute what backward does not read.
     """
     if not case.float8.traits.multiplies("forward"):
         return 0
@@ -35,7 +35,7 @@ def recomputed_calls(case: Case) -> int:
         is_converted(case, f"layers.{layer}.{name}")
         for layer in range(case.model.shape.layers)
         for name in BLOCK_LINEARS
-        if is_recomputed(case, layer, name) and not (case.compile != "none" and _is_unused_in_backward(case, name))
+        if is_multiplied_again(case, layer, name)
     )
 
 
@@ -48,6 +48,20 @@ def is_recomputed(case: Case, layer: int, name: str) -> bool:
         return case.checkpointing.wraps(layer)
     counted = [each for each in BLOCK_LINEARS if not case.model.bias or is_converted(case, f"layers.{layer}.{each}")]
     return name not in counted or counted.index(name) % 2 == 1
+
+
+def is_multiplied_again(case: Case, layer: int, name: str) -> bool:
+    """True when the forward of this linear of a block, in whatever precision, is executed again in backward.
+
+    A compiled block does not recompute what backward does not read. An eager one stops once it has the last tensor that
+    backward reads, which `aten.mm` saves before it multiplies: the last linear multiplies again in float8 only.
+    """
+    if not is_recomputed(case, layer, name):
+        return False
+    if case.compile != "none":
+        return not _is_unused_in_backward(case, name)
+    stops_before = name == BLOCK_LINEARS[-1] and not traits_of(case).recomputes_whole_blocks
+    return not stops_before or is_converted(case, f"layers.{layer}.{name}")
 
 
 def _is_unused_in_backward(case: Case, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.gate.reason import Kind, Reason
 from harness.gate.sides import Pair, Sides
@@ -37,6 +38,8 @@ def changed_counts(sides: Sides) -> Iterable[Reason]:
         before, after = pair.baseline.measured, pair.candidate.measured
         if before is None or after is None:
             continue
+        if not before.flops:  # an older version did not count them
+            after = replace(after, flops={})
         for kind, old, new in zip(_KINDS, _counted(before), _counted(after), strict=True):
             changed = [
                 Count(what=name, before=old.get(name), after=new.get(name))
@@ -57,7 +60,11 @@ def _counted(found: Measured) -> tuple[Mapping[str, int], ...]:
         for name, sent in found.wire.items()
         for unit, value in (("bytes", sent.payload_bytes), ("calls", sent.calls))
     }
-    matmuls = {} if found.scaled_mm_calls is None else {"scaled_mm calls": found.scaled_mm_calls}
+    matmuls = {
+        **({} if found.scaled_mm_calls is None else {"scaled_mm calls": found.scaled_mm_calls}),
+        **{f"FLOPs of {name}": multiplied.flops for name, multiplied in found.flops.items()},
+        **{f"calls of {name}": multiplied.calls for name, multiplied in found.flops.items()},
+    }
     saved = {} if found.saved_bytes is None else {"bytes saved for backward": found.saved_bytes}
     return matmuls, wire, saved, found.fused
 

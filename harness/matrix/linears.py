@@ -97,8 +97,13 @@ def is_misaligned(case: Case, gemm: Gemm) -> bool:
 
 def shard_sizes(total: int, ranks: int) -> tuple[int, ...]:
     """Shard sizes as `torch.chunk` gives them: chunks of the rounded-up size, then a smaller one, then empty ones."""
+    return tuple(shard_size(total, ranks, rank) for rank in range(ranks))
+
+
+def shard_size(total: int, ranks: int, rank: int) -> int:
+    """One of `shard_sizes`."""
     size = -(-total // ranks)
-    return tuple(max(0, min(size, total - rank * size)) for rank in range(ranks))
+    return max(0, min(size, total - rank * size))
 
 
 def linear_name(fqn: str) -> str:
@@ -132,11 +137,13 @@ def parameter_count(case: Case) -> int:
     return shape.dim * case.model.padded_vocab_size + weights + biases + norms
 
 
-def local_features(case: Case, name: str) -> tuple[int, int]:
-    """(in_features, out_features) of a linear as the first TP rank holds it."""
+def local_features(case: Case, name: str, rank: int = 0) -> tuple[int, int]:
+    """(in_features, out_features) of a linear as this rank holds it; chunks of a vocabulary may be uneven."""
     inputs, outputs = linear_features(case, name)
     tp = case.layout.tp
-    return (-(-inputs // tp), outputs) if name in ROWWISE else (inputs, -(-outputs // tp))
+    if name in ROWWISE:
+        return shard_size(inputs, tp, rank % tp), outputs
+    return inputs, shard_size(outputs, tp, rank % tp)
 
 
 def _local(case: Case, fqn: str) -> tuple[_Linear, ...]:

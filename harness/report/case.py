@@ -9,13 +9,14 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from harness.document import CaseDocument
-from harness.measured import CastRange, Curve, Measured, Sent
+from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
 from harness.plural import counted
 from harness.report.wording import aligned, failure_text, findings_texts, printable
 
 WIDTH = 60
 _BARS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "!"
+_UNITS = ("", "k", "M", "G", "T", "P", "E")
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SHOWN_LINES = 12  # the last ones of a traceback
 
@@ -87,6 +88,11 @@ def _numbers(measured: Measured) -> Iterable[str]:
         ("gradients, from one rank", _number(measured.parity)),
         ("modules, from their replay", _number(measured.local_parity)),
         ("scaled matmuls", "" if measured.scaled_mm_calls is None else str(measured.scaled_mm_calls)),
+        *(
+            (f"FLOPs of {words}", flops_text(found, measured.expected_flops.get(words)))
+            for words, found in measured.flops.items()
+        ),
+        ("casts to float8", "" if measured.cast_calls is None else str(measured.cast_calls)),
         ("saved for backward", _against(measured.saved_bytes, measured.expected_saved_bytes)),
     ]
     shown = [row for row in rows if row[1]]
@@ -101,6 +107,12 @@ def _against(found: int | None, expected: int | None) -> str:
     if found is None:
         return ""
     return binary_bytes(found) + _formula(found == expected, None if expected is None else binary_bytes(expected))
+
+
+def flops_text(found: Multiplied, expected: Multiplied | None) -> str:
+    """FLOPs and calls of all ranks and steps, and whether the formula says the same."""
+    wanted = None if expected is None else f"{flop_words(expected.flops)} in {expected.calls} calls"
+    return f"{flop_words(found.flops)} in {found.calls} calls{_formula(found == expected, wanted)}"
 
 
 def _formula(equal: bool, expected: str | None) -> str:
@@ -131,6 +143,12 @@ def binary_bytes(count: int) -> str:
     """A number of bytes with a binary unit: "71.5 MiB"."""
     power = min(max(count.bit_length() - 1, 0) // 10, len(_BINARY_UNITS) - 1)
     return f"{count / 1024**power:.4g} {_BINARY_UNITS[power]}"
+
+
+def flop_words(count: float) -> str:
+    """A number of FLOPs with a unit: "57.91 GFLOP"."""
+    power = min(max(int(math.log10(count)) // 3, 0) if count > 0 else 0, len(_UNITS) - 1)
+    return f"{count / 1000**power:.4g} {_UNITS[power]}FLOP"
 
 
 def _tail(text: str) -> str:

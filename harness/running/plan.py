@@ -32,7 +32,7 @@ PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank p
 DEFAULT_PROGRAM = "harness.worker.main"
 DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
 
-PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors")
+PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors", "flops")
 
 EngineKind = Literal["zygote", "torchrun", "ray"]
 

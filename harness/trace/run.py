@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from harness.trace.flops import FlopsRecord
 from harness.trace.graphs import GraphTrace
 from harness.trace.inputs import StateChange, StepInputs
 from harness.trace.model import ModelRecord
@@ -58,6 +59,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None
     graphs: GraphTrace | None = None
+    flops: tuple[FlopsRecord, ...] | None = None
     module_tensors: tuple[ModuleShard, ...] | None = None
     module_distances: tuple[ModuleDistance, ...] | None = None  # of a replay alone
 
@@ -77,6 +79,7 @@ _RECORDS = (
     "traffic",
     "saved_memory",
     "graphs",
+    "flops",
     "module_tensors",
     "module_distances",
 )

@@ -32,6 +32,7 @@ from harness.worker.discovery import Digests, Discovery, parameter_digests
 from harness.worker.evaluation import evaluate
 from harness.worker.inputs import InputWatch
 from harness.worker.noise import add_noise
+from harness.worker.probes.flops import FlopsProbe
 from harness.worker.probes.graphs import GraphProbe
 from harness.worker.probes.matmuls import ScaledMMCounter
 from harness.worker.probes.module_tensors import ModuleTensorProbe
@@ -59,6 +60,7 @@ PROBES: dict[str, ProbeFactory] = {
     "traffic": TrafficProbe,
     "saved_memory": SavedMemoryProbe,
     "graphs": GraphProbe,
+    "flops": FlopsProbe,
     "module_tensors": ModuleTensorProbe,
 }
 

@@ -18,7 +18,7 @@ from harness.gate.gate import Gate, NothingCompared, Terms, gate
 from harness.gate.reason import Allowance, Kind, Reason
 from harness.matrix.quarantine import Quarantine
 from harness.matrix.required import Required
-from harness.measured import CastRange, Curve, Sent
+from harness.measured import CastRange, Curve, Multiplied, Sent
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, Finding, NotJudged, Verdict
 from tests.builders import (
@@ -211,10 +211,21 @@ def wire(calls: int, payload_bytes: int) -> Mapping[str, Sent]:
     return {"all_gather in uint8 along dp_shard": Sent(calls=calls, payload_bytes=payload_bytes)}
 
 
+def multiplied(calls: int, flops: int) -> Mapping[str, Multiplied]:
+    return {"matmuls in float8": Multiplied(calls=calls, flops=flops)}
+
+
+def test_flops_that_an_older_version_did_not_count_are_no_change() -> None:
+    assert held([result(measured=replace(GOOD, flops={}))], [result()]).reasons == ()
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "what"),
     [
         ({"scaled_mm_calls": 43}, Kind.MATMULS, "scaled_mm calls: 42 -> 43"),
+        ({"flops": multiplied(43, 8400)}, Kind.MATMULS, "calls of matmuls in float8: 42 -> 43"),
+        ({"flops": multiplied(42, 8600)}, Kind.MATMULS, "FLOPs of matmuls in float8: 8,400 -> 8,600"),
+        ({"flops": {}}, Kind.MATMULS, "FLOPs of matmuls in float8: 8,400 -> none"),
         ({"saved_bytes": None}, Kind.SAVED_BYTES, "bytes saved for backward: 1,000 -> none"),
         ({"fused": {"fused_ag in forward": 4}}, Kind.FUSED, "fused_ag in forward: none -> 4"),
         ({"wire": wire(4, 4097)}, Kind.WIRE, "bytes of all_gather in uint8 along dp_shard: 4,096 -> 4,097"),

@@ -23,6 +23,7 @@ LEVELS = [
     ["store", "project", "tables", "document"],
     ["checks"],
     ["evidence"],
+    ["performance"],
     ["expect"],
     ["request", "result", "jsonform"],
     ["engine", "matrix", "durable"],

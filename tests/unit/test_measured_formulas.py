@@ -8,6 +8,8 @@ from harness.checks.measuring import measured
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.measured import Measured
+from harness.performance.flops import executed
+from harness.trace.flops import FlopsRecord
 from harness.trace.traffic import SavedMemory, TrafficRecord
 from tests.builders import make_case, make_trace, make_witnesses, run_of
 
@@ -24,6 +26,13 @@ def measured_of(case: Case, **changes: Any) -> Measured:
             rank,
             **{
                 "traffic": tuple(sent for step in steps for sent in records(expect, step, rank)),
+                "flops": tuple(
+                    FlopsRecord(
+                        step=step, part=words.split()[0], precision=words.split()[2], calls=each.calls, flops=each.flops
+                    )
+                    for step in steps
+                    for words, each in executed(case, rank=rank, saves_attention=False).items()
+                ),
                 "saved_memory": tuple(saved(expect, step, rank) for step in steps) if exact else None,
                 **changes,
             },
@@ -61,15 +70,25 @@ def test_a_run_as_the_formulas_say() -> None:
     assert found.expected_wire == found.wire and len(found.wire) > 1
     assert found.expected_saved_bytes == found.saved_bytes and found.saved_bytes
 
+    assert found.expected_flops == found.flops and found.flops.keys() >= {"matmuls in float8", "attention in float32"}
+
 
 def test_what_was_not_recorded_has_no_expectation() -> None:
+    assert measured_of(FSDP, flops=None).expected_flops == {}
     assert measured_of(FSDP, traffic=None).expected_wire == {}
     assert measured_of(FSDP, saved_memory=None).expected_saved_bytes is None
 
 
 def test_formulas_say_nothing_of_other_versions() -> None:
     found = measured_of(FSDP, software={"torch": "9.0.0", "torchao": "0.18.0"})
-    assert (found.expected_wire, found.expected_saved_bytes) == ({}, None)
+    assert (found.expected_wire, found.expected_flops, found.expected_saved_bytes) == ({}, {}, None)
+
+
+def test_attention_is_recomputed_where_the_kernel_of_a_cpu_computes_it() -> None:
+    case = make_case(checkpointing="selective_op")
+    on_cpu, on_gpu = (measured_of(case, device=device).expected_flops for device in ("cpu", "NVIDIA H100 80GB HBM3"))
+    words = "attention in float32"
+    assert on_cpu[words].calls / on_gpu[words].calls == 6 / 4  # 2 forwards, 2 of backward
 
 
 def test_what_is_only_limited_is_left_out() -> None:

@@ -17,6 +17,7 @@ from harness.matrix.axes import AXES, MEANINGS, axis_values, choices, own_axes, 
 from harness.matrix.case import Case
 from harness.matrix.caseid import mesh_words, parse_case_id
 from harness.measured import CastRange, Curve, Sent
+from harness.report.case import flops_text
 from harness.report.html.sections import Listing
 from harness.report.wording import headline, outcome, place, printable, retried
 from harness.result import CaseResult
@@ -277,6 +278,8 @@ def _numbers(case: CaseDocument) -> Iterable[tuple[str, str]]:
             yield name, f"{value:.3g}{unit}"
     if measured.scaled_mm_calls is not None:
         yield "scaled matmuls", f"{measured.scaled_mm_calls} of all ranks and steps"
+    for words, found in measured.flops.items():
+        yield f"FLOPs of {words}", flops_text(found, measured.expected_flops.get(words))
 
 
 def _wire(found: Mapping[str, Sent], expected: Mapping[str, Sent]) -> Iterable[tuple[str, Sent | None, Sent | None]]:

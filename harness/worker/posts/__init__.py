@@ -3,6 +3,6 @@
 They are put up, once in a process, when this package is imported.
 """
 
-from harness.worker.posts import collectives, fused, scaled_mm
+from harness.worker.posts import collectives, fused, products, scaled_mm
 
-__all__ = ["collectives", "fused", "scaled_mm"]
+__all__ = ["collectives", "fused", "products", "scaled_mm"]

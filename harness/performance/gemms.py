@@ -1,0 +1,94 @@
+"""The matmuls of one rank in one step: every linear and the attention, in the shapes that tensor parallelism leaves.
+
+Of the reference Llama, eager. A compiled step computes the same products; the pipelined operators of async TP multiply
+a product in TP parts, which have the same FLOPs together.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from harness.expect.matmuls import is_multiplied_again
+from harness.matrix import linears
+from harness.matrix.case import Case
+from harness.matrix.linears import OUTPUT_FQN, is_converted, linear_fqns, linear_name, local_features
+from harness.matrix.recipes import MatmulRole
+
+FLOAT8 = "float8"  # a precision; the others are dtypes
+ALIGNMENT = 16  # of n and k, by `torch._scaled_mm`
+
+
+class Gemm(linears.Gemm, frozen=True, kw_only=True):
+    """One matmul [m, k] x [k, n] of a linear, as one rank executes it in one step.
+
+    `precision`: "float8", or the dtype of both operands. `executed_k`: k as `pad_inner_dim` pads it. `count`: how often
+    training needs it. `repeats`: how often it is executed besides, because checkpointing recomputes it or a step is
+    evaluated.
+    """
+
+    precision: str
+    executed_k: int
+    count: int
+    repeats: int = 0
+
+    @property
+    def aligned(self) -> bool:
+        """True when `torch._scaled_mm` takes it without padding, whether it is converted or not; m may be anything."""
+        return self.n % ALIGNMENT == 0 and self.k % ALIGNMENT == 0
+
+    @property
+    def flops(self) -> int:
+        """Of what training needs, without padding and repeats: 2 m n k each."""
+        return 2 * self.m * self.n * self.k * self.count
+
+    @property
+    def executions(self) -> int:
+        """How often it is executed."""
+        return self.count + self.repeats
+
+    @property
+    def executed_flops(self) -> int:
+        """Of every execution, with what pads it."""
+        return 2 * self.m * self.n * self.executed_k * self.executions
+
+
+@functools.lru_cache(maxsize=64)
+def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
+    """The matmuls of linears: all forwards in order of execution, then dgrad and wgrad from the last linear."""
+    fqns = linear_fqns(case)
+    forward = [_gemm(case, fqn, "forward", rank) for fqn in fqns]
+    backward = [_gemm(case, fqn, role, rank) for fqn in reversed(fqns) for role in _GRADIENTS]
+    return (*forward, *backward)
+
+
+_GRADIENTS: tuple[MatmulRole, ...] = ("dgrad", "wgrad")
+
+
+def _gemm(case: Case, fqn: str, role: MatmulRole, rank: int) -> Gemm:
+    tokens, (inputs, outputs) = case.tokens_per_rank, local_features(case, linear_name(fqn), rank)
+    m, n, k = {
+        "forward": (tokens, outputs, inputs),
+        "dgrad": (tokens, inputs, outputs),
+        "wgrad": (outputs, inputs, tokens),
+    }[role]
+    float8 = is_converted(case, fqn) and case.float8.traits.multiplies(role)
+    return Gemm(
+        fqn=fqn,
+        role=role,
+        m=m,
+        n=n,
+        k=k,
+        precision=FLOAT8 if float8 else case.train.dtype,
+        executed_k=-(-k // ALIGNMENT) * ALIGNMENT if float8 and case.float8.pad_inner_dim else k,
+        count=case.train.accumulation,
+        repeats=_repeats(case, fqn) if role == "forward" else 0,
+    )
+
+
+def _repeats(case: Case, fqn: str) -> int:
+    """How often a step repeats the forward of a linear."""
+    again = int(case.train.evaluate)
+    if fqn != OUTPUT_FQN:
+        _, layer, name = fqn.split(".", 2)
+        again += is_multiplied_again(case, int(layer), name)
+    return case.train.accumulation * again

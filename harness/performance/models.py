@@ -1,0 +1,89 @@
+"""Models by name, and cases that train them: what people ask about before they have a case of their own.
+
+A case describes every configuration: its rules, linears, traffic and memory apply to Llama 3 405B as to the tiny model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.matrix.axes import case_from_axes
+from harness.matrix.case import MODEL_PRESETS, Case, ModelShape
+from harness.plural import counted
+
+_TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan/models/llama3"
+
+
+class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of torchtitan: its sizes, its vocabulary, and the sequence length that its configuration trains with."""
+
+    name: str
+    shape: ModelShape
+    vocab_size: int
+    seq_len: int
+    source: str
+
+
+# FFN sizes follow SwiGLU's rule: 2/3 of 4 dim, times ffn_dim_multiplier (1.3, 1.3, 1.2), up to a multiple of
+# multiple_of (1024, 4096, 4096; of debugmodel 256).
+_NAMED = (
+    KnownModel(
+        name="debugmodel",
+        shape=MODEL_PRESETS["debug"],
+        vocab_size=2048,
+        seq_len=2048,
+        source=f"{_TORCHTITAN}/train_configs/debug_model.toml",
+    ),
+    KnownModel(
+        name="llama3-8b",
+        shape=ModelShape(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336),
+        vocab_size=128256,
+        seq_len=8192,
+        source=f"{_TORCHTITAN}/train_configs/llama3_8b.toml",
+    ),
+    KnownModel(
+        name="llama3-70b",
+        shape=ModelShape(dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672),
+        vocab_size=128256,
+        seq_len=8192,
+        source=f"{_TORCHTITAN}/train_configs/llama3_70b.toml",
+    ),
+    KnownModel(
+        name="llama3-405b",
+        shape=ModelShape(dim=16384, layers=126, heads=128, kv_heads=8, ffn_dim=53248),
+        vocab_size=128256,
+        seq_len=8192,
+        source=f"{_TORCHTITAN}/train_configs/llama3_405b.toml",
+    ),
+)
+MODELS: Mapping[str, KnownModel] = {model.name: model for model in _NAMED}
+
+
+def named_model(name: str) -> KnownModel:
+    """The model of this name. Raises `HarnessError` that lists all names."""
+    if name not in MODELS:
+        raise HarnessError(f"there is no model {name!r}.", where="--model", fix=f"give one of {', '.join(MODELS)}.")
+    return MODELS[name]
+
+
+def training(model: KnownModel, *, tokens: int | None = None, **axes: object) -> Case:
+    """The case that trains a named model in bfloat16, with the values of other axes (`matrix/axes.py`) given.
+
+    `tokens` are those of a data-parallel rank and step, one sequence where neither they nor `global_batch` are given.
+    Raises `HarnessError` where the tokens are not whole sequences, and for values that no case can have.
+    """
+    sizes = {name: getattr(model.shape, name) for name in ModelShape.__struct_fields__}
+    given = {**sizes, "vocab_size": model.vocab_size, "seq_len": model.seq_len, "dtype": "bfloat16", **axes}
+    case = case_from_axes(given)
+    length = case.train.seq_len
+    sequences, rest = divmod(length if tokens is None else tokens, length)
+    if rest or not sequences:
+        raise HarnessError(
+            f"{counted(tokens or 0, 'token')} of a rank are not whole sequences of {length}.",
+            where="--tokens",
+            fix=f"give a multiple of {length}, or another --seq-len.",
+        )
+    return case_from_axes({"global_batch": sequences * case.layout.dp, **given})

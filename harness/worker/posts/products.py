@@ -1,0 +1,89 @@
+"""The posts of what multiplies in high precision: matmuls, batched ones among them, and fused attention.
+
+Scaled matmuls have a post of their own. A kernel of the virtual device that multiplies by calling one of these
+operators hides it (`unobserved`), so that a product counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from harness.worker.posts.post import put_post
+
+Tensor = torch.Tensor
+
+
+class Product(NamedTuple):
+    """One executed operator with its FLOPs. `part`: "matmuls" or "attention"; `dtype` is that of its first factor."""
+
+    part: str
+    dtype: torch.dtype
+    flops: int
+
+
+# Called before every operator that multiplies. Probes append themselves; they must not write to tensors.
+observers: list[Callable[[Product], None]] = []
+
+# Of every operator with two factors [.., m, k] x [.., k, n]: the position of the first one.
+_MATMULS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+# Of every fused attention: the position of the queries, behind which come the keys, and its products. Kernels repeat
+# one of the two of forward in backward; that is not counted.
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": (0, 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 4),
+    "_scaled_dot_product_flash_attention": (0, 2),
+    "_scaled_dot_product_flash_attention_backward": (1, 4),
+    "_scaled_dot_product_efficient_attention": (0, 2),
+    "_scaled_dot_product_efficient_attention_backward": (1, 4),
+    "_scaled_dot_product_cudnn_attention": (0, 2),
+    "_scaled_dot_product_cudnn_attention_backward": (1, 4),
+}
+
+
+def matmul_flops(first: Tensor, second: Tensor) -> int:
+    """Of [.., m, k] x [.., k, n]."""
+    return 2 * first.numel() * second.shape[-1]
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """What a factor of this dtype is multiplied in: "float8" for both of its formats, or the dtype."""
+    name = str(dtype).removeprefix("torch.")
+    return "float8" if name.startswith("float8") else name
+
+
+def _tell(part: str, first: Tensor, flops: int) -> None:
+    for observe in observers:
+        observe(Product(part, first.dtype, flops))
+
+
+def _multiplying(at: int) -> Callable[..., None]:
+    def before(*args: Any, **_: Any) -> None:
+        if observers:
+            first, second = args[at : at + 2]
+            _tell("matmuls", first, matmul_flops(first, second))
+
+    return before
+
+
+def _attending(at: int, products: int) -> Callable[..., None]:
+    def before(*args: Any, **_: Any) -> None:
+        if observers:
+            queries, keys = args[at : at + 2]
+            _tell("attention", queries, 2 * products * queries.numel() * keys.shape[-2])
+
+    return before
+
+
+def _put(name: str, before: Callable[..., None]) -> None:
+    packet = getattr(torch.ops.aten, name)
+    for overload in {"default", "out"} & set(packet.overloads()):
+        put_post(getattr(packet, overload), before=before)
+
+
+for _name, _at in _MATMULS.items():
+    _put(_name, _multiplying(_at))
+for _name, (_at, _products) in _ATTENTION.items():
+    _put(_name, _attending(_at, _products))

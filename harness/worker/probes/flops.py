@@ -1,0 +1,48 @@
+"""Counts what this rank multiplies. See `harness/trace/flops.py`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from harness.matrix.case import Case
+from harness.trace.flops import FlopsRecord
+from harness.worker.posts import products, scaled_mm
+from harness.worker.posts.products import Product, matmul_flops, precision_of
+from harness.worker.probes.probe import Probe
+
+
+class FlopsProbe(Probe):
+    """Records one `FlopsRecord` for every step, part and precision, in that order."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
+        self._flops: defaultdict[tuple[int, str, torch.dtype], list[int]] = defaultdict(list)
+
+    def install(self) -> None:
+        """Observe every product."""
+        self.observe(products.observers, self._observe)
+        self.observe(scaled_mm.observers, self._observe_scaled)
+
+    def _observe_scaled(self, a: torch.Tensor, b: torch.Tensor, *_: torch.Tensor) -> None:
+        self._observe(Product("matmuls", a.dtype, matmul_flops(a, b)))
+
+    def _observe(self, product: Product) -> None:
+        if self._step:
+            self._flops[self._step, product.part, product.dtype].append(product.flops)
+
+    def after_update(self, model: nn.Module) -> None:
+        """The step is over."""
+        self._step = 0
+
+    def result(self) -> tuple[FlopsRecord, ...]:
+        """What was counted; the two formats of float8 count as one precision."""
+        found: defaultdict[tuple[int, str, str], list[int]] = defaultdict(list)
+        for (step, part, dtype), flops in self._flops.items():
+            found[step, part, precision_of(dtype)] += flops
+        return tuple(
+            FlopsRecord(step=step, part=part, precision=precision, calls=len(flops), flops=sum(flops))
+            for (step, part, precision), flops in sorted(found.items())
+        )

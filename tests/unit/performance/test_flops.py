@@ -1,0 +1,99 @@
+"""FLOPs of a step and of a token against formulas by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.errors import HarnessError
+from harness.matrix.case import Float8, Layout
+from harness.matrix.linears import parameter_count
+from harness.performance.flops import ATTENTION, by_precision, flops_per_token, flops_per_token_by_precision, work
+from harness.performance.gemms import gemms
+from harness.performance.models import MODELS, named_model, training
+
+LLAMA_8B = training(MODELS["llama3-8b"], recipe="tensorwise")
+
+
+def test_flops_of_a_token_of_llama_3_8b() -> None:
+    assert flops_per_token(LLAMA_8B) == 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 4096 * 8192
+    assert flops_per_token(LLAMA_8B) == 57_914_449_920
+    parts = flops_per_token_by_precision(LLAMA_8B)
+    assert parts["float8"] / flops_per_token(LLAMA_8B) == pytest.approx(0.723, abs=5e-4)
+
+
+def test_models_are_of_the_published_sizes() -> None:
+    sizes = {name: parameter_count(training(model)) for name, model in MODELS.items()}
+    assert sizes["llama3-8b"] == 8_030_261_248
+    assert sizes["llama3-70b"] == 70_553_706_496
+    assert sizes["llama3-405b"] == 405_853_388_800
+    with pytest.raises(HarnessError, match="give one of debugmodel, llama3-8b"):
+        named_model("gpt2")
+
+
+def test_tokens_of_a_rank_are_whole_sequences() -> None:
+    assert training(MODELS["llama3-8b"], tokens=16384, dp_shard=4).train.global_batch == 8
+    for tokens in (0, 100, 12288):
+        with pytest.raises(HarnessError, match="multiple of 8192"):
+            training(MODELS["llama3-8b"], tokens=tokens)
+
+
+def test_shapes_after_tensor_parallelism() -> None:
+    case = training(MODELS["llama3-8b"], recipe="tensorwise", output_layer=True, vocab_size=2256)
+    by_rank = {rank: gemms(replace(case, layout=Layout(tp=8)), rank=rank) for rank in range(8)}
+    wo = next(each for each in by_rank[3] if each.fqn == "layers.0.attention.wo" and each.role == "dgrad")
+    assert (wo.m, wo.n, wo.k, wo.precision, wo.aligned) == (8192, 512, 4096, "float8", True)
+    heads = [next(each for each in found if each.fqn == "output") for found in by_rank.values()]
+    assert {(each.n, each.aligned) for each in heads} == {(282, False)}
+
+
+def test_high_precision_weight_gradients_and_filters() -> None:
+    case = replace(LLAMA_8B, float8=Float8(recipe="rowwise_with_gw_hp", filter_fqns=("attention.wk",)))
+    found = {(each.fqn, each.role): each.precision for each in gemms(case)}
+    assert found["layers.3.attention.wq", "wgrad"] == "bfloat16"
+    assert found["layers.3.attention.wq", "dgrad"] == "float8"
+    assert found["layers.3.attention.wk", "forward"] == found["output", "forward"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("mode", "recipe", "factor"),
+    [
+        ("none", "bf16", 3),
+        ("full", "tensorwise", 4),
+        ("full", "bf16", 4 - 1 / 7),  # the last linear has saved its input before it would multiply again
+        ("selective_layer", "tensorwise", 3.5),
+        ("selective_op", "bf16", 3 + 3 / 7),
+    ],
+)
+def test_recomputation_is_executed_and_not_needed(mode: str, recipe: str, factor: float) -> None:
+    """Matmuls of a block: 7 in forward, 14 in backward, and those that checkpointing repeats."""
+    case = training(MODELS["llama3-8b"], checkpointing=mode, recipe=recipe)
+    blocks = [each for each in gemms(case) if each.fqn != "output"]
+    executions = sum(each.executions for each in blocks)
+    assert executions / (7 * 32) == pytest.approx(factor)
+    assert sum(each.flops for each in blocks) == 6 * 8192 * 32 * (2 * 4096 * 5120 + 3 * 4096 * 14336)
+
+
+def test_attention_is_recomputed_where_its_output_is_not_saved() -> None:
+    case = training(MODELS["llama3-8b"], checkpointing="selective_op")
+    for saved, factor in ((True, 1), (False, 2)):
+        forward = next(each for each in work(case, saves_attention=saved) if each.part == ATTENTION)
+        assert forward.executed_flops == factor * forward.flops == factor * 4 * 8192**2 * 4096 * 32
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]),
+    st.integers(8, 5000),
+)
+def test_ranks_share_the_work_of_one(tp: int, dp_shard: int, recipe: str, vocab_size: int) -> None:
+    """FLOPs of all ranks are those of every token, but for the parameters of norms, which torchtitan counts too."""
+    axes = {"recipe": recipe, "output_layer": True, "tp": tp, "dp_shard": dp_shard, "vocab_size": vocab_size}
+    case = training(MODELS["debugmodel"], **axes)
+    of_ranks = [by_precision(work(case, rank=rank)) for rank in range(case.world_size)]
+    norms = 6 * (2 * case.model.shape.layers + 1) * case.model.shape.dim
+    total = sum(sum(each.values()) for each in of_ranks)
+    assert total == (flops_per_token(case) - norms) * case.train.tokens
