@@ -22,6 +22,7 @@ _COMMANDS = {
     "new": "harness.cli.new:new_command",
     "coverage": "harness.cli.coverage:coverage_command",
     "run": "harness.cli.run:run_command",
+    "metrics": "harness.cli.metrics:metrics_command",
     "report": "harness.cli.report:report_command",
     "show": "harness.cli.show:show_command",
     "results": "harness.cli.results:results",

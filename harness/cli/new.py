@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from harness.cli.axes import axis_options, checked_case, given_axes
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import explain_case
-from harness.matrix.axes import AXES, MEANINGS, axis_type, axis_values, case_from_axes, choices, ignored_axes
 from harness.matrix.case import Case
 from harness.matrix.casefile import write_case
 from harness.matrix.caseid import case_id
 from harness.matrix.caseschema import FILE_NAME, case_file_schema
-from harness.matrix.rules import exclusions, expected_refusal
+from harness.matrix.rules import expected_refusal
 
 _EPILOG = """\b
 Examples:
@@ -31,30 +30,9 @@ Examples:
 _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 
 
-def _word(value: object) -> str:
-    return "none" if value is None else str(value).lower()
-
-
-def _axis_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """One option for every axis, of its name, type and choices. None: not given."""
-    default = axis_values(Case())
-    for name in reversed(AXES):
-        option, kind = f"--{name.replace('_', '-')}", axis_type(name)
-        text = f"{MEANINGS[name]}. Default: {_word(default[name])}."
-        if kind is bool:
-            add = click.option(f"{option}/--no-{option[2:]}", name, default=None, help=text)
-        elif kind is tuple:
-            add = click.option(option, name, metavar="NAME", multiple=True, help=f"{MEANINGS[name]}. Repeatable.")
-        else:
-            known = [str(each) for each in choices(name)]
-            add = click.option(option, name, type=click.Choice(known) if known else kind, help=text)
-        command = add(command)
-    return command
-
-
 @click.command("new", epilog=_EPILOG)
 @click.argument("file", metavar="[FILE.toml]", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@_axis_options
+@axis_options()
 @click.option("--id", "as_id", is_flag=True, help="Print the id of the case; write nothing.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of case files; write nothing.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
@@ -63,7 +41,7 @@ def new_command(*, file: Path | None, as_id: bool, schema: bool, force: bool, **
     if schema:
         click.echo(msgspec.json.format(msgspec.json.encode(case_file_schema())))
         return
-    case = _case({name: value for name, value in axes.items() if value not in (None, ())})
+    case = checked_case(given_axes(axes), where="new")
     if as_id:
         click.echo(case_id(case))
         return
@@ -89,26 +67,9 @@ def write_new_case(file: Path, case: Case, *, force: bool) -> str:
     return command
 
 
-def _case(axes: dict[str, object]) -> Case:
-    """The case; HarnessError with the options to change, for one that no file may have."""
-    case, ignored = case_from_axes(axes), ignored_axes(axes)
-    if ignored:
-        what = f"this case ignores {_options(ignored)}."
-        raise HarnessError(what, where="new", fix="leave it out, or change the option that disables it.")
-    for rule in exclusions(case):
-        changed = [name for name in rule.axes if name in axes] or rule.axes
-        what = f"rule {rule.name} excludes {case_id(case)}: {rule.reason}."
-        raise HarnessError(what, where="new", fix=f"change {_options(changed)}.")
-    return case
-
-
 def _schema_of(file: Path) -> str:
     """Where an editor finds the schema: relative to a file of this checkout, by its place on this machine elsewhere."""
     folder, checkout = file.resolve().parent, _SCHEMA.parents[2]
     if folder.is_relative_to(checkout):
         return os.path.relpath(_SCHEMA, folder)
     return _SCHEMA.as_uri()
-
-
-def _options(names: Any) -> str:
-    return " or ".join(f"--{name.replace('_', '-')}" for name in names)

@@ -1,4 +1,4 @@
-"""FLOPs of a step and of a token against formulas by hand."""
+"""FLOPs of a step and of a token against formulas by hand and against published speeds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
-from harness.matrix.case import Float8, Layout
+from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.linears import parameter_count
 from harness.performance.flops import ATTENTION, by_precision, flops_per_token, flops_per_token_by_precision, work
 from harness.performance.gemms import gemms
+from harness.performance.mfu import speed, tokens_per_device
 from harness.performance.models import MODELS, named_model, training
+from harness.performance.peaks import PEAKS, peak, peak_of_device
 
 LLAMA_8B = training(MODELS["llama3-8b"], recipe="tensorwise")
+DEBUG = training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2256)
+
+
+def in_bf16(case: Case) -> Case:
+    return replace(case, float8=Float8())
 
 
 def test_flops_of_a_token_of_llama_3_8b() -> None:
@@ -22,6 +29,58 @@ def test_flops_of_a_token_of_llama_3_8b() -> None:
     assert flops_per_token(LLAMA_8B) == 57_914_449_920
     parts = flops_per_token_by_precision(LLAMA_8B)
     assert parts["float8"] / flops_per_token(LLAMA_8B) == pytest.approx(0.723, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens_per_s", "tflops", "bf16_peak", "fp8_peak", "weighted"),
+    [
+        (in_bf16(LLAMA_8B), 6297, 364.69, 0.3687, 0.1843, 0.3687),
+        (LLAMA_8B, 7773, 450.17, 0.4552, 0.2275, 0.2905),
+        (in_bf16(DEBUG), 450_700, 32.41, 0.0328, 0.0164, 0.0328),
+        (DEBUG, 365_200, 26.26, 0.0266, 0.0133, 0.0209),
+    ],
+)
+def test_speed_and_mfu_of_published_runs(
+    case: Case, tokens_per_s: float, tflops: float, bf16_peak: float, fp8_peak: float, weighted: float
+) -> None:
+    found = speed(case, tokens_per_s, peak("h100"))
+    assert found.tflops == pytest.approx(tflops, abs=0.005)
+    assert found.mfu_bf16_peak == pytest.approx(bf16_peak, abs=5e-5)
+    assert found.mfu_fp8_peak == pytest.approx(fp8_peak, abs=5e-5)
+    assert found.mfu_weighted == pytest.approx(weighted, abs=5e-5)
+
+
+def test_only_the_weighted_mfu_reaches_one() -> None:
+    parts = flops_per_token_by_precision(LLAMA_8B)
+    ideal_s = parts["float8"] / 1979e12 + parts["bfloat16"] / 989e12
+    found = speed(LLAMA_8B, 1 / ideal_s, peak("h100"))
+    assert found.mfu_weighted == pytest.approx(1)
+    assert found.mfu_bf16_peak is not None and found.mfu_bf16_peak > 1.5
+    assert found.mfu_fp8_peak is not None and found.mfu_fp8_peak < 0.8
+
+
+def test_no_mfu_without_a_peak() -> None:
+    unknown = speed(LLAMA_8B, 1000, None)
+    assert (unknown.mfu_bf16_peak, unknown.mfu_fp8_peak, unknown.mfu_weighted) == (None, None, None)
+    assert speed(LLAMA_8B, 1000, peak("a100")).mfu_weighted is None  # it has no float8 matmuls
+    assert speed(in_bf16(LLAMA_8B), 1000, peak("a100")).mfu_weighted is not None
+    in_float32 = replace(LLAMA_8B, train=replace(LLAMA_8B.train, dtype="float32"))
+    assert speed(in_float32, 1000, peak("h100")).mfu_weighted is None
+
+
+def test_devices_are_known_by_the_whole_name_of_torch() -> None:
+    names = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA H200": "h200"}
+    assert {name: found.name for name in names if (found := peak_of_device(name))} == names
+    for name in ("cpu", "", "NVIDIA H100", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20"):
+        assert peak_of_device(name) is None
+    with pytest.raises(HarnessError, match="give one of h100, h100-pcie"):
+        peak("h20")
+    assert len({each.name for each in PEAKS}) == len(PEAKS)
+
+
+def test_tokens_of_a_device_are_its_share() -> None:
+    assert tokens_per_device(training(MODELS["llama3-8b"], dp_shard=8), 2.0) == 8192 * 8 / 2 / 8
+    assert tokens_per_device(training(MODELS["llama3-8b"], dp_shard=2, tp=4), 2.0) == 8192 * 2 / 2 / 8
 
 
 def test_models_are_of_the_published_sizes() -> None:

@@ -1,0 +1,127 @@
+"""Options with the names of axes, and the case that they describe: by themselves, or with a model or a case by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import click
+
+from harness.errors import HarnessError
+from harness.matrix.axes import AXES, MEANINGS, axis_type, axis_values, case_from_axes, choices, ignored_axes
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.rules import exclusions
+
+Command = Callable[..., Any]
+
+_SHORT = {"vocab_size": ("--vocab",)}
+
+# What changes the cost of a step. Options of the same name change a named model or a case.
+_OF_COST = tuple(
+    name
+    for name in AXES
+    if name not in ("target", "model", "symm_mem", "wait_for_embedding", "steps", "ignored_tokens", "max_norm")
+    and name not in ("resume", "lr", "seed", "loss_tolerance")
+)
+
+
+def axis_options(names: Collection[str] = tuple(AXES), *, defaults: bool = True) -> Callable[[Command], Command]:
+    """One option for each of these axes, of its name, type and choices. None, or (): not given."""
+
+    def decorated(command: Command) -> Command:
+        default = axis_values(Case())
+        for name in reversed(tuple(names)):
+            option, kind = f"--{name.replace('_', '-')}", axis_type(name)
+            text = f"{MEANINGS[name]}. Default: {_word(default[name])}." if defaults else f"{MEANINGS[name]}."
+            if kind is bool:
+                add = click.option(f"{option}/--no-{option[2:]}", name, default=None, help=text)
+            elif kind is tuple:
+                add = click.option(option, name, metavar="NAME", multiple=True, help=f"{MEANINGS[name]}. Repeatable.")
+            else:
+                known = [str(each) for each in choices(name)]
+                words = (option, *_SHORT.get(name, ()), name)
+                add = click.option(*words, type=click.Choice(known) if known else kind, help=text)
+            command = add(command)
+        return command
+
+    return decorated
+
+
+def given_axes(options: Mapping[str, object]) -> dict[str, object]:
+    """The axes that the user gave."""
+    return {name: value for name, value in options.items() if value not in (None, ())}
+
+
+def checked_case(axes: Mapping[str, object], *, where: str) -> Case:
+    """The case of these axes; HarnessError with the options to change, for one that no file may have."""
+    case, ignored = case_from_axes(axes), ignored_axes(axes)
+    if ignored:
+        what = f"this case ignores {_options(ignored)}."
+        raise HarnessError(what, where=where, fix="leave it out, or change the option that disables it.")
+    require_allowed(case, axes, where=where)
+    return case
+
+
+def require_allowed(case: Case, axes: Collection[str], *, where: str) -> None:
+    """HarnessError with the options to change, of `axes` where one of them is to blame, for a case that is excluded."""
+    for rule in exclusions(case):
+        changed = [name for name in rule.axes if name in axes] or rule.axes
+        what = f"rule {rule.name} excludes {case_id(case)}: {rule.reason}."
+        raise HarnessError(what, where=where, fix=f"change {_options(changed)}.")
+
+
+def configuration_options(command: Command) -> Command:
+    """`[CASE-ID] --case ID --model NAME --tokens N` and axes, passed to the command as one parameter `case`.
+
+    A named model, or a case, with the given axes in the place of its own. No rule excludes the case.
+    """
+
+    @functools.wraps(command)
+    def with_case(
+        *,
+        case_name: str | None,
+        case_id: str | None,
+        model: str | None,
+        tokens: int | None,
+        **given: Any,
+    ) -> Any:
+        axes = given_axes({name: given.pop(name) for name in _OF_COST})
+        names = [name for name in (case_name, case_id, model) if name is not None]
+        if len(names) != 1:
+            what = f"there are {len(names)} of them: {', '.join(names)}." if names else "there is no case."
+            raise HarnessError(what, fix="give one case id, or --model NAME.")
+        return command(case=_configured(case_name or case_id, model, tokens, axes), **given)
+
+    decorated: Command = with_case
+    for decorate in (
+        axis_options(_OF_COST, defaults=False),
+        click.option("--tokens", type=click.IntRange(min=1), help="Tokens of a data-parallel rank and step."),
+        click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
+        click.option("--case", "case_id", metavar="ID", help="The same as CASE-ID."),
+        click.argument("case_name", metavar="[CASE-ID]", required=False),
+    ):
+        decorated = decorate(decorated)
+    return decorated
+
+
+def _configured(name: str | None, model: str | None, tokens: int | None, axes: dict[str, object]) -> Case:
+    from harness.performance.models import named_model, training
+
+    if model is not None:
+        case = training(named_model(model), tokens=tokens, **axes)
+    else:
+        if tokens is not None:
+            raise HarnessError("a case has its own.", where="--tokens", fix="give --global-batch and --seq-len.")
+        case = case_from_axes({**axis_values(parse_case_id(name or "")), **axes})
+    require_allowed(case, axes, where=name or f"--model {model}")
+    return case
+
+
+def _word(value: object) -> str:
+    return "none" if value is None else str(value).lower()
+
+
+def _options(names: Collection[str]) -> str:
+    return " or ".join(f"--{name.replace('_', '-')}" for name in names)
