@@ -51,6 +51,21 @@ class Multiplied(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     flops: int
 
 
+class Speedup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much faster a case trains than its BF16 twin: paired ratios of seconds, with their 95 % interval.
+
+    Tokens a second are of one device, in the median pair.
+    """
+
+    twin: str  # id
+    pairs: int
+    ratio: float  # above 1: faster
+    low: float
+    high: float
+    tokens_per_s: float
+    twin_tokens_per_s: float
+
+
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that are followed over runs. None, or empty: not recorded, or not compared.
 
@@ -66,6 +81,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     flops: Mapping[str, Multiplied] = {}  # by part and precision: "matmuls in float8", "attention in bfloat16"
     wire: Mapping[str, Sent] = {}  # by kind, dtype and mesh axis: "all_gather in uint8 along dp_shard"
     saved_bytes: int | None = None  # for backward, of all ranks and steps
+    speedup: Speedup | None = None  # of `speed` alone
     fused: Mapping[str, int] = {}  # executions of fused operators, of all ranks and steps
     digests: Mapping[str, str] = {}
 

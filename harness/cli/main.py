@@ -23,6 +23,7 @@ _COMMANDS = {
     "coverage": "harness.cli.coverage:coverage_command",
     "run": "harness.cli.run:run_command",
     "metrics": "harness.cli.metrics:metrics_command",
+    "speed": "harness.cli.speed:speed_command",
     "report": "harness.cli.report:report_command",
     "show": "harness.cli.show:show_command",
     "results": "harness.cli.results:results",

@@ -18,7 +18,7 @@ from harness.gate.reason import Allowance, Kind, Reason
 from harness.gate.references import Goldens, changed_goldens, changed_tolerances, other_references
 from harness.gate.required import required_cells
 from harness.gate.sides import Sides
-from harness.gate.times import Times, changed_times, times
+from harness.gate.times import Times, changed_speedups, changed_times, times
 from harness.hints import run_cases
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.quarantine import Quarantine, quarantine_of
@@ -116,6 +116,7 @@ def gate(
         *other_references(sides),
         *changed_counts(sides),
         *moved_numbers(sides),
+        *changed_speedups(sides),
         *changed_times(found_times, gates=terms.gate_times or sides.environments[1].device not in ("", "cpu")),
     ]
     reasons = sorted((_judged(reason, terms) for reason in found), key=lambda reason: reason.order)

@@ -83,6 +83,29 @@ def changed_times(found: Times | None, *, gates: bool) -> Iterable[Reason]:
         )
 
 
+def changed_speedups(sides: Sides) -> Iterable[Reason]:
+    """A reason for every case that `speed` timed on both sides, on one kind of GPU, whose intervals lie apart.
+
+    A case that gained never gates. Seconds of a CPU say nothing of float8.
+    """
+    on_gpu = sides.same_device and sides.environments[0].device not in ("", "cpu")
+    for pair in sides.compared if on_gpu else ():
+        before, after = (
+            None if case.measured is None else case.measured.speedup for case in (pair.baseline, pair.candidate)
+        )
+        if before is None or after is None or (before.low <= after.high and after.low <= before.high):
+            continue
+        yield Reason(
+            kind=Kind.TIMES,
+            case=pair.id,
+            what=f"times as fast as BF16: {before.ratio:.3g} -> {after.ratio:.3g}, with intervals that lie apart",
+            baseline=f"{before.low:.3g} to {before.high:.3g}",
+            candidate=f"{after.low:.3g} to {after.high:.3g}",
+            gates=after.ratio < before.ratio,
+            size=abs(math.log(after.ratio / before.ratio)),
+        )
+
+
 def signed_rank_p(differences: Sequence[float]) -> float:
     """The two-sided p of the signed-rank test of Wilcoxon: how likely are such signs by chance? Zeros are left out."""
     values = sorted((value for value in differences if value), key=abs)

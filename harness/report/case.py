@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from harness.document import CaseDocument
-from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
+from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.plural import counted
 from harness.report.wording import aligned, failure_text, findings_texts, printable
 
@@ -92,6 +92,7 @@ def _numbers(measured: Measured) -> Iterable[str]:
             (f"FLOPs of {words}", flops_text(found, measured.expected_flops.get(words)))
             for words, found in measured.flops.items()
         ),
+        ("speed", "" if measured.speedup is None else speedup_words(measured.speedup)),
         ("casts to float8", "" if measured.cast_calls is None else str(measured.cast_calls)),
         ("saved for backward", _against(measured.saved_bytes, measured.expected_saved_bytes)),
     ]
@@ -143,6 +144,12 @@ def binary_bytes(count: int) -> str:
     """A number of bytes with a binary unit: "71.5 MiB"."""
     power = min(max(count.bit_length() - 1, 0) // 10, len(_BINARY_UNITS) - 1)
     return f"{count / 1024**power:.4g} {_BINARY_UNITS[power]}"
+
+
+def speedup_words(found: Speedup) -> str:
+    """How much faster than the twin, with the interval: "1.234 times as fast as ID: 1.21 to 1.25, 6 pairs"."""
+    pairs = counted(found.pairs, "pair")
+    return f"{found.ratio:.3f} times as fast as {found.twin}: {found.low:.3f} to {found.high:.3f}, {pairs}"
 
 
 def flop_words(count: float) -> str:

@@ -1,4 +1,4 @@
-"""`fp8-harness metrics`: what a step costs."""
+"""`fp8-harness metrics` and `speed`: what a step costs, and whether FP8 pays."""
 
 from __future__ import annotations
 
@@ -49,3 +49,23 @@ def test_what_cannot_be_answered(shared: Command, words: tuple[str, ...], messag
     done = shared.run("metrics", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_speed_is_stored_where_history_and_gate_read(project: Command) -> None:
+    done = project.run("speed", CASE, "--pairs", "3", "--steps", "2", "--warmup", "1", "--json", "speed.json")
+    assert done.returncode == 0, done.stderr
+    assert "times as fast as fsdp2-bf16-v2048-s3-b16-tol.0.05" in done.stdout and "simulated, not gated" in done.stdout
+    ran = [line.split()[-1].split("-")[1] for line in done.stderr.splitlines() if "passed" in line]
+    assert ran == ["bf16", "rowwise", "rowwise", "bf16", "bf16", "rowwise"]  # in turns
+    found = json.loads((project.folder / "speed.json").read_text())
+    assert len(found["cases"][0]["pairs"]) == 3 and found["gated"] is False
+    assert "speed" in project.run("history", CASE).stdout
+    assert "times as fast as fsdp2-bf16" in project.run("show", CASE).stdout
+    gate = project.run("gate", "--baseline", "speed", "--candidate", "speed")
+    assert gate.returncode == 0 and gate.stdout.startswith("GO"), gate.stdout + gate.stderr
+
+
+def test_a_job_that_fails_ends_its_case(project: Command) -> None:
+    done = project.run("speed", "single-tensorwise-v2048-s3-seed1-f32-tol.0.05", "--pairs", "3", "--device", "cpu")
+    assert done.returncode == 1
+    assert "not timed: single-tensorwise" in done.stdout and "crashed" in done.stdout
