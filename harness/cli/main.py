@@ -37,6 +37,7 @@ _COMMANDS = {
     "target": "harness.cli.target:target",
     "bug": "harness.cli.bug:bug",
     "tier": "harness.cli.tier:tier",
+    "advise": "harness.cli.advise:advise_command",
     "gate": "harness.cli.gate:gate_command",
     "diff": "harness.cli.diff:diff_command",
     "cache": "harness.cli.cache:cache",

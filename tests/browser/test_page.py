@@ -14,6 +14,10 @@ from harness.document import run_document
 from harness.gate.gate import Terms, gate
 from harness.matrix.caseid import case_id
 from harness.measured import CastRange, Curve, Measured, Sent
+from harness.performance.advice import advise
+from harness.performance.machine import machine
+from harness.performance.models import MODELS, training
+from harness.report.html.advice import advice_page
 from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.html.sections import Listing, Section
@@ -137,6 +141,14 @@ def shown(page: Page) -> list[str]:
 
 def address(page: Page) -> str:
     return str(page.evaluate("decodeURIComponent(location.hash)"))
+
+
+def narrow_soon(page: Page) -> None:
+    """Wait until the page is as narrow as a phone: curves take a moment. The page forbids eval: ask from outside."""
+    until_s = time.monotonic() + 10
+    while page.evaluate("document.documentElement.scrollWidth") > 360:
+        assert time.monotonic() < until_s, "the page stays wider than a phone"
+        page.wait_for_timeout(20)
 
 
 def test_all_cases_are_listed_the_worst_first(opened: Opener) -> None:
@@ -283,7 +295,16 @@ def test_a_gate_opens_with_its_answer_and_leads_to_the_cases(
     assert shown(page) == [WRONG, CRASHED] and address(page) == "#view=cases"
     page.set_viewport_size({"width": 360, "height": 740})
     page.get_by_role("link", name="Gate", exact=True).click()
-    page.wait_for_function("document.documentElement.scrollWidth <= 360")  # curves take a moment
+    narrow_soon(page)
+
+
+def test_the_plots_of_an_advice_are_drawn(opened: Opener, tmp_path: Path) -> None:
+    case, path = training(MODELS["debugmodel"], tp=8, vocab_size=2256), tmp_path / "report.html"
+    path.write_bytes(advice_page(advise(case, machine("h100")), case, machine("h100")))
+    page = opened(path=path)
+    assert page.locator("#plots canvas").count() == 3
+    assert "tensorwise" in page.locator("#plots .u-legend").first.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_keys_move_in_the_heat_map_and_the_list(opened: Opener) -> None:
@@ -335,7 +356,7 @@ def test_dark_light_and_print_have_colours_of_their_own(opened: Opener) -> None:
 def test_a_phone_does_not_scroll_sideways(opened: Opener, context: BrowserContext, address: str) -> None:
     page = opened(address)
     page.set_viewport_size({"width": 360, "height": 740})
-    page.wait_for_function("document.documentElement.scrollWidth <= 360")  # curves take a moment
+    narrow_soon(page)
 
 
 def test_a_thousand_cases(opened: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,24 +45,33 @@ def html_report(
 
     `front` replaces what the run says of itself on top.
     """
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
     index, details = index_and_details(document, history or {})
-    script, style = Markup(_script()), Markup(_style())
     totals = [line for line in totals_text(run_result(document)).splitlines() if line]
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = template.from_string(_asset("page.html")).render(
-        policy=_policy(script, style),
-        style=style,
-        script=script,
-        index=_embedded(index),
-        details=[_embedded(each) for each in details],
+    return rendered(
+        "page.html",
+        _SCRIPTS,
+        data={"index": index, **{f"detail-{number}": each for number, each in enumerate(details)}},
         front=front or _front(document, totals[-1]),
         totals=totals,
         document=document,
         environment=tuple(_environment(document)),
         sections=sections,
+    )
+
+
+def rendered(template: str, scripts: Sequence[str], *, data: Mapping[str, object], **values: object) -> bytes:
+    """A page in UTF-8 of assets and values. Each of `data` is JSON in an element of its name, for the scripts."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    script, style = Markup(_script(scripts)), Markup(_style())
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string("".join(map(_asset, ("parts.html", template)))).render(
+        policy=_policy(script, style),
+        style=style,
+        script=script,
+        data={name: _embedded(each) for name, each in data.items()},
+        **values,
     )
     return page.encode()
 
@@ -89,8 +98,8 @@ def _environment(document: RunDocument) -> Iterable[tuple[str, str]]:
     yield from ((printable(name), printable(value)) for name, value in words.items())
 
 
-def _script() -> str:
-    parts = [_asset(name) for name in _SCRIPTS]
+def _script(names: Sequence[str]) -> str:
+    parts = [_asset(name) for name in names]
     licence = f"/* uPlot\n{_asset('uPlot.LICENSE', 'vendor')}*/"
     own = "\n".join(['(() => {\n"use strict";', *parts, "})();"])
     return "\n".join([licence, _asset("uPlot.iife.min.js", "vendor"), own])

@@ -1,0 +1,165 @@
+"""The predicted time of one step on one rank, by its parts: a model, not a measurement.
+
+Matmuls take the longer of multiplying and of moving their operands. Everything else moves memory, multiplies at its own
+rate or waits for wires. FSDP's collectives run behind compute, those of tensor parallelism do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import msgspec
+from msgspec.structs import replace
+
+from harness.expect.fusion import fusion_candidates
+from harness.expect.traffic import Transfer, expected_transfers
+from harness.matrix.case import Case, Float8
+from harness.matrix.linears import is_converted, linear_fqns, parameter_count
+from harness.matrix.recipes import ITEM_BYTES
+from harness.performance.casts import EAGER_KERNELS, Cast, casts
+from harness.performance.flops import ATTENTION, work
+from harness.performance.gemms import FLOAT8, Gemm, gemms
+from harness.performance.links import transfer_s
+from harness.performance.machine import Machine
+from harness.performance.padding import padding_s
+
+_CAUSAL = 0.5  # of the products of attention, which `work` counts whole
+_FLASH_BACKWARD = 5 / 4  # products that the flash kernel computes for each that `work` counts
+# Reads and writes of an activation of `dim` (norms, residual sums, rotations) and of `ffn_dim` (activation) for each
+# token and block, counted from fused kernels; the share of forward is repeated by recomputation.
+_DIM_PASSES, _FFN_PASSES, _FORWARD = 24, 8, 0.4
+_LOSS_BYTES = 20  # of every logit
+_OPTIMIZER_BYTES = 28  # of every parameter: AdamW reads 4 and writes 3 float32
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one step on one rank, by part. `dispatch_s`: of an eager step, whose kernels run behind it."""
+
+    matmul_s: float
+    cast_s: float
+    padding_s: float  # copies of `pad_inner_dim`
+    attention_s: float
+    memory_s: float  # norms, activations, loss, optimizer, FSDP's copies
+    tensor_parallel_s: float
+    data_parallel_s: float  # what FSDP's collectives add
+    dispatch_s: float
+    other_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The time of the step: kernels wait for their dispatch where that is longer."""
+        device = self.device_s + self.tensor_parallel_s + self.data_parallel_s + self.other_s
+        return max(device, self.dispatch_s)
+
+    @property
+    def device_s(self) -> float:
+        """What the device computes."""
+        return self.matmul_s + self.cast_s + self.padding_s + self.attention_s + self.memory_s
+
+
+def predicted_step(case: Case, machine: Machine) -> Step:
+    """The time of a step of the case; what no part has is a share of the same step in BF16."""
+    twin = _parts(replace(case, float8=Float8()), machine)
+    return replace(_parts(case, machine) if case.float8.enabled else twin, other_s=machine.rates.other * twin.total_s)
+
+
+def speed_up(case: Case, machine: Machine) -> float:
+    """How many times as fast as in BF16 a case is predicted to train."""
+    twin = replace(case, float8=Float8())
+    return predicted_step(twin, machine).total_s / predicted_step(case, machine).total_s
+
+
+@functools.lru_cache(maxsize=64)
+def _parts(case: Case, machine: Machine) -> Step:
+    step = Step(
+        matmul_s=sum(gemm_s(case, gemm, machine) for gemm in gemms(case)),
+        cast_s=sum(cast_s(cast, machine) for cast in casts(case)),
+        padding_s=padding_s(case, machine),
+        attention_s=_attention_s(case, machine),
+        memory_s=_memory_s(case, machine),
+        tensor_parallel_s=0.0,
+        data_parallel_s=0.0,
+        dispatch_s=dispatch_s(case, machine),
+    )
+    transfers = expected_transfers(case, step=2, rank=0)
+    return replace(
+        step,
+        tensor_parallel_s=_tensor_parallel_s(case, transfers, machine),
+        data_parallel_s=_data_parallel_s(case, transfers, machine, behind_s=step.device_s),
+    )
+
+
+def gemm_s(case: Case, gemm: Gemm, machine: Machine) -> float:
+    """All executions of a matmul on one rank."""
+    once = matmul_s(gemm.m, gemm.n, gemm.executed_k, gemm.precision, machine)
+    if gemm.precision == FLOAT8 and case.float8.traits.scales_rows(gemm.role):
+        once /= machine.rates.rowwise_matmul
+    return gemm.executions * once
+
+
+def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine) -> float:
+    """One matmul [m, k] x [k, n] that writes bfloat16: the longest of multiplying, moving and launching."""
+    rate = machine.matmul_flops_s(precision)
+    for size in (m, n, k):
+        rate *= size / (size + machine.rates.half_speed_size)
+    moved = (m + n) * k * (1 if precision == FLOAT8 else ITEM_BYTES[precision]) + m * n * ITEM_BYTES["bfloat16"]
+    return max(2 * m * n * k / rate, moved / machine.memory_bytes_s, machine.rates.launch_us * 1e-6)
+
+
+def cast_s(cast: Cast, machine: Machine) -> float:
+    """The casts of one operand of a linear."""
+    rates = machine.rates
+    moved = cast.straight_bytes + cast.transposed_bytes / rates.transposing + cast.column_bytes / rates.columns
+    return max(moved / machine.memory_bytes_s, machine.rates.launch_us * 1e-6)
+
+
+def _attention_s(case: Case, machine: Machine) -> float:
+    rate = (machine.peak.tflops("bfloat16") or 0.0) * 1e12 * machine.rates.attention
+    parts = [each for each in work(case) if each.part == ATTENTION]
+    done = sum(each.executed_flops * (1 if each.role == "forward" else _FLASH_BACKWARD) for each in parts)
+    return _CAUSAL * done / rate
+
+
+def _memory_s(case: Case, machine: Machine) -> float:
+    shape, layout, tokens = case.model.shape, case.layout, case.tokens_per_rank * case.train.accumulation
+    item = ITEM_BYTES[case.train.dtype]
+    wrapped = sum(map(case.checkpointing.wraps, range(shape.layers)))
+    blocks = shape.layers + _FORWARD * wrapped
+    activations = tokens * blocks * (_DIM_PASSES * shape.dim + _FFN_PASSES * shape.ffn_dim) * item / layout.tp
+    loss = tokens * case.model.padded_vocab_size * _LOSS_BYTES / layout.tp
+    parameters = parameter_count(case) / layout.tp
+    optimizer = parameters / layout.dp_shard * _OPTIMIZER_BYTES
+    # FSDP copies what it gathers (twice), and gradients before it reduces them in float32.
+    gathered = 1 if case.gathers_float8 else 2
+    copies = parameters * (2 * 2 * gathered + 2 + 4) if layout.dp_shard > 1 else 0
+    return (activations + loss + optimizer + copies) / machine.memory_bytes_s
+
+
+def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine) -> float:
+    """Nothing runs behind these collectives, but where async TP fuses them with matmuls."""
+    waits = sum(transfer_s(each, case.layout, machine) for each in transfers if each.axis == "tp")
+    candidates = fusion_candidates(case)
+    if not candidates:
+        return waits
+    fused = sum(candidate.fuses for candidate in candidates) / len(candidates)
+    return waits * (1 - machine.rates.async_tp_hides * fused)
+
+
+def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine, *, behind_s: float) -> float:
+    """The first gather and the last reduction have nothing to run behind; the others slow down what they run behind."""
+    sent = [each for each in transfers if each.axis != "tp"]
+    times = [transfer_s(each, case.layout, machine) for each in sent]
+    ends = sum(time / each.times for each, time in zip(sent, times, strict=True) if "tok_embeddings" in each.purpose)
+    hidden = sum(times) - ends
+    return ends + machine.rates.behind_compute * min(hidden, behind_s) + max(0.0, hidden - behind_s)
+
+
+def dispatch_s(case: Case, machine: Machine) -> float:
+    """How long the host takes to launch an eager step. A compiled one launches few kernels."""
+    if case.compile != "none":
+        return 0.0
+    converted = sum(is_converted(case, fqn) for fqn in linear_fqns(case))
+    kernels = converted * EAGER_KERNELS.get(case.float8.recipe, 0)
+    blocks = (case.model.shape.layers + 1) * machine.rates.block_dispatch_us
+    return case.train.accumulation * (blocks + kernels * machine.rates.dispatch_us) * 1e-6

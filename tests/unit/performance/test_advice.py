@@ -1,0 +1,186 @@
+"""The advice about a case: what it recommends, as text, JSON and a page, and what the command refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.cli.main import main
+from harness.errors import HarnessError
+from harness.jsonform import to_json
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.targets import is_llama
+from harness.performance.advice import Advice, advise
+from harness.performance.converting import too_small_for_rowwise
+from harness.performance.machine import machine
+from harness.performance.models import MODELS, training
+from harness.performance.plots import plots
+from harness.performance.published import GRAND_TETON
+from harness.report.advice import advice_text, linear_rows
+from harness.report.html.advice import advice_page
+from tests.builders import make_known
+from tests.strategies import POSSIBLE_CASES
+from tests.unit.test_html_report import Page
+
+H100 = machine("h100")
+ONE_NODE = training(MODELS["llama3-8b"], dp_shard=8, checkpointing="selective_op")
+
+
+def debug(**axes: object) -> Case:
+    return training(MODELS["debugmodel"], **{"vocab_size": 2256, **axes})
+
+
+def said(found: Advice, start: str) -> str:
+    return next((line for line in found.recommendations if line.startswith(start)), "")
+
+
+def test_a_large_model_trains_faster_in_fp8() -> None:
+    found = advise(ONE_NODE, GRAND_TETON)
+    ratios = {each.name: each.compiled or 0 for each in found.variants}
+    assert list(ratios) == [
+        "tensorwise",
+        "tensorwise, float8 all-gather",
+        "rowwise",
+        "rowwise, wk, wv in BF16",
+        "rowwise_with_gw_hp",
+    ]
+    assert max(ratios, key=ratios.__getitem__) == "tensorwise, float8 all-gather"
+    assert found.recommendations[0].startswith("Train with tensorwise, float8 all-gather: predicted 1.2")
+    assert found.recipe == "tensorwise" and "fp8" in found.case
+    assert said(found, "Float8 all-gather changes the speed by +")
+    assert said(found, "Keep the output layer in BF16")
+    assert not said(found, "Do not convert") and not said(found, "Tensor parallelism")
+
+
+def test_parts_of_a_step_add_up() -> None:
+    found = advise(ONE_NODE, GRAND_TETON)
+    for step in (found.bf16, found.float8):
+        parts = step.device_s + step.tensor_parallel_s + step.data_parallel_s + step.other_s
+        assert step.total_s == pytest.approx(parts)
+    assert found.bf16.matmul_s == pytest.approx(sum(each.bf16_ms for each in found.linears) / 1e3)
+    kept = sum(each.bf16_ms - each.float8_ms for each in found.linears if not each.converted)
+    assert found.float8.matmul_s == pytest.approx((sum(each.float8_ms for each in found.linears) + kept) / 1e3)
+    assert found.float8.cast_s * 1e3 == pytest.approx(sum(each.cast_ms for each in found.linears if each.converted))
+
+
+def test_a_small_eager_model_stays_in_bf16() -> None:
+    found = advise(debug(tokens=16384, recipe="tensorwise"), H100, eager=True)
+    assert all((each.eager or 1) < 1 for each in found.variants)
+    assert "No linear of a block gains" in " ".join(found.recommendations)
+    assert found.float8.total_s == found.float8.dispatch_s
+
+
+def test_rowwise_under_tensor_parallelism_loses_by_its_small_linears() -> None:
+    case = training(MODELS["llama3-8b"], recipe="rowwise", tp=8, dp_shard=8, tokens=12 * 8192)
+    found = advise(case, H100)
+    line = said(found, "Do not convert what becomes slower with its casts: ")
+    assert "--filter-fqns attention.wk" in line and "--filter-fqns attention.wv" in line and "w1" not in line
+    assert too_small_for_rowwise(case) == ("attention.wk", "attention.wv")
+    assert said(found, "Tensor parallelism waits for wires")
+
+
+def test_a_vocabulary_that_float8_refuses() -> None:
+    found = advise(debug(tp=8, recipe="tensorwise", output_layer=True), H100)
+    assert {each.refused for each in found.variants} == {"output_alignment"}
+    assert found.recommendations[0].startswith("No recipe trains this, by rule output_alignment: ")
+    assert said(found, "The output layer cannot be converted. Float8 matmuls refuse its shard of 282 rows.")
+    output = [row for row in linear_rows(found.linears) if row[0] == "output x1"]
+    assert output[0][1] == "refused" and output[0][6] == "refused"
+    assert [each.refused for each in found.vocabulary] == [(282,), (), (), ()]
+
+
+def test_tokens_that_float8_refuses() -> None:
+    found = advise(debug(recipe="tensorwise", seq_len=1000), H100)
+    assert said(found, "1000 tokens of a rank are no multiple of 16: --pad-inner-dim")
+    padded = advise(debug(recipe="tensorwise", seq_len=1000, pad_inner_dim=True), H100)
+    assert said(padded, "--pad-inner-dim copies operands for ") and padded.float8.padding_s > 0
+
+
+def test_a_recipe_with_a_known_fault_is_not_recommended() -> None:
+    case = training(MODELS["llama3-8b"], tp=8, dp_shard=64)
+    fault = make_known(name="wrong-scale", where="fp8_all_gather=true tp>1", reason="The scale is wrong.")
+    clean, warned = advise(case, H100), advise(case, H100, known=(fault,))
+    assert clean.recommendations[0].startswith("Train with tensorwise, float8 all-gather")
+    assert said(warned, "tensorwise, float8 all-gather, 1.2").endswith(f"The scale is wrong. ({fault.link})")
+    assert [each.fault for each in warned.variants] == ["", "wrong-scale", "", "", ""]
+    assert "wrong-scale" in advice_text(warned) and "ag" not in warned.case.split("-")
+
+
+def test_rules_of_the_harness_refuse_no_recipe() -> None:
+    """A case in float64 that clips: the advice is about bfloat16, in which no case clips."""
+    found = advise(parse_case_id("tp2-rowwise-v2048-s2-clip0.25-f64"), H100)
+    assert not any(each.refused for each in found.variants)
+
+
+def test_a_model_that_is_not_known() -> None:
+    with pytest.raises(HarnessError, match=r"my_pkg\.my_target are not known"):
+        advise(replace(Case(), target="my_pkg.my_target"), H100)
+
+
+@settings(max_examples=25, deadline=None)
+@given(POSSIBLE_CASES.filter(lambda case: is_llama(case.target)), st.booleans())
+def test_every_case_has_an_advice(case: Case, eager: bool) -> None:
+    found = advise(case, H100, eager=eager)
+    assert found.recommendations and advice_text(found)
+    assert json.loads(to_json(found))["float8_step_s"] == found.float8.total_s
+    numbers = [found.tokens_s, found.bf16.total_s, found.float8.total_s, *(each.gain for each in found.linears)]
+    assert all(math.isfinite(number) and number > 0 for number in numbers)
+
+
+def test_text_says_that_nothing_was_measured() -> None:
+    text = advice_text(advise(ONE_NODE, H100))
+    assert "on h100: predicted, not measured" in text and "assumptions\n" in text
+    assert max(map(len, text.splitlines()[:60])) < 250
+
+
+def test_page() -> None:
+    found = advise(debug(tp=8), H100)
+    page = Page(advice_page(found, debug(tp=8), H100))
+    told = page.data()["told"]
+    assert [len(plot["lines"]) for plot in told] == [3, 1, 3]
+    assert all(len(line["values"]) == len(plot["places"]) for plot in told for line in plot["lines"])
+    assert "default-src 'none'" in str(page.of("meta")) and "Permission is hereby granted" in page.inside[-1]
+    assert found.recommendations[0] in page.text
+
+
+def test_plots_tell_what_the_rest_tells() -> None:
+    case = training(MODELS["llama3-8b"], dp_shard=8, layers=4)
+    size, vocabulary, world = plots(case, GRAND_TETON)
+    ratios = {each.name: each.compiled for each in advise(case, GRAND_TETON).variants}
+    at = size.places.index(4096)
+    assert size.lines[0].values[at] == pytest.approx(ratios["tensorwise"], rel=0.03)
+    assert vocabulary.lines[0].values[vocabulary.places.index(128256)] == 0
+    wide, narrow, _ = world.lines
+    assert all(0.5 < less / more < 0.9 for more, less in zip(wide.values, narrow.values, strict=True))
+
+
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["advise", "--model", "debugmodel", "--tp", "8", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["device"] == "h100" and told["variants"] and told["recommendations"]
+    assert main(["advise", "tp2-rowwise-v2048-s2-f32", "--html", str(tmp_path / "advice.html")]) == 0
+    assert (tmp_path / "advice.html").read_bytes().startswith(b"<!doctype html>")
+    assert main(["advise", "tp2-rowwise-v2048-s2-f32"]) == 0
+    assert "predicted, not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--model", "debugmodel", "--device", "h99"], "the peaks of device 'h99' are not known"),
+        (["--model", "debugmodel", "--device", "a100"], "a100 has no float8 matmuls"),
+        (["--model", "llama9"], "there is no model 'llama9'"),
+        (["--model", "llama3-8b", "--tp", "3"], "heads_divide_tp"),
+        ([], "there is no case"),
+    ],
+)
+def test_command_refuses(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", *arguments]) == 2
+    assert error in capsys.readouterr().err

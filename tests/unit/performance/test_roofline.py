@@ -1,0 +1,187 @@
+"""What must hold for predictions whatever the rates are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.errors import HarnessError
+from harness.expect.traffic import Transfer
+from harness.matrix.axes import case_from_axes
+from harness.matrix.case import Case, Layout
+from harness.performance.casts import casts
+from harness.performance.converting import conversions
+from harness.performance.gemms import gemms
+from harness.performance.links import axis_bytes_s, transfer_s
+from harness.performance.machine import SOURCES, Machine, Rates, machine
+from harness.performance.models import MODELS, training
+from harness.performance.padding import padded_size, padding_bytes, padding_memory_bytes, padding_s, vocabularies
+from harness.performance.peaks import DEVICES, PEAKS
+from harness.performance.roofline import predicted_step, speed_up
+
+H100 = machine("h100")
+RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+SMALL = st.builds(
+    lambda recipe, layout, compile, checkpointing: case_from_axes(
+        {"recipe": recipe, "compile": compile, "checkpointing": checkpointing, "dtype": "bfloat16", **layout}
+    ),
+    st.sampled_from(RECIPES),
+    st.sampled_from([{}, {"tp": 2}, {"dp_shard": 4}, {"dp_shard": 2, "tp": 4}]),
+    st.sampled_from(["none", "inductor"]),
+    st.sampled_from(["none", "full", "selective_op"]),
+)
+
+
+def block(dim: int, recipe: str = "tensorwise", **axes: object) -> Case:
+    """One wide block of this dim."""
+    sizes = {"dim": dim, "layers": 1, "heads": 8, "kv_heads": 8, "ffn_dim": 4 * dim, "vocab_size": 2048}
+    given = {"dtype": "bfloat16", "compile": "inductor", "seq_len": 4096, "global_batch": 2, "recipe": recipe}
+    return case_from_axes({**sizes, **given, **axes})
+
+
+@settings(max_examples=40, deadline=None)
+@given(SMALL, st.floats(1, 10), st.sampled_from(["memory_tb_s", "link_gb_s", "bfloat16", "float8"]))
+def test_a_better_device_is_never_slower(case: Case, factor: float, field: str) -> None:
+    peak = replace(H100.peak, **{field: getattr(H100.peak, field) * factor})
+    before, after = (predicted_step(case, on).total_s for on in (H100, replace(H100, peak=peak)))
+    assert after <= before * (1 + 1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 64), st.integers(1, 8), st.floats(1, 10))
+def test_a_better_network_is_never_slower(dp_shard: int, tp: int, factor: float) -> None:
+    case = case_from_axes({"dp_shard": dp_shard, "tp": tp, "dtype": "bfloat16", "global_batch": dp_shard})
+    before = predicted_step(case, H100).total_s
+    assert predicted_step(case, replace(H100, network_gb_s=50 * factor)).total_s <= before * (1 + 1e-12)
+
+
+@given(st.integers(1, 40), st.sampled_from(RECIPES))
+def test_padding_costs_nothing_where_all_is_aligned(sixteens: int, recipe: str) -> None:
+    case = block(256, recipe, seq_len=16 * sixteens, pad_inner_dim=True)
+    assert padding_s(case, H100) == 0
+    assert predicted_step(case, H100) == predicted_step(replace(case, float8=_unpadded(case)), H100)
+
+
+def _unpadded(case: Case) -> object:
+    return replace(case.float8, pad_inner_dim=False)
+
+
+def test_padding_costs_where_tokens_are_unaligned() -> None:
+    case = block(256, seq_len=4100, global_batch=1, pad_inner_dim=True)
+    padded = {(gemm.role, bool(padding_bytes(case, gemm))) for gemm in gemms(case) if gemm.precision == "float8"}
+    assert padded == {("forward", False), ("dgrad", False), ("wgrad", True)}
+    assert padding_memory_bytes(case) == (256 + 4 * 256) * 4112  # of w1: grad_output and input
+    assert padding_memory_bytes(block(256, pad_inner_dim=True)) == 0
+
+
+def test_eager_padding_copies_aligned_operands_too() -> None:
+    """`torch.nn.functional.pad` by nothing returns a copy."""
+    case = training(MODELS["llama3-8b"], recipe="tensorwise", pad_inner_dim=True)
+    float8 = [gemm for gemm in gemms(case) if gemm.precision == "float8"]
+    assert all(gemm.executed_k == gemm.k for gemm in float8)
+    ideal_s = sum(gemm.executed_flops for gemm in float8) / 1979e12 / 0.78
+    assert padding_s(case, replace(H100, peak=replace(H100.peak, memory_tb_s=2.4))) / ideal_s == pytest.approx(
+        0.23, abs=0.05
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(RECIPES[1:]), st.integers(16, 400), st.integers(2, 8))
+def test_gain_shrinks_with_the_linears(recipe: str, sixteens: int, times: int) -> None:
+    small, large = (conversions(block(16 * size, recipe), H100) for size in (sixteens, sixteens * times))
+    assert all(one.gain <= other.gain + 1e-12 for one, other in zip(small, large, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_small_linears_lose_and_large_ones_gain(recipe: str) -> None:
+    small, large = (conversions(block(dim, recipe), H100) for dim in (256, 8192))
+    assert small[0].gain < 1 < min(each.gain for each in large)
+
+
+def test_a_plain_layout_pays_nothing_for_wires() -> None:
+    step = predicted_step(block(1024), H100)
+    assert step.tensor_parallel_s == step.data_parallel_s == step.dispatch_s == 0
+
+
+def test_tensor_parallelism_divides_matmuls_and_not_casts_of_gathered_activations() -> None:
+    alone, sharded = (training(MODELS["llama3-8b"], recipe="rowwise", tp=tp, compile="inductor") for tp in (1, 8))
+    flops = [sum(gemm.flops for gemm in gemms(case)) for case in (alone, sharded)]
+    moved = [sum(cast.column_bytes for cast in casts(case)) for case in (alone, sharded)]
+    assert flops[0] == 8 * flops[1]
+    assert moved[0] < 3 * moved[1]
+
+
+def test_eager_small_models_wait_for_their_dispatch() -> None:
+    eager = training(MODELS["debugmodel"], recipe="tensorwise", tokens=16384)
+    step = predicted_step(eager, H100)
+    assert step.total_s == step.dispatch_s > step.device_s
+    assert speed_up(eager, H100) < 0.85
+
+
+def test_float8_all_gather_pays_between_nodes_and_not_within() -> None:
+    def gain(dp_shard: int, tp: int) -> float:
+        axes = {"recipe": "tensorwise", "compile": "inductor", "dp_shard": dp_shard, "tp": tp}
+        gathering = {"fp8_all_gather": True, "precompute_scale": True}
+        model = MODELS["llama3-8b"]
+        plain, narrow = training(model, tokens=8192, **axes), training(model, tokens=8192, **axes, **gathering)
+        return predicted_step(plain, H100).total_s / predicted_step(narrow, H100).total_s
+
+    assert 1 <= gain(8, 1) < 1.08
+    assert gain(64, 8) > 1.1
+
+
+def test_groups_between_nodes_share_the_network_of_their_devices() -> None:
+    assert axis_bytes_s(Layout(tp=8, dp_shard=64), "tp", H100) == H100.link_bytes_s
+    assert axis_bytes_s(Layout(tp=8, dp_shard=64), "dp_shard", H100) == H100.network_bytes_s
+    assert axis_bytes_s(Layout(tp=2, dp_shard=64), "dp_shard", H100) == 4 * H100.network_bytes_s
+    assert axis_bytes_s(Layout(tp=2, dp_shard=4), "dp_shard", H100) == H100.link_bytes_s
+    assert axis_bytes_s(Layout(tp=16), "tp", H100) == min(H100.link_bytes_s, 8 * H100.network_bytes_s)
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("all_gather", 3.0), ("reduce_scatter", 0.75), ("all_reduce", 1.5)])
+def test_rings_send_all_but_what_a_rank_has(kind: str, sent: float) -> None:
+    transfer = Transfer(axis="tp", kind=kind, dtype="bfloat16", elements=10**9, purpose="")
+    expected = sent * 2e9 / H100.link_bytes_s + 20e-6
+    assert transfer_s(transfer, Layout(tp=4), H100) == pytest.approx(expected)
+
+
+def test_vocabularies_of_2256_rows() -> None:
+    """2256 / 8 = 282 is no multiple of 16: refused in float8, padded to 2304, or kept in BF16."""
+    case = training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2256, tp=8)
+    found = {each.name: each for each in vocabularies(case)}
+    assert [each.refused for each in found.values()] == [(282,), (), (), ()]
+    padded = found["2304 rows, output layer in float8"]
+    assert (padded.added_rows, padded.added_bytes) == (6, 2 * 6 * 256 * 16)
+    assert padded.added_share == pytest.approx(48 / 2256)
+    assert padded_size(2256, 2) == 2272 and padded_size(2256, 4) == 2304 and padded_size(2560, 8) == 2560
+    aligned = vocabularies(training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2560, tp=8))
+    assert [(each.added_rows, each.refused) for each in aligned] == [(0, ()), (0, ())]
+
+
+@given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 8, 16]))
+def test_padded_vocabularies_are_the_smallest_that_fit(vocab_size: int, tp: int) -> None:
+    size = padded_size(vocab_size, tp)
+    assert size % (16 * tp) == 0 and 0 <= size - vocab_size < 16 * tp
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(HarnessError, match="'h99' are not known") as error:
+        machine("h99")
+    assert all(name in error.value.text for name in DEVICES)
+
+
+def test_device_without_float8() -> None:
+    with pytest.raises(HarnessError, match="a100 has no float8 matmuls") as error:
+        machine("a100")
+    assert error.value.fix is not None and "a100" not in error.value.fix and "h100" in error.value.fix
+
+
+def test_every_rate_has_a_source() -> None:
+    assert set(SOURCES) == set(Rates.__struct_fields__)
+
+
+@pytest.mark.parametrize("device", [each.name for each in PEAKS if each.float8])
+def test_every_device_with_float8_is_predicted(device: str) -> None:
+    assert predicted_step(block(1024), Machine(peak=machine(device).peak)).total_s > 0
