@@ -67,3 +67,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def world_size(self) -> int:
         """Number of ranks that run this request."""
         return 1 if self.solo or self.replayed else self.case.world_size
+
+
+class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Simulate a step of a case. Rank i of the job stands for rank `ranks[i]` of the case."""
+
+    case: Case
+    ranks: tuple[int, ...]

@@ -15,6 +15,7 @@ from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.rules import exclusions
 
 Command = Callable[..., Any]
+MAX_WORLD = 4096
 
 _SHORT = {"vocab_size": ("--vocab",)}
 
@@ -73,7 +74,8 @@ def require_allowed(case: Case, axes: Collection[str], *, where: str) -> None:
 
 
 def configuration_options(command: Command) -> Command:
-    """`[CASE-ID] --case ID --model NAME --tokens N` and axes, passed to the command as one parameter `case`.
+    """`[CASE-ID] --case ID --model NAME --tokens N --world N` and axes, passed to the command as one
+    parameter `case`.
 
     A named model, or a case, with the given axes in the place of its own. No rule excludes the case.
     """
@@ -85,6 +87,7 @@ def configuration_options(command: Command) -> Command:
         case_id: str | None,
         model: str | None,
         tokens: int | None,
+        world: int | None,
         **given: Any,
     ) -> Any:
         axes = given_axes({name: given.pop(name) for name in _OF_COST})
@@ -92,11 +95,12 @@ def configuration_options(command: Command) -> Command:
         if len(names) != 1:
             what = f"there are {len(names)} of them: {', '.join(names)}." if names else "there is no case."
             raise HarnessError(what, fix="give one case id, or --model NAME.")
-        return command(case=_configured(case_name or case_id, model, tokens, axes), **given)
+        return command(case=_configured(case_name or case_id, model, tokens, world, axes), **given)
 
     decorated: Command = with_case
     for decorate in (
         axis_options(_OF_COST, defaults=False),
+        click.option("--world", type=click.IntRange(min=1, max=MAX_WORLD), help="Ranks: FSDP has what others leave."),
         click.option("--tokens", type=click.IntRange(min=1), help="Tokens of a data-parallel rank and step."),
         click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
         click.option("--case", "case_id", metavar="ID", help="The same as CASE-ID."),
@@ -106,17 +110,33 @@ def configuration_options(command: Command) -> Command:
     return decorated
 
 
-def _configured(name: str | None, model: str | None, tokens: int | None, axes: dict[str, object]) -> Case:
+def _configured(
+    name: str | None, model: str | None, tokens: int | None, world: int | None, axes: dict[str, object]
+) -> Case:
     from harness.performance.models import named_model, training
 
+    if world is not None and "dp_shard" in axes:
+        raise HarnessError("--world gives it.", where="--dp-shard", fix="leave one of them out.")
     if model is not None:
         case = training(named_model(model), tokens=tokens, **axes)
     else:
         if tokens is not None:
             raise HarnessError("a case has its own.", where="--tokens", fix="give --global-batch and --seq-len.")
         case = case_from_axes({**axis_values(parse_case_id(name or "")), **axes})
+    if world is not None:
+        case = _on_ranks(case, world, batch_given="global_batch" in axes)
     require_allowed(case, axes, where=name or f"--model {model}")
     return case
+
+
+def _on_ranks(case: Case, world: int, *, batch_given: bool) -> Case:
+    """The case on another number of ranks: each keeps its sequences where no global batch is given."""
+    other = case.layout.tp * case.layout.dp_replicate
+    if world % other:
+        what = f"{world} ranks are no multiple of tp x dp_replicate = {other}."
+        raise HarnessError(what, where="--world", fix="give a multiple, or other degrees.")
+    batch = case.train.global_batch if batch_given else max(1, case.local_batch) * (world // case.layout.tp)
+    return case_from_axes({**axis_values(case), "dp_shard": world // other, "global_batch": batch})
 
 
 def _word(value: object) -> str:

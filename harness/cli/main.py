@@ -38,6 +38,7 @@ _COMMANDS = {
     "bug": "harness.cli.bug:bug",
     "tier": "harness.cli.tier:tier",
     "advise": "harness.cli.advise:advise_command",
+    "simulate": "harness.cli.simulate:simulate_command",
     "gate": "harness.cli.gate:gate_command",
     "diff": "harness.cli.diff:diff_command",
     "cache": "harness.cli.cache:cache",

@@ -61,7 +61,7 @@ def expected_live(case: Case, *, rank: int, moment: Moment) -> tuple[LiveStorage
     """The storages that are alive on `rank` at this moment of every step."""
     traits = traits_of(case)
     if moment == "step":
-        return tuple(_gradients(case, rank)) if traits.keeps_gradients else ()
+        return tuple(gradients(case, rank)) if traits.keeps_gradients else ()
     return (
         *((_logits(case, rank),) if traits.keeps_logits else ()),
         *_generator_states(case),
@@ -78,8 +78,8 @@ def _logits(case: Case, rank: int) -> LiveStorage:
     return LiveStorage(dtype=dtype, nbytes=nbytes, purpose="the logits")
 
 
-def _gradients(case: Case, rank: int) -> Iterator[LiveStorage]:
-    """FSDP2 reduces the gradients of a unit into one storage, padded as shards are; otherwise each has its own."""
+def gradients(case: Case, rank: int) -> Iterator[LiveStorage]:
+    """All gradients. FSDP2 reduces those of a unit into one storage, padded as shards; otherwise each has its own."""
     for unit in fsdp_units(case, rank):
         for fqns, elements in _gradient_storages(case, unit):
             nbytes = elements * ITEM_BYTES[case.parameter_dtype]

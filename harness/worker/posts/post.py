@@ -33,6 +33,15 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+# What a post tells of an operator, for a mode that stands where no kernel runs.
+POSTS: dict[torch._ops.OpOverload, Callable[..., None]] = {}
+
+
+def observed() -> bool:
+    """False inside of `unobserved`."""
+    return not _paused[0]
+
+
 def put_post(
     operator: torch._ops.OpOverload, *, before: Callable[..., None], after: Callable[..., None] = _nothing
 ) -> None:
@@ -50,6 +59,7 @@ def put_post(
         after(result, *args, **kwargs)
         return result
 
+    POSTS[operator] = before
     library = torch.library.Library(operator.namespace, "IMPL")
     _LIBRARIES.append(library)
     library.impl(operator, post, "BackendSelect", with_keyset=True, allow_override=False)

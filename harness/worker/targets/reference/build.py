@@ -92,9 +92,15 @@ class ReferenceTarget:
 
 
 def build(case: Case, world: World) -> ReferenceTarget:
-    """Build model, parallelism and optimizer. The order matters: FP8, TP, checkpointing, compile, FSDP2."""
+    """Build model, parallelism and optimizer."""
     meshes = build_meshes(case.layout, world)
-    with torch.device(world.device):
+    model = distributed_model(case, meshes, world.device)
+    return ReferenceTarget(case, model, build_optimizer(model, case), meshes)
+
+
+def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama:
+    """The model on a device, ready for its weights. The order matters: FP8, TP, checkpointing, compile, FSDP2."""
+    with torch.device(device):
         model = Llama(
             case.model.shape,
             vocab_size=case.model.padded_vocab_size,
@@ -113,7 +119,7 @@ def build(case: Case, world: World) -> ReferenceTarget:
         apply_compile(model, meshes.tp, case)
     if meshes.dp is not None:
         apply_fsdp(model, meshes.dp, case)
-    return ReferenceTarget(case, model, build_optimizer(model, case), meshes)
+    return model
 
 
 def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:

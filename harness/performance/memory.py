@@ -1,0 +1,139 @@
+"""The memory of one rank in a step: what is kept is exact, what backward needs besides is a model.
+
+Exact in bytes of storages: an allocator adds what it rounds up, and what it cannot use again.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import replace
+
+from harness.expect.live_memory import expected_live, expected_scalars, gradients
+from harness.expect.saved_memory import block_elements, expected_saved
+from harness.expect.traffic import Unit, fsdp_units
+from harness.matrix.case import Case, Checkpointing
+from harness.matrix.linears import local_features, shard_size
+from harness.matrix.mesh import coordinates
+from harness.matrix.recipes import ITEM_BYTES
+
+_ADAMW_STATES = 2
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on one rank. All but the last three are exact.
+
+    `saved`: by autograd, between forward and backward. `kept`: what is alive besides at that moment, logits and weights
+    that FSDP2 does not free. `gradients`: after backward.
+    """
+
+    rank: int
+    parameters: int
+    buffers: int
+    optimizer: int
+    gradients: int
+    saved: int
+    kept: int
+    probabilities: int  # of the saved bytes, those that backward of the loss frees
+    loss: int  # what it adds before: gradients as large
+    block: int  # what backward of a block adds: gathered weights, gradients, what it recomputes
+    update: int  # what the optimizer adds
+
+    @property
+    def state(self) -> int:
+        """What lives between steps."""
+        return self.parameters + self.buffers + self.optimizer
+
+    @property
+    def turn(self) -> int:
+        """Between forward and backward: exact."""
+        return self.state + self.saved + self.kept
+
+    @property
+    def certain(self) -> int:
+        """The most of the moments that are exact: between forward and backward, and after backward."""
+        return max(self.turn, self.state + self.gradients)
+
+    @property
+    def peak(self) -> int:
+        """The most of the moments that are listed: in backward of the loss, of the last block and of the first, and in
+        the update. A lower bound: casts in eager float8, and what else is alive for a moment, are missing.
+        """
+        last = self.turn - self.probabilities + self.block
+        updating = self.state + self.gradients + self.update
+        return max(self.turn + self.loss, last, self.state + self.gradients + self.block, updating)
+
+
+def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
+    """What the formulas say of a rank in step 2, with eager blocks: a compiler chooses what compiled ones save.
+
+    `saves_attention`: `selective_op` saves the output of attention, which is so for every kernel but the CPU's.
+    """
+    case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))
+    units = fsdp_units(case, rank)
+    padded, own = _shards(case, units, rank)
+    item = ITEM_BYTES[case.parameter_dtype]
+    saved = sum(expected_saved(case, step=2, rank=rank).values())
+    live = expected_live(case, rank=rank, moment="forward")
+    scalars = expected_scalars(case, moment="forward") * ITEM_BYTES[case.wide_dtype]
+    return Memory(
+        rank=rank,
+        parameters=(padded if case.uses_fsdp else own) * item,
+        buffers=case.train.seq_len * case.model.shape.head_dim * ITEM_BYTES[case.wide_dtype],
+        optimizer=_ADAMW_STATES * own * item,
+        gradients=sum(each.nbytes for each in gradients(case, rank)),
+        saved=saved + (_attention_bytes(case) if saves_attention else 0),
+        kept=scalars + sum(each.nbytes for each in live if each.dtype != "uint8"),  # that of generators is on the host
+        probabilities=(probabilities := _probability_bytes(case, rank)),
+        loss=_loss_bytes(case, probabilities),
+        block=_block_bytes(case, units[1]),
+        update=own * item,
+    )
+
+
+def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
+    """Elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
+    ranks, at = case.layout.dp_shard, coordinates(case.layout, rank)["dp_shard"]
+    weights = [weight for unit in units for weight in unit.weights]
+    padded = sum(-(-weight.rows // ranks) * weight.columns for weight in weights)
+    return padded, sum(shard_size(weight.rows, ranks, at) * weight.columns for weight in weights)
+
+
+def _attention_bytes(case: Case) -> int:
+    """Output and logsumexp of attention in every block that `selective_op` wraps."""
+    if case.checkpointing.mode != "selective_op":
+        return 0
+    query = local_features(case, "attention.wq")[1] * ITEM_BYTES[case.train.dtype]
+    sums = case.model.shape.heads // case.layout.tp * ITEM_BYTES[case.wide_dtype]
+    return case.model.shape.layers * case.tokens_per_rank * (query + sums)
+
+
+def _probability_bytes(case: Case, rank: int) -> int:
+    vocab = case.model.padded_vocab_size
+    if case.layout.loss_parallel:
+        vocab = shard_size(vocab, case.layout.tp, rank % case.layout.tp)
+    return case.tokens_per_rank * vocab * ITEM_BYTES[case.wide_dtype]
+
+
+def _loss_bytes(case: Case, probabilities: int) -> int:
+    """Two gradients of the log-probabilities. Loss parallel has a third one, and indices of every token."""
+    if case.layout.tp == 1 or not case.layout.loss_parallel:
+        return 2 * probabilities
+    return 3 * probabilities + case.tokens_per_rank * ITEM_BYTES["int64"]
+
+
+def _block_bytes(case: Case, block: Unit) -> int:
+    """Weights of two blocks as FSDP2 gathers them, and of one: unreduced gradients, what recomputing saves, gradients.
+
+    The last are those of the feed-forward: two as wide as the model, three as wide as its hidden features.
+    """
+    dtype, ranks = case.train.dtype, case.layout.dp_shard
+    sizes = [(each, -(-each.rows // ranks) * ranks * each.columns) for each in block.weights]
+    gathered = sum(size * (1 if each.gathered_in_float8 else ITEM_BYTES[dtype]) for each, size in sizes)
+    whole = sum(size for _, size in sizes)
+    unreduced = whole * (ITEM_BYTES[dtype] + ITEM_BYTES[case.reduce_dtype])
+    widths = 2 * case.model.shape.dim + 3 * local_features(case, "feed_forward.w1")[1]
+    activations = case.tokens_per_rank * widths * ITEM_BYTES[dtype]
+    if case.checkpointing.wraps(case.model.shape.layers - 1):
+        plain = replace(case, checkpointing=Checkpointing())
+        activations += sum(count * ITEM_BYTES[each] for each, count in block_elements(plain, 0, step=2).items())
+    return (2 * gathered + unreduced if case.uses_fsdp else 0) + activations

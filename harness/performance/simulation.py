@@ -1,0 +1,251 @@
+"""A case on all of its ranks, by formula: shapes, alignment, wire, memory and what refuses it. Nothing is run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.expect.traffic import Weight, fsdp_units
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.matrix.known import KnownFault, matching
+from harness.matrix.linears import is_misaligned, linear_name, shard_sizes
+from harness.matrix.rules import expected_refusal
+from harness.matrix.targets import is_llama
+from harness.performance.gemms import FLOAT8, Gemm, gemms
+from harness.performance.machine import Machine
+from harness.performance.memory import Memory, memory
+from harness.performance.roofline import predicted_step
+from harness.performance.wire import AxisTraffic, crosses_nodes, wire
+from harness.verdict import Verdict
+
+MEASURED_PEAK = 1.15  # published peaks over the lower bound
+_GIB = 1 << 30
+_NAMES = 3  # of weights that a sentence lists
+ASSUMPTIONS = (
+    "shapes, alignment, wire bytes and calls, and memory between forward and backward are exact, with eager blocks",
+    "wire: sent_bytes is what a rank sends in rings; nodes have consecutive ranks",
+    "the peak of memory is a lower bound: published peaks of 8B and 70B, compiled, are 1.14 and 1.17 times as high",
+    "the time of a step is a model, whose rates `advise` prints",
+)
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a case is refused, or what is to be known of it. `name`: of the rule or recorded fault."""
+
+    name: str
+    text: str
+
+
+class Matmul(msgspec.Struct, frozen=True, kw_only=True):
+    """Equal matmuls [m, k] x [k, n] of one rank and step: of so many layers, on so many ranks of every TP group."""
+
+    linear: str
+    role: str
+    m: int
+    n: int
+    k: int
+    precision: str
+    aligned: bool
+    refused: bool
+    layers: int
+    tp_ranks: int
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """How a weight is sharded: its rows on TP ranks, and how FSDP2 divides the first of them.
+
+    `padding`: share of what FSDP2 gathers and reduces. `empty_ranks`: ranks of an FSDP group that hold no row.
+    """
+
+    weight: str
+    tp_rows: tuple[int, ...]
+    columns: int
+    fsdp_rows: tuple[int, ...]
+    padding: float
+    empty_ranks: int
+
+
+class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is said about a case on its ranks. `refused`: it must not be started."""
+
+    case: str
+    world_size: int
+    nodes: int
+    gpus_per_node: int
+    device: str
+    tokens: int  # of a data-parallel rank and step
+    refused: tuple[Reason, ...]
+    warnings: tuple[Reason, ...]
+    matmuls: tuple[Matmul, ...]
+    shards: tuple[Shard, ...]
+    wire: tuple[AxisTraffic, ...]
+    amax_reductions: int
+    memory: tuple[Memory, ...]  # of the first and the last rank: no rank has more than the first
+    peak_bytes: int
+    device_bytes: int
+    step_s: float  # predicted
+    tokens_s: float  # of a device, predicted
+    assumptions: tuple[str, ...] = ASSUMPTIONS
+
+    @property
+    def fits(self) -> bool:
+        """True where the lower bound of the peak is below the memory of the device."""
+        return self.peak_bytes <= self.device_bytes
+
+
+def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> Simulation:
+    """A case that no rule excludes, on all of its ranks. `known`: recorded faults.
+
+    Raises `HarnessError` for a target without formulas.
+    """
+    if not is_llama(case.target):
+        what = f"there is no formula for the model of {case.target}."
+        raise HarnessError(
+            what, where="simulate", fix="give --model NAME, or a case of the reference or of torchtitan."
+        )
+    ranks = dict.fromkeys((0, case.world_size - 1))
+    memories = tuple(memory(case, rank=rank) for rank in ranks)
+    traffic = wire(case, rank=0, gpus_per_node=machine.gpus_per_node)
+    multiplied, sharded = matmuls(case), shards(case)
+    step_s = predicted_step(case, machine).total_s
+    return Simulation(
+        case=case_id(case),
+        world_size=case.world_size,
+        nodes=-(-case.world_size // machine.gpus_per_node),
+        gpus_per_node=machine.gpus_per_node,
+        device=machine.peak.name,
+        tokens=case.local_batch * case.train.seq_len,
+        refused=tuple(_refusals(case, machine, memories[0], known)),
+        warnings=tuple(_warnings(case, machine, memories[0], sharded, known)),
+        matmuls=multiplied,
+        shards=sharded,
+        wire=traffic,
+        amax_reductions=sum(each.amax_reductions for each in traffic),
+        memory=memories,
+        peak_bytes=memories[0].peak,
+        device_bytes=_device_bytes(machine),
+        step_s=step_s,
+        tokens_s=case.train.tokens / case.world_size / step_s,
+    )
+
+
+def matmuls(case: Case) -> tuple[Matmul, ...]:
+    """The matmuls of every TP rank, those of equal shape together, by linear in order of execution."""
+    found: dict[tuple[object, ...], Matmul] = {}
+    for rank, alike in _distinct_tp_ranks(case).items():
+        equal: dict[tuple[object, ...], list[Gemm]] = {}
+        for gemm in gemms(case, rank=rank):
+            shape = (linear_name(gemm.fqn), gemm.role, gemm.m, gemm.n, gemm.k, gemm.precision)
+            equal.setdefault(shape, []).append(gemm)
+        for key, group in equal.items():
+            before = found[key].tp_ranks if key in found else 0
+            found[key] = _matmul(case, group[0], layers=len(group), tp_ranks=alike + before)
+    order = {each.linear: at for at, each in reversed(list(enumerate(found.values())))}
+    return tuple(sorted(found.values(), key=lambda each: order[each.linear]))
+
+
+def _matmul(case: Case, gemm: Gemm, *, layers: int, tp_ranks: int) -> Matmul:
+    return Matmul(
+        linear=linear_name(gemm.fqn),
+        role=gemm.role,
+        m=gemm.m,
+        n=gemm.n,
+        k=gemm.k,
+        precision=gemm.precision,
+        aligned=gemm.aligned,
+        refused=gemm.precision == FLOAT8 and is_misaligned(case, gemm),
+        layers=layers,
+        tp_ranks=tp_ranks,
+    )
+
+
+def _distinct_tp_ranks(case: Case) -> Mapping[int, int]:
+    """TP ranks with different shapes, and how many are like each: only shards of the vocabulary may be uneven."""
+    sizes = shard_sizes(case.model.padded_vocab_size, case.layout.tp)
+    return {sizes.index(size): count for size, count in Counter(sizes).items()}
+
+
+def shards(case: Case) -> tuple[Shard, ...]:
+    """How every distinct weight is sharded; blocks are alike."""
+    first, block, *_, last = fsdp_units(case, 0)
+    weights = (*first.weights, *block.weights, *last.weights)
+    return tuple(_shard(case, weight) for weight in weights)
+
+
+def _shard(case: Case, weight: Weight) -> Shard:
+    ranks = case.layout.dp_shard
+    rows = shard_sizes(weight.rows, ranks)
+    whole_vocabulary = weight.fqn in ("tok_embeddings", "output")
+    sizes = shard_sizes(case.model.padded_vocab_size, case.layout.tp) if whole_vocabulary else (weight.rows,)
+    return Shard(
+        weight=linear_name(weight.fqn),
+        tp_rows=tuple(dict.fromkeys(sizes)),
+        columns=weight.columns,
+        fsdp_rows=tuple(dict.fromkeys(rows)),
+        padding=1 - weight.rows / (rows[0] * ranks),
+        empty_ranks=rows.count(0),
+    )
+
+
+def _refusals(case: Case, machine: Machine, largest: Memory, known: Sequence[KnownFault]) -> Iterator[Reason]:
+    if (refusal := expected_refusal(case)) is not None:
+        yield Reason(name=refusal.name, text=refusal.reason)
+    if uneven := _uneven_float8(case):
+        names = ", ".join(dict.fromkeys(linear_name(weight.fqn) for weight in uneven))
+        text = (
+            f"the float8 all-gather sends unpadded shards, and {case.layout.dp_shard} ranks do not divide the rows of "
+        )
+        yield Reason(
+            name="fp8-all-gather-uneven-shards", text=f"{text}{names}: https://github.com/pytorch/ao/issues/1938"
+        )
+    for fault in matching(known, case):
+        if fault.verdict in _ENDS:
+            yield Reason(name=fault.name, text=fault.reason)
+    if largest.certain > _device_bytes(machine):
+        text = f"a rank keeps {largest.certain / _GIB:.1f} GiB between forward and backward, or behind it"
+        yield Reason(name="memory", text=f"{text}, more than {machine.peak.name} has")
+
+
+_ENDS = (Verdict.CRASH, Verdict.HANG)
+
+
+def _warnings(
+    case: Case, machine: Machine, largest: Memory, sharded: Sequence[Shard], known: Sequence[KnownFault]
+) -> Iterator[Reason]:
+    for fault in matching(known, case):
+        if fault.verdict not in _ENDS:
+            yield Reason(name=fault.name, text=fault.reason)
+    if case.layout.tp > 1 and crosses_nodes(case.layout, "tp", machine.gpus_per_node):
+        yield Reason(
+            name="tp-between-nodes", text="TP groups have ranks of several nodes, and nothing hides their waits"
+        )
+    empty = [each for each in sharded if each.empty_ranks]
+    if empty:
+        most = max(each.empty_ranks for each in empty)
+        names = _some([each.weight for each in empty])
+        text = f"up to {most} of {case.layout.dp_shard} ranks of an FSDP group hold no row of {names}"
+        yield Reason(name="empty-shards", text=f"{text}, and gather and reduce padding")
+    if largest.certain <= _device_bytes(machine) < largest.peak * MEASURED_PEAK:
+        text = f"the device has less than {MEASURED_PEAK} times the peak, and published peaks are that high or higher"
+        yield Reason(name="peak-memory", text=text)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES])
+    return f"{shown} and {len(names) - _NAMES} more" if len(names) > _NAMES else shown
+
+
+def _uneven_float8(case: Case) -> list[Weight]:
+    ranks = case.layout.dp_shard
+    weights = (
+        weight for rank in _distinct_tp_ranks(case) for unit in fsdp_units(case, rank) for weight in unit.weights
+    )
+    return [weight for weight in weights if weight.gathered_in_float8 and weight.rows % ranks]
+
+
+def _device_bytes(machine: Machine) -> int:
+    return machine.peak.memory_gb * _GIB

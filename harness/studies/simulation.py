@@ -1,0 +1,185 @@
+"""Holds the formulas of a case against simulated ranks: real parallel and float8 code on fake tensors."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from harness.engine.apart import RunsJobs
+from harness.engine.messages import Job
+from harness.errors import HarnessError
+from harness.expect.traffic import expected_transfers, fsdp_units
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.matrix.known import KnownFault, matching
+from harness.matrix.rules import expected_refusal
+from harness.matrix.targets import REFERENCE
+from harness.performance.flops import executed
+from harness.performance.gemms import gemms
+from harness.performance.memory import memory
+from harness.request import SimulationRequest
+from harness.trace.flops import multiplied_words
+from harness.trace.simulated import SimulatedRank
+from harness.trace.traffic import collective_words
+from harness.verdict import Finding
+
+PROGRAM = "harness.worker.simulating.main"
+_DEADLINE_S = 1800.0
+_EXACT = ("parameters", "buffers", "optimizer", "gradients", "saved", "turn")
+_SCALAR_BYTES = 8
+
+
+class SimulationFailed(HarnessError):
+    """The ranks ended in an error that says nothing of the formulas."""
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of one rank in step 2, by formula and as it was found. `slack`: how far apart they may be.
+
+    `known`: the recorded fault that explains a difference.
+    """
+
+    rank: int
+    what: str
+    formula: int
+    found: int
+    slack: int = 0
+    known: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """True where they are farther apart, and no recorded fault explains it."""
+        return abs(self.formula - self.found) > self.slack and not self.known
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """What was compared. `peaks`: of every rank, found over the lower bound of the formula, which is not compared."""
+
+    ranks: tuple[int, ...]
+    compared: tuple[Compared, ...]
+    peaks: tuple[float, ...]
+    seconds: float
+
+    @property
+    def differing(self) -> tuple[Compared, ...]:
+        """The numbers that are not as their formulas say."""
+        return tuple(each for each in self.compared if each.differs)
+
+
+def require_simulable(case: Case) -> None:
+    """HarnessError for a case whose steps the simulated ranks do not take."""
+    other = {
+        "target": case.target != REFERENCE,
+        "evaluate": case.train.evaluate,
+        "ignored_tokens": case.train.ignored_tokens != "none",
+        "max_norm": case.train.max_norm is not None,
+    }
+    for axis in (name for name, stands in other.items() if stands):
+        what = f"simulated ranks train the reference Llama by its plain step, which has no {axis} of its own."
+        raise HarnessError(what, where=case_id(case), fix="leave out --verify, or give a case with the default.")
+
+
+def verify(engine: RunsJobs, case: Case, ranks: Sequence[int], known: Sequence[KnownFault] = ()) -> Verification:
+    """Simulate some ranks of a case, eager, and compare all that its formulas say exactly.
+
+    Raises `SimulationFailed` where a rank ends in another error than a refused matmul.
+    """
+    case = replace(case, compile="none", layout=replace(case.layout, async_tp=False))
+    require_simulable(case)
+    started = time.perf_counter()
+    simulated = _simulated(engine, case, ranks)
+    found = [each for rank in simulated for each in _compared(case, rank)]
+    bounds = [memory(case, rank=rank, saves_attention=False).peak for rank in ranks]
+    return Verification(
+        ranks=tuple(ranks),
+        compared=tuple(_explained(each, matching(known, case)) for each in found),
+        peaks=tuple(each.memory["peak"] / bound for each, bound in zip(simulated, bounds, strict=True) if each.memory),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _simulated(engine: RunsJobs, case: Case, ranks: Sequence[int]) -> list[SimulatedRank]:
+    payload = msgspec.msgpack.encode(SimulationRequest(case=case, ranks=tuple(ranks)))
+    outcome = engine.run(Job(job_id="simulate", world_size=len(ranks), payload=payload, deadline_s=_DEADLINE_S))
+    if outcome.status != "ok":
+        what = f"the simulated ranks ended in an error: {outcome.message}"
+        raise SimulationFailed(what, where=case_id(case), fix="simulate it without --verify, and report this.")
+    return [msgspec.msgpack.decode(rank.payload or b"", type=SimulatedRank) for rank in outcome.ranks]
+
+
+def _compared(case: Case, found: SimulatedRank) -> Iterator[Compared]:
+    refusal = expected_refusal(case)
+    if refusal is not None or found.refusal:
+        as_told = refusal is None or re.search(refusal.pattern, found.refusal) is not None
+        yield Compared(rank=found.rank, what="refusals", formula=int(refusal is not None), found=int(as_told))
+        return
+    yield from _rows(found.rank, *_wire(case, found))
+    yield from _rows(found.rank, *_matmuls(case, found))
+    yield from _rows(found.rank, *_flops(case, found))
+    yield from _memory(case, found)
+
+
+def _rows(rank: int, formula: Mapping[str, int], found: Mapping[str, int]) -> Iterator[Compared]:
+    for what in sorted({*formula, *found}):
+        yield Compared(rank=rank, what=what, formula=formula.get(what, 0), found=found.get(what, 0))
+
+
+def _wire(case: Case, found: SimulatedRank) -> tuple[Counter[str], Counter[str]]:
+    wanted: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    for term in expected_transfers(case, step=2, rank=found.rank):
+        words = collective_words(axis=term.axis, kind=term.kind, op=term.op, dtype=term.dtype)
+        wanted[f"calls of {words}"] += term.times
+        wanted[f"bytes of {words}"] += term.payload_bytes
+    for record in found.traffic:
+        words = collective_words(axis=record.axis, kind=record.kind, op=record.op, dtype=record.dtype)
+        sent[f"calls of {words}"] += sum(record.sizes.values())
+        sent[f"bytes of {words}"] += record.payload_bytes
+    return wanted, sent
+
+
+def _matmuls(case: Case, found: SimulatedRank) -> tuple[Counter[str], Counter[str]]:
+    wanted: Counter[str] = Counter()
+    for gemm in gemms(case, rank=found.rank):
+        wanted[_shape_words(gemm.precision, gemm.m, gemm.n, gemm.executed_k)] += gemm.executions
+    seen = {_shape_words(each.precision, each.m, each.n, each.k): each.calls for each in found.matmuls}
+    return wanted, Counter(seen)
+
+
+def _shape_words(precision: str, m: int, n: int, k: int) -> str:
+    return f"matmuls [{m}, {k}] x [{k}, {n}] in {precision}"
+
+
+def _flops(case: Case, found: SimulatedRank) -> tuple[dict[str, int], dict[str, int]]:
+    wanted = executed(case, rank=found.rank, saves_attention=False)
+    seen = {multiplied_words(part=each.part, precision=each.precision): each.flops for each in found.flops}
+    return (
+        {f"FLOPs of {words}": each.flops for words, each in wanted.items()},
+        {f"FLOPs of {words}": flops for words, flops in seen.items()},
+    )
+
+
+def _memory(case: Case, found: SimulatedRank) -> Iterator[Compared]:
+    wanted = memory(case, rank=found.rank, saves_attention=False)
+    weights = [weight for unit in fsdp_units(case, found.rank) for weight in unit.weights]
+    scalars = _SCALAR_BYTES * (2 + 2 * sum(weight.gathered_in_float8 for weight in weights))
+    for name in _EXACT:
+        what = f"bytes of {'all between forward and backward, scalars apart' if name == 'turn' else name}"
+        slack = scalars if name == "turn" else 0
+        formula = getattr(wanted, name)
+        yield Compared(rank=found.rank, what=what, formula=formula, found=found.memory[name], slack=slack)
+
+
+def _explained(row: Compared, faults: Sequence[KnownFault]) -> Compared:
+    """The row with the recorded fault that explains its difference: one of traffic, as its check words it."""
+    if not row.differs:
+        return row
+    words = row.what.partition(" of ")[2]
+    finding = Finding(check="traffic", message=f"wrong number or size of {words} ")
+    fault = next((fault for fault in faults if fault.explains(finding)), None)
+    return row if fault is None else replace(row, known=fault.name)

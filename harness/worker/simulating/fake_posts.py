@@ -1,0 +1,116 @@
+"""Tells observers what fake tensors would do: posts stand below fake tensors, where nothing runs.
+
+Under tensor subclasses, above fake tensors: it sees the operators of one rank, with the shapes of its shards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from harness.trace.simulated import SimulatedMatmul
+from harness.worker.posts import collectives
+from harness.worker.posts.post import POSTS, observed, unobserved
+from harness.worker.posts.products import precision_of
+from harness.worker.simulating.storages import Storages
+from harness.worker.virtual.contract import Signature, operand, refusal
+from harness.worker.virtual.scaled_mm import scaled_mm
+
+_aten, _functional = torch.ops.aten, torch.ops._c10d_functional
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
+_SCALED_MM = inspect.signature(scaled_mm)
+_MATMULS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten._scaled_mm.default: 0}
+
+# Functional collectives call those of c10d in kernels, which fake tensors have none of: kind, and whether it reduces.
+_FUNCTIONAL = {
+    _functional.all_gather_into_tensor.default: ("all_gather", False),
+    _functional.reduce_scatter_tensor.default: ("reduce_scatter", True),
+    _functional.all_reduce.default: ("all_reduce", True),
+    _functional.all_reduce_.default: ("all_reduce", True),
+    _functional.all_to_all_single.default: ("all_to_all", False),
+}
+
+
+class FakePosts(TorchDispatchMode):
+    """Tells the observers of all posts, counts matmuls by their shapes, and tells `storages` of every result.
+
+    Raises RuntimeError for a scaled matmul that a GPU refuses, with its message.
+    """
+
+    def __init__(self, storages: Storages) -> None:
+        super().__init__()
+        self._storages = storages
+        self._matmuls: Counter[tuple[str, int, int, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _PLAIN.issuperset(types):
+            return NotImplemented
+        if not observed():
+            return func(*args, **(kwargs or {}))
+        self._tell(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        self._storages.note(result)
+        return result
+
+    def _tell(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func is _aten._scaled_mm.default:
+            _require_allowed(*args, **kwargs)
+        if func in _MATMULS:
+            first, second = args[_MATMULS[func] : _MATMULS[func] + 2]
+            self._matmuls[precision_of(first.dtype), first.shape[0], second.shape[1], first.shape[1]] += 1
+        if func in POSTS:
+            POSTS[func](*args, **kwargs)
+        elif func in _FUNCTIONAL:
+            _tell_functional(func, args)
+
+    def start(self) -> None:
+        """Count matmuls from here on."""
+        self._matmuls.clear()
+
+    def matmuls(self) -> tuple[SimulatedMatmul, ...]:
+        """Those that were counted, sorted."""
+        return tuple(
+            SimulatedMatmul(precision=precision, m=m, n=n, k=k, calls=calls)
+            for (precision, m, n, k), calls in sorted(self._matmuls.items())
+        )
+
+
+def _tell_functional(func: Any, args: Any) -> None:
+    kind, reduces = _FUNCTIONAL[func]
+    tensor, group = args[0], collectives.resolve_group(args[-1])
+    collectives.tell(kind, args[1] if reduces else "", tensor.dtype, tensor.numel(), group)
+
+
+def _require_allowed(*args: Any, **kwargs: Any) -> None:
+    given = _SCALED_MM.bind(*args, **kwargs).arguments
+    signature = Signature(
+        operand(given["a"]),
+        operand(given["b"]),
+        operand(given["scale_a"]),
+        operand(given["scale_b"]),
+        given.get("out_dtype") or torch.bfloat16,
+        bias=None if given.get("bias") is None else given["bias"].dtype,
+        has_scale_result=given.get("scale_result") is not None,
+    )
+    with _disable_current_modes():
+        message = refusal(signature)
+    if message is not None:
+        raise RuntimeError(message)
+
+
+def silent_propagation() -> Callable[..., Any]:
+    """DTensor's propagation of shapes, unobserved: under a fake mode it runs the operators of whole tensors in it."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def silent(*args: Any, **kwargs: Any) -> Any:
+        with unobserved():
+            return propagate(*args, **kwargs)
+
+    return silent

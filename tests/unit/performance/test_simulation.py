@@ -1,0 +1,186 @@
+"""A case on thousands of ranks by formula: what refuses it, what it sends and keeps, and layouts in order."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from harness.cli.main import main
+from harness.errors import HarnessError
+from harness.expect.traffic import expected_transfers, fsdp_units
+from harness.matrix.case import Case, Layout
+from harness.matrix.linears import parameter_count
+from harness.performance.machine import machine
+from harness.performance.memory import memory
+from harness.performance.models import MODELS, training
+from harness.performance.simulation import Simulation, simulate
+from harness.performance.sweep import layouts, sweep
+from harness.performance.wire import crosses_nodes, wire
+from harness.report.simulation import SimulationReport, simulation_text, sweep_text
+from tests.builders import make_case
+from tests.strategies import POSSIBLE_CASES
+
+H100 = machine("h100")
+GIB = 1 << 30
+
+
+def of(name: str, **axes: object) -> Simulation:
+    return simulate(training(MODELS[name], **axes), H100)
+
+
+def names(reasons: Any) -> list[str]:
+    return [each.name for each in reasons]
+
+
+def test_8b_on_512_ranks() -> None:
+    found = of("llama3-8b", tp=8, dp_shard=64, recipe="tensorwise", checkpointing="full")
+    assert (found.world_size, found.nodes, found.refused, found.warnings) == (512, 64, (), ())
+    # Measured with a fake process group: gradients in float32, activations in bfloat16, and one amax a cast.
+    sent = {each.axis: (each.crosses_nodes, each.calls) for each in found.wire}
+    assert sent == {"dp_shard": (True, 101), "tp": (False, 1608)}
+    assert found.amax_reductions == 1184
+    assert [(each.linear, each.m, each.n, each.k) for each in found.matmuls[:3]] == [
+        ("attention.wq", 8192, 512, 4096),
+        ("attention.wq", 8192, 4096, 512),
+        ("attention.wq", 512, 4096, 8192),
+    ]
+    embedding = found.shards[0]
+    assert (embedding.tp_rows, embedding.fsdp_rows) == ((16032,), (251, 219))
+    text = simulation_text(SimulationReport(simulation=found))
+    assert "512 ranks on 64 nodes of 8 h100" in text and "between nodes" in text and "REFUSED" not in text
+
+
+@pytest.mark.parametrize(
+    ("axes", "published_gib"),
+    [
+        ({"name": "llama3-8b", "dp_shard": 8, "checkpointing": "selective_op"}, 47.65),
+        ({"name": "llama3-70b", "dp_shard": 32, "tp": 8, "tokens": 16 * 8192, "checkpointing": "full"}, 71.9),
+    ],
+)
+def test_published_peaks_are_a_little_above_the_bound(axes: dict[str, Any], published_gib: float) -> None:
+    """Both runs are compiled; their blocks save other tensors."""
+    found = simulate(training(MODELS[axes.pop("name")], **axes), H100)
+    assert 1.1 < published_gib * GIB / found.peak_bytes < 1.2
+
+
+def test_refusals_have_reasons() -> None:
+    vocabulary = of("llama3-8b", tp=4, dp_shard=64, recipe="tensorwise", vocab_size=2250, output_layer=True)
+    assert names(vocabulary.refused) == ["output_alignment"]
+    bad = [(each.linear, each.role, each.tp_ranks) for each in vocabulary.matmuls if each.refused]
+    assert bad == [("output", role, ranks) for ranks in (3, 1) for role in ("forward", "dgrad")]
+    tokens = of("llama3-8b", dp_shard=8, recipe="tensorwise", seq_len=8200)
+    assert names(tokens.refused) == ["token_alignment"]
+    assert {each.role for each in tokens.matmuls if each.refused} == {"wgrad"}
+    too_large = of("llama3-405b", dp_shard=64, recipe="tensorwise", checkpointing="full")
+    assert names(too_large.refused) == ["memory"] and not too_large.fits
+    text = simulation_text(SimulationReport(simulation=too_large))
+    assert "REFUSED memory: a rank keeps " in text
+
+
+def test_float8_gathers_need_even_shards() -> None:
+    """128 rows of wk on a TP rank do not divide by 256 ranks: torchao sends unpadded shards."""
+    options = {"tp": 8, "recipe": "tensorwise", "fp8_all_gather": True, "checkpointing": "full"}
+    uneven = of("llama3-8b", dp_shard=256, **options)
+    assert names(uneven.refused) == ["fp8-all-gather-uneven-shards"]
+    assert "256 ranks do not divide the rows of attention.wk, attention.wv" in uneven.refused[0].text
+    assert of("llama3-8b", dp_shard=128, **options).refused == ()
+    assert of("llama3-8b", dp_shard=256, **options | {"fp8_all_gather": False}).refused == ()
+    assert names(uneven.warnings) == ["empty-shards"]
+
+
+def test_tp_between_nodes_is_told() -> None:
+    options = {"dp_shard": 4, "tp": 8, "recipe": "rowwise", "checkpointing": "full"}
+    assert "tp-between-nodes" not in names(of("llama3-8b", **options).warnings)
+    found = simulate(training(MODELS["llama3-8b"], **options), machine("h100", gpus_per_node=4))
+    assert "tp-between-nodes" in names(found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "crosses"),
+    [
+        (Layout(dp_shard=2, tp=8), "tp", False),
+        (Layout(dp_shard=2, tp=8), "dp_shard", True),
+        (Layout(dp_shard=2, tp=4), "dp_shard", False),
+        (Layout(dp_shard=4, tp=6), "tp", True),  # ranks 6 to 11 are on two nodes
+        (Layout(dp_shard=2, tp=3), "tp", False),  # one node has all
+        (Layout(dp_replicate=2, dp_shard=8), "dp_shard", False),
+        (Layout(dp_replicate=2, dp_shard=8), "dp_replicate", True),
+    ],
+)
+def test_groups_that_leave_a_node(layout: Layout, axis: str, crosses: bool) -> None:
+    assert crosses_nodes(layout, axis, 8) is crosses
+
+
+@given(POSSIBLE_CASES)
+@settings(max_examples=40, deadline=None)
+def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
+    terms = expected_transfers(case, step=2, rank=0)
+    found = wire(case, rank=0, gpus_per_node=8)
+    assert sum(each.payload_bytes for each in found) == sum(term.payload_bytes for term in terms)
+    assert sum(each.calls for each in found) == sum(term.times for term in terms)
+    assert sum(each.amax_reductions for each in found) == sum(
+        "amax" in term.purpose for term in terms for _ in [0] * term.times
+    )
+    moments = [memory(case, rank=rank) for rank in range(case.layout.dp_shard * case.layout.tp)]
+    item = 2 if case.train.parameter_dtype == "bfloat16" else 8 if case.train.dtype == "float64" else 4
+    replicated = [weight for unit in fsdp_units(case, 0) for weight in unit.weights if "norm" in weight.fqn]
+    repeated = (case.layout.tp - 1) * sum(weight.rows for weight in replicated)
+    if not case.model.bias:  # biases of rowwise linears are on every TP rank
+        assert sum(each.optimizer for each in moments) == 2 * item * (parameter_count(case) + repeated)
+    assert all(each.peak >= each.turn >= each.state for each in moments)
+    assert moments[0].optimizer == max(each.optimizer for each in moments)
+
+
+def test_a_sweep_keeps_the_batch_and_ranks_what_is_refused_last() -> None:
+    case = training(MODELS["llama3-70b"], layers=8, dp_shard=512, recipe="tensorwise", checkpointing="full")
+    found = sweep(case, H100)
+    assert {each.layout.world_size for each in found} == {512}
+    assert {each.train.global_batch for each in layouts(case)} == {512}
+    ended = [bool(each.refused) for each in found]
+    assert ended == sorted(ended) and True in ended
+    good = [each for each in found if not each.refused and each.fits]
+    assert [each.step_s for each in good] == sorted(each.step_s for each in good)
+    refused = {each.layout.tp for each in found if "heads_divide_tp" in names(each.refused)}
+    assert refused == {16, 32, 64}  # 8 heads of keys
+    text = sweep_text(found)
+    assert "REFUSED TP 16 with replicas x FSDP 1 x 32, " in text and "heads_divide_tp: TP splits attention" in text
+
+
+def test_405b_on_4096_ranks() -> None:
+    found = of("llama3-405b", tp=8, dp_shard=512, recipe="rowwise", checkpointing="full")
+    assert found.fits and found.nodes == 512 and not found.refused
+    assert names(found.warnings) == ["empty-shards"]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("simulate", "--model", "llama3-8b", "--layers", "2", "--recipe", "tensorwise", "--tp", "8")
+    assert main([*model, "--world", "64", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)["simulation"]
+    assert (found["world_size"], found["nodes"], found["tokens"]) == (64, 8, 8192)
+    assert main([*model, "--world", "64", "--seq-len", "8200", "--json", "-"]) == 1
+    assert json.loads(capsys.readouterr().out)["simulation"]["refused"][0]["name"] == "token_alignment"
+    assert main(["simulate", "fsdp2-tp2-rowwise-v2048-s2-b16", "--world", "16", "--sweep"]) == 0
+    assert "predicted s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--world", "511"), "511 ranks are no multiple of tp x dp_replicate = 2."),
+        (("--world", "512", "--dp-shard", "4"), "--dp-shard: --world gives it."),
+        (("--sweep", "--verify"), "a sweep is of many layouts."),
+        (("--tp", "3"), "heads_divide_tp"),
+        (("--evaluate", "--verify"), "which has no evaluate of its own."),
+    ],
+)
+def test_what_the_command_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "fsdp2-tp2-rowwise-v2048-s2-b16", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_formulas() -> None:
+    with pytest.raises(HarnessError, match="no formula for the model of my_pkg"):
+        simulate(make_case(target="my_pkg.my_target"), H100)
