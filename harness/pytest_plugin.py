@@ -236,7 +236,7 @@ class _Bench:
         self._project = project
         self._plan = plan
         self._executor = open_executor(plan, project)
-        self._witnesses = open_witnesses(project, plan, self._executor)
+        self._witnesses = open_witnesses(project, plan, self._executor, _silent)
 
     def run(self, case: Case) -> CaseResult:
         """The result of one case."""

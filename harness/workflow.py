@@ -158,7 +158,7 @@ def run_cases(  # noqa: PLR0913  nodes are handles, and a plan has values only
     started_s = time.monotonic()
     progress.begin(len(cases))
     with open_executor(plan.serving(cases), project, others, progress.note) as executor:
-        cache = open_witnesses(project, plan, executor)
+        cache = open_witnesses(project, plan, executor, progress.note)
         runner = CaseRunner(plan, executor, judge, cache, progress.note)
         observer = _CaseObserver(progress, keep, plan.max_failures)
         ended = run_schedule(cases, runner, observer, jobs=plan.jobs, enough=observer.enough)

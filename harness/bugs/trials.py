@@ -93,7 +93,7 @@ def open_trials(
     """Trials with these injections, whose ranks are warmed up for cases like the first."""
     plan = msgspec.structs.replace(plan.serving([first]), injections=tuple(injections))
     with open_executor(plan, project) as executor:
-        cache = open_witnesses(project, plan, executor)
+        cache = open_witnesses(project, plan, executor, progress.note)
         runner = CaseRunner(plan, executor, _AnyCaseJudge(project, plan), cache, progress.note)
         yield Trials(project, plan, runner, progress)
 

@@ -38,8 +38,8 @@ _RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, as that 
 class WitnessCache:
     """Hands out witnesses, running each at most once at a time. Thread-safe.
 
-    `content` stands for what computes those of a target: kept witnesses of another content are not used. `numerics`:
-    which bits the runs promise.
+    `content` stands for what computes those of a target: kept witnesses of another content are not used. `note` is told
+    of second attempts. `numerics`: which bits the runs promise.
     """
 
     def __init__(
@@ -47,9 +47,11 @@ class WitnessCache:
         executor: Executor,
         folder: Path,
         content: Callable[[str], str],
+        note: Callable[[str], None],
         numerics: Numerics = VIRTUAL_DEVICE,
     ) -> None:
         self._executor = executor
+        self._note = note
         self._numerics = numerics
         self._folder = folder
         self._content = content
@@ -138,15 +140,16 @@ class WitnessCache:
     def replay(self, case: Case, run: Run) -> Run | None:
         """The replay of this very run, module by module; never kept. None when it did not finish."""
         recorded = tuple(trace.module_tensors or () for trace in run.traces)
-        outcome = _retried(lambda: self._executor.execute_replay(case, recorded))
+        name = f"replay {case_id(case)}"
+        outcome = self._retried(name, lambda: self._executor.execute_replay(case, recorded))
         if outcome is None:
             return None
-        self._made_here.append(WitnessMade(name=f"replay {case_id(case)}", cpu_s=outcome.cpu_s))
+        self._made_here.append(WitnessMade(name=name, cpu_s=outcome.cpu_s))
         return run_from_outcome(outcome) if outcome.status == "ok" else None
 
     def unprobed(self, case: Case) -> Run | None:
         """The run of this case without probes; never kept. None when it did not finish."""
-        outcome = _retried(lambda: self._executor.execute_plain(case))
+        outcome = self._retried(f"unprobed {case_id(case)}", lambda: self._executor.execute_plain(case))
         return None if outcome is None or outcome.status != "ok" else run_from_outcome(outcome)
 
     def _witness(
@@ -160,11 +163,19 @@ class WitnessCache:
         with self._locks[name]:
             if name not in self._kept:
                 path = self._path(name, witness.target)
-                run = self._stored(path) or self._made(name, path, _retried(execute), finish)
+                run = self._stored(path) or self._made(name, path, self._retried(name, execute), finish)
                 if run is None:
                     return None
                 self._kept[name] = run
             return self._kept[name]
+
+    def _retried(self, name: str, execute: Callable[[], JobOutcome | None]) -> JobOutcome | None:
+        """The outcome, of a second attempt where the first one failed by the infrastructure, such as a lost node."""
+        outcome = execute()
+        if outcome is None or outcome.status != "infra":
+            return outcome
+        self._note(f"infra, trying again: witness {name}: {outcome.message}")
+        return execute()
 
     def _path(self, name: str, target: str) -> Path:
         key = f"{name} {self._content(target)}"
@@ -195,18 +206,14 @@ class WitnessCache:
         return run
 
 
-def open_witnesses(project: Project, plan: Plan, executor: Executor) -> WitnessCache:
+def open_witnesses(project: Project, plan: Plan, executor: Executor, note: Callable[[str], None]) -> WitnessCache:
     """The witnesses of this machine, as what is installed now computes them for this plan."""
     key = witness_key(plan)
-    return WitnessCache(
-        executor, project.witness_folder(), lambda target: f"{key}{target_digest(target, project.root)}", plan.numerics
-    )
 
+    def content(target: str) -> str:
+        return f"{key}{target_digest(target, project.root)}"
 
-def _retried(execute: Callable[[], JobOutcome | None]) -> JobOutcome | None:
-    """The outcome, of a second attempt where the first one failed by the infrastructure, such as a lost node."""
-    outcome = execute()
-    return execute() if outcome is not None and outcome.status == "infra" else outcome
+    return WitnessCache(executor, project.witness_folder(), content, note, plan.numerics)
 
 
 def _seal(content: bytes) -> bytes:

@@ -99,7 +99,8 @@ def measure_speed(
     results: list[CaseResult] = []
     with store.held(), open_executor(plan, project) as executor:
         store.begin(start)
-        runner = CaseRunner(plan, executor, SanityJudge(), open_witnesses(project, plan, executor), progress.note)
+        cache = open_witnesses(project, plan, executor, progress.note)
+        runner = CaseRunner(plan, executor, SanityJudge(), cache, progress.note)
         for case, twin in zip(cases, twins, strict=True):
             timing = _Timing(runner, plan, progress, warmup=warmup)
             found.append(timing.of(case, twin, pairs))

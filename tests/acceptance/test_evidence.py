@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from harness.evidence.ring import RINGS
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.acceptance.documents import steps
 from tests.commands import understood
+from tests.nvidia import put_nvidia_smi
 
 PAGE = REPOSITORY / "docs" / "on-your-gpus.md"
 
@@ -107,10 +107,8 @@ def test_what_cannot_be_made_is_told_in_words(project: Command, words: tuple[str
 
 def test_a_torch_without_cuda_proves_nothing_on_gpus(tmp_path: Path) -> None:
     project = bare(tmp_path)
-    lists_two = tmp_path / "nvidia-smi"
-    lists_two.write_text("#!/bin/sh\nprintf 'GPU %s: NVIDIA H200 (UUID: GPU-a%s)\\n' 0 0 1 1\n")
-    lists_two.chmod(0o755)
-    project.environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    two = "".join(f"GPU {index}: NVIDIA H200 (UUID: GPU-a{index})\n" for index in range(2))
+    project.environment["PATH"] = put_nvidia_smi(tmp_path, two)
     done = project.run("evidence", "all", "--device", "cuda")
     assert done.returncode == 2 and list((tmp_path / "golden").iterdir()) == [], done.stdout + done.stderr
     assert re.search(r"evidence kernel: torch \S+ (was built without CUDA|for CUDA \S+ shows no device)", done.stderr)

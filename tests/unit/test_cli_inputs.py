@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from pathlib import Path
 
 import msgspec
@@ -28,6 +27,7 @@ from harness.store import RunOptions
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from harness.workflow import check_fits
 from tests.builders import make_capacity, make_known
+from tests.nvidia import put_nvidia_smi
 
 GRID = """
 [[matrix]]
@@ -166,11 +166,7 @@ def test_fabrics_of_a_cpu(asked: str, found: str) -> None:
 
 @pytest.fixture
 def _one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An nvidia-smi in PATH that lists one."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-a0)'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PATH", put_nvidia_smi(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
 

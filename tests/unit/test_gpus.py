@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from harness.engine.gpus import Gpu, architecture_of, in_use, installed_gpus, ki
 from harness.engine.leases import Leases
 from harness.errors import HarnessError
 from harness.evidence.hardware import hardware_classes
+from tests.nvidia import put_nvidia_smi
 
 H100 = "NVIDIA H100 80GB HBM3"
 GPUS = tuple(Gpu(uuid=f"GPU-{letter}{index}", index=index, name=H100) for index, letter in enumerate("aabc"))
@@ -35,17 +35,7 @@ GPU 1: NVIDIA L40S (UUID: GPU-bb)
 
 
 def with_smi(folder: Path, **answers: str) -> Mapping[str, str]:
-    """An environment with an nvidia-smi that prints these answers, by the start of its first word."""
-    program = folder / "nvidia-smi"
-    cases = "".join(
-        f"--query-{word.replace('_', '-')}=*) cat <<'END'\n{text}END\n;;\n" for word, text in answers.items()
-    )
-    shown = '[ -z "$CUDA_VISIBLE_DEVICES" ] || exit 9'
-    program.write_text(
-        f"#!/bin/sh\n{shown}\ncase \"$1\" in\n-L) cat <<'END'\n{LISTING}END\n;;\n{cases}*) exit 1;;\nesac\n"
-    )
-    program.chmod(0o755)
-    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    return {"PATH": put_nvidia_smi(folder, LISTING, **answers)}
 
 
 def names(visible: str | None, gpus: tuple[Gpu, ...] = GPUS) -> list[str]:

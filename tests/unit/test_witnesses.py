@@ -68,8 +68,14 @@ class FakeExecutor:
         return self.outcome
 
 
-def cache(executor: FakeExecutor, folder: Path, *, content: str = "these packages") -> WitnessCache:
-    return WitnessCache(cast("Executor", executor), folder, lambda _: content)
+def cache(
+    executor: FakeExecutor,
+    folder: Path,
+    *,
+    content: str = "these packages",
+    note: Callable[[str], None] = lambda _: None,
+) -> WitnessCache:
+    return WitnessCache(cast("Executor", executor), folder, lambda _: content, note)
 
 
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
@@ -243,5 +249,7 @@ def test_a_witness_that_a_lost_node_took_is_run_once_more(tmp_path: Path) -> Non
 
     lost = JobOutcome(job_id="j", status="infra", ranks=(), message="node b is gone.")
     executor = FakeExecutor(before=found_a_node)
-    assert cache(executor, tmp_path).solo(CASE) == run_of(make_trace())
+    told: list[str] = []
+    assert cache(executor, tmp_path, note=told.append).solo(CASE) == run_of(make_trace())
     assert len(executor.asked) == 2
+    assert told == ["infra, trying again: witness solo fsdp4-tensorwise-ag.fp8pre-v2048-b16: node b is gone."]

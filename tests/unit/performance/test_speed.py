@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from harness.running.conditions import Conditions, Watch, conditions, worst
 from harness.studies.speed import CaseSpeed, Timed, interval, speedup, t_quantile, timed_case
 from harness.verdict import Verdict
 from tests.builders import make_document, make_measured, make_result
+from tests.nvidia import put_nvidia_smi
 from tests.unit.test_gate import TERMS
 
 CASE = parse_case_id("fsdp2-tensorwise-v2048-b16")
@@ -125,11 +125,8 @@ def test_the_gate_compares_intervals_on_a_gpu_alone(device: str, after: Speedup,
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, *rows: str) -> None:
-    """Put an nvidia-smi into PATH that prints these rows."""
-    program = folder / "nvidia-smi"
-    program.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    """The GPUs of this machine have these conditions."""
+    monkeypatch.setenv("PATH", put_nvidia_smi(folder, gpu="".join(f"{row}\n" for row in rows)))
 
 
 def test_conditions_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
