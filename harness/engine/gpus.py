@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.plural import counted
+from harness.plural import binary_bytes, counted
 
 _PROC = Path("/proc/driver/nvidia/gpus")
 _ASK_TIMEOUT_S = 30.0
@@ -126,7 +126,7 @@ def in_use(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[str, ...]:
     found: dict[str, list[str]] = {}
     for line in ask_driver(environ, *query).splitlines() if gpus else ():
         uuid, pid, name, used_mib = (line.strip().split(", ") + [""] * 4)[:4]
-        held = f", {int(used_mib) / 1024:.1f} GiB" if used_mib.isdecimal() else ""
+        held = f", {binary_bytes(int(used_mib) << 20)}" if used_mib.isdecimal() else ""
         found.setdefault(uuid, []).append(f"{Path(name).name} (pid {pid}{held})")
     return tuple(
         f"GPU {gpu.index} ({gpu.name}) is in use by {counted(len(found[gpu.uuid]), 'process', 'processes')}: "

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from harness.engine.messages import RankOutcome
+from harness.plural import binary_bytes
 
 # "machine": the GPU or its driver fails, or other processes hold its memory: says nothing of the case. "case": a fault
 # of the rank itself. "timeout": it waited for others until a time-out. "peer": another process went away. "": not told.
@@ -149,7 +150,7 @@ def _memory(text: str) -> Reading:
     pids = ", ".join(pid for pid, size in _OTHER.findall(text) if _bytes(size) != own)
     of = f" ({pids})" if pids else ""
     return Reading(
-        "machine", f"other processes{of} hold {others / _BYTES['GiB']:.1f} of {told['total']}: this {MACHINE}"
+        "machine", f"other processes{of} hold {binary_bytes(int(others))} of {told['total']}: this {MACHINE}"
     )
 
 

@@ -20,6 +20,7 @@ from harness.performance.machine import Machine
 from harness.performance.memory import Memory, memory
 from harness.performance.roofline import predicted_step
 from harness.performance.wire import AxisTraffic, crosses_nodes, wire
+from harness.plural import binary_bytes
 from harness.verdict import Verdict
 
 MEASURED_PEAK = 1.15  # published peaks over the lower bound
@@ -206,7 +207,7 @@ def _refusals(case: Case, machine: Machine, largest: Memory, known: Sequence[Kno
         if fault.verdict in _ENDS:
             yield Reason(name=fault.name, text=fault.reason)
     if largest.certain > _device_bytes(machine):
-        text = f"a rank keeps {largest.certain / _GIB:.1f} GiB between forward and backward, or behind it"
+        text = f"a rank keeps {binary_bytes(largest.certain)} between forward and backward, or behind it"
         yield Reason(name="memory", text=f"{text}, more than {machine.peak.name} has")
 
 

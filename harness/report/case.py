@@ -10,14 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from harness.document import CaseDocument
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, Speedup
-from harness.plural import counted
+from harness.plural import binary_bytes, counted
+from harness.report.sparkline import sparkline
 from harness.report.wording import aligned, failure_text, findings_texts, printable
 
 WIDTH = 60
-_BARS = "▁▂▃▄▅▆▇█"
-_NOT_FINITE = "!"
 _UNITS = ("", "k", "M", "G", "T", "P", "E")
-_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SHOWN_LINES = 12  # the last ones of a traceback
 
 
@@ -33,18 +31,6 @@ def case_text(case: CaseDocument) -> str:
         f"run it again\n  {printable(case.command)}" if case.command else "",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """A bar for every value between the lowest and the highest; ! for what is not finite."""
-    return "".join(_bar(value, low, high) for value in values)
-
-
-def _bar(value: float, low: float, high: float) -> str:
-    if not math.isfinite(value):
-        return _NOT_FINITE
-    share = (value - low) / (high - low) if high > low else 0.5
-    return _BARS[min(max(int(share * len(_BARS)), 0), len(_BARS) - 1)]
 
 
 def _headline(case: CaseDocument) -> str:
@@ -138,12 +124,6 @@ def _casts(casts: Sequence[CastRange]) -> Iterable[str]:
         if each.lost:
             yield f"step {each.step} {printable(each.fqn)} {each.role}"
             yield f"  flushed {each.flushed:.2%}, saturated {each.saturated:.2%}, amax {each.amax:.3g}"
-
-
-def binary_bytes(count: int) -> str:
-    """A number of bytes with a binary unit: "71.5 MiB"."""
-    power = min(max(count.bit_length() - 1, 0) // 10, len(_BINARY_UNITS) - 1)
-    return f"{count / 1024**power:.4g} {_BINARY_UNITS[power]}"
 
 
 def speedup_words(found: Speedup) -> str:

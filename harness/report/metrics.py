@@ -15,8 +15,8 @@ from harness.measured import Measured, Multiplied, Sent
 from harness.performance.metrics import Metrics
 from harness.performance.mfu import Speed, speed, tokens_per_device
 from harness.performance.peaks import Peak, peak_of_device
-from harness.plural import counted
-from harness.report.case import binary_bytes, flop_words
+from harness.plural import binary_bytes, counted
+from harness.report.case import flop_words
 from harness.report.wording import aligned
 from harness.result import CaseResult
 

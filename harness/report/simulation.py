@@ -8,8 +8,7 @@ import msgspec
 
 from harness.performance.simulation import Matmul, Shard, Simulation
 from harness.performance.sweep import Ranked
-from harness.plural import counted
-from harness.report.case import binary_bytes
+from harness.plural import binary_bytes, counted
 from harness.report.wording import aligned
 from harness.studies.simulation import Verification
 

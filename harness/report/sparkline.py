@@ -6,18 +6,25 @@ import math
 from collections.abc import Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
+_ABSENT = " "
+_NOT_FINITE = "!"
 
 
-def sparkline(values: Sequence[float | None]) -> str:
-    """A bar for every value, from the lowest to the highest; a space for None, "!" for what is not finite."""
+def sparkline(values: Sequence[float | None], low: float | None = None, high: float | None = None) -> str:
+    """A bar for every value, " " for None and "!" for what is not finite.
+
+    The bars reach from `low` to `high`: those of all curves that are compared, or else of the finite values.
+    """
     finite = [value for value in values if value is not None and math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    low = min(finite, default=0.0) if low is None else low
+    high = max(finite, default=0.0) if high is None else high
     return "".join(_bar(value, low, high) for value in values)
 
 
 def _bar(value: float | None, low: float, high: float) -> str:
     if value is None:
-        return " "
+        return _ABSENT
     if not math.isfinite(value):
-        return "!"
-    return _BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] if high > low else _BARS[0]
+        return _NOT_FINITE
+    share = (value - low) / (high - low) if high > low else 0.0
+    return _BARS[min(max(round(share * (len(_BARS) - 1)), 0), len(_BARS) - 1)]

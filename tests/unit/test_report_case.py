@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from harness.document import CaseDocument, run_document
 from harness.measured import CastRange, Curve, Measured, Sent
-from harness.report.case import WIDTH, binary_bytes, case_text, sparkline
+from harness.plural import binary_bytes
+from harness.report.case import WIDTH, case_text
+from harness.report.sparkline import sparkline
 from harness.result import RunResult
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import make_failure, make_result, run_of

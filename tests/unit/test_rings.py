@@ -100,7 +100,7 @@ def test_of_all_rings_those_that_can_be_are_tried_and_the_others_named(
 def test_what_makes_numbers_less_certain_is_told() -> None:
     assert doubts(TWO, ()) == ()
     used, leased, mixed = doubts(facts(device(0, free=60), device(1, name="H200")), ("1",))
-    assert used.startswith("GPU 0: 20.0 of 80 GiB are in use by others") and "GPU 1 is leased" in leased
+    assert used.startswith("GPU 0: 20 GiB of 80 GiB are in use by others") and "GPU 1 is leased" in leased
     assert "H100, H200" in mixed and memory_words(TWO)[1] == "GPU 1 H100, 80 GiB"
 
 

@@ -191,7 +191,7 @@ def test_memory_that_others_hold_is_infra_and_that_of_the_case_is_not() -> None:
     others = out_of_memory(total=31.36, free=0.46, asked=1.16, own=16.63, others={19239: 14.26})
     outcome = outcome_of(raised(0, others))
     assert outcome.status == "infra"
-    assert "other processes (19239) hold 14.3 of 31.36 GiB: this fails on this machine" in outcome.message
+    assert "other processes (19239) hold 14.27 GiB of 31.36 GiB: this fails on this machine" in outcome.message
     mine = outcome_of(raised(0, out_of_memory(total=39.56, free=0.4, asked=3.15, own=37.61, others={7: 0.5})))
     assert (mine.status, mine.message[-50:]) == ("crash", ": the case needs more than the 39.56 GiB of the GPU"[-50:])
     assert outcome_of(raised(0, "RuntimeError: CUDA error: out of memory")).status == "crash"

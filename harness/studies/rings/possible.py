@@ -13,7 +13,7 @@ from harness.engine.apart import apart
 from harness.engine.messages import Job
 from harness.errors import HarnessError
 from harness.evidence.ring import Ring
-from harness.plural import counted
+from harness.plural import binary_bytes, counted
 from harness.trace.facts import TorchFacts
 
 PROGRAM = "harness.worker.facts"
@@ -22,7 +22,6 @@ FLOAT8_FROM = (8, 9)  # compute capability with float8 matmuls
 MOST_DEVICES = {"kernel": 1}  # that a ring uses
 LEAST_DEVICES = {"kernel": 1, "proof": 2, "native": 1}
 _IN_USE_BYTES = 1 << 30  # what a driver and an idle context hold is less
-_GIB = 1 << 30
 
 
 def ask_torch() -> TorchFacts:
@@ -71,14 +70,14 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 def memory_words(facts: TorchFacts) -> tuple[str, ...]:
     """The devices and their memory, in words."""
-    return tuple(f"GPU {each.index} {each.name}, {each.total_bytes / _GIB:.0f} GiB" for each in facts.devices)
+    return tuple(f"GPU {each.index} {each.name}, {binary_bytes(each.total_bytes)}" for each in facts.devices)
 
 
 def doubts(facts: TorchFacts, held: Sequence[str]) -> tuple[str, ...]:
     """What makes numbers of these devices less certain: memory that others hold, and leases of other jobs."""
     held_bytes = {each: each.total_bytes - each.free_bytes for each in facts.devices}
     used = [
-        f"GPU {each.index}: {held_bytes[each] / _GIB:.1f} of {each.total_bytes / _GIB:.0f} GiB are in use by others; "
+        f"GPU {each.index}: {binary_bytes(held_bytes[each])} of {binary_bytes(each.total_bytes)} are in use by others; "
         "cases may find too little memory, and their seconds say little"
         for each in facts.devices
         if held_bytes[each] > _IN_USE_BYTES
