@@ -14,9 +14,9 @@ from harness.plural import counted
 from harness.project import Project, find_project
 from harness.report.stored import Listed, runs_json, runs_text
 from harness.report.wording import totals_words
-from harness.running.entries import entries
 from harness.running.merging import environment_differences, merged
 from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
+from harness.running.stored_case import stored_cases
 
 _EPILOG = """\b
 Examples:
@@ -62,7 +62,7 @@ def results() -> None:
 def list_command(*, root: str | None, as_json: bool) -> None:
     """List the stored runs, the latest first: number 2 is `last~2` for other commands."""
     found = [
-        Listed(run=run, verdicts=tuple(entry.verdict for entry in entries(run, lambda _: True).values()))
+        Listed(run=run, verdicts=tuple(case.verdict for case in stored_cases(run, lambda _: True).values()))
         for run in runs_of(find_project(root))
     ]
     click.echo(runs_json(found) if as_json else runs_text(found), nl=not as_json)

@@ -63,9 +63,9 @@ def _document(history: History) -> dict[str, object]:
                 "changes": moment.changes,
                 "moved": moment.moved,
                 "repeats": moment.repeats,
-                "verdict": moment.entry.verdict,
-                "seconds": moment.entry.seconds,
-                "numbers": moment.entry.numbers,
+                "verdict": moment.case.verdict,
+                "seconds": moment.case.seconds,
+                "numbers": moment.case.numbers,
             }
             for moment in history.moments
         ],
@@ -82,21 +82,21 @@ def _summary(history: History) -> tuple[str, ...]:
 
 def _what(change: Moment) -> str:
     moved = ", ".join(change.moved)
-    return "; ".join(filter(None, [change.entry.verdict.value, moved, _environment(change)]))
+    return "; ".join(filter(None, [change.case.verdict.value, moved, _environment(change)]))
 
 
 def moment_row(moment: Moment) -> tuple[str, ...]:
     """A case in one run, a text for each of MOMENT_COLUMNS."""
-    numbers, environment = moment.entry.numbers, moment.run.start.environment
+    numbers, environment = moment.case.numbers, moment.run.start.environment
     distances = (numbers.loss_distance, numbers.local_parity, numbers.parity) if numbers else (None,) * 3
     sizes = (numbers.wire_bytes, numbers.saved_bytes) if numbers else (None,) * 2
     return (
         to_the_minute(moment.run.start.started),
         moment.run.start.name or "-",
         (environment.short_commit if environment is not None else "") or "-",
-        moment.entry.verdict.value,
+        moment.case.verdict.value,
         *("-" if each is None else f"{each:.3g}" for each in distances),
-        f"{moment.entry.seconds:.1f}",
+        f"{moment.case.seconds:.1f}",
         *map(size_words, sizes),
     )
 
@@ -143,8 +143,8 @@ def _curves(history: History, width: int) -> list[str]:
     count = len(history.moments)
     if not 1 < count <= width - 12:
         return []
-    distances = [moment.entry.numbers.loss_distance if moment.entry.numbers else None for moment in history.moments]
-    seconds = [moment.entry.seconds for moment in history.moments]
+    distances = [moment.case.numbers.loss_distance if moment.case.numbers else None for moment in history.moments]
+    seconds = [moment.case.seconds for moment in history.moments]
     return ["", f"loss apart  {sparkline(distances)}", f"seconds     {sparkline(seconds)}"]
 
 

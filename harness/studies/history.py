@@ -14,8 +14,8 @@ import msgspec
 from harness.checks.movement import moved
 from harness.environment import Environment
 from harness.measured import Numbers
-from harness.running.entries import Entry, entries
 from harness.running.stored import Stored
+from harness.running.stored_case import StoredCase, stored_cases
 from harness.verdict import Verdict
 
 
@@ -26,7 +26,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     run: Stored
-    entry: Entry
+    case: StoredCase
     changes: tuple[str, ...]  # of the environment since the run before
     moved: tuple[str, ...] = ()
     repeats: bool = False
@@ -41,7 +41,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdicts(self) -> Mapping[Verdict, int]:
         """How often it ended in each way."""
-        return Counter(moment.entry.verdict for moment in self.moments)
+        return Counter(moment.case.verdict for moment in self.moments)
 
     @property
     def is_flaky(self) -> bool:
@@ -49,8 +49,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         by_environment: dict[str, set[Verdict]] = defaultdict(set)
         for moment in self.moments:
             environment = moment.run.start.environment
-            if environment is not None and moment.entry.verdict is not Verdict.INFRA:
-                by_environment[environment.fingerprint].add(moment.entry.verdict)
+            if environment is not None and moment.case.verdict is not Verdict.INFRA:
+                by_environment[environment.fingerprint].add(moment.case.verdict)
         return any(len(verdicts) > 1 for verdicts in by_environment.values())
 
     @property
@@ -62,7 +62,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     def last_change(self) -> Moment | None:
         """The last run in which the verdict or an exact number was another than before; None where there is none."""
         pairs = zip(self.moments, self.moments[1:], strict=False)
-        changed = [now for before, now in pairs if now.moved or now.entry.verdict is not before.entry.verdict]
+        changed = [now for before, now in pairs if now.moved or now.case.verdict is not before.case.verdict]
         return changed[-1] if changed else None
 
 
@@ -71,31 +71,31 @@ def histories(runs: Sequence[Stored], wanted: Callable[[str], bool], *, most: in
 
     Of each case `most` of the last runs.
     """
-    found: dict[str, list[tuple[Stored, Entry]]] = defaultdict(list)
+    found: dict[str, list[tuple[Stored, StoredCase]]] = defaultdict(list)
     for run in runs:
-        for case_id, entry in entries(run, wanted).items():
-            found[case_id].append((run, entry))
+        for case_id, case in stored_cases(run, wanted).items():
+            found[case_id].append((run, case))
     last = slice(None if most is None else -most, None)
     return tuple(History(case_id=case_id, moments=tuple(_moments(pairs[last]))) for case_id, pairs in found.items())
 
 
-def _moments(pairs: Iterable[tuple[Stored, Entry]]) -> Iterable[Moment]:
+def _moments(pairs: Iterable[tuple[Stored, StoredCase]]) -> Iterable[Moment]:
     last: dict[str, Numbers] = {}  # by fingerprint
     before: tuple[Environment, Numbers | None] | None = None
-    for run, entry in pairs:
+    for run, case in pairs:
         now = run.start.environment
         if now is None:
-            yield Moment(run=run, entry=entry, changes=())
+            yield Moment(run=run, case=case, changes=())
             continue
         same = last.get(now.fingerprint)
         earlier = same or (before[1] if before is not None else None)
         yield Moment(
             run=run,
-            entry=entry,
+            case=case,
             changes=before[0].differences(now) if before is not None else (),
-            moved=moved(earlier, entry.numbers, counts_only=now.device != "cpu"),
+            moved=moved(earlier, case.numbers, counts_only=now.device != "cpu"),
             repeats=same is not None,
         )
-        if entry.numbers is not None:
-            last[now.fingerprint] = entry.numbers
-        before = now, entry.numbers or (before[1] if before is not None else None)
+        if case.numbers is not None:
+            last[now.fingerprint] = case.numbers
+        before = now, case.numbers or (before[1] if before is not None else None)

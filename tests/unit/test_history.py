@@ -18,8 +18,8 @@ from harness.report.history import histories_json, histories_text, history_text,
 from harness.report.html.sections import history_listing
 from harness.report.sparkline import sparkline
 from harness.result import CaseResult, RunResult
-from harness.running.entries import entries
 from harness.running.stored import import_results, runs_before, runs_of, stored_document
+from harness.running.stored_case import stored_cases
 from harness.store import RunStart, RunStore
 from harness.studies.history import History, histories
 from harness.verdict import Verdict
@@ -173,7 +173,7 @@ def test_the_last_runs_alone_are_asked_for(project: Project) -> None:
     for number in range(4):
         add(project, result(saved_bytes=number))
     (found,) = histories(list(runs_of(project))[::-1], lambda name: True, most=2)
-    assert [moment.entry.numbers and moment.entry.numbers.saved_bytes for moment in found.moments] == [2, 3]
+    assert [moment.case.numbers and moment.case.numbers.saved_bytes for moment in found.moments] == [2, 3]
     assert found.moments[0].moved == ()
 
 
@@ -184,9 +184,9 @@ def test_imported_runs_are_part_of_the_history(project: Project) -> None:
         import_results(project, run_document(run))
     add(project, result(), environment=NEXT)
     found = history(project)
-    assert [moment.entry.verdict for moment in found.moments] == [Verdict.PASSED, Verdict.HANG, Verdict.PASSED]
-    assert [moment.entry.seconds for moment in found.moments] == [1.0, 2.0, 1.0]
-    assert found.moments[0].entry.numbers == found.moments[2].entry.numbers and found.is_flaky
+    assert [moment.case.verdict for moment in found.moments] == [Verdict.PASSED, Verdict.HANG, Verdict.PASSED]
+    assert [moment.case.seconds for moment in found.moments] == [1.0, 2.0, 1.0]
+    assert found.moments[0].case.numbers == found.moments[2].case.numbers and found.is_flaky
 
 
 def test_a_damaged_line_and_a_case_that_was_not_run_are_left_out(project: Project) -> None:
@@ -194,7 +194,7 @@ def test_a_damaged_line_and_a_case_that_was_not_run_are_left_out(project: Projec
     (run,) = runs_of(project)
     path = RunStore(run.path).path
     path.write_bytes(path.read_bytes()[:-40])
-    assert entries(run, lambda _: True).keys() == {OTHER}
+    assert stored_cases(run, lambda _: True).keys() == {OTHER}
     skipped = make_result(CASE, Verdict.NOT_RUN, attempts=())
     import_results(project, run_document(RunResult(results=(skipped,), wall_s=0.0)))
     assert not histories(list(runs_of(project)), lambda name: name == CASE)
@@ -202,7 +202,7 @@ def test_a_damaged_line_and_a_case_that_was_not_run_are_left_out(project: Projec
 
 def test_the_last_result_of_a_case_in_a_run_counts(project: Project) -> None:
     add(project, result(Verdict.CRASH), result())
-    assert [moment.entry.verdict for moment in history(project).moments] == [Verdict.PASSED]
+    assert [moment.case.verdict for moment in history(project).moments] == [Verdict.PASSED]
 
 
 # Text

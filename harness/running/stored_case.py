@@ -1,4 +1,4 @@
-"""Entries: what a stored run says of some of its cases, as far as `history` follows it. No other line is decoded."""
+"""What a stored run says of some of its cases, as far as `history` follows it. No other line is decoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.store import SCHEMA, RunStore
 from harness.verdict import Verdict
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class StoredCase(msgspec.Struct, frozen=True, kw_only=True):
     """How a case ended in one run, in how many wall seconds of all attempts, and what it measured."""
 
     verdict: Verdict
@@ -36,9 +36,9 @@ class _StoredLine(msgspec.Struct):
     result: _Result
 
     @property
-    def entry(self) -> Entry:
+    def case(self) -> StoredCase:
         seconds = sum(attempt.wall_s for attempt in self.result.attempts)
-        return Entry(verdict=self.result.verdict, seconds=seconds, numbers=self.result.measured)
+        return StoredCase(verdict=self.result.verdict, seconds=seconds, numbers=self.result.measured)
 
 
 class _ImportedLine(msgspec.Struct):
@@ -47,8 +47,8 @@ class _ImportedLine(msgspec.Struct):
     measured: Numbers | None = None
 
     @property
-    def entry(self) -> Entry:
-        return Entry(verdict=self.verdict, seconds=self.seconds, numbers=self.measured)
+    def case(self) -> StoredCase:
+        return StoredCase(verdict=self.verdict, seconds=self.seconds, numbers=self.measured)
 
 
 # How a line begins that `store.py` or `imported.py` wrote.
@@ -58,16 +58,16 @@ _STORED_LINE = msgspec.json.Decoder(_StoredLine, strict=False)  # not strict: "N
 _IMPORTED_LINE = msgspec.json.Decoder(_ImportedLine, strict=False)
 
 
-def entries(run: Stored, wanted: Callable[[str], bool]) -> dict[str, Entry]:
-    """The last readable entry of every wanted case, by id. A case that was not run has none."""
+def stored_cases(run: Stored, wanted: Callable[[str], bool]) -> dict[str, StoredCase]:
+    """The last readable line of every wanted case, by id. A case that was not run has none."""
     path = run.path if run.is_imported else RunStore(run.path).path
     beginning, decoder = (_IMPORTED, _IMPORTED_LINE) if run.is_imported else (_STORED, _STORED_LINE)
-    found: dict[str, Entry] = {}
+    found: dict[str, StoredCase] = {}
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             named = beginning.match(line)
             if named is None or not wanted(case_id := named[1].decode()):
                 continue
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                found[case_id] = decoder.decode(line).entry
-    return {case_id: entry for case_id, entry in found.items() if entry.verdict is not Verdict.NOT_RUN}
+                found[case_id] = decoder.decode(line).case
+    return {case_id: case for case_id, case in found.items() if case.verdict is not Verdict.NOT_RUN}
