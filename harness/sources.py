@@ -119,3 +119,27 @@ def places(name: str, folders: Sequence[str] = ()) -> list[Path]:
     if spec.submodule_search_locations is not None:
         return [Path(folder).resolve() for folder in spec.submodule_search_locations]
     return [Path(spec.origin).resolve()] if spec.has_location and spec.origin is not None else []
+
+
+def module_files(name: str, folders: Sequence[str] = ()) -> list[Path]:
+    """The files of the package that a module is in, or its single file; none where there is no such module.
+
+    Looked for in `folders` too.
+    """
+    names = name.split(".")
+    top = spec = top_level_spec(names[0], folders)
+    for at in range(1, len(names)):
+        if spec is None or spec.submodule_search_locations is None:
+            return []
+        spec = PathFinder.find_spec(".".join(names[: at + 1]), list(spec.submodule_search_locations))
+    if spec is None or top is None:
+        return []
+    if top.submodule_search_locations is None:
+        return [Path(top.origin)] if top.origin else []
+    return sorted(path for folder in top.submodule_search_locations for path in Path(folder).rglob("*.py"))
+
+
+def module_digest(name: str, folders: Sequence[str] = ()) -> str:
+    """A digest of the package that a module is in, equal on any machine; empty where there is no such module."""
+    files = module_files(name, folders)
+    return source_digest(files[0].parent, files)[:16] if files else ""

@@ -27,7 +27,7 @@ from harness.project import Project
 from harness.request import Noise, RunRequest
 from harness.running.injection import Injection
 from harness.running.plan import Plan
-from harness.running.target_source import search_path
+from harness.running.target_source import own_source_digest, search_path
 from harness.trace.modules import ModuleShard
 
 RENDEZVOUS_PROGRAM = "harness.worker.rendezvous"  # serves the store where ranks of several nodes meet
@@ -161,4 +161,6 @@ def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
     options = {"device": plan.device, "arithmetic": plan.arithmetic, "compile": compiles}
     if target != REFERENCE:
         options |= {"target": target, "path": os.pathsep.join(search_path(root))}
+        if plan.engine == "ray" or plan.meeting is not None:
+            options["source"] = own_source_digest(target, root)  # other nodes may have another one
     return options

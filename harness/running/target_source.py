@@ -12,13 +12,12 @@ import functools
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from harness.errors import HarnessError
 from harness.matrix.targets import MODULES, REFERENCE, VERSIONS, module_of
 from harness.running.witness_key import PACKAGES
-from harness.sources import files_digest, installed_version, source_digest, top_level_spec
+from harness.sources import files_digest, installed_version, module_digest, module_files, source_digest
 
 _SKIPPED = {"harness", *PACKAGES, *sys.stdlib_module_names}
 
@@ -61,8 +60,7 @@ def target_file(target: str, root: Path) -> str:
 
 def own_source_digest(target: str, root: Path) -> str:
     """A digest of the package of a target of the user's own, equal on any machine; empty for targets of the harness."""
-    files = [] if target in MODULES else _files(target, search_path(root))
-    return source_digest(files[0].parent, files)[:16] if files else ""
+    return "" if target in MODULES else module_digest(module_of(target), search_path(root))
 
 
 @functools.cache
@@ -81,18 +79,7 @@ def target_digest(target: str, root: Path) -> str:
 
 
 def _files(target: str, folders: Sequence[str]) -> list[Path]:
-    """The files of the package that the module of a target is in, or the single file; none where there is no module."""
-    names = module_of(target).split(".")
-    top = spec = top_level_spec(names[0], folders)
-    for at in range(1, len(names)):
-        if spec is None or spec.submodule_search_locations is None:
-            return []
-        spec = PathFinder.find_spec(".".join(names[: at + 1]), list(spec.submodule_search_locations))
-    if spec is None or top is None:
-        return []
-    if top.submodule_search_locations is None:
-        return [Path(top.origin)] if top.origin else []
-    return sorted(path for folder in top.submodule_search_locations for path in Path(folder).rglob("*.py"))
+    return module_files(module_of(target), folders)
 
 
 def _imported(files: Iterable[Path]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import torch
 from harness.engine.forking import OBSTACLES
 from harness.matrix.targets import REFERENCE, module_of
 from harness.request import RunRequest
+from harness.sources import module_digest
 from harness.worker.injection import inject
 from harness.worker.process_group import join
 from harness.worker.replay import replay
@@ -34,7 +36,7 @@ def preload(options: Mapping[str, str]) -> None:
     """Do once what every rank needs: imports, the virtual device, and the slow first run of the code.
 
     Leaves the process single-threaded and without a CUDA context, so that it can be forked. A target that cannot be
-    imported raises before the warm-up.
+    imported, or that is not that of the controller, raises before the warm-up.
     """
     torch.set_num_threads(1)
     without_progress_thread()
@@ -45,6 +47,7 @@ def preload(options: Mapping[str, str]) -> None:
     STATE.restart()
     name = module_of(options.get("target", REFERENCE))
     target = importlib.import_module(name)
+    _check_source(name, options)
     OBSTACLES.look(f"the import of {name}")
     STATE.look("import")
     if on_cpu and options.get("warmup", "on") == "on":
@@ -56,6 +59,16 @@ def preload(options: Mapping[str, str]) -> None:
         target.preload()
         OBSTACLES.look(f"preload() of {name}")
     STATE.look("import")
+
+
+def _check_source(name: str, options: Mapping[str, str]) -> None:
+    """Raises RuntimeError where the module has another source than on the machine that runs the controller."""
+    asked = options.get("source")
+    if asked and module_digest(name, options.get("path", "").split(os.pathsep)) != asked:
+        raise RuntimeError(
+            f"the source of {name} on node {platform.node()} is not that of the machine where the run was started. "
+            "Fix: put the same files on every node, such as in a shared folder or one image."
+        )
 
 
 def rank_main(context: RankContext) -> bytes:

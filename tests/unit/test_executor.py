@@ -59,7 +59,15 @@ def test_what_ranks_are_forked_from_follows_the_target_and_whether_anything_comp
     compiled = plan.serving([make_case(), make_case(compile="graph")])
     assert asked(compiled, make_case()).preload == {"device": "cpu", "arithmetic": "exact", "compile": "on"}
     mine = asked(plan, make_case(target="mine"), tmp_path).preload
-    assert mine["target"] == "mine" and str(tmp_path) in mine["path"]
+    assert mine["target"] == "mine" and str(tmp_path) in mine["path"] and "source" not in mine
+
+
+def test_other_nodes_must_have_the_same_target(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def build(): ...")
+    plan, case = Plan(engine="ray"), make_case(target="mine")
+    first = asked(plan, case, tmp_path).preload["source"]
+    (tmp_path / "mine.py").write_text("def build(): return 1")
+    assert first and asked(plan, case, tmp_path).preload["source"] != first
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 from harness.engine.interpreter import child_environ
+from harness.sources import module_digest
 
 REPOSITORY = Path(__file__).parents[2]
 PRELOAD = """
@@ -17,9 +19,11 @@ from harness.worker.state import STATE
 called = set()
 sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name))
 try:
-    preload({"target": "mine", "path": sys.argv[1]})
+    preload({"target": "mine", "path": sys.argv[1], "source": sys.argv[2]})
 except ZeroDivisionError:
     print("raises")
+except RuntimeError as error:
+    print(str(error).partition(" Fix: ")[0])
 sys.setprofile(None)
 print("warms up" if "warm_up" in called else "does not warm up", len(os.listdir("/proc/self/task")), "threads")
 print(*(f"{change.name} {change.phase}" for change in STATE.changes))
@@ -44,10 +48,10 @@ print(*asked)
 """
 
 
-def preloaded(folder: Path, text: str) -> list[str]:
-    """What a process prints that preloads a target with this text."""
+def preloaded(folder: Path, text: str, source: str | None = None) -> list[str]:
+    """What a process prints that preloads a target with this text, where one of this digest is asked for."""
     (folder / "mine.py").write_text(text)
-    return printed(PRELOAD, str(folder))
+    return printed(PRELOAD, str(folder), module_digest("mine", [str(folder)]) if source is None else source)
 
 
 def printed(*words: str) -> list[str]:
@@ -63,6 +67,13 @@ def printed(*words: str) -> list[str]:
 
 def test_a_target_that_cannot_be_imported_raises_before_the_warm_up(tmp_path: Path) -> None:
     assert preloaded(tmp_path, "1 / 0\n") == ["raises", "does not warm up 1 threads", ""]
+
+
+def test_a_target_that_differs_between_nodes_raises_before_the_warm_up(tmp_path: Path) -> None:
+    told, warmed, _ = preloaded(tmp_path, "", source="0" * 16)
+    where = f"the source of mine on node {platform.node()}"
+    assert told == f"{where} is not that of the machine where the run was started."
+    assert warmed == "does not warm up 1 threads"
 
 
 def test_settings_of_a_target_are_told_and_the_process_can_still_be_forked(tmp_path: Path) -> None:
