@@ -196,9 +196,9 @@ def run_command(  # noqa: PLR0913  one parameter an option
     plan = msgspec.structs.replace(
         plan, given=given, root_option=root, logs=logs, max_failures=most, traces=save_trace, name=name, meeting=meeting
     )
-    if node_rank:
-        return serve(plan, project)
     with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
+        if node_rank:
+            return serve(plan, project, progress.note)
         report = _report(project, query, plan, stopped, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     rerun = (resume_command if report.result.interrupted else rerun_command)(root=root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from harness.engine.gpus import Gpu, installed_gpus, visible_gpus
@@ -20,13 +21,16 @@ def default_cpu_slots() -> int:
     return max(MIN_CPU_SLOTS, len(os.sched_getaffinity(0)))
 
 
-def open_leases(folder: Path, device: Device, slots: int | None = None) -> Leases:
+def open_leases(
+    folder: Path, device: Device, slots: int | None = None, note: Callable[[str], None] = lambda _: None
+) -> Leases:
     """The leases of the slots of this machine, as many as `slots` or as fit, in a folder that its jobs share.
 
     Those of GPUs have their UUIDs, so that jobs with different CUDA_VISIBLE_DEVICES agree on who holds which one.
+    `note` is told whom they wait for.
     """
     names = [gpu.uuid for gpu in cuda_devices(slots)] if device == "cuda" else None
-    return Leases(folder / device, count_slots(device, slots), names=names)
+    return Leases(folder / device, count_slots(device, slots), names=names, note=note)
 
 
 def count_slots(device: Device, slots: int | None = None) -> int:

@@ -11,21 +11,36 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from harness.engine.linux import command_of
 from harness.errors import HarnessError
 
 POLL_S = 0.01  # a waiting thread costs about 0.3 ms of CPU per second at this pace
+_TOLD_AFTER_S = 3.0
 
 
 class Leases:
-    """Slots 0 to `slots` - 1, locked in `folder`. Jobs share slots of the same name (default: the number)."""
+    """Slots 0 to `slots` - 1, locked in `folder`. Jobs share slots of the same name (default: the number).
 
-    def __init__(self, folder: Path, slots: int, *, names: Sequence[str] | None = None) -> None:
+    `note` is told who holds slots that are waited for. A slot file holds the pid of its last holder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        slots: int,
+        *,
+        names: Sequence[str] | None = None,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
         assert names is None or len(names) == slots, "one name per slot"
         self._folder = folder
+        self._note = note
+        self._told = ""  # of the others, so that nothing is told twice
         self._paths = [folder / f"slot-{name}.lock" for name in names or range(slots)]
 
     @contextmanager
@@ -41,31 +56,30 @@ class Leases:
                 where=f"leases in {self._folder}",
                 fix="raise --slots, or leave out the cases with more ranks.",
             )
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        wait = _Wait(timeout_s)
         with ExitStack() as held:
             with ExitStack() as queue:
-                self._wait_in_queue(queue, until_s)
-                slots = self._collect(held, count, until_s)
+                self._wait_in_queue(queue, wait)
+                slots = self._collect(held, count, wait)
             yield slots
 
     def held(self) -> tuple[int, ...]:
         """The slots that a job holds now. Takes each of the others for a moment."""
-        found = []
-        for slot, path in enumerate(self._paths):
-            with ExitStack() as taken:
-                if path.exists() and not self._lock(path, taken):
-                    found.append(slot)
-        return tuple(found)
+        return tuple(slot for slot, path in enumerate(self._paths) if path.exists() and self._is_held(path))
 
-    def _wait_in_queue(self, queue: ExitStack, until_s: float | None) -> None:
+    def _is_held(self, path: Path) -> bool:
+        with ExitStack() as taken:
+            return not self._lock(path, taken)
+
+    def _wait_in_queue(self, queue: ExitStack, wait: _Wait) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._unusable(error) from error
         while not self._lock(self._folder / "queue.lock", queue):
-            self._pause(until_s)
+            self._pause(wait)
 
-    def _collect(self, held: ExitStack, count: int, until_s: float | None) -> tuple[int, ...]:
+    def _collect(self, held: ExitStack, count: int, wait: _Wait) -> tuple[int, ...]:
         slots: set[int] = set()
         while True:
             for slot, path in enumerate(self._paths):
@@ -73,16 +87,28 @@ class Leases:
                     slots.add(slot)
             if len(slots) == count:
                 return tuple(sorted(slots))
-            self._pause(until_s)
+            self._pause(wait)
 
-    def _pause(self, until_s: float | None) -> None:
-        if until_s is not None and time.monotonic() >= until_s:
+    def _pause(self, wait: _Wait) -> None:
+        if wait.is_over:
             raise HarnessError(
                 f"timed out waiting for slots; there are {len(self._paths)}.",
                 where=f"leases in {self._folder}",
                 fix="wait for the other runs on this machine to finish.",
             )
+        if wait.is_to_be_told() and (others := self._others()) != self._told:
+            self._told = others
+            self._note(f"waits for slots of this machine, of which other runs hold some: {others}.")
         time.sleep(POLL_S)
+
+    def _others(self) -> str:
+        """The other processes that hold slots, and how many, in words."""
+        held: Counter[int] = Counter()
+        for path in self._paths:
+            with suppress(OSError, ValueError):  # it has not written its pid yet
+                held[int(path.read_text()) if self._is_held(path) else os.getpid()] += 1
+        del held[os.getpid()]
+        return "; ".join(f"pid {pid} ({command_of(pid)}) {count} of {len(self._paths)}" for pid, count in held.items())
 
     def _lock(self, path: Path, held: ExitStack) -> bool:
         """Lock a file until `held` closes; returns False when another process holds it."""
@@ -99,6 +125,8 @@ class Leases:
             os.close(fd)
             raise self._unusable(error) from error
         held.callback(os.close, fd)
+        os.ftruncate(fd, 0)
+        os.write(fd, str(os.getpid()).encode())
         return True
 
     def _unusable(self, error: OSError) -> HarnessError:
@@ -107,3 +135,27 @@ class Leases:
             where=f"leases in {self._folder}",
             fix="set FP8_HARNESS_STATE to a writable folder on a local disk.",
         )
+
+
+class _Wait:
+    """One wait for slots: whether it has taken too long, and whether the user is to be told of it, which is once."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._began_s = time.monotonic()
+        self._timeout_s = timeout_s
+        self._told = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._timeout_s is not None and self._seconds >= self._timeout_s
+
+    def is_to_be_told(self) -> bool:
+        """True the first time that it is asked late enough."""
+        if self._told or self._seconds < _TOLD_AFTER_S:
+            return False
+        self._told = True
+        return True
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began_s

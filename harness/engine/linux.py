@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -62,6 +63,15 @@ def _code_of(thread: threading.Thread) -> str:
         frame = frame.f_back
     own = [call for call in calls if not call.startswith(threading.__file__)]
     return f" ({own[-1]})" if own else ""
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process without folders, at most 60 characters; "gone" when there is none."""
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "gone"
+    return textwrap.shorten(" ".join(Path(word).name for word in words), 60, placeholder=" …")
 
 
 def open_devices() -> tuple[str, ...]:

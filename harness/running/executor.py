@@ -140,16 +140,16 @@ def open_executor(
         nodes = open_nodes(plan.address, plan.capacity, program=plan.program, logs=plan.logs, note=note)
         store = StoreProcess(RENDEZVOUS_PROGRAM, own_address(plan.address))
         return Executor(plan, Cluster(nodes, store), project.root)
-    node = local_node(plan, project)
+    node = local_node(plan, project, note)
     met = None if plan.meeting is None else StoreProcess(RENDEZVOUS_PROGRAM, plan.meeting.address[0])
     return Executor(plan, Cluster([node, *others], met), project.root)
 
 
-def local_node(plan: Plan, project: Project) -> LocalNode:
-    """This machine as a node of the plan, whose first capacity is that of this machine."""
+def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> LocalNode:
+    """This machine as a node of the plan, whose first capacity is that of this machine. `note`: what it waits for."""
     launch = TorchrunEngine if plan.engine == "torchrun" else ZygoteEngine
     here = plan.capacity.nodes[0]
-    leases = open_leases(project.lease_folder(), plan.device, here.slots)
+    leases = open_leases(project.lease_folder(), plan.device, here.slots, note)
     node = LocalNode(lambda preload: launch(plan.program, preload), leases, here, logs=plan.logs)
     if plan.meeting is not None:
         node.name = node_name(plan.meeting.node_rank, here.host)

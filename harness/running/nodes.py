@@ -72,10 +72,10 @@ def joined(plan: Plan, project: Project, note: Callable[[str], None]) -> Iterato
             node.leave()
 
 
-def serve(plan: Plan, project: Project) -> int:
+def serve(plan: Plan, project: Project, note: Callable[[str], None]) -> int:
     """Run what node 0 asks for on this machine, until its run is over; returns the exit code of that run."""
     assert plan.meeting is not None
-    return join(plan.meeting, local_node(plan, project), _facts(plan, project))
+    return join(plan.meeting, local_node(plan, project, note), _facts(plan, project))
 
 
 def _facts(plan: Plan, project: Project) -> Mapping[str, str]:

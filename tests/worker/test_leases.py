@@ -102,6 +102,20 @@ def test_other_processes_count_and_death_frees(tmp_path: Path) -> None:
         assert time.monotonic() - began_s < 0.5
 
 
+def test_who_holds_slots_that_are_waited_for_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.engine.leases._TOLD_AFTER_S", 0.05)
+    told: list[str] = []
+    leases = Leases(tmp_path, 4, note=told.append)
+    holder = start_holder(tmp_path, 3)
+    try:
+        with leases.acquire(1), pytest.raises(HarnessError, match="timed out"), leases.acquire(2, timeout_s=0.3):
+            pass
+    finally:
+        end(holder)
+    (text,) = told
+    assert f"other runs hold some: pid {holder.pid} (" in text and text.endswith(") 3 of 4.")
+
+
 def test_a_child_process_does_not_keep_the_lease(tmp_path: Path) -> None:
     leases = Leases(tmp_path, 1)
     with leases.acquire(1):

@@ -24,7 +24,8 @@ def kernel_ring(work: Work) -> Found:
     refusals = () if facts is None else refusal_checks(facts.devices[0].capability)
     checks = (*value_checks(), *refusals)
     accumulator: Accumulator = "float32" if plan.device == "cpu" else "tensor_core"
-    node = local_node(msgspec.structs.replace(plan, program=PROGRAM, engine="zygote"), work.project)
+    plan = msgspec.structs.replace(plan, program=PROGRAM, engine="zygote")
+    node = local_node(plan, work.project, work.progress.note)
     with Cluster([node]) as cluster:
         found = run_kernel_checks(cluster, checks, device=plan.device, accumulator=accumulator)
     return Found(tuple(map(_item, found)), () if refusals else (NO_REFUSALS,))
