@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from typing import Protocol
 from harness.engine.capacity import NodeCapacity
 from harness.engine.leases import Leases
 from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
+from harness.engine.scratch import Scratch
 
 
 class NodeLost(Exception):
@@ -97,7 +97,8 @@ class LocalNode:
         self._leases = leases
         self._capacity = capacity
         self._keeps = logs is not None
-        self._folder = logs or Path(tempfile.mkdtemp(prefix="fp8-harness-"))
+        self._scratch = Scratch()
+        self._folder = logs or self._scratch.path
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._runners: dict[tuple[tuple[str, str], ...], Runner] = {}
@@ -151,8 +152,7 @@ class LocalNode:
             self._closed = True
         for runner in self._all_runners():
             runner.close()
-        if not self._keeps:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.close()
 
     def _runner(self, preload: Mapping[str, str]) -> Runner:
         with self._lock:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import queue
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from harness.engine.devices import open_leases
 from harness.engine.hardware import Device
 from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
 from harness.engine.node import LocalNode, Reservation
+from harness.engine.scratch import Scratch
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
 from harness.sources import software
@@ -68,10 +68,10 @@ class NodeActor:
         os.environ.update(asked.environ)
         sys.path[:] = [entry for entry in sys.path if not _of_ray(entry)]
         # Ray decides who has these CPUs or GPUs, so no other process shares their leases.
-        self._private = tempfile.TemporaryDirectory(prefix="fp8-harness-leases-")
+        self._private = Scratch()
         self._node = LocalNode(
             lambda preload: ZygoteEngine(asked.program, preload),
-            open_leases(Path(self._private.name), asked.capacity.device, asked.capacity.slots),
+            open_leases(self._private.path, asked.capacity.device, asked.capacity.slots),
             asked.capacity,
             logs=Path(asked.logs) if asked.logs else None,
         )
@@ -127,7 +127,7 @@ class NodeActor:
     def close(self) -> None:
         """Kill every rank and every warm process, and remove what is on disk."""
         self._node.close()
-        self._private.cleanup()
+        self._private.close()
 
 
 def node_facts(device: Device) -> bytes:
