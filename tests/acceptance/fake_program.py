@@ -1,7 +1,8 @@
 """A rank program without torch: what it does to a tensorwise case is written in the seed of the case.
 
 Seed 1 raises, 2 never returns, 3 has a NaN loss, 4 is far from its golden, 5 exits, 6 is slow, 7 runs another number
-of matmuls under a torch that no formula was verified for; other seeds and all other recipes train well.
+of matmuls under a torch that no formula was verified for, 8 waits until the file GO of the environment is there; other
+seeds and all other recipes train well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +27,7 @@ from harness.trace.patch import Patch
 from tests.builders import SOFTWARE, make_saved, make_sent, make_trace
 
 REFUSAL = "Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])"
-RAISES, HANGS, NAN, FAR, EXITS, SLOW, UNVERIFIED = 1, 2, 3, 4, 5, 6, 7
+RAISES, HANGS, NAN, FAR, EXITS, SLOW, UNVERIFIED, WAITS = 1, 2, 3, 4, 5, 6, 7, 8
 
 
 def preload(options: Mapping[str, str]) -> None:
@@ -66,6 +68,8 @@ def _behave(case: Case, rank: int) -> None:
         os._exit(7)
     if planted == SLOW:
         time.sleep(1.0)
+    while planted == WAITS and not Path(os.environ["GO"]).exists():
+        time.sleep(0.01)
 
 
 def _trace(case: Case, rank: int) -> RankTrace:
