@@ -37,7 +37,7 @@ ARGUMENTS = {
 
 
 def check_line(project: Command, arguments: tuple[str, ...], words: str, *, code: int = 2) -> None:
-    done = project.run(*arguments)
+    done = project.call(*arguments)
     assert done.returncode == code, done.stdout + done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
@@ -60,7 +60,7 @@ def test_bad_arguments(shared: Command, name: str) -> None:
 
 
 def test_rerun_and_tier_contradict(project: Command) -> None:
-    project.run("run", "smoke", "--device", "cpu", "--select", "recipe=bf16", "--timeout-s", "0.001")
+    project.call("run", "smoke", "--device", "cpu", "--select", "recipe=bf16", "--timeout-s", "0.001")
     check_line(project, *ARGUMENTS["rerun and tier"])
 
 
@@ -72,7 +72,7 @@ def test_damaged_golden_is_named_before_anything_runs(project: Command) -> None:
     golden = next((project.folder / "golden" / "cpu").glob("*.json"))
     golden.write_text(golden.read_text().replace("7.5", "7.4", 1))
     check_line(project, ("run", "smoke", "--device", "cpu"), golden.name)
-    check = project.run("golden", "check", "smoke")
+    check = project.call("golden", "check", "smoke")
     assert check.returncode == 1
     assert golden.name in check.stdout
 

@@ -21,21 +21,21 @@ FILE = "cases/bugs/ao-77.toml"
 
 def test_a_report_becomes_a_bug_file_that_is_listed(project: Command) -> None:
     (project.folder / "report.md").write_text(REPORT)
-    done = project.run("bug", "import", "report.md")
+    done = project.call("bug", "import", "report.md")
     assert done.returncode == 0, done.stderr
     assert f"wrote {FILE}\nrun it: fp8-harness run {FILE}\n" in done.stdout
     assert '  tp = 2: "rowwise, TP=2, torch 2.8.0"' in done.stdout
     assert "seen: crash, torch 2.8.0; RuntimeError: boom" in done.stdout
-    assert "tp2-rowwise-v2048-gb2-b16" in project.run("list", FILE).stdout
-    assert "ao-77" in project.run("bug", "list").stdout
-    again = project.run("bug", "import", "report.md")
+    assert "tp2-rowwise-v2048-gb2-b16" in project.call("list", FILE).stdout
+    assert "ao-77" in project.call("bug", "list").stdout
+    again = project.call("bug", "import", "report.md")
     assert again.returncode == 2 and "this file exists" in again.stderr
-    assert project.run("bug", "import", "report.md", "--force").returncode == 0
+    assert project.call("bug", "import", "report.md", "--force").returncode == 0
 
 
 def test_json_has_every_list(project: Command) -> None:
     (project.folder / "report.md").write_text(REPORT)
-    done = project.run("bug", "import", "report.md", "--dry-run", "--json", "-")
+    done = project.call("bug", "import", "report.md", "--dry-run", "--json", "-")
     tree = json.loads(done.stdout)
     assert (tree["id"], tree["case"], tree["file"]) == ("ao-77", "tp2-rowwise-v2048-gb2-b16", None)
     assert (
@@ -71,5 +71,5 @@ def test_stdin_is_read(project: Command) -> None:
 )
 def test_bad_input_is_an_error_of_one_line(project: Command, words: tuple[str, ...], expected: str) -> None:
     (project.folder / "r.md").write_text(REPORT)
-    done = project.run("bug", "import", *words)
+    done = project.call("bug", "import", *words)
     assert done.returncode == 2 and expected in done.stderr and len(done.stderr.splitlines()) == 1

@@ -8,9 +8,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 from msgspec.structs import replace
 
+from harness.cli.main import app
 from harness.evidence.golden import load_golden, write_golden
 from harness.tables import save_tables
 from tests.builders import make_trace, run_of
@@ -28,13 +30,24 @@ COMMANDS += ["signature", "signature list", "signature check", "signature update
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples(shared: Command, name: str) -> None:
-    done = shared.run(*name.split(), "--help")
+    done = shared.call(*name.split(), "--help")
     assert done.returncode == 0
     assert "Example" in done.stdout or name == "version"
 
 
+def test_every_command_is_imported_without_the_others(shared: Command) -> None:
+    code = (
+        "import os, sys\nfrom harness.cli.main import main\nfor name in sys.argv[1:]:\n"
+        "    if (child := os.fork()) == 0:\n        os._exit(main([name, '--help']))\n"
+        "    assert os.waitpid(child, 0)[1] == 0, name\n"
+    )
+    names = app.list_commands(click.Context(app))
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=shared.folder, capture_output=True, check=True)
+    assert done.stdout.count(b"Usage: ") == len(names) > 20
+
+
 def test_list(shared: Command) -> None:
-    done = shared.run("list", "--select", "dp_shard=2")
+    done = shared.call("list", "--select", "dp_shard=2")
     assert done.returncode == 0
     assert done.stdout.split()[0] == "2"
     assert "rowwise" in done.stdout
@@ -66,8 +79,8 @@ def test_list_into_a_closed_pipe(shared: Command) -> None:
 
 
 def test_explain_case(shared: Command) -> None:
-    case = json.loads(shared.run("list", "--json", "--select", "output_layer=true").stdout)[0]["id"]
-    done = shared.run("explain", case)
+    case = json.loads(shared.call("list", "--json", "--select", "output_layer=true").stdout)[0]["id"]
+    done = shared.call("explain", case)
     assert done.returncode == 0, done.stderr
     assert "must be refused" in done.stdout
     assert "golden family" in done.stdout
@@ -76,34 +89,34 @@ def test_explain_case(shared: Command) -> None:
 
 def test_explain_values(project: Command) -> None:
     project.tier("grid", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2, 3]\nrecipe = ["bf16", "rowwise"]\n')
-    done = project.run("explain", "tp=3", "--tier", "grid")
+    done = project.call("explain", "tp=3", "--tier", "grid")
     assert done.returncode == 0, done.stderr
     assert "tp=3: 2 cells in grid" in done.stdout
     assert "excluded: 2 by" in done.stdout
 
 
 def test_explain_unknown_axis(shared: Command) -> None:
-    done = shared.run("explain", "recip=rowwise")
+    done = shared.call("explain", "recip=rowwise")
     assert done.returncode == 2
     assert "recipe" in done.stderr
 
 
 def test_coverage(project: Command) -> None:
     project.tier("grid", '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 2, 3]\nrecipe = ["bf16", "rowwise"]\n')
-    done = project.run("coverage", "grid", "--json")
+    done = project.call("coverage", "grid", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
-    assert project.run("coverage", "grid").returncode == 0
+    assert project.call("coverage", "grid").returncode == 0
 
 
 def test_golden_update_shows_old_and_new(project: Command) -> None:
-    done = project.run("golden", "update", "smoke", "--device", "cpu", "--reason", "again")
+    done = project.call("golden", "update", "smoke", "--device", "cpu", "--reason", "again")
     assert done.returncode == 0
     assert "unchanged" in done.stdout
     assert "old loss" in done.stdout
-    assert project.run("golden", "update", "smoke", "--missing", "--reason", "more").returncode == 3
-    family = project.run("golden", "list").stdout.split()[1]
-    shown = project.run("golden", "show", family)
+    assert project.call("golden", "update", "smoke", "--missing", "--reason", "more").returncode == 3
+    family = project.call("golden", "list").stdout.split()[1]
+    shown = project.call("golden", "show", family)
     assert "reason    again" in shown.stdout
     assert "7.5" in shown.stdout
 
@@ -119,22 +132,22 @@ def test_goldens_are_not_made_from_a_changed_tree_unless_asked(project: Command)
     git(project, "init")
     git(project, "add", "cases", "golden")
     git(project, "commit", "-m", "first")
-    assert project.run(*update).returncode == 0
-    assert project.run(*update).returncode == 0, "goldens that are not committed yet are no reason"
+    assert project.call(*update).returncode == 0
+    assert project.call(*update).returncode == 0, "goldens that are not committed yet are no reason"
     tier = project.folder / "cases" / "smoke.toml"
     tier.write_text(tier.read_text() + "# a remark\n")
-    refused = project.run(*update)
+    refused = project.call(*update)
     assert refused.returncode == 2
     where = f"fp8-harness: error: {project.folder}: 1 tracked file differs from the commit: cases/smoke.toml."
     assert refused.stderr.startswith(where) and refused.stderr.rstrip().endswith("or give --allow-dirty.")
-    assert project.run(*update, "--dry-run").returncode == 0
-    allowed = project.run(*update, "--allow-dirty")
+    assert project.call(*update, "--dry-run").returncode == 0
+    allowed = project.call(*update, "--allow-dirty")
     assert allowed.returncode == 0 and "warning" in allowed.stderr
-    verified = project.run("golden", "verify", "--device", "cpu")
+    verified = project.call("golden", "verify", "--device", "cpu")
     assert "made from trees that differed from their commit: 1" in verified.stdout and verified.returncode == 0
     shelve = refused.stderr.partition("`")[2].partition("`")[0]
     assert project.shell(shelve).returncode == 0
-    assert project.run(*update).returncode == 0
+    assert project.call(*update).returncode == 0
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -142,37 +155,37 @@ def test_golden_diff_and_the_text_of_the_commit_say_what_changed(project: Comman
     git(project, "init")
     git(project, "add", "cases", "golden")
     git(project, "commit", "-m", "first")
-    assert project.run("golden", "diff").stdout == "1 golden unchanged against HEAD\n"
+    assert project.call("golden", "diff").stdout == "1 golden unchanged against HEAD\n"
     family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
     stored = load_golden(project.folder, "cpu", family)
     write_golden(project.folder, replace(stored, losses=(9.0, *stored.losses[1:])))
-    shown = project.run("golden", "diff").stdout
+    shown = project.call("golden", "diff").stdout
     assert f"1 golden changed: {stored.provenance.reason}" in shown and "0 goldens unchanged" in shown
-    done = project.run("golden", "update", "smoke", "--device", "cpu", "--reason", "torch 2.14")
+    done = project.call("golden", "update", "smoke", "--device", "cpu", "--reason", "torch 2.14")
     text = done.stdout.partition("For the message of the commit:\n\n")[2]
     assert text.startswith(f"1 golden changed: torch 2.14\n\n{family}  cpu  changed")
-    assert project.run("golden", "diff", "--against", str(project.folder)).stdout.startswith("1 golden unchanged")
-    assert "neither a revision nor a project" in project.run("golden", "diff", "--against", "nothing").stderr
+    assert project.call("golden", "diff", "--against", str(project.folder)).stdout.startswith("1 golden unchanged")
+    assert "neither a revision nor a project" in project.call("golden", "diff", "--against", "nothing").stderr
 
 
 def test_golden_update_of_what_failed_in_the_last_run(project: Command) -> None:
     only = ("golden", "update", "--only-failing", "--device", "cpu", "--reason", "torch 2.14")
-    assert project.run(*only).returncode == 2, "there is no run"
-    assert project.run("run", "smoke", "--device", "cpu").returncode == 0
-    assert project.run(*only).returncode == 3
+    assert project.call(*only).returncode == 2, "there is no run"
+    assert project.call("run", "smoke", "--device", "cpu").returncode == 0
+    assert project.call(*only).returncode == 3
     family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
     stored = load_golden(project.folder, "cpu", family)
     write_golden(project.folder, replace(stored, losses=(9.0, *stored.losses[1:])))
-    assert project.run("run", "smoke", "--device", "cpu").returncode == 1
-    done = project.run(*only)
+    assert project.call("run", "smoke", "--device", "cpu").returncode == 1
+    done = project.call(*only)
     assert done.returncode == 0 and "1 golden stored, 0 references failed" in done.stdout, done.stdout + done.stderr
     assert load_golden(project.folder, "cpu", family).losses == stored.losses
-    assert "kept: this golden is not why a loss is off" in project.run(*only).stdout
-    assert project.run(*only, "--select", "tp=2").returncode == 3
+    assert "kept: this golden is not why a loss is off" in project.call(*only).stdout
+    assert project.call(*only, "--select", "tp=2").returncode == 3
 
 
 def test_a_golden_is_stored_for_a_class_of_this_device_alone(project: Command) -> None:
-    refused = project.run("golden", "update", "smoke", "--device", "cpu", "--hardware", "sm90", "--reason", "x")
+    refused = project.call("golden", "update", "smoke", "--device", "cpu", "--hardware", "sm90", "--reason", "x")
     assert refused.returncode == 2 and "Fix: give one of cpu." in refused.stderr
 
 
@@ -182,7 +195,7 @@ def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: C
         to.parent.mkdir(exist_ok=True)
         shutil.copy(project.repository / "golden" / name, to)
     family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
-    assert "cpu  " in project.run("golden", "show", family).stdout
+    assert "cpu  " in project.call("golden", "show", family).stdout
     stored = load_golden(project.folder, "cpu", family)
     elsewhere = replace(stored.provenance, cpu="Other CPU avx2")
     update = ("golden", "update", "smoke", "--device", "cpu", "--reason", "look", "--dry-run")
@@ -192,17 +205,17 @@ def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: C
     ):
         losses = (stored.losses[0] + by, *stored.losses[1:])
         write_golden(project.folder, replace(stored, losses=losses, provenance=elsewhere))
-        shown = project.run(*update).stdout
+        shown = project.call(*update).stdout
         assert f"{family} on cpu: changed, {words} allowed at step 1\n" in shown
         assert "  CPU: Other CPU avx2 -> " in shown
 
 
 def test_golden_dry_run_stores_nothing(project: Command) -> None:
     project.tier("new", '[[case]]\naxes = {recipe = "rowwise", steps = 4}\n')
-    done = project.run("golden", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
+    done = project.call("golden", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
     assert done.returncode == 0
     assert "not stored" in done.stdout
-    check = project.run("golden", "check", "new", "--device", "cpu")
+    check = project.call("golden", "check", "new", "--device", "cpu")
     assert check.returncode == 1
     assert "missing" in check.stdout
 
@@ -210,12 +223,12 @@ def test_golden_dry_run_stores_nothing(project: Command) -> None:
 def test_tolerance_measure_writes_evidence(project: Command) -> None:
     cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}, steps = 3}}\n' for size in (1, 2, 4))
     project.tier("noise", cases)
-    done = project.run("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "8")
+    done = project.call("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     evidence = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())
     assert len(evidence["samples"]) == 24
     assert {sample["layout"] for sample in evidence["samples"]} == {"single", "fsdp2", "fsdp4"}
-    shown = project.run("tolerance", "show")
+    shown = project.call("tolerance", "show")
     assert "tiny-rowwise-float32: 24 samples, 8 seeds, 3 layouts, 3 steps" in shown.stdout
 
 
@@ -225,7 +238,7 @@ def test_measuring_some_cases_again_keeps_the_samples_of_the_others(project: Com
     path = project.folder / "golden/evidence/loss_vs_golden.json"
     stored = []
     for arguments in (("--seeds", "2"), ("--seeds", "3", "--select", "dp_shard=2")):
-        done = project.run("tolerance", "measure", "noise", "--device", "cpu", *arguments)
+        done = project.call("tolerance", "measure", "noise", "--device", "cpu", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         stored.append(sorted((each["layout"], each["seed"]) for each in json.loads(path.read_text())["samples"]))
     assert stored[0] == [("fsdp2", 0), ("fsdp2", 1), ("single", 0), ("single", 1)]
@@ -250,21 +263,21 @@ def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project
     project.tier("noise", cases)
     project.tier("known", KNOWN)
     measure = ("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "2")
-    done = project.run(*measure)
+    done = project.call(*measure)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "lost-rows" in line]
     assert line.startswith("left out: fsdp2-rowwise-")
     assert line.endswith("known fault lost-rows: The second rank loses its rows.")
     evidence = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())
     assert {sample["layout"] for sample in evidence["samples"]} == {"single"}
-    nothing = project.run(*measure, "--select", "dp_shard=2")
+    nothing = project.call(*measure, "--select", "dp_shard=2")
     assert nothing.returncode == 3
     assert "no case is left to measure" in nothing.stderr.splitlines()[-1]
 
 
 def test_version(shared: Command) -> None:
-    assert "fp8-harness" in shared.run("version").stdout
-    lines = {line.split()[0]: line.split() for line in shared.run("version", "-v").stdout.splitlines()}
+    assert "fp8-harness" in shared.call("version").stdout
+    lines = {line.split()[0]: line.split() for line in shared.call("version", "-v").stdout.splitlines()}
     assert lines["fp8-harness"][-1] == str(shared.repository / "harness")
     assert len(lines["torch"][2]) == 12 and lines["torch"][-1].endswith("/torch")
     assert "cpu" in lines
@@ -275,35 +288,35 @@ def test_the_cache_is_listed_and_cleared(project: Command) -> None:
     kept = folder / "ab.msgpack"
     folder.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(b"x" * 2_000_000)
-    assert any(line.startswith("witnesses") and "2.0 MB" in line for line in project.run("cache").stdout.splitlines())
-    assert "witnesses removed: 1," in project.run("cache", "clear").stdout
+    assert any(line.startswith("witnesses") and "2.0 MB" in line for line in project.call("cache").stdout.splitlines())
+    assert "witnesses removed: 1," in project.call("cache", "clear").stdout
     assert not kept.exists()
-    assert "0.0 MB" in project.run("cache", "list").stdout
+    assert "0.0 MB" in project.call("cache", "list").stdout
 
 
 def test_explain_lists_the_words_of_ids_and_what_is_out_of_scope(shared: Command) -> None:
-    lines = [line.split(maxsplit=1) for line in shared.run("explain", "--ids").stdout.splitlines()]
+    lines = [line.split(maxsplit=1) for line in shared.call("explain", "--ids").stdout.splitlines()]
     assert ["tp4", "tensor parallelism over 4 ranks"] in lines
     assert any(line[:1] == ["context"] and "attention over whole sequences" in line[1] for line in lines)
 
 
 def test_explain_takes_an_id_apart_and_says_what_a_case_costs(shared: Command) -> None:
-    done = shared.run("explain", "tp2-rowwise-v2048-f32", "--root", str(shared.repository))
+    done = shared.call("explain", "tp2-rowwise-v2048-f32", "--root", str(shared.repository))
     assert "  tp2                tensor parallelism over 2 ranks\n" in done.stdout
     assert "estimated: from " in done.stdout and " GB in one process" in done.stdout
-    own = shared.run("explain", "tp2-rowwise-v2048-f32")
+    own = shared.call("explain", "tp2-rowwise-v2048-f32")
     assert own.returncode == 0 and "estimated: from " in own.stdout  # by the costs that the harness measured
-    assert shared.run("explain").returncode == 2
+    assert shared.call("explain").returncode == 2
 
 
 def test_diff_shows_what_two_saved_traces_have_in_common_and_what_not(project: Command) -> None:
     for name, loss in (("good", 8.0), ("same", 8.0), ("bad", 8.5)):
         save_tables(project.folder / name / "case.npz", run_of(make_trace(losses=(loss, 7.0))))
-    equal, other = project.run("diff", "good", "same"), project.run("diff", "good", "bad")
+    equal, other = project.call("diff", "good", "same"), project.run("diff", "good", "bad")
     assert (equal.returncode, other.returncode) == (0, 1)
     assert "case: equal" in equal.stdout and "equal: steps (2 rows)" in equal.stdout
     assert "steps: 1 of 2 rows differ" in other.stdout and "loss         8 -> 8.5" in other.stdout
-    files = project.run("diff", "good/case.npz", "bad/case.npz")
+    files = project.call("diff", "good/case.npz", "bad/case.npz")
     assert (files.returncode, files.stdout) == (1, other.stdout)
 
 
@@ -311,13 +324,13 @@ def test_diff_of_what_cannot_be_compared_says_so(project: Command) -> None:
     save_tables(project.folder / "good" / "case.npz", run_of(make_trace()))
     (project.folder / "empty").mkdir()
     for second, words in (("empty", "no case has a saved trace in both folders"), ("good/case.npz", "two of one kind")):
-        done = project.run("diff", "good", second)
+        done = project.call("diff", "good", second)
         assert done.returncode == 2 and words in done.stderr
 
 
 def test_a_run_saves_the_trace_of_every_case(project: Command) -> None:
-    done = project.run("run", "smoke", "--device", "cpu", "--save-trace", "good")
+    done = project.call("run", "smoke", "--device", "cpu", "--save-trace", "good")
     assert done.returncode == 0
     saved = {path.stem for path in (project.folder / "good").iterdir()}
     assert len(saved) == 3  # the fourth case must be refused: its ranks leave no trace
-    assert project.run("diff", "good", "good").returncode == 0
+    assert project.call("diff", "good", "good").returncode == 0

@@ -36,15 +36,15 @@ def bare(folder: Path) -> Command:
 
 def test_the_kernel_of_this_machine(tmp_path: Path) -> None:
     project = bare(tmp_path)
-    done = project.run("evidence", "kernel", "--device", "cpu", "--json", "found.json")
+    done = project.call("evidence", "kernel", "--device", "cpu", "--json", "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
     stored = json.loads((tmp_path / "golden" / "cpu" / "evidence-kernel.json").read_text())
     (told,) = json.loads((tmp_path / "found.json").read_text())["rings"]
     assert len(stored["items"]) == len(told["items"]) > 250 and stored["environment"]["device"] == "cpu"
     summary = (tmp_path / "golden" / "cpu" / "evidence-kernel.md").read_text()
     assert "nothing about a GPU" in summary and summary in done.stdout and "none is compared" in summary
-    assert project.run("golden", "list").stdout == "", "evidence is no golden"
-    shown = project.run("evidence", "show")
+    assert project.call("golden", "list").stdout == "", "evidence is no golden"
+    shown = project.call("evidence", "show")
     assert shown.returncode == 0 and "rehearsal of kernel on cpu: good; 268 passed" in shown.stdout
 
 
@@ -64,7 +64,7 @@ def test_a_planted_fault_is_found_over_gloo_with_the_exact_matmul(tmp_path: Path
 def test_goldens_of_a_class_are_made_before_anything_is_judged(project: Command) -> None:
     project.tier("own", BF16)
     ran = ("evidence", "native", "own", "--device", "cpu", "--seeds", "1")
-    done = project.run(*ran)
+    done = project.call(*ran)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = project.folder / "golden" / "cpu"
     found = json.loads((folder / "evidence-native.json").read_text())
@@ -77,7 +77,7 @@ def test_goldens_of_a_class_are_made_before_anything_is_judged(project: Command)
         "1 case left out that must be refused, which torch's kernel of a CPU does not do",
         "noise: not measured, without seeds or without a case to measure",
     ]
-    again = project.run(*ran)
+    again = project.call(*ran)
     assert "no longer tried: golden " in again.stdout, "the golden is stored, so it is not made again"
 
 
@@ -100,7 +100,7 @@ def test_every_command_of_the_page_is_understood() -> None:
     ],
 )
 def test_what_cannot_be_made_is_told_in_words(project: Command, words: tuple[str, ...], code: int, said: str) -> None:
-    done = project.run("evidence", *words)
+    done = project.call("evidence", *words)
     assert done.returncode == code and said in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
@@ -109,7 +109,7 @@ def test_a_torch_without_cuda_proves_nothing_on_gpus(tmp_path: Path) -> None:
     project = bare(tmp_path)
     two = "".join(f"GPU {index}: NVIDIA H200 (UUID: GPU-a{index})\n" for index in range(2))
     project.environment["PATH"] = put_nvidia_smi(tmp_path, two)
-    done = project.run("evidence", "all", "--device", "cuda")
+    done = project.call("evidence", "all", "--device", "cuda")
     assert done.returncode == 2 and list((tmp_path / "golden").iterdir()) == [], done.stdout + done.stderr
     assert re.search(r"evidence kernel: torch \S+ (was built without CUDA|for CUDA \S+ shows no device)", done.stderr)
 

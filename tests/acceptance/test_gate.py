@@ -17,13 +17,13 @@ REQUIRED = '[[required]]\nname = "rowwise"\nselect = "recipe=rowwise"\nreason = 
 
 
 def run(project: Command, name: str, *words: str, code: int = 0) -> str:
-    done = project.run("run", "smoke", *CPU, "--name", name, *words)
+    done = project.call("run", "smoke", *CPU, "--name", name, *words)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def gate(project: Command, before: str, after: str, *words: str) -> tuple[int, str]:
-    done = project.run("gate", "--baseline", before, "--candidate", after, *words)
+    done = project.call("gate", "--baseline", before, "--candidate", after, *words)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -34,7 +34,7 @@ def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -
     run(project, "v3", "--inject", "broken.py:apply", code=1)
     assert gate(project, "v1", "v2")[1].startswith("GO: v2 against v1\nno reason gates\n")
     outputs = ("--json", "-", "--markdown", str(project.folder / "gate.md"), "--html", "gate.html")
-    done = project.run("gate", "--baseline", "v1", "--candidate", "v3", *outputs)
+    done = project.call("gate", "--baseline", "v1", "--candidate", "v3", *outputs)
     found: dict[str, Any] = json.loads(done.stdout)
     assert (done.returncode, found["go"], found["reasons"][0]["kind"]) == (1, False, "new-failure")
     assert found["reasons"][0]["command"].endswith("--inject broken.py:apply")
@@ -62,7 +62,7 @@ def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
         (("--matrix", "torchao=1"), "no package with two versions"),
         (("--matrix", "torchao=1,2", "--baseline", "v1"), "leave out --baseline"),
     ):
-        done = project.run("gate", *words)
+        done = project.call("gate", *words)
         assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
@@ -91,7 +91,7 @@ def test_quarantined_cases_run_and_fail_nothing_until_their_day(project: Command
     code, text = gate(project, "v1", "v3")
     assert code == 1 and "the quarantine by ana expired on 2020-01-01: known to break" in text
     quarantine.write_text(QUARANTINE.replace("owner", "owners").format(day="2020-01-01"))
-    assert project.run("run", "smoke", *CPU).returncode == 2
+    assert project.call("run", "smoke", *CPU).returncode == 2
 
 
 def environment(folder: Path, version: str) -> Path:
@@ -109,7 +109,7 @@ def test_the_same_cases_run_in_several_environments(project: Command) -> None:
         f"def apply():\n    import {PACKAGE}\n    assert {PACKAGE}.VERSION == '0.1'\n"
     )
     words = ("--env", "old=old env", "--env", "new=new", "--inject", "patch.py:apply", "--select", "recipe=bf16")
-    done = project.run("run", "smoke", *CPU, *words)
+    done = project.call("run", "smoke", *CPU, *words)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["environment", "good", "cases", "CPU", "s", "wall", "s"]
@@ -125,7 +125,7 @@ def test_the_same_cases_run_in_several_environments(project: Command) -> None:
         (("--env", "a=new", "--env", "a=new"), "two environments have one name"),
         (("--env", "a=new", "--json", "x.json"), "--json: it is of one run"),
     ):
-        refused = project.run("run", "smoke", *CPU, *option)
+        refused = project.call("run", "smoke", *CPU, *option)
         assert refused.returncode == 2 and message in refused.stderr, refused.stderr
 
 
@@ -149,7 +149,7 @@ def test_a_package_that_hides_behind_a_hook_is_refused(project: Command) -> None
     (project.folder / "checkout" / "torchao.py").write_text("")
     (packages / "hook.py").write_text(HOOK.format(folder=str(project.folder / "checkout")))
     (packages / "hook.pth").write_text("import hook\n")
-    done = project.run("run", "smoke", *CPU, "--env", f"x={folder}")
+    done = project.call("run", "smoke", *CPU, "--env", f"x={folder}")
     assert done.returncode == 2 and "torchao would be imported from" in done.stderr, done.stderr
 
 
@@ -162,14 +162,14 @@ def test_versions_of_a_package_are_gated(project: Command) -> None:
     project.tier("mine", f"[[case]]\n{axes}}}\n[[case]]\n{axes}, seed = 7}}\n")
     links = {"FIND_LINKS": str(wheels), "NO_INDEX": "1"}
     project.environment |= {f"{tool}_{name}": value for tool in ("PIP", "UV") for name, value in links.items()}
-    done = project.run("gate", "--matrix", f"{PACKAGE}=0.1,0.2", "mine")
+    done = project.call("gate", "--matrix", f"{PACKAGE}=0.1,0.2", "mine")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"GO: {PACKAGE}-0.2 against {PACKAGE}-0.1\n")
     words = ("--select", "seed=7", "-j", "1", "--timeout-s", "77", "--json", "-", "--html", "gate.html")
-    part = project.run("gate", "--matrix", f"{PACKAGE}=0.1,0.2", "mine", *words)
+    part = project.call("gate", "--matrix", f"{PACKAGE}=0.1,0.2", "mine", *words)
     assert (part.returncode, json.loads(part.stdout)["compared"]) == (0, 1), part.stderr
     assert "--timeout-s 77" in (project.folder / "gate.html").read_text()
-    (asked, *_) = json.loads(project.run("results", "list", "--json").stdout)
+    (asked, *_) = json.loads(project.call("results", "list", "--json").stdout)
     assert asked["cases"] == 1 and "--select" in asked["asked"]
-    missing = project.run("gate", "--matrix", f"{PACKAGE}=0.1,0.3", "mine")
+    missing = project.call("gate", "--matrix", f"{PACKAGE}=0.1,0.3", "mine")
     assert missing.returncode == 2 and "0.3 cannot be installed" in missing.stderr

@@ -63,72 +63,77 @@ def only(text: str, start: str = "fp8-harness") -> str:
 
 
 def wrong_word(project: Command) -> str:
-    return project.run("explain", "single-xyz-v2048-f32").stderr
+    return project.call("explain", "single-xyz-v2048-f32").stderr
 
 
 def excluded_case(project: Command) -> str:
-    return project.run("run", *CPU, "--case", "fsdp3-bf16-v2048-f32").stderr
+    return project.call("run", *CPU, "--case", "fsdp3-bf16-v2048-f32").stderr
 
 
 def nothing_selected(project: Command) -> str:
     project.tier("my tier", f"[[case]]\naxes = {{{OTHERS}}}\n")
-    return project.run("run", "smoke", "cases/my tier.toml", "--select", "tp=8").stderr
+    return project.call("run", "smoke", "cases/my tier.toml", "--select", "tp=8").stderr
 
 
 def wrong_fault(project: Command) -> str:
-    return project.run("run", "--inject", "fault:zzz").stderr
+    return project.call("run", "--inject", "fault:zzz").stderr
 
 
 def no_check(project: Command) -> str:
-    return project.run("conformance", "--select", "zzz").stderr
+    return project.call("conformance", "--select", "zzz").stderr
 
 
 def wrong_family(project: Command) -> str:
-    return project.run("golden", "update", "smoke", "--family", "zzz", "--reason", "x").stderr
+    return project.call("golden", "update", "smoke", "--family", "zzz", "--reason", "x").stderr
 
 
 def stopped(project: Command) -> str:
     project.tier("bad", "".join(f"[[case]]\naxes = {{{PASSES}, lr = 0.00{number}}}\n" for number in range(1, 6)))
     (project.folder / "patch.py").write_text("def apply():\n    raise ValueError(1)\n")
-    done = project.run("run", "bad", *CPU, "-x", "-j", "1", "--inject", "patch.py:apply")
+    done = project.call("run", "bad", *CPU, "-x", "-j", "1", "--inject", "patch.py:apply")
     (project.folder / "patch.py").write_text("def apply():\n    pass\n")
     return next(line for line in done.stdout.splitlines() if line.startswith("not run: "))
 
 
-SLOW = 'recipe = "tensorwise", dp_shard = 2, steps = 3, seed = 6, loss_tolerance = 0.05'
+TRAINS = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
 
 
 def interrupted(project: Command) -> str:
-    project.tier("slow", "".join(f"[[case]]\naxes = {{{SLOW}, lr = 0.00{number}}}\n" for number in (1, 2, 3)))
-    process = project.start("run", "slow", *CPU, "-j", "1")
+    project.environment["GO"] = str(project.folder / "go")
+    seeds = enumerate((0, 8, 8), start=1)
+    project.tier(
+        "waiting", "".join(f"[[case]]\naxes = {{{TRAINS}, lr = 0.00{n}, seed = {seed}}}\n" for n, seed in seeds)
+    )
+    process = project.start("run", "waiting", *CPU, "-j", "1")
     assert process.stderr is not None
     while "[1/3]" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
+    (project.folder / "go").touch()
     return next(line for line in out.splitlines() if line.startswith("not run: "))
 
 
 def other_environment(project: Command) -> str:
     interrupted(project)
     other = Command(project.folder, project.environment | {"FP8_HARNESS_RANK_THREADS": "2"})
-    return other.run("run", "--resume").stderr
+    return other.call("run", "--resume").stderr
 
 
 def no_such_results(project: Command) -> str:
-    return project.run("results", "remove", "nosuch").stderr
+    return project.call("results", "remove", "nosuch").stderr
 
 
 def damaged_golden(project: Command) -> str:
     golden = next((project.folder / "golden" / "cpu").glob("tiny-v2048-*.json"))
     golden.write_text(golden.read_text()[:100])
-    return project.run("run", "smoke", *CPU).stderr
+    return project.call("run", "smoke", *CPU).stderr
 
 
 def no_goldens(project: Command) -> str:
     own = "".join(f"[[case]]\naxes = {{{PASSES}, seed = {seed}}}\n" for seed in (8, 9))
     (project.folder / "my own.toml").write_text(own)
-    done = project.run("run", "my own.toml", *CPU, "--select", "seed=9 dp_shard=2")
+    done = project.call("run", "my own.toml", *CPU, "--select", "seed=9 dp_shard=2")
     assert done.returncode == 0, done.stdout + done.stderr
     return next(line for line in done.stderr.splitlines() if line.startswith("goldens not stored"))
 
@@ -141,13 +146,13 @@ def with_target(project: Command) -> None:
 
 def no_signatures(project: Command) -> str:
     with_target(project)
-    done = project.run("run", "mine", *CPU)
+    done = project.call("run", "mine", *CPU)
     return next(line for line in done.stderr.splitlines() if line.startswith("signatures not recorded"))
 
 
 def no_signature(project: Command) -> str:
     with_target(project)
-    return next(line for line in project.run("run", "mine", *CPU).stdout.splitlines() if "no signature" in line)
+    return next(line for line in project.call("run", "mine", *CPU).stdout.splitlines() if "no signature" in line)
 
 
 def stale_choice(project: Command) -> str:
@@ -156,7 +161,7 @@ def stale_choice(project: Command) -> str:
     chosen.parent.mkdir()
     chosen.write_text('[[case]]\nid = "single-bf16-v2048-f32"\ncost_cpu_s = 1.0\nreason = "x"\n')
     add_costs(project)
-    return project.run("list", "pr").stderr
+    return project.call("list", "pr").stderr
 
 
 def damaged_costs(project: Command) -> str:
@@ -164,14 +169,14 @@ def damaged_costs(project: Command) -> str:
     costs.parent.mkdir(exist_ok=True)
     costs.write_text("{}")
     project.tier("pr", f"[[case]]\naxes = {{{PASSES}}}\n")
-    return project.run("run", "smoke", *CPU, "--budget-s", "60").stderr
+    return project.call("run", "smoke", *CPU, "--budget-s", "60").stderr
 
 
 def damaged_trace(project: Command) -> str:
     trace = project.folder / "good" / "single-tensorwise-v2048-s3-f32-tol.0.05.npz"
     trace.parent.mkdir()
     trace.write_bytes(b"no archive")
-    return project.run("diff", str(trace), str(trace)).stderr
+    return project.call("diff", str(trace), str(trace)).stderr
 
 
 def add_costs(project: Command) -> None:
@@ -183,7 +188,7 @@ def imported_bug(project: Command) -> str:
     (project.folder / "report.md").write_text(
         "# Crash\npytorch/ao#77 on 2025-06-03: rowwise, TP=2, `RuntimeError: boom`\n"
     )
-    done = project.run("bug", "import", "report.md")
+    done = project.call("bug", "import", "report.md")
     file = project.folder / "cases" / "bugs" / "ao-77.toml"
     file.write_text(file.read_text().replace("[case.axes]", "[case.axes]\nloss_tolerance = 0.05\nsteps = 3"))
     line = next(line for line in done.stdout.splitlines() if line.startswith("run it: "))
@@ -193,7 +198,7 @@ def imported_bug(project: Command) -> str:
 def two_environments(project: Command) -> str:
     for name in ("one", "two"):
         venv.create(project.folder / name)
-    return project.run("run", "smoke", *CPU, "--env", "one=one", "--env", "two=two").stdout
+    return project.call("run", "smoke", *CPU, "--env", "one=one", "--env", "two=two").stdout
 
 
 def moved_numbers(project: Command) -> str:
@@ -201,9 +206,9 @@ def moved_numbers(project: Command) -> str:
     patch = "import tests.acceptance.fake_program as program\nusual = program._loss\n"
     patch += "def apply():\n    program._loss = lambda case, step: usual(case, step) + 0.001\n"
     (project.folder / "patch.py").write_text(patch)
-    project.run("run", "mine", *CPU, "--name", "v1")
-    project.run("run", "mine", *CPU, "--name", "v2", "--inject", "patch.py:apply")
-    lines = project.run("gate", "--baseline", "v1", "--candidate", "v2").stdout.splitlines()
+    project.call("run", "mine", *CPU, "--name", "v1")
+    project.call("run", "mine", *CPU, "--name", "v2", "--inject", "patch.py:apply")
+    lines = project.call("gate", "--baseline", "v1", "--candidate", "v2").stdout.splitlines()
     return f"`{next(line for line in lines if line.startswith('    $ ')).removeprefix('    $ ')}`"
 
 
@@ -241,7 +246,7 @@ def test_the_command_works_as_printed(project: Command, name: str) -> None:
     command = only(SITUATIONS[name](project))
     parts = command.split(" && ")
     for part in parts:
-        done = project.shell(part, fake=True)
+        done = project.printed(part)
         assert done.returncode == 0, f"{part}\n{done.stdout}{done.stderr}"
         if part != parts[-1]:  # ranks without torch leave no solo witnesses to fit to
             report(project.folder).rename(project.folder / "result.json")
@@ -251,24 +256,24 @@ def test_a_damaged_chosen_case_names_its_tier(project: Command) -> None:
     stale_choice(project)
     chosen = project.folder / "cases" / "chosen" / "pr.toml"
     chosen.write_text('[[case]]\nid = "x"\ncost_cpu_s = 1.0\nreason = "x"\n')
-    done = project.shell(only(project.run("list", "pr").stderr), fake=True)
+    done = project.printed(only(project.call("list", "pr").stderr))
     assert done.returncode == 0, done.stderr
 
 
 def test_a_project_elsewhere_is_named(project: Command, tmp_path_factory: pytest.TempPathFactory) -> None:
     damaged_golden(project)
     elsewhere = Command(tmp_path_factory.mktemp("elsewhere"), project.environment)
-    command = only(elsewhere.run("run", "--root", str(project.folder), "smoke", *CPU).stderr)
-    done = elsewhere.shell(command, fake=True)
+    command = only(elsewhere.call("run", "--root", str(project.folder), "smoke", *CPU).stderr)
+    done = elsewhere.printed(command)
     assert done.returncode == 0, done.stderr
 
 
 def test_measuring_a_tolerance_works_where_smoke_has_cases_without_one(project: Command) -> None:
     project.tier("smoke", f"[[case]]\naxes = {{{OTHERS}}}\n")
-    assert project.shell("fp8-harness tolerance measure", fake=True).returncode == 0
+    assert project.printed("fp8-harness tolerance measure").returncode == 0
 
 
 def test_what_each_golden_is_stored_in_is_printed(project: Command) -> None:
-    done = project.run("golden", "update", "smoke", *CPU, "--reason", "again")
+    done = project.call("golden", "update", "smoke", *CPU, "--reason", "again")
     stored = [Path(line.split("stored in ")[1]) for line in done.stdout.splitlines() if "stored in " in line]
     assert sorted(stored) == sorted((project.folder / "golden" / "cpu").glob("*.json"))

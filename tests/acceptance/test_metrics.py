@@ -15,7 +15,7 @@ CASE = "fsdp2-rowwise-v2048-s3-b16-tol.0.05"
 
 def test_mfu_of_a_published_speed(shared: Command) -> None:
     model = ("--model", "llama3-8b", "--recipe", "tensorwise", "--dp-shard", "8")
-    done = shared.run("metrics", *model, "--device", "h100", "--tokens-per-s", "7773", "--json", "-")
+    done = shared.call("metrics", *model, "--device", "h100", "--tokens-per-s", "7773", "--json", "-")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["formula"]["case_id"].startswith("fsdp8-tensorwise-dim.4096-layers.32-")
@@ -24,7 +24,7 @@ def test_mfu_of_a_published_speed(shared: Command) -> None:
 
 
 def test_a_case_with_another_layout(shared: Command) -> None:
-    done = shared.run("metrics", CASE, "--tp", "2", "--rank", "3")
+    done = shared.call("metrics", CASE, "--tp", "2", "--rank", "3")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("fsdp2-tp2-rowwise-v2048-s3-b16-tol.0.05\nrank 3 of 4, ")
 
@@ -46,26 +46,26 @@ def test_a_case_with_another_layout(shared: Command) -> None:
     ],
 )
 def test_what_cannot_be_answered(shared: Command, words: tuple[str, ...], message: str) -> None:
-    done = shared.run("metrics", *words)
+    done = shared.call("metrics", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_a_speed_is_stored_where_history_and_gate_read(project: Command) -> None:
-    done = project.run("speed", CASE, "--pairs", "3", "--steps", "2", "--warmup", "1", "--json", "speed.json")
+    done = project.call("speed", CASE, "--pairs", "3", "--steps", "2", "--warmup", "1", "--json", "speed.json")
     assert done.returncode == 0, done.stderr
     assert "times as fast as fsdp2-bf16-v2048-s3-b16-tol.0.05" in done.stdout and "simulated, not gated" in done.stdout
     ran = [line.split()[-1].split("-")[1] for line in done.stderr.splitlines() if "passed" in line]
     assert ran == ["bf16", "rowwise", "rowwise", "bf16", "bf16", "rowwise"]  # in turns
     found = json.loads((project.folder / "speed.json").read_text())
     assert len(found["cases"][0]["pairs"]) == 3 and found["gated"] is False
-    assert "speed" in project.run("history", CASE).stdout
-    assert "times as fast as fsdp2-bf16" in project.run("show", CASE).stdout
-    gate = project.run("gate", "--baseline", "speed", "--candidate", "speed")
+    assert "speed" in project.call("history", CASE).stdout
+    assert "times as fast as fsdp2-bf16" in project.call("show", CASE).stdout
+    gate = project.call("gate", "--baseline", "speed", "--candidate", "speed")
     assert gate.returncode == 0 and gate.stdout.startswith("GO"), gate.stdout + gate.stderr
 
 
 def test_a_job_that_fails_ends_its_case(project: Command) -> None:
-    done = project.run("speed", "single-tensorwise-v2048-s3-seed1-f32-tol.0.05", "--pairs", "3", "--device", "cpu")
+    done = project.call("speed", "single-tensorwise-v2048-s3-seed1-f32-tol.0.05", "--pairs", "3", "--device", "cpu")
     assert done.returncode == 1
     assert "not timed: single-tensorwise" in done.stdout and "crashed" in done.stdout

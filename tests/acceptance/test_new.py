@@ -16,14 +16,14 @@ OWN = ("--tp", "2", "--recipe", "rowwise", "--dim", "512", "--layers", "4", "--f
 
 
 def test_a_case_from_options_is_written_and_its_command_runs_it(project: Command) -> None:
-    done = project.run("new", "my cases.toml", *OWN, "--dtype", "bfloat16", "--loss-tolerance", "0.05")
+    done = project.call("new", "my cases.toml", *OWN, "--dtype", "bfloat16", "--loss-tolerance", "0.05")
     assert done.returncode == 0, done.stderr
     text = (project.folder / "my cases.toml").read_text()
     assert text.startswith("#:schema file://") and text.splitlines()[0].endswith("/harness/schemas/case.schema.json")
     assert "tp = 2  " in text and "# seq_len = 32  " in text
     command = next(line for line in done.stdout.splitlines() if line.startswith("run it: ")).split(maxsplit=2)[2]
     assert command == "fp8-harness run 'my cases.toml'"
-    ran = project.run(*shlex.split(command)[1:], "--device", "cpu")
+    ran = project.call(*shlex.split(command)[1:], "--device", "cpu")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "tp2-rowwise-dim.512-layers.4-ffn.1408-v2048-s3-b16-tol.0.05  passed" in ran.stdout
 
@@ -31,26 +31,26 @@ def test_a_case_from_options_is_written_and_its_command_runs_it(project: Command
 def test_a_file_is_not_replaced_unasked(project: Command) -> None:
     file = project.folder / "my.toml"
     file.write_text("precious")
-    done = project.run("new", "my.toml", *OWN)
+    done = project.call("new", "my.toml", *OWN)
     assert done.returncode == 2 and "this file exists" in done.stderr
     assert file.read_text() == "precious"
-    assert project.run("new", "my.toml", *OWN, "--force").returncode == 0
+    assert project.call("new", "my.toml", *OWN, "--force").returncode == 0
     assert "tp = 2" in file.read_text()
 
 
 def test_the_id_alone(shared: Command) -> None:
-    done = shared.run("new", "--id", *OWN, "--no-loss-parallel", "--filter-fqns", "wq", "--filter-fqns", "wk")
+    done = shared.call("new", "--id", *OWN, "--no-loss-parallel", "--filter-fqns", "wq", "--filter-fqns", "wk")
     assert done.stdout == "tp2-nolp-rowwise-filter.wk+wq-dim.512-layers.4-ffn.1408-v2048-s3-f32\n"
-    assert shared.run("new", "--id", "--model", "llama3-8b-layer").stdout == "single-bf16-llama3.8b.layer-v2048-f32\n"
+    assert shared.call("new", "--id", "--model", "llama3-8b-layer").stdout == "single-bf16-llama3.8b.layer-v2048-f32\n"
 
 
 def test_the_schema_is_one(shared: Command) -> None:
-    jsonschema.Draft202012Validator.check_schema(json.loads(shared.run("new", "--schema").stdout))
+    jsonschema.Draft202012Validator.check_schema(json.loads(shared.call("new", "--schema").stdout))
 
 
 def test_a_refusal_is_announced(project: Command) -> None:
     options = ("--recipe", "tensorwise", "--tp", "2", "--output-layer", "--vocab-size", "2256")
-    done = project.run("new", "refused.toml", *options)
+    done = project.call("new", "refused.toml", *options)
     assert done.returncode == 0
     assert "it must be refused: " in done.stdout and "not a multiple of 16" in done.stdout
 
@@ -70,11 +70,11 @@ def test_a_refusal_is_announced(project: Command) -> None:
 def test_impossible_options_are_explained_and_nothing_is_written(
     project: Command, options: tuple[str, ...], words: str
 ) -> None:
-    done = project.run("new", "bad.toml", *options)
+    done = project.call("new", "bad.toml", *options)
     assert done.returncode == 2
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (project.folder / "bad.toml").exists()
 
 
 def test_a_file_must_be_named(shared: Command) -> None:
-    assert "give FILE.toml, or --id" in shared.run("new", *OWN).stderr
+    assert "give FILE.toml, or --id" in shared.call("new", *OWN).stderr

@@ -27,7 +27,7 @@ def test_cases_that_fit_on_no_node_run_on_both_and_both_exit_alike(project: Comm
     where = meeting()
     command = ("run", "smoke", "bad", "--select", "dp_shard=2", *where)
     other = start_other(project, *command)
-    done = project.run(*command, "--json", "out.json")
+    done = project.call(*command, "--json", "out.json")
     out, err = other.communicate(timeout=30)
     assert (done.returncode, other.returncode) == (1, 1), done.stdout + done.stderr + out + err
     assert "2 nodes: " in done.stderr and " with 1 slot." in done.stderr
@@ -38,6 +38,6 @@ def test_cases_that_fit_on_no_node_run_on_both_and_both_exit_alike(project: Comm
 
 
 def test_without_the_other_node_nothing_runs(project: Command) -> None:
-    done = project.run("run", "smoke", *meeting(), "--rdzv-timeout-s", "0.5")
+    done = project.call("run", "smoke", *meeting(), "--rdzv-timeout-s", "0.5")
     assert done.returncode == 2
     assert "1 of 2 nodes did not come within 0.5 s: node rank 1." in done.stderr

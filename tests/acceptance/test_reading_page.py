@@ -24,7 +24,7 @@ SAYS = {
 def test_the_document_is_what_happens(project: Command) -> None:
     said = set()
     for _, text in steps(DOCUMENT):
-        done = project.shell(text, fake=True)
+        done = project.printed(text)
         assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
         if text in SAYS:
             assert SAYS[text] in done.stdout, text
