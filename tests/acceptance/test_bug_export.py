@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from harness.bugs.export.script import exported_case, script
 from harness.matrix.caseid import parse_case_id
 from harness.verdict import FailureSignature
+from tests.acceptance.conftest import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Command
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
 CASE = "fsdp2-tp2-tensorwise-ag.fp8-dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s1"
 ROWWISE = "tp2-rowwise-v2048-s1-b16"
 ONE_ROW = """
@@ -32,6 +41,41 @@ def one_row_scaled():
 
     torch._scaled_mm = scaled_mm
 """
+# Runs scripts as torchrun does, on ranks that are forked: torch is imported once. A request is a line of JSON.
+FORKS = """
+import json, os, runpy, signal, socket, sys, traceback
+import functorch.compile, torch.distributed.fsdp, torch.distributed.tensor.parallel, torchao.float8
+
+def rank(words):
+    signal.alarm(240)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    code, sys.argv = 0, words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+for line in sys.stdin:
+    ranks, folder, words = json.loads(line)
+    os.chdir(folder)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ.update(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    children = []
+    for number in range(ranks):
+        os.environ.update(RANK=str(number), LOCAL_RANK=str(number))
+        children.append(os.fork())
+        if children[-1] == 0:
+            rank(words)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(codes), flush=True)
+"""
 FIX = REPOSITORY / "cases" / "fixes" / "scale_of_whole_weight.py"
 
 
@@ -47,6 +91,29 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.fixture(scope="module")
+def run(python: Path) -> Iterator[Run]:
+    """Runs a script of so many ranks, with patches; the return code is 1 where that of a rank is not 0."""
+    forks = [str(python), "-I", "-c", FORKS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(forks, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    requests, answers, runs = process.stdin, process.stdout, itertools.count()
+
+    def one(script: Path, *patches: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
+        folder = script.parent / f"run-{next(runs)}"
+        folder.mkdir()
+        words = [str(script), *patches]
+        print(json.dumps([ranks, str(folder), words]), file=requests, flush=True)
+        codes = json.loads(answers.readline())
+        said, complained = ((folder / name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(words, int(any(codes)), said, complained)
+
+    yield one
+    process.stdin.close()
+    assert process.wait(timeout=30) == 0
+
+
 def bug_export(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     words = ("bug", "export", *arguments, "--root", str(REPOSITORY), "--device", "cpu", "--quiet")
     return subprocess.run(
@@ -54,43 +121,44 @@ def bug_export(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-def run(python: Path, script: Path, *patches: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
-    torchrun = [str(python), "-I", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    words = [*torchrun, str(script), *patches]
-    return subprocess.run(words, cwd=script.parent, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_the_script_fails_without_this_project_and_passes_with_the_fix(python: Path, tmp_path: Path) -> None:
+def test_the_script_fails_without_this_project_and_passes_with_the_fix(python: Path, run: Run, tmp_path: Path) -> None:
     alone = subprocess.run([str(python), "-I", "-c", "import harness"], capture_output=True, text=True, check=False)
     assert "No module named 'harness'" in alone.stderr
     done = bug_export(tmp_path, f"{CASE}-f64", "--no-run", "--output", "issue")
     assert done.returncode == 0, done.stderr
     script = tmp_path / "issue" / f"{CASE}-f32.py"
     assert str(script.relative_to(tmp_path)) in done.stdout
-    faulty = run(python, script)
+    faulty = run(script)
     assert faulty.returncode == 1
     assert faulty.stdout.count(": FAULT: wrong numbers") >= 1, faulty.stderr
-    fixed = run(python, script, f"{FIX}:apply")
+    fixed = run(script, f"{FIX}:apply")
     assert (fixed.returncode, fixed.stdout.count(": fixed")) == (0, 4), fixed.stderr
     draft = script.with_suffix(".md").read_text()
     assert "- found: weight in all_gather: " in draft
     assert f"torchrun --nproc-per-node 4 {script.name}" in draft
 
 
-def test_one_wrong_row_is_told_where_tp_ranks_add_bfloat16(python: Path, tmp_path: Path) -> None:
+def test_one_wrong_row_is_told_where_tp_ranks_add_bfloat16(run: Run, tmp_path: Path) -> None:
     """It moves whole gradients by as much as rounding does; of one linear it is eight times as much."""
     parity = FailureSignature(kind="parity", what="1 of 18 gradients differ", first_step=1)
     file, patch = tmp_path / "case.py", tmp_path / "patch.py"
     file.write_text(script(exported_case(parse_case_id(ROWWISE)), parity, title="one row").text)
     patch.write_text(ONE_ROW)
-    clean = run(python, file, ranks=2)
+    clean = run(file, ranks=2)
     assert (clean.returncode, clean.stdout.count(": fixed")) == (0, 2), clean.stderr
-    faulty = run(python, file, f"{patch}:one_row_scaled", ranks=2)
+    faulty = run(file, f"{patch}:one_row_scaled", ranks=2)
     assert (faulty.returncode, faulty.stdout.count(": FAULT: wrong numbers")) == (1, 2), faulty.stderr
     assert "expected  the output of layers.0.wq as of one rank, up to 0.012" in faulty.stdout
 
 
-def test_a_case_that_does_not_fail_is_refused(tmp_path: Path) -> None:
-    done = bug_export(tmp_path, "fsdp2-tensorwise-v2048-s1-f32")
+@pytest.mark.sweep  # torchrun imports torch on every rank
+def test_a_script_is_proven_by_torchrun(tmp_path: Path) -> None:
+    done = bug_export(tmp_path, f"{CASE}-f64")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ": FAULT: wrong numbers" in (tmp_path / f"{CASE}-f32.md").read_text()
+
+
+def test_a_case_that_does_not_fail_is_refused(shared: Command) -> None:
+    done = shared.call("bug", "export", "fsdp2-tensorwise-v2048-s3-f32-tol.0.05", "--device", "cpu", "--quiet")
     assert done.returncode == 2
     assert "it does not fail, so there is nothing to export" in done.stderr
