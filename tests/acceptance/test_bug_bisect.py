@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
 PACKAGE = "fp8_harness_toy"
-CASE = "single-tensorwise-v2048-s1-f32"
+CASE = "single-tensorwise-v2048-s3-f32-tol.0.05"
 
 
 def wheel(folder: Path, version: str, text: str = "") -> None:
@@ -48,9 +48,9 @@ def test_the_version_that_breaks_a_case_is_found(project: Command) -> None:
     for version in ("0.1", "0.2", "0.3", "0.4"):
         wheel(wheels, version, f"def apply(): assert VERSION < '0.3', 'version is not below {version}'\n")
     (project.folder / "broken.py").write_text(f"from {PACKAGE} import apply\n")
-    line = f"fp8-harness bug bisect {CASE} --package {PACKAGE} --find-links wheels --inject broken.py:apply"
-    done = project.shell(f"{line} --good 0.1 --bad 0.4 --json bisect.json")
+    words = ("bug", "bisect", CASE, "--package", PACKAGE, "--find-links", "wheels", "--inject", "broken.py:apply")
+    done = project.call(*words, "--good", "0.1", "--bad", "0.4", "--json", "bisect.json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"the first version that fails: {PACKAGE} 0.3\n  good      0.2: no failure\n")
-    wrong = project.shell(f"{line} --good 0.2 --bad 0.1")
+    wrong = project.call(*words, "--good", "0.2", "--bad", "0.1")
     assert wrong.returncode == 2 and "0.1 is good, not bad: no failure" in wrong.stderr

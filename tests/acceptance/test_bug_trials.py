@@ -1,10 +1,8 @@
-"""`fp8-harness bug repro` and `bug shrink` on real ranks: a planted fault is found again, and made small."""
+"""`fp8-harness bug repro` and `bug shrink`: on real ranks a planted fault is found again, and made small."""
 
 from __future__ import annotations
 
 import json
-import shlex
-import subprocess
 from typing import TYPE_CHECKING
 
 from harness.matrix.axes import own_axes
@@ -30,41 +28,62 @@ id = "{CASE}"
 """
 
 
-def run(project: Command, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `fp8-harness bug` on real ranks."""
-    return project.shell(shlex.join(["fp8-harness", "bug", *words]))
+FAR, GOOD = (f"fsdp2-tensorwise-v2048-s3-{seed}f32-tol.0.05" for seed in ("seed4-", ""))
 
 
-def test_a_bug_is_reproduced_with_its_fault_and_gone_without(project: Command) -> None:
+def real(project: Command) -> Command:
+    """The project, with ranks that run torch."""
+    project.environment["FP8_HARNESS_PROGRAM"] = ""
+    return project
+
+
+def write_bug(project: Command, text: str) -> None:
     path = project.folder / "cases" / "bugs" / "megatron-442.toml"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(BUG)
-    gone = run(project, "repro", "megatron-442", "-q")
-    assert (gone.returncode, gone.stdout.splitlines()[0]) == (0, f"not reproduced: {CASE}"), gone.stderr
-    there = run(project, "repro", "megatron-442", "--planted", "-q", "--json", "repro.json")
+    path.write_text(text)
+
+
+def test_a_bug_is_reproduced_with_its_fault(project: Command) -> None:
+    write_bug(project, BUG)
+    there = real(project).run("bug", "repro", "megatron-442", "--planted", "-q")
     assert there.returncode == 1, there.stderr
     assert "found     scales: scale does not match the amax" in there.stdout
     assert "hardware: 8 x A100 reported, the virtual FP8 device here" in there.stdout
+
+
+def test_the_answer_is_an_exit_code(project: Command) -> None:
+    bug = BUG.replace(CASE, FAR)
+    write_bug(project, bug)
+    there = project.call("bug", "repro", "megatron-442", "-q", "--json", "repro.json")
+    assert (there.returncode, there.stdout.splitlines()[0]) == (1, f"reproduced: {FAR}"), there.stderr
+    assert project.call("bug", "repro", "megatron-442", "-q", "--exit-code").returncode == 1
     signature = json.loads((project.folder / "repro.json").read_text())["found"]["signature"]
     where = ", ".join(f'"{each}"' for each in signature["where"])
     other = f'signature = {{kind = "parity", what = "{signature["what"]}", where = [{where}], first_step = 1}}\n'
-    path.write_text(BUG.replace("[bug.versions]", f"{other}[bug.versions]"))
-    answer = run(project, "repro", "megatron-442", "--planted", "-q", "--exit-code")
-    assert (answer.returncode, answer.stdout.splitlines()[0]) == (125, f"another failure: {CASE}")
-    assert run(project, "repro", "no-such-bug", "--exit-code").returncode == 125
-    assert run(project, "repro", "no-such-bug").returncode == 2
+    write_bug(project, bug.replace("[bug.versions]", f"{other}[bug.versions]"))
+    answer = project.call("bug", "repro", "megatron-442", "-q", "--exit-code")
+    assert (answer.returncode, answer.stdout.splitlines()[0]) == (125, f"another failure: {FAR}")
+    write_bug(project, BUG.replace(CASE, GOOD))
+    gone = project.call("bug", "repro", "megatron-442", "-q", "--exit-code")
+    assert (gone.returncode, gone.stdout.splitlines()[0]) == (0, f"not reproduced: {GOOD}"), gone.stderr
+    assert project.call("bug", "repro", "no-such-bug", "--exit-code").returncode == 125
+    assert project.call("bug", "repro", "no-such-bug").returncode == 2
 
 
 def test_a_failure_is_made_small_and_what_it_needs_is_told(project: Command) -> None:
-    done = run(project, "shrink", CASE, *FAULT, "--json", "shrunk.json", "--output", "small.toml")
+    words = ("bug", "shrink", CASE, *FAULT)
+    done = real(project).run(*words, "--json", "shrunk.json", "--output", "small.toml")
     assert done.returncode == 0, done.stderr
     found = json.loads((project.folder / "shrunk.json").read_text())
     axes = own_axes(parse_case_id(found["case"]))
     assert (axes["tp"], axes["steps"], "checkpointing" in axes) == (2, 1, False)
     assert "needs\n  tp 2 or more\n    with tp 1: no failure" in done.stdout
     assert "does not depend on" in done.stdout and "checkpointing (full -> none)" in done.stdout
-    assert found["case"] in project.run("list", "small.toml").stdout
-    again = run(project, "shrink", CASE, *FAULT, "-q")
+    assert found["case"] in project.call("list", "small.toml").stdout
+    again = project.call(*words, "-q")
     assert f"smallest case: {found['case']}" in again.stdout and " 0 run now" in again.stdout
-    clean = run(project, "shrink", CASE, "-q")
+
+
+def test_what_does_not_fail_is_not_made_small(project: Command) -> None:
+    clean = project.call("bug", "shrink", GOOD, "-q")
     assert clean.returncode == 2 and "it does not fail, so there is nothing to shrink" in clean.stderr
