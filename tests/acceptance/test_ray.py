@@ -21,20 +21,22 @@ from tests.acceptance.conftest import REPOSITORY, Command
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fp8-harness[cluster]'")
 
-SMALL = {"object_store_memory": 80 << 20}
+SMALL = {"num_cpus": 2, "object_store_memory": 80 << 20}
+# Runs start the processes that they need; Ray would start one for every CPU besides.
+ALONE = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head without CPUs and two nodes with two each. One of them is killed by a test."""
+    """Two nodes of two CPUs, one of them the head. The other is killed by a test."""
     from ray.cluster_utils import Cluster
 
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(REPOSITORY)
     try:
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL})
-        for _ in range(2):
-            made.add_node(num_cpus=2, **SMALL)
+        head = {"include_dashboard": False, "_system_config": ALONE, **SMALL}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        made.add_node(**SMALL)
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]
@@ -65,21 +67,35 @@ def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
     return lines
 
 
-def test_two_runs_share_a_cluster(project: Command, cluster: Any) -> None:
+def test_two_runs_share_a_cluster_and_the_one_that_is_killed_leaves_no_ranks(project: Command, cluster: Any) -> None:
     """Each takes one of the two CPUs of every node, so two ranks are on two nodes, which results name."""
+    project.planted("hanging", 2)
+    hanging = project.start("run", "hanging", *words(cluster, "--slots", "1"))
+    assert "(1 slot)" in lines_until(hanging, "runs on")[-1]
     out = project.folder / "result.json"
-    first = project.start("run", "smoke", *words(cluster, "--slots", "1", "--json", str(out)))
-    second = project.start("run", "smoke", *words(cluster, "--slots", "1"))
-    for process in (first, second):
-        output, err = process.communicate(timeout=120)
-        assert process.returncode == 0, output + err
-        assert "(1 slot)" in err
+    done = project.run("run", "smoke", *words(cluster, "--slots", "1", "--json", str(out)))
+    assert done.returncode == 0 and "(1 slot)" in done.stderr, done.stdout + done.stderr
     document = json.loads(out.read_text())
     assert document["provenance"]["engine"] == "ray"
     assert [case["verdict"] for case in document["cases"]] == ["passed"] * 4
     nodes = [len(set(case["attempts"][0]["nodes"])) for case in document["cases"]]
     assert nodes == [case["world_size"] for case in document["cases"]] == [1, 2, 2, 1]
     assert document["cases"][0]["command"].endswith(f"--engine ray --address {cluster.address}")
+    started = wait_for_ranks(2)
+    assert hanging.poll() is None
+    hanging.kill()
+    hanging.communicate()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive
+
+
+def wait_for_ranks(nodes: int) -> list[psutil.Process]:
+    """The warm process and the rank of each of these nodes, once they are there."""
+    give_up_s = time.monotonic() + 60
+    while len(started := _of_program()) < 2 * nodes:
+        assert time.monotonic() < give_up_s, "the ranks did not start"
+        time.sleep(0.1)
+    return started
 
 
 @pytest.mark.sweep
@@ -95,28 +111,6 @@ def test_sixteen_ranks_on_two_nodes_compute_what_one_rank_does(project: Command,
     assert case["measured"]["parity"] < 1e-14
 
 
-def test_what_cannot_run_is_refused_before_anything_is_reserved(project: Command, cluster: Any) -> None:
-    project.tier("large", '[[case]]\naxes = {recipe = "rowwise", dp_shard = 4, steps = 3, loss_tolerance = 0.05}\n')
-    done = project.run("run", "large", *words(cluster, "--slots", "1"))
-    assert done.returncode == 2 and "need more than the 2 slots there are" in done.stderr
-    done = project.run("run", "smoke", *words(cluster, "--device", "cuda"))
-    assert done.returncode == 2 and "no node of the cluster has a GPU" in done.stderr
-
-
-def test_a_killed_driver_leaves_no_ranks(project: Command, cluster: Any) -> None:
-    project.planted("hanging", 2)
-    process = project.start("run", "hanging", *words(cluster))
-    lines_until(process, "runs on")
-    give_up_s = time.monotonic() + 60
-    while len(started := _of_program()) < 3:  # a warm process and two ranks
-        assert time.monotonic() < give_up_s, "the ranks did not start"
-        time.sleep(0.1)
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(started, timeout=20)
-    assert not alive
-
-
 def _of_program() -> list[psutil.Process]:
     """The processes that actors of a cluster started: the others of this machine are children of a command."""
     found = []
@@ -128,32 +122,46 @@ def _of_program() -> list[psutil.Process]:
     return found
 
 
-def test_a_run_that_must_wait_says_so_and_for_how_much(cluster: Any) -> None:
-    """And the group that it asked for is given back."""
+@pytest.fixture
+def connected(cluster: Any) -> Iterator[Any]:
+    """This process is connected to the cluster: a driver that starts no other."""
     ray = connect(cluster.address)
-    try:
-        machines = [machine for machine in alive_machines(ray) if machine.cpus]
-        bundles = [{"CPU": 2.0}] * 2
-        held = ray_group.place_group(ray, machines, bundles, pytest.fail)
-        notes: list[str] = []
-        with pytest.raises(HarnessError, match=r"2 CPU on each of 2 nodes were not free within 1 s; of 4 CPU .* 0 are"):
-            ray_group.place_group(ray, machines, bundles, notes.append, wait_s=1)
-        assert notes == ["waits for other runs: it needs 2 CPU on each of 2 nodes; of 4 CPU in the cluster 0 are free."]
-        held.close()
-        ray_group.place_group(ray, machines, bundles, pytest.fail).close()
-    finally:
-        ray.shutdown()
+    yield ray
+    ray.shutdown()
+
+
+def test_what_cannot_run_is_refused_before_anything_is_reserved(project: Command, cluster: Any, connected: Any) -> None:
+    project.tier("large", '[[case]]\naxes = {recipe = "rowwise", dp_shard = 4, steps = 3, loss_tolerance = 0.05}\n')
+    done = project.call("run", "large", *words(cluster, "--slots", "1"))
+    assert done.returncode == 2 and "need more than the 2 slots there are" in done.stderr
+    done = project.call("run", "smoke", *words(cluster, "--device", "cuda"))
+    assert done.returncode == 2 and "no node of the cluster has a GPU" in done.stderr
+    assert connected.available_resources()["CPU"] == 4
+
+
+def test_a_run_that_must_wait_says_so_and_for_how_much(connected: Any) -> None:
+    """And the group that it asked for is given back."""
+    ray = connected
+    machines = [machine for machine in alive_machines(ray) if machine.cpus]
+    bundles = [{"CPU": 2.0}] * 2
+    held = ray_group.place_group(ray, machines, bundles, pytest.fail)
+    notes: list[str] = []
+    with pytest.raises(HarnessError, match=r"2 CPU on each of 2 nodes were not free within 1 s; of 4 CPU .* 0 are"):
+        ray_group.place_group(ray, machines, bundles, notes.append, wait_s=1)
+    assert notes == ["waits for other runs: it needs 2 CPU on each of 2 nodes; of 4 CPU in the cluster 0 are free."]
+    held.close()
+    ray_group.place_group(ray, machines, bundles, pytest.fail).close()
 
 
 def test_a_node_that_dies_costs_its_cases_one_attempt(project: Command, cluster: Any) -> None:
-    slow_tier(project, 6)
+    slow_tier(project, 3)
     process = project.start("run", "slow", *words(cluster, "--slots", "2", "-j", "1", "--json", "-"))
-    lines_until(process, "[1/6]")
+    lines_until(process, "[1/3]")
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     output, err = process.communicate(timeout=120)
     assert process.returncode == 0, output + err
     document = json.loads(output)
-    assert [case["verdict"] for case in document["cases"]] == ["passed"] * 6
+    assert [case["verdict"] for case in document["cases"]] == ["passed"] * 3
     retried = [case["attempts"] for case in document["cases"] if len(case["attempts"]) > 1]
     # None, where the node died between two cases or in a witness, which is run once more as well.
     assert all("was lost" in first["message"] for first, _ in retried)
@@ -163,31 +171,24 @@ def test_a_node_that_dies_costs_its_cases_one_attempt(project: Command, cluster:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "head", "ray://127.0.0.1:10001"])
 def test_an_address_without_a_cluster_is_told_at_once(project: Command, address: str) -> None:
     started_s = time.monotonic()
-    done = project.run("run", "smoke", "--engine", "ray", "--address", address)
+    done = project.call("run", "smoke", "--engine", "ray", "--address", address)
     assert done.returncode == 2 and f"--address {address}: " in done.stderr and "Fix: " in done.stderr
     assert time.monotonic() - started_s < 30  # Ray tries for minutes
 
 
 def test_something_else_that_listens_there_is_told_in_seconds(project: Command) -> None:
+    project.environment |= {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_py_gcs_connect_timeout_s": "1"}
     with socket.create_server(("0.0.0.0", 0)) as server:
         done = project.run("run", "smoke", "--engine", "ray", "--address", f"127.0.0.1:{server.getsockname()[1]}")
     assert done.returncode == 2 and "the Ray cluster refuses" in done.stderr and "RAY_AUTH_MODE=token" in done.stderr
 
 
 def test_an_address_is_for_ray(project: Command) -> None:
-    done = project.run("run", "smoke", "--address", "auto")
+    done = project.call("run", "smoke", "--address", "auto")
     assert done.returncode == 2 and "it is for --engine ray" in done.stderr
 
 
-def test_without_ray_the_extra_is_named(project: Command) -> None:
-    code = "import sys; sys.modules['ray'] = None; sys.argv[1:] = ['run', 'smoke', '--engine', 'ray']; "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "from harness.__main__ import main; sys.exit(main())"],
-        cwd=project.folder,
-        env=project.environment_of_runs(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_without_ray_the_extra_is_named(project: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = project.call("run", "smoke", "--engine", "ray")
     assert done.returncode == 2 and "pip install 'fp8-harness[cluster]'" in done.stderr, done.stderr
