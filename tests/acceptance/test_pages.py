@@ -39,11 +39,15 @@ def commands(page: str) -> list[str]:
     return [text for kind, text in steps((DOCS / page).read_text()) if kind == "sh"]
 
 
+def add_tolerances(folder: Path) -> None:
+    shutil.copytree(REPOSITORY / "golden" / "evidence", folder / "evidence", dirs_exist_ok=True)
+    shutil.copy(REPOSITORY / "golden" / "tolerances.toml", folder)
+
+
 @pytest.mark.parametrize("page", HERE)
 def test_the_commands_of_a_page_work(project: Command, page: str) -> None:
     project.tier("pr", CASES)
-    shutil.copy(REPOSITORY / "golden" / "tolerances.toml", project.folder / "golden")
-    shutil.copytree(REPOSITORY / "golden" / "evidence", project.folder / "golden" / "evidence", dirs_exist_ok=True)
+    add_tolerances(project.folder / "golden")
     for text in commands(page):
         if text.startswith("fp8-harness"):
             understood(text)
@@ -55,8 +59,8 @@ def test_the_commands_of_a_page_work(project: Command, page: str) -> None:
 
 def test_the_fault_of_the_first_page_is_found(tmp_path: Path) -> None:
     """With torch, in a project without goldens: scales are judged all the same."""
-    for name in ("cases", "golden"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "cases").mkdir()
+    add_tolerances(tmp_path / "golden")
     (text,) = [text for text in commands("index.md") if "--inject" in text]
     done = Command(tmp_path).shell(text)
     assert done.returncode == 1 and "scales [step 1, rank 0, module layers.0.attention.wq]" in done.stdout, done.stdout
