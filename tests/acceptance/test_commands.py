@@ -8,11 +8,9 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import click
 import pytest
 from msgspec.structs import replace
 
-from harness.cli.main import app
 from harness.evidence.golden import load_golden, write_golden
 from harness.tables import save_tables
 from tests.builders import make_trace, run_of
@@ -33,17 +31,6 @@ def test_help_has_examples(shared: Command, name: str) -> None:
     done = shared.call(*name.split(), "--help")
     assert done.returncode == 0
     assert "Example" in done.stdout or name == "version"
-
-
-def test_every_command_is_imported_without_the_others(shared: Command) -> None:
-    code = (
-        "import os, sys\nfrom harness.cli.main import main\nfor name in sys.argv[1:]:\n"
-        "    if (child := os.fork()) == 0:\n        os._exit(main([name, '--help']))\n"
-        "    assert os.waitpid(child, 0)[1] == 0, name\n"
-    )
-    names = app.list_commands(click.Context(app))
-    done = subprocess.run([sys.executable, "-c", code, *names], cwd=shared.folder, capture_output=True, check=True)
-    assert done.stdout.count(b"Usage: ") == len(names) > 20
 
 
 def test_list(shared: Command) -> None:

@@ -6,8 +6,11 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 PACKAGE = Path(__file__).parents[2] / "harness"
 
@@ -126,6 +129,19 @@ def test_arrows_that_point_up_or_sideways_are_seen() -> None:
         ("harness.worker.train", "harness.checks.judge"),
     ):
         assert not points_down(Module(here, frozenset(), ()), there)
+
+
+def in_order(arrows: dict[str, set[str]]) -> list[str]:
+    """The files so that each comes after those that it imports. CycleError where there is no such order."""
+    return list(TopologicalSorter(arrows).static_order())
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    names = {module.name for module in MODULES if module.room != "worker"}
+    arrows = {module.name: names & (module.imports - {module.name}) for module in MODULES if module.name in names}
+    assert set(in_order(arrows)) == names and len(names) > 300
+    with pytest.raises(CycleError):
+        in_order(arrows | {"harness.errors": {"harness.cli.main"}})
 
 
 def test_imports_are_absolute() -> None:
