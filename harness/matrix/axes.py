@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import operator
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -114,16 +115,15 @@ MEANINGS: dict[str, str] = {
     "seed": "of weights and data",
     "loss_tolerance": "allowed distance of the loss to BF16, in nats",
 }
+_VALUES = operator.attrgetter(*(".".join(path) for path in AXES.values()))  # of a case, in the order of the axes
 _AXIS_OF_PATH = {path: name for name, path in AXES.items()}
 
 
 def axis_values(case: Case) -> dict[str, object]:
     """Every axis of a case with its value, in the order of `AXES`. Model sizes are the effective ones, never None."""
     shape = case.model.shape
-    return {
-        name: getattr(shape, name) if name in ModelShape.__struct_fields__ else _value_at(case, path)
-        for name, path in AXES.items()
-    }
+    values = dict(zip(AXES, _VALUES(case), strict=True))
+    return values | {name: getattr(shape, name) for name in ModelShape.__struct_fields__}
 
 
 def own_axes(case: Case) -> dict[str, object]:
@@ -217,13 +217,6 @@ def shown_value(value: object) -> str:
     if isinstance(value, tuple | list):
         return "+".join(map(str, value)) or "none"
     return _format_value(value)
-
-
-def _value_at(case: Case, path: tuple[str, ...]) -> object:
-    value: object = case
-    for part in path:
-        value = getattr(value, part)
-    return value
 
 
 def _as_tuple(value: object) -> object:

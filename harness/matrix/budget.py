@@ -9,7 +9,7 @@ import msgspec
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.cheap_cover import Pricing
-from harness.matrix.choice import carries, contained
+from harness.matrix.choice import carried, contained
 from harness.matrix.faults import Fault
 from harness.matrix.tier import Selection, tier_spaces
 
@@ -64,7 +64,7 @@ def _worth(cases: Sequence[Case], selections: Sequence[Selection], faults: Seque
     """What every case covers, by its id: combinations of the blocks of the selections, and planted faults."""
     known = [fault for selection in selections for fault in selection.known]
     worth: dict[str, set[object]] = {
-        case_id(case): {fault.name for fault in faults if carries(case, fault, known)} for case in cases
+        case_id(case): {fault.name for fault in carried(case, faults, known)} for case in cases
     }
     for selection in selections:
         file = selection.file

@@ -9,6 +9,7 @@ Ids are in `caseid.py`.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, Literal
 
@@ -104,8 +105,13 @@ class Model(CaseStruct, frozen=True, kw_only=True):
     @property
     def shape(self) -> ModelShape:
         """The sizes of the preset with the overrides applied."""
-        base = MODEL_PRESETS[self.preset]
-        return ModelShape(**{name: getattr(self, name) or getattr(base, name) for name in ModelShape.__struct_fields__})
+        return _shape(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(model: Model) -> ModelShape:
+    base = MODEL_PRESETS[model.preset]
+    return ModelShape(**{name: getattr(model, name) or getattr(base, name) for name in ModelShape.__struct_fields__})
 
 
 class Layout(CaseStruct, frozen=True, kw_only=True):

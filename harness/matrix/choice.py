@@ -74,10 +74,19 @@ def _carriers(cases: Sequence[Case], faults: Iterable[Fault], known: Sequence[Kn
 
 def carries(case: Case, fault: Fault, known: Sequence[KnownFault]) -> bool:
     """True when a fault that is planted in this case must show, and no recorded fault could be taken for it."""
-    too_short = case.train.steps < fault.since_step
-    if too_short or not fault.applies(case) or any(each.blinds for each in matching(known, case)):
-        return False
-    return (expected_refusal(case) is not None) == (fault.shows == "trains")
+    return bool(carried(case, (fault,), known))
+
+
+def carried(case: Case, faults: Iterable[Fault], known: Sequence[KnownFault]) -> tuple[Fault, ...]:
+    """Those of the faults that the case `carries`."""
+    if any(each.blinds for each in matching(known, case)):
+        return ()
+    refused = expected_refusal(case) is not None
+    return tuple(
+        fault
+        for fault in faults
+        if case.train.steps >= fault.since_step and (fault.shows == "trains") == refused and fault.applies(case)
+    )
 
 
 def _reasons(

@@ -5,11 +5,13 @@ Shape arithmetic that follows from a case alone. `rules.py` uses it for alignmen
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
-from harness.matrix.case import Case
+from harness.matrix.case import Case, Model
 
 # In order of execution in the forward of a block, which is the order that `selective_op` counts in.
 BLOCK_LINEARS = (
@@ -47,7 +49,12 @@ class _Linear(msgspec.Struct, frozen=True):
 
 def linear_fqns(case: Case) -> tuple[str, ...]:
     """Every linear of the model in order of execution, converted or not."""
-    blocks = [f"layers.{layer}.{name}" for layer in range(case.model.shape.layers) for name in BLOCK_LINEARS]
+    return _fqns(case.model.shape.layers)
+
+
+@functools.lru_cache(maxsize=256)
+def _fqns(layers: int) -> tuple[str, ...]:
+    blocks = [f"layers.{layer}.{name}" for layer in range(layers) for name in BLOCK_LINEARS]
     return (*blocks, OUTPUT_FQN)
 
 
@@ -113,7 +120,13 @@ def linear_name(fqn: str) -> str:
 
 def linear_features(case: Case, name: str) -> tuple[int, int]:
     """(in_features, out_features) of the whole linear."""
-    shape = case.model.shape
+    return _features(case.model)[name]
+
+
+@functools.lru_cache(maxsize=1024)
+def _features(model: Model) -> Mapping[str, tuple[int, int]]:
+    """(in_features, out_features) of the linears of a block and of the output layer."""
+    shape = model.shape
     kv_dim = shape.kv_heads * shape.head_dim
     return {
         "attention.wq": (shape.dim, shape.dim),
@@ -123,8 +136,8 @@ def linear_features(case: Case, name: str) -> tuple[int, int]:
         "feed_forward.w1": (shape.dim, shape.ffn_dim),
         "feed_forward.w3": (shape.dim, shape.ffn_dim),
         "feed_forward.w2": (shape.ffn_dim, shape.dim),
-        OUTPUT_FQN: (shape.dim, case.model.padded_vocab_size),
-    }[name]
+        OUTPUT_FQN: (shape.dim, model.padded_vocab_size),
+    }
 
 
 def parameter_count(case: Case) -> int:

@@ -55,34 +55,39 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
 @functools.lru_cache(maxsize=64)
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
     """The matmuls of linears: all forwards in order of execution, then dgrad and wgrad from the last linear."""
-    fqns = linear_fqns(case)
-    forward = [_gemm(case, fqn, "forward", rank) for fqn in fqns]
-    backward = [_gemm(case, fqn, role, rank) for fqn in reversed(fqns) for role in _GRADIENTS]
-    return (*forward, *backward)
+    of_linears = [_gemms_of(case, fqn, rank) for fqn in linear_fqns(case)]
+    forward = [each[0] for each in of_linears]
+    return (*forward, *(gemm for each in reversed(of_linears) for gemm in each[1:]))
 
 
-_GRADIENTS: tuple[MatmulRole, ...] = ("dgrad", "wgrad")
-
-
-def _gemm(case: Case, fqn: str, role: MatmulRole, rank: int) -> Gemm:
+def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
+    """Forward, dgrad and wgrad of one linear."""
     tokens, (inputs, outputs) = case.tokens_per_rank, local_features(case, linear_name(fqn), rank)
-    m, n, k = {
+    sizes: dict[MatmulRole, tuple[int, int, int]] = {
         "forward": (tokens, outputs, inputs),
         "dgrad": (tokens, inputs, outputs),
         "wgrad": (outputs, inputs, tokens),
-    }[role]
-    float8 = is_converted(case, fqn) and case.float8.traits.multiplies(role)
-    return Gemm(
-        fqn=fqn,
-        role=role,
-        m=m,
-        n=n,
-        k=k,
-        precision=FLOAT8 if float8 else case.train.dtype,
-        executed_k=-(-k // ALIGNMENT) * ALIGNMENT if float8 and case.float8.pad_inner_dim else k,
-        count=case.train.accumulation,
-        repeats=_repeats(case, fqn) if role == "forward" else 0,
-    )
+    }
+    multiplies = case.float8.traits.multiplies if is_converted(case, fqn) else _never
+    padded = case.float8.pad_inner_dim
+    return [
+        Gemm(
+            fqn=fqn,
+            role=role,
+            m=m,
+            n=n,
+            k=k,
+            precision=FLOAT8 if (float8 := multiplies(role)) else case.train.dtype,
+            executed_k=-(-k // ALIGNMENT) * ALIGNMENT if float8 and padded else k,
+            count=case.train.accumulation,
+            repeats=_repeats(case, fqn) if role == "forward" else 0,
+        )
+        for role, (m, n, k) in sizes.items()
+    ]
+
+
+def _never(role: MatmulRole) -> bool:
+    return False
 
 
 def _repeats(case: Case, fqn: str) -> int:

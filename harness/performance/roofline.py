@@ -70,7 +70,7 @@ def speed_up(case: Case, machine: Machine) -> float:
     return predicted_step(twin, machine).total_s / predicted_step(case, machine).total_s
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _parts(case: Case, machine: Machine) -> Step:
     step = Step(
         matmul_s=sum(gemm_s(case, gemm, machine) for gemm in gemms(case)),
