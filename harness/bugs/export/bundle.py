@@ -39,7 +39,7 @@ def bundle(module: str, name: str, given: Mapping[str, object], *, limits: tuple
 
 def settled(source: str, flags: Mapping[str, bool]) -> str:
     """The source with every `if FLAG:`, `a if FLAG else b`, `not FLAG` and `FLAG or a` decided."""
-    while (choice := next(_choices(ast.parse(source), flags), None)) is not None:
+    while flags and (choice := next(_choices(ast.parse(source), flags), None)) is not None:
         node, kept = choice
         source = _with_value(source, node, kept) if isinstance(kept, ast.expr) else _with_body(source, node, kept)
     return source
@@ -81,7 +81,8 @@ class _Source:
     """The top level of one module: text and place of what it defines, and where it imports from."""
 
     def __init__(self, module: str, flags: Mapping[str, bool]) -> None:
-        self.text = settled(source_of(module).read_text(), flags)
+        self.text = settled(_text(module), flags)
+        self._lines = self.text.splitlines()
         self.definitions: dict[str, ast.stmt] = {}
         self.imports: dict[str, tuple[str, str | None, str]] = {}
         for node in ast.parse(self.text).body:
@@ -101,8 +102,12 @@ class _Source:
     def of(self, node: ast.stmt) -> str:
         """The text of a definition, with its decorators."""
         decorators = [each.lineno for each in getattr(node, "decorator_list", ())]
-        lines = self.text.splitlines()
-        return "\n".join(lines[min([node.lineno, *decorators]) - 1 : node.end_lineno])
+        return "\n".join(self._lines[min([node.lineno, *decorators]) - 1 : node.end_lineno])
+
+
+@functools.cache
+def _text(module: str) -> str:
+    return source_of(module).read_text()
 
 
 @functools.cache
@@ -163,7 +168,8 @@ class _Bundle:
         if module not in self._sources:
             if any(module == limit or module.startswith(f"{limit}.") for limit in self._limits):
                 raise Reached(f"it needs {module}, which is a part of the harness.")
-            self._sources[module] = _read(module, tuple(self._flags.items()))
+            text = _text(module)
+            self._sources[module] = _read(module, tuple(each for each in self._flags.items() if each[0] in text))
         return self._sources[module]
 
     def _import(self, module: str, name: str | None, alias: str, bound: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+from collections.abc import Mapping
 
 from harness.bugs.export.bundle import Reached, bundle, source_of
 from harness.errors import HarnessError
@@ -22,14 +24,19 @@ _LIMITS = (
 
 def exported_fault(name: str) -> str:
     """The file that plants a fault by its function of the same name. HarnessError where it needs the harness."""
-    for path in sorted(source_of(_FAULTS).parent.glob("*.py")):
-        if any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.parse(path.read_text()).body):
-            try:
-                body = bundle(f"{_FAULTS}.{path.stem}", name, {}, limits=_LIMITS)
-            except Reached as reached:
-                raise HarnessError(
-                    f"planted fault {name} cannot be exported: {reached.what}",
-                    fix="write it as a function of a file, and give --inject FILE.py:FUNCTION.",
-                ) from reached
-            return f'"""Plants the fault {name}: a deliberate bug."""\n\n{body}'
-    raise AssertionError(f"no module of {_FAULTS} plants {name}")
+    try:
+        body = bundle(f"{_FAULTS}.{_modules()[name]}", name, {}, limits=_LIMITS)
+    except Reached as reached:
+        raise HarnessError(
+            f"planted fault {name} cannot be exported: {reached.what}",
+            fix="write it as a function of a file, and give --inject FILE.py:FUNCTION.",
+        ) from reached
+    return f'"""Plants the fault {name}: a deliberate bug."""\n\n{body}'
+
+
+@functools.cache
+def _modules() -> Mapping[str, str]:
+    """The module of every function that plants a fault, by the name of the function."""
+    paths = sorted(source_of(_FAULTS).parent.glob("*.py"), reverse=True)  # the first of two with the same name counts
+    trees = ((path.stem, ast.parse(path.read_text())) for path in paths)
+    return {node.name: module for module, tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
