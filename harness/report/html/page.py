@@ -7,6 +7,7 @@ browser execute this very script and apply this very style alone.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
@@ -20,6 +21,7 @@ from harness.report.wording import printable, totals_text
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from markupsafe import Markup
 
 _PACKAGE = "harness.report.html"
@@ -61,12 +63,10 @@ def html_report(
 
 def rendered(template: str, scripts: Sequence[str], *, data: Mapping[str, object], **values: object) -> bytes:
     """A page in UTF-8 of assets and values. Each of `data` is JSON in an element of its name, for the scripts."""
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    script, style = Markup(_script(scripts)), Markup(_style())
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string("".join(map(_asset, ("parts.html", template)))).render(
+    script, style = Markup(_script(tuple(scripts))), Markup(_style())
+    page = _template(template).render(
         policy=_policy(script, style),
         style=style,
         script=script,
@@ -74,6 +74,14 @@ def rendered(template: str, scripts: Sequence[str], *, data: Mapping[str, object
         **values,
     )
     return page.encode()
+
+
+@functools.cache
+def _template(name: str) -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string("".join(map(_asset, ("parts.html", name))))
 
 
 def _front(document: RunDocument, line: str) -> Front:
@@ -98,17 +106,20 @@ def _environment(document: RunDocument) -> Iterable[tuple[str, str]]:
     yield from ((printable(name), printable(value)) for name, value in words.items())
 
 
-def _script(names: Sequence[str]) -> str:
+@functools.cache
+def _script(names: tuple[str, ...]) -> str:
     parts = [_asset(name) for name in names]
     licence = f"/* uPlot\n{_asset('uPlot.LICENSE', 'vendor')}*/"
     own = "\n".join(['(() => {\n"use strict";', *parts, "})();"])
     return "\n".join([licence, _asset("uPlot.iife.min.js", "vendor"), own])
 
 
+@functools.cache
 def _style() -> str:
     return "\n".join([_asset("uPlot.min.css", "vendor"), _asset("page.css")])
 
 
+@functools.cache
 def _policy(script: str, style: str) -> str:
     allowed = {"script-src": script, "style-src": style}
     hashes = {kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for kind, text in allowed.items()}
