@@ -9,10 +9,11 @@ import ast
 import builtins
 import functools
 import importlib.util
+import itertools
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness.errors import HarnessError
@@ -39,42 +40,63 @@ def bundle(module: str, name: str, given: Mapping[str, object], *, limits: tuple
 
 def settled(source: str, flags: Mapping[str, bool]) -> str:
     """The source with every `if FLAG:`, `a if FLAG else b`, `not FLAG` and `FLAG or a` decided."""
-    while flags and (choice := next(_choices(ast.parse(source), flags), None)) is not None:
-        node, kept = choice
-        source = _with_value(source, node, kept) if isinstance(kept, ast.expr) else _with_body(source, node, kept)
+    while flags and (choices := sorted(_choices(ast.parse(source), flags), key=_place)):
+        text = source.encode()  # columns of a syntax tree count bytes
+        starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
+        for node, kept in reversed(choices):  # from the end, so that the places of the others stay
+            with_kept = _with_value if isinstance(kept, ast.expr) else _with_body
+            text = with_kept(text, starts, node, kept)
+        source = text.decode()
     return source
 
 
-def _choices(tree: ast.AST, flags: Mapping[str, bool]) -> Iterator[tuple[ast.AST, ast.expr | list[ast.stmt]]]:
-    """What is decided by a flag, outer ones first, and what is kept of it."""
-    for node in ast.walk(tree):
-        match node:
+_Kept = ast.expr | list[ast.stmt]
+_Choice = tuple[ast.expr | ast.stmt, _Kept]
+
+
+def _place(choice: _Choice) -> tuple[int, int]:
+    return choice[0].lineno, choice[0].col_offset
+
+
+def _choices(node: ast.AST, flags: Mapping[str, bool]) -> Iterator[_Choice]:
+    """What is decided by a flag, but for choices inside of others, and what is kept of it."""
+    for child in ast.iter_child_nodes(node):
+        match child:
             case ast.If(test=ast.Name(id=name)) if name in flags:
-                yield node, node.body if flags[name] else node.orelse
+                yield child, child.body if flags[name] else child.orelse
             case ast.If(test=ast.BoolOp(op=ast.Or(), values=[ast.Name(id=name), _])) if flags.get(name):
-                yield node, node.body
+                yield child, child.body
             case ast.IfExp(test=ast.Name(id=name)) if name in flags:
-                yield node, node.body if flags[name] else node.orelse
+                yield child, child.body if flags[name] else child.orelse
             case ast.BoolOp(op=ast.Or(), values=[ast.Name(id=name), other]) if name in flags:
-                yield node, other
+                yield child, other
+            case _:
+                yield from _choices(child, flags)
 
 
-def _with_body(source: str, choice: ast.AST, kept: list[ast.stmt]) -> str:
-    """The source with these statements in place of an `if`."""
-    assert isinstance(choice, ast.If) and choice.end_lineno is not None
-    lines = source.splitlines(keepends=True)
+def _with_body(text: bytes, starts: Sequence[int], choice: ast.AST, kept: _Kept) -> bytes:
+    """The text with these statements in place of an `if`. `starts`: of its lines."""
+    assert isinstance(choice, ast.If) and isinstance(kept, list) and choice.end_lineno is not None
     body = ""
     if kept:
-        text = textwrap.dedent("".join(lines[kept[0].lineno - 1 : kept[-1].end_lineno]))
-        body = textwrap.indent(text, " " * choice.col_offset)
-    return "".join([*lines[: choice.lineno - 1], body, *lines[choice.end_lineno :]])
+        assert kept[-1].end_lineno is not None
+        lines = text[starts[kept[0].lineno - 1] : starts[kept[-1].end_lineno]].decode()
+        body = textwrap.indent(textwrap.dedent(lines), " " * choice.col_offset)
+    return text[: starts[choice.lineno - 1]] + body.encode() + text[starts[choice.end_lineno] :]
 
 
-def _with_value(source: str, choice: ast.AST, kept: ast.expr) -> str:
-    """The source with this expression in place of a choice and its parentheses."""
-    whole, value = ast.get_source_segment(source, choice), ast.get_source_segment(source, kept)
-    assert whole is not None and value is not None
-    return source.replace(f"({whole})" if f" ({whole})" in source else whole, value, 1)
+def _with_value(text: bytes, starts: Sequence[int], choice: ast.AST, kept: _Kept) -> bytes:
+    """The text with this expression in place of a choice and its parentheses. `starts`: of its lines."""
+    assert isinstance(choice, ast.expr) and isinstance(kept, ast.expr)
+    (begin, end), value = _span(starts, choice), slice(*_span(starts, kept))
+    if text[begin - 2 : begin] == b" (" and text[end : end + 1] == b")":
+        begin, end = begin - 1, end + 1
+    return text[:begin] + text[value] + text[end:]
+
+
+def _span(starts: Sequence[int], node: ast.expr) -> tuple[int, int]:
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
 
 class _Source:
@@ -147,6 +169,7 @@ class _Bundle:
             return
         self._texts[key] = ""  # it may need itself
         self._require_no_import_inside(node)
+        bound = _bound(node)
         for used in _names(node):
             if used in self._flags:
                 continue
@@ -155,7 +178,7 @@ class _Bundle:
             elif used in source.imports:
                 self._import(*source.imports[used], used)
             else:
-                assert hasattr(builtins, used) or used in _bound(node), f"{module}: {name} uses {used}"
+                assert hasattr(builtins, used) or used in bound, f"{module}: {name} uses {used}"
         del self._texts[key]
         self._texts[key] = _without_aliases(source.of(node))  # behind what it needs
 
