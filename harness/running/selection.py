@@ -79,11 +79,20 @@ def select_file(project: Project, path: Path) -> Selection:
 
     Of a bug file or a folder of them: their cases.
     """
+    known = recorded_faults(project)
     if holds_bugs(path):
-        return select(cases_of_bugs(path), known=recorded_faults(project))
+        return select(cases_of_bugs(path), known=known)
     chosen = chosen_path(path)
     cases = [each.case for each in read_chosen(chosen)] if chosen.exists() else None
-    return select(read_case_file(path), known=recorded_faults(project), chosen=cases)
+    file = read_case_file(path)
+    key = msgspec.msgpack.encode((file, known, cases))
+    if key not in _SELECTED:
+        _SELECTED[key] = select(file, known=known, chosen=cases)
+    return _SELECTED[key]
+
+
+# Selections by what they are made of: a command asks for its tier up to three times, and nightly takes 0.7 s each.
+_SELECTED: dict[bytes, Selection] = {}
 
 
 def recorded_faults(project: Project) -> tuple[KnownFault, ...]:
