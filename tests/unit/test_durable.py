@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -28,6 +29,18 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
         write_whole(path, "not bytes")  # type: ignore[arg-type]
     assert path.read_bytes() == b"one"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_written_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, synced = tmp_path / "a", []
+
+    def fsync(handle: int) -> None:
+        synced.append((os.pread(handle, 99, 0), path.read_bytes() if path.exists() else b""))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    append_line(path, b"one")
+    write_whole(path, b"two")
+    assert synced == [(b"one\n", b"one\n"), (b"two", b"one\n")], "a file is replaced when its new bytes are safe"
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
