@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.evidence.costs import case_features, read_costs, solo_features
+from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id, solo_case
 from harness.matrix.rules import expected_refusal
 from harness.project import find_project
@@ -17,12 +19,16 @@ from harness.studies.costs import fit_costs
 
 PROJECT = find_project()
 COSTS = read_costs(PROJECT.root)
-CASES = select_cases(PROJECT, Query(sources=("pr",)))
 
 
-def report(folder: Path, *, first: int = len(CASES), **more: list[dict[str, object]]) -> Path:
+@functools.cache
+def tier_pr() -> tuple[Case, ...]:
+    return select_cases(PROJECT, Query(sources=("pr",)))
+
+
+def report(folder: Path, *, first: int | None = None, **more: list[dict[str, object]]) -> Path:
     """A run of tier pr in which everything cost exactly what the stored weights say."""
-    chosen = [case for case in CASES[:first] if expected_refusal(case) is None]
+    chosen = [case for case in tier_pr()[:first] if expected_refusal(case) is None]
     solos = {case_id(solo_case(case)): solo_case(case) for case in chosen}
 
     def cost(weights, features) -> float:
@@ -47,7 +53,7 @@ def report(folder: Path, *, first: int = len(CASES), **more: list[dict[str, obje
 
 def test_the_weights_of_a_run_are_found_again(tmp_path: Path) -> None:
     found = fit_costs(report(tmp_path), command="fit")
-    for case in CASES:
+    for case in tier_pr():
         assert found.case_s(case) == pytest.approx(COSTS.case_s(case), rel=0.01, abs=0.01)
     assert found.typical_error < 0.001
     assert found.software == {"torch": "2.13.0", "torchao": "0.18.0"}
