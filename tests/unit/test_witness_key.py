@@ -41,10 +41,16 @@ def write_package(folder: Path, name: str) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the controller, whatever other tests of this process imported: an imported package stays where it is."""
+def small_packages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch and a torchao of three files each, in place of the installed ones with their thousands.
+
+    Not imported, as in the controller, whatever other tests of this process imported.
+    """
+    folder = tmp_path_factory.mktemp("installed")
     for name in ("torch", "torchao"):
         monkeypatch.delitem(sys.modules, name, raising=False)
+        write_package(folder, name)
+    monkeypatch.syspath_prepend(folder)
 
 
 def test_a_witness_of_one_arithmetic_serves_no_other() -> None:
