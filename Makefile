@@ -24,11 +24,12 @@ gloo: $(READY)  ## run the tiers smoke and gloo over torch's gloo, for every nig
 test: $(READY)  ## run the test suite, without the sweeps
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" --durations 40 --durations-min 5 tests
 
-sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs, the kill matrix of the example
+sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs, the kill matrix, properties on many examples
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m sweep tests
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -n 2 -m "not sweep" tests/unit
 
 unit: $(READY)  ## run the tests that need no torch
-	$(BIN)/python -m pytest -q -n 2 tests/unit
+	$(BIN)/python -m pytest -q -n 2 -m "not sweep" tests/unit
 
 gpu-evidence: $(READY)  ## what the visible GPUs can prove, stored under golden/<class>/; DEVICE=cpu rehearses
 	$(BIN)/python -m harness evidence all --device $(DEVICE) $(EVIDENCE)

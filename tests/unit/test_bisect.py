@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.bugs.bisect import Answers, Bisected, Told, bisect
@@ -41,7 +41,6 @@ class Versions:
         return bisect(self.names, self.bad, self.ask, Answers(folder / "answers.jsonl"), package="toy")
 
 
-@settings(max_examples=30)
 @given(st.data())
 def test_the_change_is_found_between_the_versions_that_tell(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -15,6 +15,7 @@ from harness.matrix.axes import AXES
 from harness.matrix.case import Case, Float8, Layout, Train
 from harness.matrix.casefile import parse_case_file, read_case_file, write_case
 from harness.matrix.rules import exclusions
+from tests.examples import examples
 from tests.strategies import POSSIBLE_CASES
 
 GOOD = """\
@@ -127,7 +128,7 @@ def test_any_text_reads_or_is_refused(text: str) -> None:
     _read_or_refuse(text)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_any_damaged_file_reads_or_is_refused(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(GOOD)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -59,7 +59,6 @@ def test_what_the_formula_says_is_good(case: Case) -> None:
     assert check(case, records(case, 0), records(case, 1)) == ([], [])
 
 
-@settings(max_examples=50)
 @given(PLACES, st.sampled_from(["float32", "float8_e4m3fn", "int64"]), st.integers(2, 100))
 def test_one_storage_more_is_found_at_its_step_and_rank(place: tuple[int, int, int], dtype: str, nbytes: int) -> None:
     rank, step, moment = place
@@ -74,7 +73,6 @@ def test_one_storage_more_is_found_at_its_step_and_rank(place: tuple[int, int, i
     assert places(leaks) == ([(rank, max(step, 3))] if step > 1 else [])
 
 
-@settings(max_examples=50)
 @given(st.integers(1, STEPS), st.data())
 def test_one_storage_less_is_found(step: int, data: st.DataObject) -> None:
     right = records(FSDP)
@@ -86,7 +84,6 @@ def test_one_storage_less_is_found(step: int, data: st.DataObject) -> None:
     assert expected_live(FSDP, rank=0, moment="forward")[lost].purpose in formula[0].message
 
 
-@settings(max_examples=20)
 @given(PLACES, st.sampled_from([-1, 1]))
 def test_a_scalar_more_or_less_is_found(place: tuple[int, int, int], off: int) -> None:
     rank, step, moment = place

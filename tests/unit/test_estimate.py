@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from harness.evidence.costs import read_costs
 from harness.evidence.estimate import RANK_BYTES, estimate
@@ -49,7 +49,6 @@ def test_records_of_more_steps_need_memory_up_to_what_a_replay_is_given() -> Non
     assert one.all_bytes < few.all_bytes == many.all_bytes < 10e9
 
 
-@settings(max_examples=50)
 @given(CASES)
 def test_every_case_has_an_estimate(case: Case) -> None:
     found = estimate(case, COSTS)

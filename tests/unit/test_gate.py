@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -391,7 +391,6 @@ case_lists = st.lists(
 )
 
 
-@settings(max_examples=40)
 @given(case_lists, st.none() | st.just("cpu") | st.just("NVIDIA H200"))
 def test_what_is_equal_is_go_without_a_reason(cases: list[CaseResult], device: str | None) -> None:
     environment = None if device is None else Environment(device=device)
@@ -417,14 +416,16 @@ def answer(before: RunDocument, after: RunDocument) -> Gate | None:
         return None
 
 
-@settings(max_examples=40)
 @given(ANY_LISTS, ANY_LISTS, st.randoms(use_true_random=False))
 def test_the_order_of_cases_changes_nothing(before: list[CaseResult], after: list[CaseResult], random: Any) -> None:
     mixed = [random.sample(cases, len(cases)) for cases in (before, after)]
-    assert answer(*(make_document(*cases) for cases in mixed)) == answer(make_document(*before), make_document(*after))
+    usual, other = (
+        answer(make_document(*before), make_document(*after)),
+        answer(*(make_document(*each) for each in mixed)),
+    )
+    assert repr(usual) == repr(other), "as text, because a size may be nan"
 
 
-@settings(max_examples=40)
 @given(ANY_LISTS, ANY_LISTS)
 def test_the_names_of_cases_change_nothing(before: list[CaseResult], after: list[CaseResult]) -> None:
     """Seeds are other names that keep which cases are FP8 and which are twins."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.gate.times import signed_rank_p
@@ -26,13 +26,11 @@ def counted(differences: list[float]) -> float:
     return min(1.0, 2 * sum(each >= extreme for each in sums) / len(sums))
 
 
-@settings(max_examples=50)
 @given(small)
 def test_few_cases_are_counted(differences: list[float]) -> None:
     assert signed_rank_p(differences) == pytest.approx(counted(differences))
 
 
-@settings(max_examples=50)
 @given(st.lists(st.floats(-1, 1, allow_subnormal=False), max_size=60))
 def test_slower_and_faster_are_the_same_question(differences: list[float]) -> None:
     p = signed_rank_p(differences)

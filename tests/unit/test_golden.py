@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -54,7 +54,6 @@ def made(run: Run) -> Golden:
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=30)
 @given(st.lists(st.tuples(finite, finite), min_size=1, max_size=6).filter(lambda pairs: len({p[0] for p in pairs}) > 1))
 def test_writing_and_reading_gives_the_same_bits(
     tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]
@@ -125,7 +124,6 @@ def test_a_truncated_golden_is_found_at_every_length(tmp_path: Path) -> None:
             load_golden(tmp_path, "cpu", FAMILY)
 
 
-@settings(max_examples=30)
 @given(st.binary(max_size=80))
 def test_any_bytes_are_damaged_and_nothing_worse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = golden_path(tmp_path_factory.mktemp("root"), "cpu", FAMILY)

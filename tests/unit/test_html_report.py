@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -80,7 +80,6 @@ def bad(case_id: str = "tp2-rowwise-v2048-b16", message: str = "wrong", **change
     return make_result(case_id, Verdict.INVARIANT, **{"findings": findings, **changes})
 
 
-@settings(max_examples=25)
 @given(st.text())
 @example(HOSTILE)
 def test_texts_of_a_run_are_never_markup(text: str) -> None:
@@ -274,7 +273,6 @@ def test_what_does_not_gate_is_folded() -> None:
     assert all(group.folded and group.entries[0].lines[0] == "allowed: why" for group in front.section.groups)
 
 
-@settings(max_examples=25)
 @given(st.text(max_size=20))
 @example(HOSTILE)
 def test_no_text_of_a_gate_is_markup(text: str) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
@@ -65,7 +65,6 @@ def possible(space: Space, row: Row) -> bool:
     return meaningful and case.world_size <= 8 and not exclusions(case)
 
 
-@settings(max_examples=25)
 @given(st.data(), st.sampled_from([2, 3]))
 def test_the_cover_against_brute_force(data: st.DataObject, strength: Strength) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(_VALUES)), min_size=1, max_size=5, unique=True))

@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -150,7 +150,6 @@ def test_the_schema_is_a_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
-@settings(max_examples=30)
 @given(st.lists(results, max_size=3), seconds, st.booleans(), st.none() | environments)
 def test_every_document_is_valid(
     found: list[CaseResult], wall_s: float, interrupted: bool, environment: Environment | None
@@ -167,7 +166,6 @@ def test_every_document_is_valid(
     assert sum(document(run)["totals"].values()) == len(found)
 
 
-@settings(max_examples=30)
 @given(st.lists(results, max_size=3), seconds, st.booleans(), st.none() | environments)
 def test_the_results_of_a_document_make_the_same_document(
     found: list[CaseResult], wall_s: float, interrupted: bool, environment: Environment | None

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -183,7 +183,6 @@ def test_a_renamed_signature_is_damaged_and_a_missing_one_names_the_command(tmp_
         load_signature(tmp_path, NAME)
 
 
-@settings(max_examples=20)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_damaged_and_nothing_worse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     root = tmp_path_factory.mktemp("root")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
@@ -263,7 +263,6 @@ def test_a_number_without_any_evidence_file_is_an_error(tmp_path: Path) -> None:
             read(tmp_path)
 
 
-@settings(max_examples=30)
 @given(st.binary(max_size=60))
 def test_any_table_reads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     root = tmp_path_factory.mktemp("root")

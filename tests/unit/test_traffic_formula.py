@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -201,7 +201,6 @@ def test_recomputing_repeats_the_collectives_of_forward_but_the_last(mode, gathe
     assert found[CollectiveKey("tp", "all_reduce", "max", "float64")][0] == amax
 
 
-@settings(max_examples=20)
 @given(EAGER_CASES, st.data())
 def test_traffic_of_any_case(case: Case, data: st.DataObject) -> None:
     """Never less than nothing, along axes that exist, the same from step 2 on, nothing on one rank."""
@@ -253,7 +252,6 @@ def test_float8_styles_keep_float8_inputs_instead_of_high_precision_ones() -> No
     assert sum(styled.values()) < sum(plain.values())
 
 
-@settings(max_examples=20)
 @given(EAGER_CASES, st.integers(1, 3))
 def test_full_checkpointing_saves_less_than_any_other_mode(case: Case, step: int) -> None:
     modes = [Checkpointing(mode=mode) for mode in ("full", "selective_op", "selective_layer", "none")]

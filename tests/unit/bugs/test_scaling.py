@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from harness.bugs.scaling import Sizes, lost, made_smaller, traits
 from harness.matrix.job_config import MAX_RANKS
+from tests.examples import examples
 
 DEGREES = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 128])
 LLAMA_70B = {"dim": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
@@ -35,7 +36,7 @@ def sizes(draw: st.DrawFn) -> Sizes:
 
 
 @given(sizes())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_nothing_grows_and_at_most_eight_ranks_are_left(given_sizes: Sizes) -> None:
     small, arithmetic = made_smaller(given_sizes)
     assert small.ranks <= MAX_RANKS
@@ -47,7 +48,7 @@ def test_nothing_grows_and_at_most_eight_ranks_are_left(given_sizes: Sizes) -> N
 
 
 @given(sizes())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_degrees_layers_and_tokens_keep_their_conditions(given_sizes: Sizes) -> None:
     small, _ = made_smaller(given_sizes)
     before, after = traits(given_sizes), traits(small)
@@ -56,7 +57,7 @@ def test_degrees_layers_and_tokens_keep_their_conditions(given_sizes: Sizes) -> 
 
 
 @given(sizes())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_what_is_not_kept_is_told(given_sizes: Sizes) -> None:
     small, arithmetic = made_smaller(given_sizes)
     for name in set(lost(given_sizes, small)) & {"dim", "ffn_dim", "vocab_size"} & set(arithmetic):
@@ -69,7 +70,7 @@ def test_what_is_not_kept_is_told(given_sizes: Sizes) -> None:
     shard=st.sampled_from([1, 2, 3, 4]),
     tp=st.sampled_from([1, 2]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_a_run_that_fits_keeps_every_remainder(vocabulary: int, ffn_dim: int, shard: int, tp: int) -> None:
     run = Sizes(
         dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=ffn_dim, vocab_size=vocabulary, local_batch=3,

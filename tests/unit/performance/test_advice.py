@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -124,7 +124,6 @@ def test_a_model_that_is_not_known() -> None:
         advise(replace(Case(), target="my_pkg.my_target"), H100)
 
 
-@settings(max_examples=25, deadline=None)
 @given(POSSIBLE_CASES.filter(lambda case: is_llama(case.target)), st.booleans())
 def test_every_case_has_an_advice(case: Case, eager: bool) -> None:
     found = advise(case, H100, eager=eager)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from harness.expect.fusion import executed_scaled_mm_calls
 from harness.matrix import linears
@@ -17,7 +17,6 @@ from tests.strategies import TRAINED_CASES
 
 
 @given(TRAINED_CASES)
-@settings(max_examples=60)
 def test_matmuls_in_float8_are_those_that_rules_know(case: Case) -> None:
     """Of all ranks, every shape once."""
     found = {
@@ -30,7 +29,6 @@ def test_matmuls_in_float8_are_those_that_rules_know(case: Case) -> None:
 
 
 @given(TRAINED_CASES)
-@settings(max_examples=60)
 def test_calls_in_float8_are_those_that_checks_expect(case: Case) -> None:
     if not is_llama(case.target):
         return
@@ -39,7 +37,6 @@ def test_calls_in_float8_are_those_that_checks_expect(case: Case) -> None:
 
 
 @given(TRAINED_CASES)
-@settings(max_examples=60)
 def test_torch_takes_what_is_aligned_and_what_is_padded(case: Case) -> None:
     for gemm in gemms(case):
         if gemm.precision == FLOAT8:

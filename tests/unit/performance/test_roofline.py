@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -41,7 +41,6 @@ def block(dim: int, recipe: str = "tensorwise", **axes: object) -> Case:
     return case_from_axes({**sizes, **given, **axes})
 
 
-@settings(max_examples=40, deadline=None)
 @given(SMALL, st.floats(1, 10), st.sampled_from(["memory_tb_s", "link_gb_s", "bfloat16", "float8"]))
 def test_a_better_device_is_never_slower(case: Case, factor: float, field: str) -> None:
     peak = replace(H100.peak, **{field: getattr(H100.peak, field) * factor})
@@ -49,7 +48,6 @@ def test_a_better_device_is_never_slower(case: Case, factor: float, field: str) 
     assert after <= before * (1 + 1e-12)
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 64), st.integers(1, 8), st.floats(1, 10))
 def test_a_better_network_is_never_slower(dp_shard: int, tp: int, factor: float) -> None:
     case = case_from_axes({"dp_shard": dp_shard, "tp": tp, "dtype": "bfloat16", "global_batch": dp_shard})
@@ -87,7 +85,6 @@ def test_eager_padding_copies_aligned_operands_too() -> None:
     )
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(RECIPES[1:]), st.integers(16, 400), st.integers(2, 8))
 def test_gain_shrinks_with_the_linears(recipe: str, sixteens: int, times: int) -> None:
     small, large = (conversions(block(16 * size, recipe), H100) for size in (sixteens, sixteens * times))

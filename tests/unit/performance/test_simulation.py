@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from harness.cli.main import main
 from harness.errors import HarnessError
@@ -115,7 +115,6 @@ def test_groups_that_leave_a_node(layout: Layout, axis: str, crosses: bool) -> N
 
 
 @given(POSSIBLE_CASES)
-@settings(max_examples=40, deadline=None)
 def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
     terms = expected_transfers(case, step=2, rank=0)
     found = wire(case, rank=0, gpus_per_node=8)

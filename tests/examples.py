@@ -1,0 +1,12 @@
+"""How many examples a property is tried on: a few for every commit, many every night."""
+
+from __future__ import annotations
+
+import os
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
+
+
+def examples(nightly: int) -> int:
+    """So many every night, and a fifth of them otherwise, which are other ones in every run."""
+    return nightly if PROFILE == "nightly" else nightly // 5
