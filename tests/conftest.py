@@ -1,4 +1,4 @@
-"""Settings of every test: hypothesis profiles `dev` (default) and `nightly` (HYPOTHESIS_PROFILE=nightly)."""
+"""Settings of every test: hypothesis profiles `dev` (default), `ci` and `nightly`, by HYPOTHESIS_PROFILE."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from hypothesis import settings
 
 from tests.examples import PROFILE, examples
 
-# No deadline: the time of one example says nothing on a machine that other jobs use too. Every run draws other ones.
+# No deadline: the time of one example says nothing on a machine that other jobs use too. The examples of `ci` are the
+# same in every run, those of the others are not.
 settings.register_profile("dev", deadline=None, max_examples=examples(50))
-settings.register_profile("nightly", deadline=None, max_examples=100, print_blob=True)
+settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.register_profile("nightly", deadline=None, max_examples=examples(100), print_blob=True)
 settings.load_profile(PROFILE)

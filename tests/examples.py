@@ -8,5 +8,5 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 
 
 def examples(nightly: int) -> int:
-    """So many every night, and a fifth of them otherwise, which are other ones in every run."""
+    """So many every night, and a fifth of them otherwise."""
     return nightly if PROFILE == "nightly" else nightly // 5
