@@ -10,11 +10,15 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
 
 from harness.cli.main import main
+
+if TYPE_CHECKING:
+    from tests.acceptance.inside import Warm
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -154,6 +158,15 @@ def project(tmp_path: Path, shared: Command) -> Iterator[Command]:
     for name in ("cases", "golden"):
         _copy(shared.folder / name, tmp_path / name)
     yield Command(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """The warm processes of a file whose runs are in this process."""
+    from tests.acceptance.inside import Warm
+
+    with Warm() as processes:
+        yield processes
 
 
 def _copy(source: Path, target: Path) -> None:
