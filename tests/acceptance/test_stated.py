@@ -6,50 +6,54 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.conftest import Command
+from tests.acceptance.inside import Inside, Warm
 
 TOY = Path(__file__).parents[1] / "targets" / "toy.py"
 FAULT = "fault:float8_weight_kept_for_backward"
-EXPECT = """
+# What it states: nothing with seed 1, a wrong formula in float32, and what is right otherwise.
+MINE = """
 from toy import build
 
 def expect(case, world, step):
+    if case.train.seed == 1:
+        return {}
     linears = 4 * world.microbatches
-    return {"matmuls": %s, "saved_bytes": {"float8_e4m3fn": 0}}
+    of_each = 2 if case.train.dtype == "float32" else 3
+    return {"matmuls": of_each * linears, "saved_bytes": {"float8_e4m3fn": 0}}
 """
-TARGETS = {"silent": "from toy import build\n", "stating": EXPECT % "3 * linears", "wrong": EXPECT % "2 * linears"}
+STATING = "target.mine-single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"
+WRONG = "target.mine-single-tensorwise-v2048-s2-lr0.004-f32-tol.0.004"
+SILENT = "target.mine-single-tensorwise-v2048-s2-lr0.004-seed1-f64-tol.0.004"
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Command:
+def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
     folder = tmp_path_factory.mktemp("stated")
     for name in ("cases", "golden"):
         (folder / name).mkdir()
     (folder / "toy.py").write_text(TOY.read_text())
-    for name, text in TARGETS.items():
-        (folder / f"{name}.py").write_text(text)
-    return Command(folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"})
+    (folder / "mine.py").write_text(MINE)
+    return Inside(folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, warm=warm)
 
 
-def run(project: Command, target: str, *words: str) -> tuple[int, str]:
-    case = f"target.{target}-single-tensorwise-v2048-s3-lr0.004-f64-tol.0.004"
+def run(project: Inside, case: str, *words: str) -> tuple[int, str]:
     done = project.run("run", "--case", case, "--verbose", *words)
     return done.returncode, done.stdout
 
 
-def test_a_fault_is_found_by_what_is_stated_and_by_nothing_else(project: Command) -> None:
-    code, out = run(project, "stating")
-    assert code == 0 and "memory in 1 case: no formula for the model of stating; see `stated`" in out, out
-    code, out = run(project, "stating", "--inject", FAULT)
+def test_a_fault_is_found_by_what_is_stated_and_by_nothing_else(project: Inside) -> None:
+    code, out = run(project, STATING)
+    assert code == 0 and "memory in 1 case: no formula for the model of mine; see `stated`" in out, out
+    code, out = run(project, STATING, "--inject", FAULT)
     assert code == 1, out
     assert "stated [step 1, rank 0]: not the number of float8_e4m3fn bytes saved for backward that expect()" in out
     assert "expected: 0\n" in out and "return it from expect(); otherwise the run is wrong" in out
-    code, out = run(project, "silent", "--inject", FAULT)
+    code, out = run(project, SILENT, "--inject", FAULT)
     assert code == 0 and "stated in 1 case: the target states nothing of the case" in out, out
 
 
-def test_a_wrong_formula_is_told_with_the_number_to_return(project: Command) -> None:
-    code, out = run(project, "wrong")
+def test_a_wrong_formula_is_told_with_the_number_to_return(project: Inside) -> None:
+    code, out = run(project, WRONG)
     assert code == 1, out
-    assert "number of scaled matmuls that expect() of wrong states on rank 0\n    expected: 8\n    found: 12\n" in out
+    assert "number of scaled matmuls that expect() of mine states on rank 0\n    expected: 8\n    found: 12\n" in out
     assert "return it from expect()" in out
