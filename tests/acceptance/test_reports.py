@@ -10,15 +10,21 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.acceptance.fake_program import RAISES
+from tests.acceptance.inside import Inside, Warm
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
 
+@pytest.fixture
+def project(project: Command, warm: Warm) -> Inside:
+    return Inside(project.folder, warm=warm)
+
+
 @pytest.fixture(scope="module")
-def ran(shared: Command) -> Command:
+def ran(shared: Command, warm: Warm) -> Inside:
     """A project in which a tier ran under a name, and then a case that raises."""
-    folder = shared.folder
+    folder, shared = shared.folder, Inside(shared.folder, warm=warm)
     done = shared.run("run", "smoke", "--name", "release", "--html", str(folder / "run.html"), "--json", "run.json")
     assert done.returncode == 0, done.stderr
     shared.planted("raises", RAISES)
@@ -26,7 +32,7 @@ def ran(shared: Command) -> Command:
     return shared
 
 
-def test_run_writes_the_page_that_report_writes(ran: Command) -> None:
+def test_run_writes_the_page_that_report_writes(ran: Inside) -> None:
     assert ran.run("report", "release", "--html", "named.html").returncode == 0
     assert ran.run("report", "last~1", "--html", "before.html").returncode == 0
     assert ran.run("report", "run.json", "--html", "file.html").returncode == 0
@@ -36,7 +42,7 @@ def test_run_writes_the_page_that_report_writes(ran: Command) -> None:
     assert "<title>fp8-harness release: good</title>" in (ran.folder / "file.html").read_text()
 
 
-def test_the_coverage_is_that_of_the_tiers_that_ran_whole(project: Command) -> None:
+def test_the_coverage_is_that_of_the_tiers_that_ran_whole(project: Inside) -> None:
     axes = 'base = {steps = 3, loss_tolerance = 0.05}\naxes = {recipe = ["bf16", "tensorwise"], dp_shard = [1, 2]}'
     project.tier("grid", f'[[matrix]]\nname = "m"\n{axes}\n')
     done = project.run("run", "grid", "--html", "grid.html")
@@ -46,12 +52,12 @@ def test_the_coverage_is_that_of_the_tiers_that_ran_whole(project: Command) -> N
     assert "combinations in grid" not in (project.folder / "part.html").read_text()
 
 
-def test_the_results_of_a_run_that_ended_are_json_and_nothing_else(ran: Command) -> None:
+def test_the_results_of_a_run_that_ended_are_json_and_nothing_else(ran: Inside) -> None:
     done = ran.run("report", "release", "--json", "-")
     assert json.loads(done.stdout) == json.loads((ran.folder / "run.json").read_text()) and done.stderr == ""
 
 
-def test_a_page_has_the_history_of_a_run_that_is_stored(project: Command) -> None:
+def test_a_page_has_the_history_of_a_run_that_is_stored(project: Inside) -> None:
     for name in ("v1", "v2"):
         assert project.run("run", "smoke", "--name", name, "--html", f"{name}.html", "--json", "v.json").returncode == 0
     pages = [(project.folder / f"{name}.html").read_text() for name in ("v1", "v2")]
@@ -62,7 +68,7 @@ def test_a_page_has_the_history_of_a_run_that_is_stored(project: Command) -> Non
     assert '"history":' not in (project.folder / "foreign.html").read_text()
 
 
-def test_other_forms_of_a_run_that_ended(ran: Command) -> None:
+def test_other_forms_of_a_run_that_ended(ran: Inside) -> None:
     assert ran.run("report", "--junit", "out.xml", "--markdown", "out.md").returncode == 0
     suite = ElementTree.parse(ran.folder / "out.xml").getroot()
     assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
@@ -71,7 +77,7 @@ def test_other_forms_of_a_run_that_ended(ran: Command) -> None:
     assert done.returncode == 0 and "1 case: 1 crash" in done.stdout and "\n  reproduce: " in done.stdout
 
 
-def test_show_tells_one_case(ran: Command) -> None:
+def test_show_tells_one_case(ran: Inside) -> None:
     done = ran.run("show", "tensorwise")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()[:2]
@@ -80,7 +86,7 @@ def test_show_tells_one_case(ran: Command) -> None:
     assert "█" in ran.run("show", "single-tensorwise", "--run", "release").stdout
 
 
-def test_show_lists_what_it_may_mean(ran: Command) -> None:
+def test_show_lists_what_it_may_mean(ran: Inside) -> None:
     done = ran.run("show", "rowwise", "--run", "release")
     assert done.returncode == 2 and "several cases of the run have this" in done.stderr
     ids = [case["id"] for case in json.loads((ran.folder / "run.json").read_text())["cases"] if "rowwise" in case["id"]]
@@ -100,7 +106,7 @@ def test_show_lists_what_it_may_mean(ran: Command) -> None:
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_written_is_one_line(ran: Command, arguments: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_written_is_one_line(ran: Inside, arguments: tuple[str, ...], said: str) -> None:
     done = ran.run(*arguments)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
     assert not Path(ran.folder / "x.html").exists()

@@ -6,26 +6,41 @@ import json
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import jsonschema
 import psutil
+import pytest
 
 from harness.checks.judge import CHECKS
-from tests.acceptance.conftest import Command
+from tests.acceptance.inside import Inside, Warm
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Command
 
 CPU = ("--device", "cpu")
 
 
-def test_good_run(shared: Command, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def common(shared: Command, warm: Warm) -> Inside:
+    """The project of tests that do not change it."""
+    return Inside(shared.folder, warm=warm)
+
+
+@pytest.fixture
+def project(project: Command, warm: Warm) -> Inside:
+    return Inside(project.folder, warm=warm)
+
+
+def test_good_run(common: Inside, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    done = shared.run("run", "smoke", *CPU, "--json", str(out), "--junit", str(tmp_path / "junit.xml"))
+    done = common.apart.run("run", "smoke", *CPU, "--json", str(out), "--junit", str(tmp_path / "junit.xml"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 cases: 4 passed" in done.stdout
     assert "[4/4]" in done.stderr
     document = json.loads(out.read_text())
-    jsonschema.validate(document, json.loads((shared.repository / "harness/schemas/result.schema.json").read_text()))
+    jsonschema.validate(document, json.loads((common.repository / "harness/schemas/result.schema.json").read_text()))
     assert {case["verdict"] for case in document["cases"]} == {"passed"}
     for case in document["cases"]:
         asked, left_out = set(case["checks"]), {each["check"]: each["reason"] for each in case["not_judged"]}
@@ -37,25 +52,25 @@ def test_good_run(shared: Command, tmp_path: Path) -> None:
     assert len(ElementTree.parse(tmp_path / "junit.xml").findall(".//testcase")) == 4
 
 
-def test_results_are_in_the_order_of_selection(shared: Command, tmp_path: Path) -> None:
+def test_results_are_in_the_order_of_selection(common: Inside, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    shared.run("run", "smoke", *CPU, "--json", str(out))
-    listed = json.loads(shared.run("list", "smoke", "--json").stdout)
+    common.run("run", "smoke", *CPU, "--json", str(out))
+    listed = json.loads(common.run("list", "smoke", "--json").stdout)
     assert [case["id"] for case in json.loads(out.read_text())["cases"]] == [case["id"] for case in listed]
 
 
-def test_every_result_has_a_command_that_reproduces_it(shared: Command, tmp_path: Path) -> None:
+def test_every_result_has_a_command_that_reproduces_it(common: Inside, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    shared.run("run", "smoke", *CPU, "--timeout-s", "90", "--json", str(out))
+    common.run("run", "smoke", *CPU, "--timeout-s", "90", "--json", str(out))
     for case in json.loads(out.read_text())["cases"]:
         program = "FP8_HARNESS_PROGRAM=tests.acceptance.fake_program"
         assert case["command"] == f"{program} fp8-harness run --case {case['id']} --timeout-s 90"
-        done = shared.shell(case["command"])
-        assert done.returncode == 0, done.stderr
-        assert "1 case: 1 passed" in done.stdout
+    done = common.shell(case["command"])
+    assert done.returncode == 0, done.stderr
+    assert "1 case: 1 passed" in done.stdout
 
 
-def failing(project: Command, seed: int, *arguments: str) -> tuple[int, dict[str, Any], str]:
+def failing(project: Inside, seed: int, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, the case document and stderr of a run of one planted case."""
     project.planted("bad", seed)
     update = project.run("golden", "update", "bad", *CPU, "--reason", "bad seed")
@@ -65,14 +80,14 @@ def failing(project: Command, seed: int, *arguments: str) -> tuple[int, dict[str
     return done.returncode, json.loads(out.read_text())["cases"][0], done.stdout + done.stderr
 
 
-def test_rank_raises(project: Command) -> None:
+def test_rank_raises(project: Inside) -> None:
     code, case, text = failing(project, 1)
     assert (code, case["verdict"]) == (1, "crash")
     assert "ValueError: planted failure" in text
     assert "reproduce: FP8_HARNESS_PROGRAM=tests.acceptance.fake_program fp8-harness run --case" in text
 
 
-def test_rank_hangs(project: Command) -> None:
+def test_rank_hangs(project: Inside) -> None:
     code, case, text = failing(project, 2, "--timeout-s", "2")
     assert (code, case["verdict"]) == (1, "hang")
     assert "rank 0 stuck: in _behave (" in case["findings"][0]["message"]
@@ -80,20 +95,20 @@ def test_rank_hangs(project: Command) -> None:
     assert "in rank_main" in case["failures"][0]["traceback"]
 
 
-def test_nan_loss_is_reported_as_nan(project: Command) -> None:
+def test_nan_loss_is_reported_as_nan(project: Inside) -> None:
     code, case, text = failing(project, 3)
     assert (code, case["verdict"]) == (1, "numeric")
     assert case["losses"][1] == "NaN"
     assert "step 2" in text
 
 
-def test_loss_far_from_golden(project: Command) -> None:
+def test_loss_far_from_golden(project: Inside) -> None:
     code, case, text = failing(project, 4)
     assert (code, case["verdict"]) == (1, "numeric")
     assert "from the golden at step 1" in text
 
 
-def test_formulas_do_not_judge_a_torch_that_they_were_not_verified_for(project: Command) -> None:
+def test_formulas_do_not_judge_a_torch_that_they_were_not_verified_for(project: Inside) -> None:
     code, case, _ = failing(project, 7)
     assert (code, case["verdict"]) == (0, "passed")
     assert {"finite", "loss_vs_golden", "fp8_on"} <= set(case["checks"])
@@ -101,13 +116,13 @@ def test_formulas_do_not_judge_a_torch_that_they_were_not_verified_for(project: 
     assert reason.startswith("the formula for matmuls was not verified: torch 2.99.0 is installed")
 
 
-def test_rank_exits(project: Command) -> None:
+def test_rank_exits(project: Inside) -> None:
     code, case, text = failing(project, 5)
     assert (code, case["verdict"]) == (1, "crash")
     assert "7" in text
 
 
-def test_without_a_golden_the_reference_is_run_and_named(project: Command) -> None:
+def test_without_a_golden_the_reference_is_run_and_named(project: Inside) -> None:
     project.planted("new", 0, steps=4)
     done = project.run("run", "new", "--json", str(project.folder / "new.json"), *CPU)
     assert done.returncode == 0
@@ -117,26 +132,26 @@ def test_without_a_golden_the_reference_is_run_and_named(project: Command) -> No
     assert case["golden"] == "run here"
 
 
-def test_shards_run_every_case_once_and_say_which_they_are(shared: Command, tmp_path: Path) -> None:
+def test_shards_run_every_case_once_and_say_which_they_are(common: Inside, tmp_path: Path) -> None:
     ran: list[str] = []
     for index in range(1, 6):
         out = tmp_path / f"{index}.json"
-        done = shared.run("run", "smoke", *CPU, "--shard", f"{index}/5", "--json", str(out))
+        done = common.run("run", "smoke", *CPU, "--shard", f"{index}/5", "--json", str(out))
         assert done.returncode == 0, done.stdout + done.stderr
         document = json.loads(out.read_text())
         ids = [case["id"] for case in document["cases"]]
         assert document["shard"] == f"{index}/5" and document["exit_code"] == 0
-        listed = shared.run("list", "smoke", "--shard", f"{index}/5")
+        listed = common.run("list", "smoke", "--shard", f"{index}/5")
         assert (listed.returncode, [line.split()[1] for line in listed.stdout.splitlines()]) == (0, ids)
         assert ("no case: fewer cases than shards" in done.stderr) is (not ids)
         ran += ids
-    listed = json.loads(shared.run("list", "smoke", "--json").stdout)
+    listed = json.loads(common.run("list", "smoke", "--json").stdout)
     assert sorted(ran) == sorted(case["id"] for case in listed) and len(ran) == 4
-    assert shared.run("run", "smoke", *CPU, "--shard", "6/5").returncode == 2
-    assert shared.run("run", "smoke", *CPU, "--select", "tp=16", "--shard", "1/2").returncode == 3
+    assert common.run("run", "smoke", *CPU, "--shard", "6/5").returncode == 2
+    assert common.run("run", "smoke", *CPU, "--select", "tp=16", "--shard", "1/2").returncode == 3
 
 
-def test_rerun_failed(project: Command) -> None:
+def test_rerun_failed(project: Inside) -> None:
     failing(project, 1)
     done = project.run("run", "--rerun-failed", *CPU)
     assert done.returncode == 1
@@ -147,7 +162,7 @@ def test_rerun_failed(project: Command) -> None:
     assert "nothing failed in the last run" in again.stderr
 
 
-def test_rerun_failed_after_the_run_was_killed(project: Command) -> None:
+def test_rerun_failed_after_the_run_was_killed(project: Inside) -> None:
     axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
     project.tier("slow", "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in (1, 2, 3)))
     assert project.run("golden", "update", "slow", *CPU, "--reason", "slow").returncode == 0
@@ -162,7 +177,7 @@ def test_rerun_failed_after_the_run_was_killed(project: Command) -> None:
     assert "2 cases: 2 passed" in again.stdout
 
 
-def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(project: Command) -> None:
+def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(project: Inside) -> None:
     """The patch raises in every rank that it is called in: what passes without it fails again with it."""
     axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
     project.tier("slow", "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in range(1, 5)))
@@ -175,7 +190,7 @@ def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(proje
     process.communicate(timeout=30)
     elsewhere = project.folder / "cases" / "deep"
     elsewhere.mkdir()
-    again = Command(elsewhere, project.environment | {"FP8_HARNESS_STATE": str(project.folder / "state")})
+    again = Inside(elsewhere, {"FP8_HARNESS_STATE": str(project.folder / "state")}, warm=project.warm)
     done = again.run("run", "--rerun-failed", "-x")
     patch = project.folder.resolve() / "patch.py"
     assert f"note: repeats --device cpu --timeout-s 77 --inject {patch}:apply of the last run." in done.stderr
@@ -187,7 +202,7 @@ def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(proje
     assert mended.returncode == 0 and "4 cases: 4 passed" in mended.stdout
 
 
-def test_injection_that_raises_is_a_crash_that_names_it(project: Command) -> None:
+def test_injection_that_raises_is_a_crash_that_names_it(project: Inside) -> None:
     patch = project.folder / "patch.py"
     patch.write_text("def apply():\n    raise RuntimeError('no such kernel')\n")
     done = project.run("run", "smoke", *CPU, "--select", "recipe=tensorwise", "--inject", "patch.py:apply")
@@ -196,7 +211,7 @@ def test_injection_that_raises_is_a_crash_that_names_it(project: Command) -> Non
     assert "--inject patch.py:apply" in done.stdout
 
 
-def test_a_program_that_cannot_be_imported_is_a_crash_that_names_it(project: Command) -> None:
+def test_a_program_that_cannot_be_imported_is_a_crash_that_names_it(project: Inside) -> None:
     project.environment["FP8_HARNESS_PROGRAM"] = "no_such_program"
     out = project.folder / "result.json"
     done = project.run("run", "smoke", *CPU, "--select", "recipe=tensorwise", "--json", str(out))
@@ -206,8 +221,8 @@ def test_a_program_that_cannot_be_imported_is_a_crash_that_names_it(project: Com
     assert "No module named 'no_such_program'" in done.stdout
 
 
-def test_full_disk_for_json_loses_nothing(shared: Command) -> None:
-    done = shared.run("run", "smoke", *CPU, "--json", "/dev/full")
+def test_full_disk_for_json_loses_nothing(common: Inside) -> None:
+    done = common.run("run", "smoke", *CPU, "--json", "/dev/full")
     assert done.returncode == 2
     assert "4 cases: 4 passed" in done.stdout
     line = next(line for line in done.stderr.splitlines() if line.startswith("fp8-harness: error:"))
@@ -216,13 +231,13 @@ def test_full_disk_for_json_loses_nothing(shared: Command) -> None:
     assert len(stored.read_text().splitlines()) == 4
 
 
-def test_kept_logs(project: Command) -> None:
+def test_kept_logs(project: Inside) -> None:
     done = project.run("run", "smoke", *CPU, "--keep-logs", "logs")
     assert done.returncode == 0
     assert len(list((project.folder / "logs").iterdir())) == 4
 
 
-def test_torchrun_engine_is_chosen(project: Command) -> None:
+def test_torchrun_engine_is_chosen(project: Inside) -> None:
     out = project.folder / "result.json"
     arguments = ("--select", "dp_shard=2", "--engine", "torchrun", "--keep-logs", "logs", "--json", str(out))
     done = project.run("run", "smoke", *CPU, *arguments)
@@ -233,7 +248,7 @@ def test_torchrun_engine_is_chosen(project: Command) -> None:
     assert len(list((project.folder / "logs").glob("*-fsdp2-rowwise-*/torchrun.log"))) == 1
 
 
-def test_interrupt_ends_torchrun_and_its_ranks(project: Command) -> None:
+def test_interrupt_ends_torchrun_and_its_ranks(project: Inside) -> None:
     project.planted("hanging", 2)
     process = project.start("run", "hanging", *CPU, "--engine", "torchrun")
     ours = psutil.Process(process.pid)
@@ -248,7 +263,7 @@ def test_interrupt_ends_torchrun_and_its_ranks(project: Command) -> None:
     assert not alive
 
 
-def test_interrupt_leaves_a_valid_partial_result(project: Command) -> None:
+def test_interrupt_leaves_a_valid_partial_result(project: Inside) -> None:
     axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
     cases = "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in range(1, 9))
     project.tier("slow", cases)
@@ -273,7 +288,7 @@ def test_interrupt_leaves_a_valid_partial_result(project: Command) -> None:
     assert not alive
 
 
-def test_two_runs_at_once_share_the_slots(project: Command) -> None:
+def test_two_runs_at_once_share_the_slots(project: Inside) -> None:
     first = project.start("run", "smoke", *CPU, "--slots", "2")
     second = project.start("run", "smoke", *CPU, "--slots", "2")
     for process in (first, second):
@@ -281,14 +296,14 @@ def test_two_runs_at_once_share_the_slots(project: Command) -> None:
         assert process.returncode == 0, out + err
 
 
-def test_nothing_is_left_behind(project: Command) -> None:
+def test_nothing_is_left_behind(project: Inside) -> None:
     project.environment["TMPDIR"] = str(project.folder / "tmp")
     (project.folder / "tmp").mkdir()
-    assert project.run("run", "smoke", *CPU).returncode == 0
+    assert project.apart.run("run", "smoke", *CPU).returncode == 0
     assert not list((project.folder / "tmp").iterdir())
 
 
-def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Command) -> None:
+def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Inside) -> None:
     good = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
     raises = 'recipe = "tensorwise", dp_shard = 4, steps = 3, loss_tolerance = 0.05, seed = 1'  # largest worlds first
     cases = [raises, *(f"{good}, seed = {seed}" for seed in range(8, 14))]
@@ -304,11 +319,11 @@ def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Command
     assert again.returncode == 1 and "6 passed, 1 crash" in again.stdout
 
 
-def test_github_is_told_what_failed_and_obeys_no_rank(project: Command) -> None:
+def test_github_is_told_what_failed_and_obeys_no_rank(project: Inside) -> None:
     project.planted("bad", 1)
     summary = project.folder / "summary.md"
     summary.write_text("before\n")
-    inside = Command(project.folder, {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(summary)})
+    inside = project.having(GITHUB_ACTIONS="true", GITHUB_STEP_SUMMARY=str(summary))
     done = inside.run("run", "bad", *CPU)
     assert done.returncode == 1
     stop, *said, end, annotation = [line for line in done.stdout.splitlines() if line]

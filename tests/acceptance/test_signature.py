@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.acceptance.conftest import Command
+from tests.acceptance.inside import Inside, Warm
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Command
 
 CASE = "target.mine-fsdp2-rowwise-v2048-s3-f32-tol.0.05"
-MORE = {"MORE_TRAFFIC": "1"}
 UPDATE = ("signature", "update", "mine", "--device", "cpu", "--reason")
 
 
 @pytest.fixture
-def mine(project: Command) -> Command:
+def mine(project: Command, warm: Warm) -> Inside:
     """The project with a tier of one case that a module of the user trains."""
     (project.folder / "mine.py").write_text("from harness.worker.targets.reference.build import build as build\n")
     axes = 'recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, target = "mine"'
     project.tier("mine", f"[[case]]\naxes = {{{axes}}}\n")
-    return project
+    return Inside(project.folder, warm=warm)
 
 
-def with_environment(project: Command, more: Mapping[str, str]) -> Command:
-    return Command(project.folder, {**project.environment, **more})
-
-
-def result(project: Command, *options: str) -> tuple[int, dict[str, Any]]:
+def result(project: Inside, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code of a run of the case, and its result."""
     done = project.run("run", "mine", "--device", "cpu", "--json", "result.json", *options)
     (case,) = json.loads((project.folder / "result.json").read_text())["cases"]
     return done.returncode, case
 
 
-def test_without_a_signature_the_check_is_not_judged_by_name(mine: Command) -> None:
+def test_without_a_signature_the_check_is_not_judged_by_name(mine: Inside) -> None:
     done = mine.run("run", "mine", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "signatures not recorded: 1. What these cases send and keep is not judged." in done.stderr
@@ -45,7 +42,7 @@ def test_without_a_signature_the_check_is_not_judged_by_name(mine: Command) -> N
     assert "0 damaged, 1 missing" in check.stdout
 
 
-def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Command) -> None:
+def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Inside) -> None:
     first = mine.run(*UPDATE, "first", "--missing")
     assert first.returncode == 0, first.stdout + first.stderr
     assert f"{CASE}: new\n  stored in " in first.stdout and "1 signature stored, 0 cases failed" in first.stdout
@@ -54,7 +51,7 @@ def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Command) ->
     assert listed.startswith(f"{CASE}  20") and listed.endswith("  torch 2.13.0+cpu  first")
     code, good = result(mine)
     assert (code, good["verdict"]) == (0, "passed") and "signature" in good["checks"]
-    code, bad = result(with_environment(mine, MORE))
+    code, bad = result(mine.having(MORE_TRAFFIC="1"))
     assert (code, bad["verdict"]) == (1, "invariant")
     (finding,) = bad["findings"]
     assert (finding["check"], finding["step"], finding["rank"]) == ("signature", 1, 0)
@@ -63,10 +60,10 @@ def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Command) ->
     assert "on ranks 0-1; if it is intended, `fp8-harness signature update" in finding["message"]
 
 
-def test_an_update_shows_what_changes(mine: Command) -> None:
+def test_an_update_shows_what_changes(mine: Inside) -> None:
     assert mine.run(*UPDATE, "first").returncode == 0
     stored = next((mine.folder / "golden" / "signatures").iterdir())
-    before, changed = stored.read_text(), with_environment(mine, MORE)
+    before, changed = stored.read_text(), mine.having(MORE_TRAFFIC="1")
     shown = changed.run(*UPDATE, "look", "--dry-run")
     assert shown.returncode == 0 and stored.read_text() == before
     line = "ranks 0-1: all_gather in uint8 along dp_shard: 4 with 2048 bytes (4 of 512 elements) -> 5 with 2560"
@@ -77,7 +74,7 @@ def test_an_update_shows_what_changes(mine: Command) -> None:
     assert f"{CASE}: unchanged" in changed.run(*UPDATE, "again").stdout
 
 
-def test_what_fails_another_check_is_not_recorded(mine: Command) -> None:
+def test_what_fails_another_check_is_not_recorded(mine: Inside) -> None:
     axes = 'recipe = "tensorwise", seed = 4, steps = 3, loss_tolerance = 0.05, target = "mine"'
     mine.tier("mine", f"[[case]]\naxes = {{{axes}}}\n")
     done = mine.run(*UPDATE, "first")
@@ -86,7 +83,7 @@ def test_what_fails_another_check_is_not_recorded(mine: Command) -> None:
     assert mine.run("signature", "list").stdout == ""
 
 
-def test_errors_are_one_line_with_a_fix(mine: Command) -> None:
+def test_errors_are_one_line_with_a_fix(mine: Inside) -> None:
     assert mine.run(*UPDATE, "first").returncode == 0
     for words, code, message in (
         (("update", "mine"), 2, "--reason is missing. Fix: add --reason"),
@@ -99,7 +96,7 @@ def test_errors_are_one_line_with_a_fix(mine: Command) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_damaged_signature_ends_a_run_before_it_begins(mine: Command) -> None:
+def test_a_damaged_signature_ends_a_run_before_it_begins(mine: Inside) -> None:
     assert mine.run(*UPDATE, "first").returncode == 0
     stored = next((mine.folder / "golden" / "signatures").iterdir())
     stored.write_text(stored.read_text().replace("4 with", "5 with"))
@@ -120,11 +117,13 @@ def apply():
 """
 
 
-def test_real_ranks_that_keep_gathered_weights_are_found_by_what_they_send_and_keep(mine: Command) -> None:
+def test_real_ranks_that_keep_gathered_weights_are_found_by_what_they_send_and_keep(mine: Inside) -> None:
     """No number is wrong, and no rule that holds for every model is broken."""
-    real = with_environment(mine, {"FP8_HARNESS_PROGRAM": ""})
+    real = mine.having(FP8_HARNESS_PROGRAM="")
     (mine.folder / "keeps.py").write_text(KEEPS_WEIGHTS)
-    done = real.run(*UPDATE, "first", timeout_s=300)
+    axes = 'recipe = "rowwise", dp_shard = 2, steps = 3, global_batch = 4, loss_tolerance = 0.05, target = "mine"'
+    mine.tier("mine", f"[[case]]\naxes = {{{axes}}}\n")
+    done = real.run(*UPDATE, "first")
     assert done.returncode == 0, done.stdout + done.stderr
     assert result(real)[1]["verdict"] == "passed"
     code, found = result(real, "--inject", "keeps.py:apply")
