@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 FP8, BF16 = "single-tensorwise-v2048-gb4-s2-f64", "single-bf16-v2048-gb4-s2-f64"
 UTILS = "float8/float8_utils.py"
-OWN = "tp2-tensorwise-dim.192-layers.1-ffn.320-v2560-gb4-s7-seed7-b16"  # no golden and no tolerance
+OWN = "tp2-tensorwise-dim.96-layers.1-ffn.160-v1280-gb4-s4-seed7-b16"  # no golden and no tolerance
 LONG = "tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-seed7-b16"
 
 
