@@ -80,12 +80,6 @@ def test_unknown_tier(project: Command) -> None:
     assert "did you mean smoke" in done.stderr
 
 
-def test_several_workers(project: Command) -> None:
-    done = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "-n", "2", "--fp8-slots", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
-
-
 class FakeParser:
     """Takes the options that the plugin adds."""
 
@@ -112,7 +106,7 @@ def test_the_options_are_those_of_run_but_for_those_that_pytest_has() -> None:
         assert choices is None or (list(given["choices"]), given["default"]) == (list(choices), option.default), name
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [(), ("-n", "2", "--fp8-slots", "2")])
 def test_json_is_that_of_run(project: Command, workers: tuple[str, ...]) -> None:
     project.planted("bad", 1)
     run = ("--fp8-json", "out.json", "--fp8-markdown", "out.md", "--fp8-html", "out.html", "--fp8-name", "candidate")
