@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ target = "fp8_target"
 dtype = "float64"
 recipe = "tensorwise"
 steps = 2
+global_batch = 4
 sequence_parallel = false
 loss_parallel = false
 loss_tolerance = 0.05
@@ -33,7 +35,8 @@ axes = {tp = 2}
 [[case]]
 axes = {dp_shard = 2, fp8_all_gather = true}
 """
-TP = "target.fp8_target-tp2-nosp-nolp-tensorwise-v2048-s2-f64"
+TP = "target.fp8_target-tp2-nosp-nolp-tensorwise-v2048-gb4-s2-f64-tol.0.05"
+FSDP = "target.fp8_target-fsdp2-tensorwise-ag.fp8-v2048-gb4-s2-f64-tol.0.05"
 
 
 @dataclass
@@ -104,15 +107,17 @@ def make_environment(folder: Path) -> Path:
     return Path(sysconfig.get_path("scripts", scheme="venv", vars=paths)) / "python"
 
 
-def test_a_sound_trainer_passes_and_a_planted_fault_is_found(user: User) -> None:
+def test_a_sound_trainer_passes_and_planted_faults_are_found(user: User) -> None:
     where = user.execute("-c", "import tiny_gpt; print(tiny_gpt.__file__)").stdout
     assert str(user.python.parents[1]) in where, "the package is the installed one"
-    done = user.run("run", "quick")
+    faults = ("--fault", "amax_not_reduced_over_tp", "--fault", "fp8_all_gather_flag_lost")
+    done = user.run("power", "quick", *faults, "--carriers", "1", "--json", "power.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 cases: 2 passed" in done.stdout
-    done = user.run("run", "--case", TP, "--inject", "fault:amax_not_reduced_over_tp")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "scales [step 1, rank 0, module blocks.0.attention.query]: scale does not match the amax" in done.stdout
+    power = json.loads((user.project / "power.json").read_text())
+    assert {(each["case_id"], each["verdict"]) for each in power["clean"]} == {(TP, "passed"), (FSDP, "passed")}
+    assert [(each["case_id"], each["verdict"]) for each in power["trials"]] == [(TP, "invariant"), (FSDP, "invariant")]
+    told = "scale does not match the amax: first in blocks.0.attention.query at step 1 on rank 0"
+    assert power["trials"][0]["message"].startswith(told)
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,6 @@ class Bug:
     says: str
 
 
-FSDP = "target.fp8_target-fsdp2-tensorwise-ag.fp8-v2048-s2-f64"
 PRECOMPUTED = "target.fp8_target-fsdp2-tensorwise-ag.fp8pre-v2048-s3-f64"
 HSDP = "target.fp8_target-hsdp2x2-tensorwise-v2048-s2-f64"
 BUGS = {
