@@ -1,4 +1,7 @@
-"""Models of a user that are built in other ways than the Llama: clean runs are clean, and planted faults are found."""
+"""Models of a user that are built in other ways than the Llama: clean runs are clean, and planted faults are found.
+
+Also by what a target states of itself in `expect`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,10 @@ REDUCED = "target.variants-hsdp2x2-tensorwise-v2048-s2-lr0.004-reduce.b16-b16"
 EVALUATED = "target.variants-fsdp2-tensorwise-v2048-s2-eval-lr0.004-f64"
 RESUMED = "target.variants-tp2-tensorwise-v2048-s2-resume.resharded-lr0.004-b16"
 RESUMED_ON_TWO_AXES = "target.variants-fsdp2-tp2-tensorwise-v2048-s2-resume.resharded-lr0.004-b16"
+# On one rank. The target states what is right of the first one, a wrong formula of the second, nothing of the third.
+STATED = "target.variants-single-tensorwise-v2048-s2-lr0.004-seed3-f64-tol.0.004"
+WRONG = "target.variants-single-tensorwise-v2048-s2-lr0.004-seed3-b16-tol.0.004"
+SILENT = "target.variants-single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +79,27 @@ def test_a_planted_fault_is_found(project: Inside, case: str, fault: str, says: 
     done = project.run("run", "--case", case, "--inject", f"fault:{fault}")
     assert done.returncode == 1, done.stdout + done.stderr
     assert says in done.stdout, done.stdout
+
+
+def run(project: Inside, case: str, *words: str) -> tuple[int, str]:
+    done = project.run("run", "--case", case, "--verbose", *words)
+    return done.returncode, done.stdout
+
+
+def test_a_fault_is_found_by_what_is_stated_and_by_nothing_else(project: Inside) -> None:
+    kept = ("--inject", "fault:float8_weight_kept_for_backward")
+    code, out = run(project, STATED)
+    assert code == 0 and "memory in 1 case: no formula for the model of variants; see `stated`" in out, out
+    code, out = run(project, STATED, *kept)
+    assert code == 1, out
+    assert "stated [step 1, rank 0]: not the number of float8_e4m3fn bytes saved for backward that expect()" in out
+    assert "expected: 0\n" in out and "return it from expect(); otherwise the run is wrong" in out
+    code, out = run(project, SILENT, *kept)
+    assert code == 0 and "stated in 1 case: the target states nothing of the case" in out, out
+
+
+def test_a_wrong_formula_is_told_with_the_number_to_return(project: Inside) -> None:
+    code, out = run(project, WRONG)
+    assert code == 1, out
+    words = "number of scaled matmuls that expect() of variants states on rank 0\n    expected: 8\n    found: 12\n"
+    assert words in out and "return it from expect()" in out
