@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -38,12 +37,6 @@ PYTESTS_OWN = {
 PLUGIN = ("--fp8-device", "cpu")  # loaded by its entry point, as for every user
 
 
-def test_cases_folder(project: Command) -> None:
-    done = project.pytest(*PLUGIN, "cases/")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
-
-
 def test_tier_alone(project: Command) -> None:
     (project.folder / "test_other.py").write_text("def test_other():\n    assert False\n")
     done = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "-k", "tensorwise", "-v")
@@ -56,15 +49,6 @@ def test_not_asked_for(project: Command) -> None:
     (project.folder / "test_other.py").write_text("def test_other():\n    pass\n")
     done = project.pytest(*PLUGIN)
     assert "1 passed" in done.stdout
-
-
-def test_failure_shows_findings(project: Command, tmp_path: Path) -> None:
-    project.planted("bad", 1)
-    done = project.pytest(*PLUGIN, "cases/bad.toml", "--junitxml", str(tmp_path / "junit.xml"))
-    assert done.returncode == 1
-    assert "planted failure" in done.stdout
-    assert " fp8-harness run --case" in done.stdout
-    assert len(ElementTree.parse(tmp_path / "junit.xml").findall(".//failure")) == 1
 
 
 def test_bad_file_is_a_collection_error(project: Command) -> None:
@@ -106,12 +90,20 @@ def test_the_options_are_those_of_run_but_for_those_that_pytest_has() -> None:
         assert choices is None or (list(given["choices"]), given["default"]) == (list(choices), option.default), name
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2", "--fp8-slots", "2")])
-def test_json_is_that_of_run(project: Command, workers: tuple[str, ...]) -> None:
+ALL_CASES = {
+    "the folder": ("cases/",),
+    "tiers on two workers": ("--fp8-tier", "smoke", "--fp8-tier", "bad", "-n", "2", "--fp8-slots", "2"),
+}
+
+
+@pytest.mark.parametrize("asked", ALL_CASES.values(), ids=ALL_CASES)
+def test_findings_are_shown_and_json_is_that_of_run(project: Command, asked: tuple[str, ...]) -> None:
     project.planted("bad", 1)
     run = ("--fp8-json", "out.json", "--fp8-markdown", "out.md", "--fp8-html", "out.html", "--fp8-name", "candidate")
-    done = project.pytest(*PLUGIN, *workers, "--fp8-tier", "smoke", "--fp8-tier", "bad", *run)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = project.pytest(*PLUGIN, *asked, *run, "--junitxml", "junit.xml")
+    assert done.returncode == 1 and "4 passed" in done.stdout, done.stdout + done.stderr
+    assert "planted failure" in done.stdout and " fp8-harness run --case" in done.stdout
+    assert len(ElementTree.parse(project.folder / "junit.xml").findall(".//failure")) == 1
     document = json.loads((project.folder / "out.json").read_text())
     jsonschema.validate(document, json.loads((project.repository / "harness/schemas/result.schema.json").read_text()))
     assert document["totals"]["passed"] == 4 and document["totals"]["crash"] == 1
