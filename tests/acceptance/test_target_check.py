@@ -101,7 +101,8 @@ SWEPT = {
 }
 
 
-@pytest.mark.parametrize("name", ["lacking", pytest.param("threaded", marks=pytest.mark.sweep)])
+@pytest.mark.sweep  # each needs a warm process of its own
+@pytest.mark.parametrize("name", MODULES)
 def test_a_module_that_is_no_target(project: Inside, name: str) -> None:
     text, words = MODULES[name]
     (project.folder / f"{name}.py").write_text(f"{text}\n")

@@ -32,6 +32,7 @@ ValueError: x
             "RuntimeError: Missing key in checkpoint state_dict: optimizer.param_groups.1.lr.",
             "flatten_optimizer_state_dict=True",
         ),
+        ("ModuleNotFoundError: No module named 'mine'", "install it into the environment of fp8-harness"),
         ("the zygote must be single-threaded to fork, but it also has: TMonitor", "tqdm.tqdm.monitor_interval = 0"),
     ],
 )
