@@ -11,7 +11,7 @@ import pytest
 from tests.acceptance.inside import Inside, Warm
 
 TARGETS = Path(__file__).parents[1] / "targets"
-SHORT = "single-tensorwise-v2048-s2-lr0.004-f64"  # what is wrong shows in two steps
+SHORT = "single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"  # what is wrong shows in two steps
 # Every rank reads the last line of this target anew: the warm process that it is forked from has imported it once.
 LATE = """
 def __getattr__(name):
