@@ -1,6 +1,7 @@
 """The command line in this process, with ranks that are forked from warm processes which several runs share.
 
-For what a run says and leaves behind. Signals, terminals and what is left of processes need the real command.
+For what a run says and leaves behind. Signals, terminals and what is left of processes need the real command. Only who
+starts the warm processes is replaced: ranks are real, or those of `fake_program.py`.
 """
 
 from __future__ import annotations
