@@ -306,7 +306,7 @@ def test_nothing_is_left_behind(project: Inside) -> None:
 def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Inside) -> None:
     good = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
     raises = 'recipe = "tensorwise", dp_shard = 4, steps = 3, loss_tolerance = 0.05, seed = 1'  # largest worlds first
-    cases = [raises, *(f"{good}, seed = {seed}" for seed in range(8, 14))]
+    cases = [raises, *(f"{good}, seed = {seed}" for seed in range(9, 15))]
     project.tier("many", "".join(f"[[case]]\naxes = {{{axes}}}\n" for axes in cases))
     done = project.run("run", "many", "-x", "-j", "1", "--json", "-", *CPU)
     assert done.returncode == 1
