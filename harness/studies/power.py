@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import msgspec
 
@@ -59,7 +60,7 @@ def carriers_among(project: Project, faults: Sequence[Fault], query: Query, *, a
     }
 
 
-def run_power(
+def run_power(  # noqa: PLR0913  what is planted where, and what runs it
     project: Project,
     faults: Sequence[Fault],
     carriers: Carriers,
@@ -67,8 +68,12 @@ def run_power(
     progress: Progress,
     *,
     others: Sequence[Case] = (),
+    executor: Executor | None = None,
 ) -> Power:
-    """Run every fault in each of its carriers; these and the `others` clean. Ctrl-C keeps finished runs."""
+    """Run every fault in each of its carriers; these and the `others` clean. Ctrl-C keeps finished runs.
+
+    `executor`: one that is open already and stays open, on the nodes of the plan.
+    """
     started_s = time.monotonic()
     carrying = [case for fault in faults for case in carriers[fault.name]]
     used = tuple({case_id(case): case for case in (*carrying, *others)}.values())
@@ -77,8 +82,8 @@ def run_power(
     clean = [_Planting(case=case) for case in used]
     plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in carriers[fault.name]))
     progress.begin(len(plantings))
-    with open_executor(plan, project) as executor:
-        work = _TrialWork(project, used, plan, executor, progress)
+    with nullcontext(executor.with_plan(plan)) if executor is not None else open_executor(plan, project) as opened:
+        work = _TrialWork(project, used, plan, opened, progress)
         ended = run_schedule(plantings, work, _TrialObserver(progress), jobs=plan.jobs)
     tried = [outcome for outcome in ended.results if outcome is not None]
     without = {each.result.case_id: each for each in tried if each.fault is None}
