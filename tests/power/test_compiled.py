@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from harness.matrix.faults import fault_named
-from tests.power.kills import COMPILED, assert_all_found, assert_kills, kill_matrix
+from tests.power.kills import COMPILED, assert_all_found, assert_kills, kill_matrix, short_kill_matrix
 
 
 def test_a_wrong_cast_and_a_wrong_row_are_found() -> None:
-    power = kill_matrix((fault_named("compiled_cast_clamps_early"), fault_named("gathered_chunks_swapped")))
+    faults = (fault_named("compiled_cast_clamps_early"), fault_named("gathered_chunks_swapped"))
+    power = short_kill_matrix(faults)
     assert_all_found(power)
     assert_kills(power, groups="H", checks="graphs graph_scales")
 

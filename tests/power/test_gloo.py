@@ -6,6 +6,7 @@ import pytest
 
 from harness.matrix.faults import all_faults
 from harness.project import find_project
+from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
@@ -18,15 +19,17 @@ from tests.worker.runs import sweep
     ("carrier", "names"),
     [
         ("tp2-tensorwise-v2048-gb4-s2-f64", "amax_not_reduced_over_tp nothing_converted sequence_shards_swapped"),
-        # float32 sums of four ranks have other bits here than in the reference of one rank
-        ("fsdp4-tensorwise-ag.fp8pre-v2048-gb4-s2-f32", "gathered_shards_swapped one_gradient_lost"),
+        # float32 sums of more than two ranks have other bits here than in the reference of one rank
+        ("fsdp3-tensorwise-v2048-gb6-s2-f32", "gathered_shards_swapped one_gradient_lost"),
+        sweep("fsdp4-tensorwise-ag.fp8pre-v2048-gb4-s2-f32", "gathered_shards_swapped one_gradient_lost"),
         sweep("fsdp4-tensorwise-ag.fp8pre-v2048-gb4-s2-b16", "gathered_shards_swapped one_gradient_lost"),
         sweep("tp4-rowwise-ac.full-v2048-gb4-s2-b16", "partial_output_not_reduced output_kept_on_module"),
     ],
 )
-def test_faults_are_found_and_the_clean_run_passes(carrier: str, names: str) -> None:
+def test_faults_are_found_and_the_clean_run_passes(executor: Executor, carrier: str, names: str) -> None:
     project, faults = find_project(), tuple(all_faults()[name] for name in names.split())
     carriers = carriers_among(project, faults, Query(case_ids=(carrier,)), at_most=1)
-    power = run_power(project, faults, carriers, make_plan(device="cpu", fabric="gloo"), SilentProgress())
+    plan = make_plan(device="cpu", fabric="gloo")
+    power = run_power(project, faults, carriers, plan, SilentProgress(), executor=executor)
     assert len(power.trials) == len(faults)
     assert_all_found(power)

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
-from harness.matrix.caseid import parse_case_id
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.faults import fault_named
 from harness.project import find_project
+from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.studies.kill_matrix import Power
 from harness.studies.power import run_power
 from harness.verdict import Verdict
+from tests.power.kills import IN_A_KNOWN_CASE, short_carrier
 
-KNOWN = [
-    parse_case_id("fsdp3-tensorwise-ag.fp8-v2048-gb6-s2-f64"),  # crashes without its fix
-    parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-v2048-s3-f64"),  # wrong scales without its fix
-]
-FAULTS = ["one_gradient_lost", "gradients_doubled", "gradient_cast_to_e4m3", "update_missing_on_one_rank"]
+CRASHES = parse_case_id("fsdp3-tensorwise-ag.fp8-v2048-gb6-s2-f64")  # without its fix
+WRONG_SCALES = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-v2048-s2-f64")  # without its fix
+FAULTS = ("one_gradient_lost", "gradients_doubled", "gradient_cast_to_e4m3", "update_missing_on_one_rank")
+# Four ranks that train twice: a fault of FP8, and those that need the case. The sweeps plant all.
+IN_WRONG_SCALES = ("gradient_cast_to_e4m3", *IN_A_KNOWN_CASE)
+
+
+def planted(faults: Mapping[Case, Sequence[str]], executor: Executor | None = None) -> Power:
+    names = dict.fromkeys(name for each in faults.values() for name in each)
+    carriers = {name: [case for case, each in faults.items() if name in each] for name in names}
+    plan = make_plan(device="cpu")
+    chosen = tuple(map(fault_named, names))
+    return run_power(find_project(), chosen, carriers, plan, SilentProgress(), executor=executor)
 
 
 @pytest.fixture(scope="module")
-def power() -> Power:
-    faults = tuple(map(fault_named, FAULTS))
-    carriers = {fault.name: KNOWN for fault in faults}
-    return run_power(find_project(), faults, carriers, make_plan(device="cpu"), SilentProgress())
+def power(executor: Executor) -> Power:
+    return planted({CRASHES: FAULTS, WRONG_SCALES: IN_WRONG_SCALES}, executor)
 
 
 def test_the_cases_are_known_without_a_fault(power: Power) -> None:
-    assert [trial.verdict for trial in power.clean] == [Verdict.KNOWN] * len(KNOWN)
+    verdicts = {trial.case_id: trial.verdict for trial in power.clean}
+    assert verdicts == {case_id(case): Verdict.KNOWN for case in (CRASHES, WRONG_SCALES)}
 
 
 def test_no_fault_hides_behind_a_recorded_one(power: Power) -> None:
-    assert len(power.trials) == len(FAULTS) * len(KNOWN)
+    assert len(power.trials) == len(FAULTS) + len(IN_WRONG_SCALES)
     assert [(trial.fault, trial.case_id) for trial in power.trials if not trial.detected] == []
+
+
+def test_faults_whose_carrier_is_known_are_planted_in_it() -> None:
+    assert {short_carrier(fault_named(name)) for name in IN_A_KNOWN_CASE} == {WRONG_SCALES}
+
+
+@pytest.mark.sweep
+def test_no_fault_hides_behind_wrong_scales() -> None:
+    power = planted({WRONG_SCALES: FAULTS})
+    assert len(power.trials) == len(FAULTS)
+    assert [trial.fault for trial in power.trials if not trial.detected] == []

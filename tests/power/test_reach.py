@@ -7,23 +7,25 @@ import pytest
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import fault_named
 from harness.project import find_project
+from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.studies.kill_matrix import Power, Trial
 from harness.studies.power import run_power
 from harness.studies.reach import NO_EFFECT
 
-CASE = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-f64")
+CASE = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-s2-f64")
 IDLE = "precompute_dead_branch"  # the case precomputes no scales
 BROKEN = "weight_amax_over_replicas"  # the case has no replicas
 SOUND = "amax_without_abs"
 
 
 @pytest.fixture(scope="module")
-def power() -> Power:
+def power(executor: Executor) -> Power:
     faults = tuple(map(fault_named, (IDLE, BROKEN, SOUND)))
     carriers = {fault.name: [CASE] for fault in faults}
-    return run_power(find_project(), faults, carriers, make_plan(device="cpu"), SilentProgress())
+    plan = make_plan(device="cpu")
+    return run_power(find_project(), faults, carriers, plan, SilentProgress(), executor=executor)
 
 
 def trial_of(power: Power, name: str) -> Trial:

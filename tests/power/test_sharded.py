@@ -1,0 +1,25 @@
+"""Faults that FSDP2 or HSDP shows: every one is found, and no check fails in a clean run."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.running.executor import Executor
+from harness.studies.kill_matrix import Power
+from tests.power.kills import assert_all_found, assert_kills, faults_of, short_kill_matrix
+
+FAULTS = faults_of("FSDP2 and HSDP")
+
+
+@pytest.fixture(scope="module")
+def power(executor: Executor) -> Power:
+    return short_kill_matrix(FAULTS, executor)
+
+
+def test_every_fault_is_found_and_no_clean_run_fails(power: Power) -> None:
+    assert len(power.trials) == len(FAULTS) >= 45
+    assert_all_found(power)
+
+
+def test_classes_and_checks(power: Power) -> None:
+    assert_kills(power, groups="ABCDEGI", checks="loss_vs_golden parity scales traffic memory recompute live_memory")
