@@ -39,7 +39,8 @@ class WitnessCache:
     """Hands out witnesses, running each at most once at a time. Thread-safe.
 
     `content` stands for what computes those of a target: kept witnesses of another content are not used. `note` is told
-    of second attempts. `numerics`: which bits the runs promise.
+    of second attempts. `numerics`: which bits the runs promise. `failing`: most runs are to fail and to be explained,
+    so a solo witness has its operands from the start.
     """
 
     def __init__(
@@ -49,8 +50,11 @@ class WitnessCache:
         content: Callable[[str], str],
         note: Callable[[str], None],
         numerics: Numerics = VIRTUAL_DEVICE,
+        *,
+        failing: bool = False,
     ) -> None:
         self._executor = executor
+        self._failing = failing
         self._note = note
         self._numerics = numerics
         self._folder = folder
@@ -66,11 +70,14 @@ class WitnessCache:
 
     def solo(self, case: Case) -> Run | None:
         """The solo witness of a case, sketched; None when it did not finish."""
-        return self._solo("solo", case, ("sketches",))
+        return self._explaining(case) if self._failing else self._solo("solo", case, ("sketches",))
 
     def solo_with_operands(self, case: Case) -> Run | None:
         """The same with its operands recorded, which takes half as long again: for explaining a failure only."""
-        return self._solo("solo with operands", case, ("operands",))
+        return self._explaining(case) if self._failing else self._solo("solo with operands", case, ("operands",))
+
+    def _explaining(self, case: Case) -> Run | None:
+        return self._solo("solo with sketches and operands", case, ("sketches", "operands"))
 
     def _solo(self, kind: str, case: Case, probes: tuple[str, ...]) -> Run | None:
         witness = solo_case(case)
@@ -206,14 +213,19 @@ class WitnessCache:
         return run
 
 
-def open_witnesses(project: Project, plan: Plan, executor: Executor, note: Callable[[str], None]) -> WitnessCache:
-    """The witnesses of this machine, as what is installed now computes them for this plan."""
+def open_witnesses(
+    project: Project, plan: Plan, executor: Executor, note: Callable[[str], None], *, failing: bool = False
+) -> WitnessCache:
+    """The witnesses of this machine, as what is installed now computes them for this plan.
+
+    `failing`: most runs are to fail.
+    """
     key = witness_key(plan)
 
     def content(target: str) -> str:
         return f"{key}{target_digest(target, project.root)}"
 
-    return WitnessCache(executor, project.witness_folder(), content, note, plan.numerics)
+    return WitnessCache(executor, project.witness_folder(), content, note, plan.numerics, failing=failing)
 
 
 def _seal(content: bytes) -> bytes:

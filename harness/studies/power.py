@@ -145,7 +145,7 @@ class _TrialWork:
             project, cases, hardware=plan.hardware, numerics=plan.numerics, records=plan.records
         )
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
-        self._cache = open_witnesses(project, plan, executor, progress.note)
+        self._cache = open_witnesses(project, plan, executor, progress.note, failing=True)
 
     def run(self, planting: _Planting) -> _Tried | None:
         """Run the case with the fault; None when stopped before there was a result."""

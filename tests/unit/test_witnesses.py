@@ -74,8 +74,9 @@ def cache(
     *,
     content: str = "these packages",
     note: Callable[[str], None] = lambda _: None,
+    failing: bool = False,
 ) -> WitnessCache:
-    return WitnessCache(cast("Executor", executor), folder, lambda _: content, note)
+    return WitnessCache(cast("Executor", executor), folder, lambda _: content, note, failing=failing)
 
 
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
@@ -144,6 +145,13 @@ def test_a_witness_with_operands_is_another_one_than_the_one_with_sketches(tmp_p
     found = cache(executor, tmp_path)
     assert found.solo(CASE) == found.solo_with_operands(CASE) == found.solo_with_operands(CASE)
     assert [probes for _, _, probes in executor.asked] == [("sketches",), ("operands",)]
+
+
+def test_where_most_runs_fail_one_solo_witness_has_sketches_and_operands(tmp_path: Path) -> None:
+    executor = FakeExecutor(ok())
+    found = cache(executor, tmp_path, failing=True)
+    assert found.solo(CASE) == found.solo_with_operands(CASE)
+    assert [probes for _, _, probes in executor.asked] == [("sketches", "operands")]
 
 
 def test_a_case_without_a_partner_runs_none(tmp_path: Path) -> None:
