@@ -40,12 +40,14 @@ IN_A_KNOWN_CASE = ("weight_amax_over_world",)
 Part = Literal["one rank", "training loop", "TP", "FSDP2 and HSDP"]
 
 _FEWEST_STEPS = 2  # what the first update did is seen in the second step
+_PRECOMPUTED_STEPS = 3  # the first scales are precomputed after the first update, stale ones are of the second
 
 
 def short_carrier(fault: Fault) -> Case:
     """The first carrier of a fault, with as few steps as let it show."""
     (carrier,) = carriers_of(fault, at_most=1)
-    train = msgspec.structs.replace(carrier.train, steps=max(_FEWEST_STEPS, fault.since_step))
+    fewest = _PRECOMPUTED_STEPS if carrier.float8.precompute_scale else _FEWEST_STEPS
+    train = msgspec.structs.replace(carrier.train, steps=max(fewest, fault.since_step))
     return msgspec.structs.replace(carrier, train=train)
 
 
