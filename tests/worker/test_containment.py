@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from harness.checks.advice import advice
+from harness.engine import torchrun
 from harness.engine.messages import JobOutcome
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
@@ -116,13 +117,16 @@ def test_output_is_kept_in_order(run: Runner) -> None:
 
 FAILURES = [
     ("raise", "raised", "ValueError: rank 1 has a problem"),
+    ("exit0", "exited", "exited with code 0 without a result"),
+    ("sigkill", "signalled", "killed by SIGKILL, not by the harness: possibly the kernel's OOM killer"),
+    ("garbage", "raised", "sent unreadable data to its supervisor"),
+]
+# The same of a rank without peers, for whose end nobody waits.
+ALONE = [
     ("sys_exit", "raised", "SystemExit: 3"),
     ("wrong_type", "raised", "TypeError: rank_main returned str, not bytes"),
     ("exit7", "exited", "exited with code 7 without a result"),
-    ("exit0", "exited", "exited with code 0 without a result"),
-    ("sigkill", "signalled", "killed by SIGKILL, not by the harness: possibly the kernel's OOM killer"),
     ("segfault", "signalled", "killed by SIGSEGV"),
-    ("garbage", "raised", "sent unreadable data to its supervisor"),
 ]
 
 
@@ -139,6 +143,14 @@ def test_failure_of_one_rank_ends_the_job(run: Runner, way: str, status: str, me
     for peer in (first, last):
         assert (peer.status, peer.consequence) == ("stuck", True)
         assert "in _sleep" in peer.traceback
+
+
+@pytest.mark.parametrize(("way", "status", "message"), ALONE)
+def test_failure_of_the_only_rank_is_that_of_the_job(run: Runner, way: str, status: str, message: str) -> None:
+    outcome = run({"*": way}, world_size=1)
+    assert outcome.status == "crash"
+    assert outcome.message.startswith(f"rank 0 in 'doing {way}': {message}")
+    assert [(rank.status, rank.consequence, rank.payload) for rank in outcome.ranks] == [(status, False, None)]
 
 
 def test_tracebacks_and_last_words_are_kept(run: Runner) -> None:
@@ -158,15 +170,22 @@ HANGS = [
 ]
 
 
-@pytest.mark.parametrize(("way", "status", "place"), HANGS)
-def test_hang_is_found_at_the_deadline_with_stacks(run: Runner, way: str, status: str, place: str) -> None:
-    outcome = run({"1": way, "*": "return"}, deadline_s=DEADLINE_S)
+def test_hang_is_found_at_the_deadline_with_stacks(run: Runner) -> None:
+    """Of ranks that hang in every way at once."""
+    outcome = run({str(rank): way for rank, (way, _, _) in enumerate(HANGS)}, world_size=7, deadline_s=DEADLINE_S)
     assert outcome.status == "hang"
-    assert outcome.message == f"deadline of 0.6 s passed: rank 1 in 'doing {way}' {status}; 2 of 3 ranks had returned"
     assert outcome.detected_s == pytest.approx(DEADLINE_S, abs=0.3)
-    stuck = outcome.ranks[1]
-    assert (stuck.status, stuck.consequence) == (status, False)
-    assert place in stuck.traceback
+    for rank, (way, status, place) in zip(outcome.ranks, HANGS, strict=False):
+        assert (rank.status, rank.phase) == (status, f"doing {way}")
+        assert place in rank.traceback
+    assert [rank.payload for rank in outcome.ranks[5:]] == [b"5/7/None", b"6/7/None"]
+
+
+@pytest.mark.parametrize(("way", "status"), [("spin", "stuck"), ("sigstop", "stopped")])
+def test_the_only_rank_that_hangs_is_named(run: Runner, way: str, status: str) -> None:
+    outcome = run({"1": way, "*": "return"}, deadline_s=DEADLINE_S)
+    assert outcome.message == f"deadline of 0.6 s passed: rank 1 in 'doing {way}' {status}; 2 of 3 ranks had returned"
+    assert (outcome.ranks[1].status, outcome.ranks[1].consequence) == (status, False)
     assert [outcome.ranks[rank].payload for rank in (0, 2)] == [b"0/3/None", b"2/3/None"]
 
 
@@ -234,8 +253,8 @@ def test_no_growth_over_many_jobs(run: Runner) -> None:
         return here.num_fds(), zygote.num_fds(), zygote.memory_info().rss >> 20, len(list(Path("/dev/shm").iterdir()))
 
     fds, zygote_fds, zygote_mib, shm = size()
-    for number in range(300):
-        assert run({"1": "exit7"} if number % 100 == 99 else {}, world_size=2).status in ("ok", "crash")
+    for number in range(100):
+        assert run({"1": "exit7"} if number % 50 == 49 else {}, world_size=2).status in ("ok", "crash")
     after = size()
     assert after[:2] == (fds, zygote_fds)
     assert after[2] <= zygote_mib + 1
@@ -362,8 +381,25 @@ def test_torchrun_names_the_rank_that_raised(tmp_path: Path) -> None:
     assert [rank.consequence for rank in outcome.ranks] == [True, False]
 
 
-def test_torchrun_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    outcome = run_under_torchrun(tmp_path, {"*": "children_then_sleep"}, 15)  # 4 s of start on an idle machine
+class Clock:
+    """The time of a launch whose deadline passes a second after every rank has said that it sleeps."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self, phases: list[Path]) -> None:
+        self._phases = phases
+        self._asleep_s = float("inf")
+
+    def monotonic(self) -> float:
+        now_s = time.monotonic()
+        if all(path.exists() and "doing" in path.read_text() for path in self._phases):
+            self._asleep_s = min(self._asleep_s, now_s)
+        return now_s + (1000 if now_s - self._asleep_s > 1 else 0)
+
+
+def test_torchrun_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "time", Clock([tmp_path / f"rank{rank}.phase" for rank in range(2)]))
+    outcome = run_under_torchrun(tmp_path, {"*": "children_then_sleep"}, 500)
     assert outcome.status == "hang"
     assert all("in _sleep" in rank.traceback for rank in outcome.ranks)
 
@@ -433,10 +469,10 @@ def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path: Path) -
         bystander.wait()
 
 
-@pytest.mark.parametrize("content", ["", "no number", "99999999999999999999"])
-def test_a_pid_file_without_a_pid_is_no_error(tmp_path: Path, content: str) -> None:
-    engine = TorchrunEngine(TOY, python=fake_python(tmp_path, f'echo "{content}" > "$folder/rank0.pid"; sleep 60'))
-    assert run_alone(engine, make_share(tmp_path / "job", 1, deadline_s=DEADLINE_S)).status == "hang"
+def test_a_pid_file_without_a_pid_is_no_error(tmp_path: Path) -> None:
+    write = 'printf "" > "$folder/rank0.pid"; echo no number > "$folder/rank1.pid"; echo 99999999999999999999'
+    engine = TorchrunEngine(TOY, python=fake_python(tmp_path, f'{write} > "$folder/rank2.pid"; sleep 60'))
+    assert run_alone(engine, make_share(tmp_path / "job", 3, deadline_s=DEADLINE_S)).status == "hang"
 
 
 CONTROLLER = f"""
