@@ -15,23 +15,18 @@ from harness.measured import Measured
 from harness.worker.posts import products
 from tests.builders import make_document, make_result, make_witnesses, run_of
 from tests.unit.test_gate import TERMS
+from tests.worker.runs import sweep
 
-CASES = (
-    "tp2-rowwise-bias-v2048-s2-f64-tol.0.02",
-    "hsdp2x2-tensorwise-ag.fp8-v2048-s1-b16",
-    "single-tensorwise-ac.full-v2048-s1-f64",
-    "tp2-bf16-ac.full-v2048-s1-b16",  # stops before the last matmul of a block
+CASES = (  # more, compiled ones too, are in `test_clean_runs.py` and `test_compiled.py`
     "single-bf16-ac.op-bias-v2048-s1-f64",  # saves no matmul that adds a bias
-    "fsdp2-rowwise-ac.op-v2048-s1-b16",
-    "fsdp2-tensorwise-ag.fp8-v2048-s1-accum2-b16",
-    "tp2-rowwise_with_gw_hp-v2048-s1-f64",
     "single-tensorwise-v2048-s1-eval-f64",
     "single-tensorwise-pad-v2048-gb1-sl40-s1-f64",
-    "tp4-tensorwise-v2050-s1-f64",  # shards of different sizes
-)
-COMPILED = (
-    "atp2-tensorwise-tpstyle.fp8-graph-v2048-gb4-s1-b16",
-    "atp2-bf16-ac.full-graph-v2048-gb4-s1-b16",
+    sweep("single-tensorwise-ac.full-v2048-s1-f64"),
+    sweep("tp2-rowwise-bias-v2048-s2-f64-tol.0.02"),
+    sweep("fsdp2-rowwise-ac.op-v2048-s1-b16"),
+    sweep("fsdp2-tensorwise-ag.fp8-v2048-s1-accum2-b16"),
+    sweep("tp2-rowwise_with_gw_hp-v2048-s1-f64"),
+    sweep("atp2-bf16-ac.full-graph-v2048-gb4-s1-b16"),
 )
 CARRIER = "single-rowwise-v2048-s1-f64"
 CHECKPOINTED = "single-tensorwise-ac.layer2-v2048-s1-f64"
@@ -56,7 +51,7 @@ def numbers(train):
     return of
 
 
-@pytest.mark.parametrize("name", [*CASES, *COMPILED])
+@pytest.mark.parametrize("name", CASES)
 def test_flops_calls_and_casts_are_those_of_the_formula(numbers, name):
     found = numbers(name)
     assert found.flops == found.expected_flops

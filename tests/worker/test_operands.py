@@ -1,4 +1,4 @@
-"""The operand probe sees every cast and matmul as it is and changes nothing; its checks tell faults from clean runs."""
+"""The operand probe sees every cast and matmul as it is; its checks find faults, and none in `test_clean_runs.py`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torchao.float8 import float8_linear, float8_scaling_utils
 from harness.checks.divergence import first_divergence
 from harness.checks.recompute import check_recompute
 from harness.checks.scales import check_scales
+from harness.checks.traffic import check_traffic
 from harness.expect.matmuls import scaled_mm_calls
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -27,24 +28,22 @@ from harness.worker.probes.digests import digest, ordered_digest
 from harness.worker.probes.operands import OperandProbe
 from harness.worker.probes.scales import summarize_scale
 from tests.builders import make_witnesses
-from tests.worker.runs import WHOLE_WEIGHT, numbers, sweep
+from tests.worker.runs import WHOLE_WEIGHT, numbers
 
 SINGLE = "single-tensorwise-v2048-gb4-s2-f32"
-TP2 = "tp2-tensorwise-head.fp8-v2048-gb4-s2-f64"
-STYLED = "tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-f64"
-FSDP2 = "fsdp2-tensorwise-v2048-gb4-s2-f32"
+TP2 = "tp2-tensorwise-head.fp8-v2048-gb4-s1-f64"
+STYLED = "tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s1-f64"
+FSDP2 = "fsdp2-tensorwise-v2048-gb4-s1-f32"
 PRECOMPUTED = "fsdp2-tensorwise-ag.fp8pre-head.fp8-v2048-gb4-s2-f32"
-HSDP = "hsdp2x2-tensorwise-ag.fp8-v2048-gb4-s2-f32"
-ROWWISE = "tp2-rowwise-v2048-gb4-s2-f32"
+HSDP = "hsdp2x2-tensorwise-ag.fp8-v2048-gb4-s1-f32"
+ROWWISE = "tp2-rowwise-v2048-gb4-s1-f32"
 CLEAN = [
-    *(SINGLE, TP2, STYLED, FSDP2, PRECOMPUTED, HSDP, ROWWISE),
-    "single-tensorwise-v2048-gb4-s2-b16",
-    sweep("tp2-tensorwise-v2048-gb4-s2-f32"),
-    sweep("tp4-tensorwise-v2050-gb4-s2-f64"),
-    sweep("tp2-tensorwise-ac.op-v2048-gb4-s2-f64"),
+    "tp2-tensorwise-v2048-gb4-s2-f32",
+    "tp4-tensorwise-v2050-gb4-s2-f64",
+    "tp2-tensorwise-ac.op-v2048-gb4-s2-f64",
     "fsdp2-tensorwise-ag.fp8-ac.layer2-v2048-gb4-s2-b16",
-    sweep("fsdp3-tensorwise-v2048-gb3-s2-f32"),
-    sweep("fsdp2-rowwise-ac.op-v2048-gb4-s2-b16"),
+    "fsdp3-tensorwise-v2048-gb3-s2-f32",
+    "fsdp2-rowwise-ac.op-v2048-gb4-s2-b16",
     "tp2-rowwise_with_gw_hp-v2048-gb4-s2-b16",
 ]
 OPERANDS = ("operands",)
@@ -55,6 +54,7 @@ def findings(case: Case, run: Run) -> list[Finding]:
     return [*check_scales(case, run, given), *check_recompute(case, run, given)]
 
 
+@pytest.mark.sweep  # `test_clean_runs.py` has another list in every run
 @pytest.mark.parametrize("text", CLEAN)
 def test_a_clean_run_is_seen_whole_without_a_finding_and_without_a_changed_bit(train, trained, text: str):
     case = parse_case_id(text)
@@ -66,28 +66,31 @@ def test_a_clean_run_is_seen_whole_without_a_finding_and_without_a_changed_bit(t
 
 
 def test_under_fsdp_and_tp_a_gathered_weight_has_a_scale_per_tp_rank_until_it_is_fixed(trained):
-    case = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-v2048-gb4-s2-b16")
-    found = findings(case, trained(case, probes=OPERANDS))
-    assert {each.message.partition(":")[0] for each in found} == {
+    case = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-v2048-gb4-s1-b16")
+    probes = ("operands", "traffic")
+    broken = trained(case, probes=probes)
+    assert {each.message.partition(":")[0] for each in findings(case, broken)} == {
         "ranks that hold the same tensor use different scales",
         "scale does not match the amax",
     }
-    fixed = trained(case, probes=OPERANDS, injections=(WHOLE_WEIGHT,))
-    assert findings(case, fixed) == []
+    sent = check_traffic(case, broken, make_witnesses(case))
+    assert any("missing along tp: each shard uses its own scale" in each.message for each in sent)
+    fixed = trained(case, probes=probes, injections=(WHOLE_WEIGHT,))
+    assert findings(case, fixed) == check_traffic(case, fixed, make_witnesses(case)) == []
     assert first_divergence(case, fixed, trained(case, probes=OPERANDS, solo=True)) is None
 
 
 def test_the_shapes_and_order_of_matmuls_are_those_of_the_case(trained):
     case = parse_case_id(FSDP2)
     for trace in trained(case, probes=OPERANDS).traces:
-        found = [(one.fqn, one.gemm, one.m, one.n, one.k) for one in trace.operands.matmuls if one.step == 2]
+        found = [(one.fqn, one.gemm, one.m, one.n, one.k) for one in trace.operands.matmuls]
         assert sorted(found) == sorted((gemm.fqn, gemm.role, gemm.m, gemm.n, gemm.k) for gemm in gemms(case))
         both = sorted([one.index for one in (*trace.operands.casts, *trace.operands.matmuls)])
         assert both == list(range(len(both)))
 
 
 def test_bf16_casts_nothing(trained):
-    case = parse_case_id("tp2-bf16-v2048-gb4-s2-f32")
+    case = parse_case_id("tp2-bf16-v2048-gb4-s1-f32")
     run = trained(case, probes=OPERANDS)
     assert [trace.operands.casts for trace in run.traces] == [(), ()]
     assert findings(case, run) == []

@@ -1,0 +1,129 @@
+"""Clean runs of every kind on real ranks: with all probes at once no check has a finding, and no bit changes.
+
+What planted faults do to the same records is told by the file of each probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+from msgspec.structs import replace
+
+from harness.checks.divergence import first_divergence
+from harness.checks.live_memory import check_leaks, check_live_memory
+from harness.checks.local_parity import check_local_parity
+from harness.checks.matmuls import check_matmuls
+from harness.checks.measuring import measured
+from harness.checks.memory import check_memory
+from harness.checks.parity import check_parity, worst_distance
+from harness.checks.recompute import check_recompute
+from harness.checks.scales import check_scales
+from harness.checks.traffic import check_traffic
+from harness.checks.witnesses import Witnesses
+from harness.expect.matmuls import scaled_mm_calls
+from harness.matrix.case import Case
+from harness.matrix.caseid import parse_case_id, solo_case
+from harness.matrix.replayed import replayed_steps
+from harness.running.plan import PROBES
+from harness.trace import Run
+from harness.verdict import Finding
+from tests.builders import make_tolerance, make_witnesses
+from tests.worker.runs import numbers
+
+# Distance from the solo witness where sums have the order of ranks, and in float64.
+ORDERED, EXACT = 1e-8, 1e-12  # measured: below 4e-9 and 2e-15
+
+CASES = [
+    "single-tensorwise-v2048-gb4-s2-b16",
+    "single-tensorwise-ac.op-v2048-gb4-s3-f64",
+    "tp2-bf16-ac.full-v2050-vpad128-gb4-s2-b16",
+    "tp2-tensorwise-head.fp8-v2256-vpad128-gb4-s2-f64",
+    "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s2-b16",
+    "tp2-nosp-tensorwise-ac.op-kvheads.4-v2048-gb4-s2-f32",
+    "tp2-nosp-nolp-rowwise-v2250-vpad128-gb4-s3-f64",
+    "tp2-rowwise-casts.go_gw.dis+i.ten+i_gw.dis-v2048-gb4-s2-f64",
+    "tp4-nolp-tensorwise-v2050-gb4-s1-f64",
+    "fsdp2-reshard.always-tensorwise-ag.fp8-head.fp8-bias-v2048-gb4-s3-b16",
+    "fsdp3-tensorwise-v2050-gb6-s2-b16",
+]
+# Of these, the same without probes, too: every layout, recipe and dtype, checkpointed or not.
+COMPARED = [
+    "tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-f64",
+    "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-b16",
+    "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-f32",
+    "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s3-b16",
+    "fsdp2-reshard.never-rowwise-ac.full-v2050-gb4-s3-f32",
+    "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-v2048-s2-accum2-reduce.last-b16",
+    "hsdp2x2-rowwise-v2048-gb4-s2-ignore.half-param.b16-b16",
+    "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-eval-ignore.unequal-f64",
+]
+
+CHECKS: tuple[Callable[[Case, Run, Witnesses], list[Finding]], ...] = (
+    check_traffic,
+    check_scales,
+    check_recompute,
+    check_matmuls,
+    check_memory,
+    check_live_memory,
+    check_leaks,
+)
+
+
+def each_of(texts: Iterable[str], *, replayed: bool = False) -> pytest.MarkDecorator:
+    """A test of every case; only where sums over ranks have another order are modules replayed."""
+    cases = {text: parse_case_id(text) for text in texts}
+    given = [pytest.param(case, id=text) for text, case in cases.items() if replayed_steps(case) or not replayed]
+    return pytest.mark.parametrize("case", given)
+
+
+@pytest.fixture
+def watched(trained) -> Callable[[Case], Run]:
+    return lambda case: trained(case, probes=PROBES)
+
+
+@each_of([*CASES, *COMPARED])
+def test_no_check_has_a_finding(watched, case: Case):
+    run = watched(case)
+    assert [finding for check in CHECKS for finding in check(case, run, make_witnesses(case))] == []
+    assert all(len(trace.operands.matmuls) == scaled_mm_calls(case) * case.train.steps for trace in run.traces)
+    assert all((trace.traffic != ()) == (len(run.traces) > 1) for trace in run.traces)
+    float8_saved = {saved.float8_bytes for trace in run.traces for saved in trace.saved_memory} != {0}
+    assert float8_saved == (case.float8.tp_styles == "float8" and case.checkpointing.mode == "none")
+
+
+@each_of([*CASES, *COMPARED])
+def test_what_is_multiplied_and_cast_is_what_the_formula_says(watched, case: Case):
+    found = measured(case, watched(case), make_witnesses(case))
+    assert found.flops == found.expected_flops
+    assert found.cast_calls == found.expected_cast_calls
+
+
+@each_of(COMPARED)
+def test_probes_change_no_bit(watched, trained, case: Case):
+    """That sketches change none, `test_sketches.py` shows."""
+    run, plain = watched(case), trained(case)
+    assert numbers(run.traces) == numbers(plain.traces)
+    assert [trace.sketches for trace in run.traces] == [trace.sketches for trace in plain.traces]
+
+
+@each_of([*CASES, *COMPARED])
+def test_one_rank_computes_the_same(watched, trained, case: Case):
+    """In float64 any layout at every step; in other dtypes what adds up in the order of ranks."""
+    witness = replace(solo_case(case), checkpointing=case.checkpointing)  # it has the casts of recomputation, too
+    run, solo = watched(case), trained(witness, solo=True, probes=("sketches", "operands"))
+    assert first_divergence(case, run, solo) is None
+    if case.layout.tp > 1 and case.train.dtype != "float64":
+        return
+    allowed = EXACT if case.train.dtype == "float64" else ORDERED
+    for step in range(1, case.train.steps + 1):
+        assert worst_distance(run, solo, step=step) <= allowed, f"step {step}"
+    tolerance = make_tolerance(*[allowed] * case.train.steps, name="parity")
+    assert check_parity(case, run, make_witnesses(case, solo=solo, parity_tolerance=tolerance)) == []
+
+
+@each_of([*CASES, *COMPARED], replayed=True)
+def test_a_replay_of_every_module_is_within_rounding(watched, train, case: Case):
+    run = watched(case)
+    again = Run(traces=train(case, replayed=tuple(trace.module_tensors for trace in run.traces)), failures=())
+    assert check_local_parity(case, run, make_witnesses(case, replay=again)) == []
