@@ -1,4 +1,4 @@
-"""Compiled blocks and async TP on real ranks: the fused operators, torch's live faults, and what leaves no trace."""
+"""Compiled blocks and async TP on real ranks: fused operators, live faults, what is sent, saved and repeated."""
 
 from __future__ import annotations
 
@@ -12,17 +12,30 @@ from msgspec.structs import replace
 
 from harness.checks.graph_scales import check_graph_scales
 from harness.checks.graphs import check_graphs
+from harness.checks.live_memory import check_leaks, check_live_memory
 from harness.checks.matmuls import check_matmuls
+from harness.checks.measuring import measured
+from harness.checks.memory import check_memory
+from harness.checks.recompute import check_recompute
 from harness.checks.traffic import check_traffic
 from harness.engine.zygote_engine import ZygoteEngine
+from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.trace import Run
+from harness.verdict import Finding
 from harness.worker.virtual import rng
 from tests.builders import make_witnesses
 from tests.jobs import make_share, run_alone
 from tests.worker.runs import sweep
 
 FIX = f"{Path(__file__).parents[2] / 'cases' / 'fixes' / 'scattered_rows.py'}:apply"
-PROBES = ("sketches", "traffic", "graphs")
+PROBES = ("sketches", "traffic", "saved_memory", "graphs", "flops")
+SAVED = (check_memory, check_recompute, check_live_memory, check_leaks)
+CHECKS = (check_graphs, check_graph_scales, check_traffic, check_matmuls, *SAVED)
+
+ASYNC = "atp2-rowwise-ac.full-graph-v2048-gb2-s1-b16"  # the live fault shows
+EAGER_COLLECTIVES = "tp2-rowwise-ac.op-graph-v2048-gb2-s2-b16"
+SINGLE = "single-tensorwise-ac.full-graph-v2048-gb2-s2-f64"
 
 # Relative to the row; what bfloat16 results and partial sums may be off.
 ROUNDING = 0.02
@@ -59,42 +72,63 @@ def test_rows_scattered_by_batch_are_no_rounding(operators: list[dict[str, float
     assert all(report[name] > 10 * ROUNDING for report in operators for name in WRONG)
 
 
-def test_the_live_fault_is_located_and_the_candidate_fix_mends_it(trained):
-    case = parse_case_id("atp2-rowwise-ac.full-graph-v2048-gb2-s1-b16")
-    broken = check_graphs(case, trained(case, probes=PROBES), make_witnesses(case))
+@pytest.fixture(scope="module")
+def mended(trained) -> Run:
+    """Of the case with the live fault, under the candidate fix, with all probes."""
+    return trained(parse_case_id(ASYNC), probes=PROBES, injections=(FIX,))
+
+
+def test_the_live_fault_is_located(trained):
+    case = parse_case_id(ASYNC)
+    broken = check_graphs(case, trained(case, probes=("graphs",)), make_witnesses(case))
     findings = [finding for finding in broken if "gives wrong rows" in finding.message]
     assert findings
     assert all("fused_scaled_matmul_reduce_scatter" in finding.message for finding in findings)
     assert findings[0].found is not None
     assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in findings[0].found
-    mended = trained(case, probes=PROBES, injections=(FIX,))
-    assert check_graphs(case, mended, make_witnesses(case)) == []
-    expected = trained(replace(case, layout=replace(case.layout, symm_mem="fallback")))
-    assert [trace.sketches for trace in mended.traces] == [trace.sketches for trace in expected.traces]
+
+
+def test_the_candidate_fix_mends_it_and_probes_change_no_bit(trained, mended: Run):
+    """The unfused collectives compute the same bits, and nothing but sketches watches them."""
+    case = parse_case_id(ASYNC)
+    assert_as_stated(case, mended)
+    alone = trained(replace(case, layout=replace(case.layout, symm_mem="fallback")))
+    assert all(trace.graphs is None for trace in alone.traces)
+    assert [trace.sketches for trace in mended.traces] == [trace.sketches for trace in alone.traces]
+
+
+def assert_as_stated(case: Case, run: Run) -> None:
+    """Fusions, scales, traffic, matmuls, casts, saved and repeated nodes are those of the formulas."""
+    witnesses = make_witnesses(case)
+    assert [finding for check in CHECKS for finding in check(case, run, witnesses)] == []
+    found = measured(case, run, witnesses)
+    assert found.flops == found.expected_flops
+    assert found.cast_calls == found.expected_cast_calls
+    checkpointed = case.checkpointing.mode != "none"
+    for trace in run.traces:
+        assert trace.graphs.workarounds == ((rng.NAME,) if checkpointed else ())
+        assert len(trace.graphs.partitions) == (2 if case.checkpointing.mode == "selective_layer" else 1)
+        assert all(0 < each.repeated_in_passes <= each.repeated for each in trace.graphs.partitions)
 
 
 @pytest.mark.parametrize(
     "text",
     [
+        SINGLE,
+        EAGER_COLLECTIVES,
+        "atp2-fallback-tensorwise-tpstyle.fp8-graph-v2048-gb2-s2-f64",
+        sweep("single-bf16-graph-v2048-gb2-s3-f32"),
+        sweep("single-rowwise-graph-v2048-gb1-s1-b16"),
         sweep("fsdp2-atp2-rowwise-ac.op-graph-v2048-gb2-s2-b16"),
-        "single-rowwise-graph-v2048-gb1-s1-b16",
-        "atp2-fallback-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb2-s2-f64",
-        sweep("tp2-nosp-rowwise_with_gw_hp-ac.op-graph-v2048-gb2-s2-b16"),
+        sweep("atp2-fallback-tensorwise-tpstyle.fp8-ac.full-graph-v2048-gb2-s2-f64"),
+        sweep("tp2-nosp-rowwise_with_gw_hp-ac.op-graph-v2256-gb1-s2-f64"),
+        sweep("fsdp2-tensorwise-ag.fp8-graph-v2048-gb2-s3-b16"),
+        sweep("hsdp2x2-tensorwise-ac.layer2-graph-v2048-gb4-s2-f32"),
     ],
 )
-def test_fusions_traffic_and_matmuls_are_those_of_the_formulas(trained, text: str):
+def test_what_runs_do_is_what_the_formulas_say(trained, text: str):
     case = parse_case_id(text)
-    run = trained(case, probes=PROBES)
-    for check in (check_graphs, check_graph_scales, check_traffic, check_matmuls):
-        assert check(case, run, make_witnesses(case)) == []
-    checkpointed = case.checkpointing.mode != "none"
-    assert all(trace.graphs.workarounds == ((rng.NAME,) if checkpointed else ()) for trace in run.traces)
-
-
-def test_probes_change_no_bit_of_a_compiled_run(train):
-    case = parse_case_id("atp2-tensorwise-graph-v2048-gb2-s1-b16")
-    watched, alone = train(case, probes=PROBES), train(case, probes=("sketches",))
-    assert [trace.sketches for trace in watched] == [trace.sketches for trace in alone]
+    assert_as_stated(case, trained(case, probes=PROBES))
 
 
 @pytest.mark.sweep  # a known case of tier pr shows the same
@@ -111,14 +145,52 @@ def test_the_gradient_of_an_async_input_is_lost_and_waiting_keeps_it(train):
     assert norm(kept) > 0
 
 
-def test_nothing_of_async_tp_is_left_in_other_runs(train):
+def test_nothing_of_async_tp_is_left_in_other_runs(trained, train):
     """The zygote compiled a case with async TP before it forked these ranks."""
-    traces = train(parse_case_id("tp2-bf16-graph-v2048-gb2-s1-b16"), probes=("graphs",))
-    for trace in traces:
+    for trace in trained(parse_case_id(EAGER_COLLECTIVES), probes=PROBES).traces:
         assert trace.graphs.calls == ()
         assert {left.reason for graph in trace.graphs.graphs for left in graph.unfused} == {"the fusion pass is off"}
     (trace,) = train(parse_case_id("single-bf16-v2048-gb2-s1-b16"), probes=("graphs",))
     assert trace.graphs is None
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "text", ["single-rowwise-ac.op-inductor-v2048-gb2-s2-b16", "atp2-fallback-bf16-ac.full-inductor-v2048-gb2-s2-f64"]
+)
+def test_generated_code_saves_and_repeats_what_it_must(trained, text: str):
+    run = trained(parse_case_id(text), probes=PROBES)
+    assert saved_findings(text, run) == []
+    assert all(part.repeated_in_passes for trace in run.traces for part in trace.graphs.partitions)
+
+
+def saved_findings(text: str, run: Run) -> list[Finding]:
+    case = parse_case_id(text)
+    return [finding for check in SAVED for finding in check(case, run, make_witnesses(case))]
+
+
+@pytest.mark.parametrize("text", [SINGLE, sweep("atp2-tensorwise-ac.full-graph-v2048-gb4-s2-b16")])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("compiled_checkpointing_lost", {"do not have the marks of checkpointing", "repeat nothing of forward"}),
+        ("compiled_matmul_outputs_kept", {"that checkpointing computes again are saved for backward"}),
+        ("recomputed_cast_by_another_scale", {"1 node of backward graphs is not as in forward"}),
+        ("recomputed_norm_without_epsilon", {"2 nodes of backward graphs are not as in forward"}),
+    ],
+)
+def test_planted_faults_are_found_and_named(trained, text: str, fault: str, words: set[str]):
+    run = trained(parse_case_id(text), probes=PROBES, injections=(f"fault:{fault}",))
+    found = saved_findings(text, run)
+    assert all(any(word in finding.message for finding in found) for word in words), found
+    assert {finding.check for finding in found} <= {"memory", "recompute"}
+
+
+@pytest.mark.parametrize("fault", ["compiled_checkpointing_lost", "compiled_matmul_outputs_kept"])
+def test_what_is_saved_changes_no_bit(trained, fault: str):
+    case = parse_case_id(SINGLE)
+    clean, planted = trained(case, probes=PROBES), trained(case, probes=PROBES, injections=(f"fault:{fault}",))
+    assert [trace.sketches for trace in clean.traces] == [trace.sketches for trace in planted.traces]
 
 
 @pytest.mark.parametrize(("dropout", "saves_state"), [(0.0, False), (0.1, True)])
