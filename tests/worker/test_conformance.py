@@ -48,37 +48,50 @@ def kinds(conclusions: dict[str, Conclusion]) -> dict[str, set[str]]:
     return {name: {each.kind for each in found.problems} for name, found in conclusions.items() if not found.good}
 
 
+def test_every_fourth_check_of_the_fixed_list_holds(run: Run):
+    """Operators, placements and meshes follow each other by other periods, so each has its share."""
+    asked = select_checks()[::4]
+    assert {each.op for each in asked} == {each.op for each in select_checks()}
+    conclusions = run(asked)
+    assert len(conclusions) > 390
+    assert not bad(conclusions)
+
+
+@pytest.mark.sweep
 def test_the_fixed_list_holds_on_the_installed_torch(run: Run):
     conclusions = run(select_checks())
     assert len(conclusions) > 1500
     assert not bad(conclusions)
 
 
-# fault, checks that are asked, checks that must be among the failed ones, what kind of problem they have
+# fault; of the checks that are asked, those that must be among the failed ones, and what kind of problem they have
 PLANTED = [
-    ("amax_without_strategy", "amax*", "amax-8x16-f32-m4-S0", "missing"),
-    ("amax_without_strategy", "tensor_to_scale-*", "tensor_to_scale-8x16-f32-m4-R", "missing"),
-    ("amax_of_the_shard", "amax*", "amax-8x16-f32-m4-S0", "wrong"),
-    ("amax_of_the_shard", "tensor_to_scale-*", "tensor_to_scale-8x16-f32-m2-S1", "wrong"),
-    ("amax_of_the_shard", "to_float8-*", "to_float8-8x16-f32-m4-S0", "wrong"),
-    ("amax_of_pending_parts", "amax*", "amax-8x16-f32-m4-Psum", "wrong"),
-    ("amax_gathers", "amax*", "amax-8x16-f32-m4-S0", "bytes"),
-    ("amax_gathers", "tensor_to_scale-*", "tensor_to_scale-8x16-f32-m4-S0", "bytes"),
-    ("abs_keeps_pending", "abs*", "abs-8x16-f32-m4-Psum", "wrong"),
-    ("transpose_keeps_its_placement", "t-*", "t-8x16-f32-m4-S0", "raised"),
-    ("mm_forgets_the_sum", "mm*", "mm.12-8x16-f32-m4-S1*S0", "wrong"),
-    ("mm_forgets_the_sum", "f8.mm*", "f8.mm.64-16x64-f32-m4-S1*S0", "wrong"),
-    ("scale_of_the_local_tensor", "to_float8-*", "to_float8-8x16-f32-m4-S0", "wrong"),
-    ("float8_gathered_in_float32", "f8.redistribute*", "f8.redistribute-8x16-f32-m4-S0-to.R", "bytes"),
+    ("amax_without_strategy", {"amax-8x16-f32-m4-S0": "missing", "tensor_to_scale-8x16-f32-m4-R": "missing"}),
+    (
+        "amax_of_the_shard",
+        {
+            "amax-8x16-f32-m4-S0": "wrong",
+            "tensor_to_scale-8x16-f32-m2-S1": "wrong",
+            "to_float8-8x16-f32-m4-S0": "wrong",
+        },
+    ),
+    ("amax_of_pending_parts", {"amax-8x16-f32-m4-Psum": "wrong"}),
+    ("amax_gathers", {"amax-8x16-f32-m4-S0": "bytes", "tensor_to_scale-8x16-f32-m4-S0": "bytes"}),
+    ("abs_keeps_pending", {"abs-8x16-f32-m4-Psum": "wrong"}),
+    ("transpose_keeps_its_placement", {"t-8x16-f32-m4-S0": "raised"}),
+    ("mm_forgets_the_sum", {"mm.12-8x16-f32-m4-S1*S0": "wrong", "f8.mm.64-16x64-f32-m4-S1*S0": "wrong"}),
+    ("scale_of_the_local_tensor", {"to_float8-8x16-f32-m4-S0": "wrong"}),
+    ("float8_gathered_in_float32", {"f8.redistribute-8x16-f32-m4-S0-to.R": "bytes"}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("fault", "glob", "expected", "kind"), PLANTED, ids=[f"{each[0]}-{each[1]}" for each in PLANTED]
-)
-def test_a_planted_fault_is_found(run: Run, fault: str, glob: str, expected: str, kind: str):
-    failed = kinds(run(select_checks([glob]), fault))
-    assert kind in failed[expected]
+@pytest.mark.parametrize(("fault", "expected"), PLANTED, ids=[fault for fault, _ in PLANTED])
+def test_a_planted_fault_is_found(run: Run, fault: str, expected: dict[str, str]):
+    """Among all checks of the same operators, shape and mesh."""
+    globs = [f"{name.split('-m')[0]}-m[24]-*" for name in expected]
+    failed = kinds(run(select_checks(globs), fault))
+    for name, kind in expected.items():
+        assert kind in failed[name]
 
 
 def test_a_rank_that_fails_alone_is_named_and_the_others_go_on(run: Run):
@@ -148,7 +161,7 @@ def simplest(run: Run, failed: Conclusion) -> Conclusion:
 
 # Without hypothesis' own shrinking: one job per attempt would take minutes, and a batch hides what matters in it.
 @settings(
-    max_examples=8,
+    max_examples=4,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
