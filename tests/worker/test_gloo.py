@@ -53,7 +53,7 @@ def test_groups_of_two_have_every_bit_and_record_of_the_shared_fabric(trained, t
 
 
 def test_wider_groups_sum_in_another_order_and_differ_in_nothing_else(trained):
-    case = parse_case_id("tp4-rowwise-v2048-gb2-s1-f64")
+    case = parse_case_id("fsdp4-rowwise-v2048-gb4-s1-f64")
     probes = ("sketches", "traffic", "saved_memory")
     shared, gloo = (trained(case, probes=probes, fabric=fabric) for fabric in ("shared", "gloo"))
     for left, right in zip(shared.traces, gloo.traces, strict=True):

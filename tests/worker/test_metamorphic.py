@@ -31,7 +31,7 @@ def findings(case: Case, relation: Relation, run: Run, other: Run) -> list[Findi
         sweep("tp2-nosp-nolp-tensorwise-tpstyle.fp8-head.fp8-pad-v2048-gb4-s2-f64"),
         "tp2-rowwise_with_gw_hp-ac.full-v2048-gb4-s2-b16",
         "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s2-f32",
-        "fsdp2-tensorwise-ag.fp8pre-ac.op-v2048-gb4-s2-b16",
+        sweep("fsdp2-tensorwise-ag.fp8pre-ac.op-v2048-gb4-s2-b16"),
         "fsdp3-bf16-ac.full-v2048-gb6-s2-f32",
         sweep("hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s2-f64"),
         sweep("fsdp2-tp2-tensorwise-ag.fp8pre-tpstyle.fp8-ac.op-v2048-gb4-s2-b16"),
@@ -50,7 +50,7 @@ def test_every_relation_of_a_case_holds(trained, text: str):
     "text",
     [
         "hsdp2x2-tensorwise-ag.fp8pre-pad-ac.op-v2048-gb4-s2-f32",
-        "fsdp2-tp2-tensorwise-ag.fp8pre-tpstyle.fp8-ac.op-v2048-gb4-s2-b16",
+        sweep("fsdp2-tp2-tensorwise-ag.fp8pre-tpstyle.fp8-ac.op-v2048-gb4-s2-b16"),
     ],
 )
 def test_the_partner_of_a_case_has_its_bits(trained, text: str):
@@ -84,8 +84,8 @@ def styles_round_their_scales():
     ("fault", "text", "step"),
     [
         ("fault:recompute_scale_changed_by_a_power_of_two", "tp2-tensorwise-ac.full-v2048-gb4-s2-b16", 1),
-        ("recompute_off_by_one_bit", "tp2-rowwise-ac.full-v2048-gb4-s2-b16", 1),
-        ("styles_round_their_scales", "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s2-b16", 1),
+        ("recompute_off_by_one_bit", "tp2-rowwise-ac.full-v2048-gb4-s1-b16", 1),
+        ("styles_round_their_scales", "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s1-b16", 1),
         ("fault:precomputed_scale_never_refreshed", "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16", 3),
     ],
 )
@@ -152,6 +152,7 @@ def test_the_order_of_sequences_within_a_rank_changes_nothing(trained, plant, te
     assert max(relative_distance(found[key], expected[key]) for key in expected) < 1e-12
 
 
+RESCALED_TP = "tp2-tensorwise-v2048-gb4-s1-f32"
 RESCALED = """
 def apply():
     from harness.worker import data
@@ -175,7 +176,7 @@ def weight_casts(trace: RankTrace, name: str) -> list[tuple[str, int, float, str
 @pytest.mark.parametrize(
     "text",
     [
-        "tp2-tensorwise-v2048-gb4-s1-f32",
+        RESCALED_TP,
         "fsdp2-tensorwise-ag.fp8-v2048-gb4-s1-b16",
         sweep("fsdp2-tp2-tensorwise-ac.full-v2048-gb4-s1-f64"),
     ],
@@ -199,11 +200,12 @@ def test_a_power_of_two_moved_from_wk_to_wq_changes_no_bit_of_the_loss(trained, 
 
 def test_rescaling_shows_where_it_should(trained, plant):
     """The test above has teeth: with a factor on wq alone the loss is another one."""
-    case = parse_case_id("tp2-tensorwise-v2048-gb4-s1-f32")
-    there = trained(case, injections=plant(RESCALED.replace('"attention.wk.weight": 0.5', "")))
-    assert there.traces[0].steps[0].loss != trained(case).traces[0].steps[0].loss
+    here = trained(parse_case_id(RESCALED_TP), probes=("sketches", "operands"))
+    planted = plant(RESCALED.replace('"attention.wk.weight": 0.5', ""))
+    there = trained(parse_case_id(RESCALED_TP), injections=planted)
+    assert there.traces[0].steps[0].loss != here.traces[0].steps[0].loss
     key = SketchKey(1, "grad", "layers.0.attention.wv.weight")
-    assert relative_distance(assemble(there.traces)[key], assemble(trained(case).traces)[key]) > 1e-3
+    assert relative_distance(assemble(there.traces)[key], assemble(here.traces)[key]) > 1e-3
 
 
 def test_a_bfloat16_cast_comes_before_or_after_the_gather(trained):
