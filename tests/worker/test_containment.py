@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -10,19 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from harness.checks.advice import advice
-from harness.engine import torchrun
 from harness.engine.messages import JobOutcome
-from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
 from tests.jobs import make_share, run_alone
+from tests.worker.processes import nothing_is_left, wait_until
+
+__all__ = ["nothing_is_left"]  # after every test
 
 ROOT = Path(__file__).parents[2]
 TOY = "tests.worker.toyprogram"
@@ -66,22 +65,6 @@ def zygote_process() -> psutil.Process:
     commands = {child: child.cmdline() for child in psutil.Process().children()}
     (zygote,) = (child for child, words in commands.items() if {"harness.engine.zygote", TOY} <= set(words))
     return zygote
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 2.0) -> float:
-    began_s = time.monotonic()
-    while not true():
-        assert time.monotonic() - began_s < timeout_s, "did not happen in time"
-        time.sleep(0.005)
-    return time.monotonic() - began_s
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    assert [child for child in left if "harness.engine.zygote" not in child.cmdline()] == []
-    assert [child for child in left if child.ppid() != os.getpid()] == [], "no rank outlives its job"
 
 
 def test_all_return(run: Runner) -> None:
@@ -363,123 +346,12 @@ def test_close_does_not_wait_for_the_preload(tmp_path: Path) -> None:
     assert time.monotonic() - began_s < 3
 
 
-def run_under_torchrun(folder: Path, ways: dict[str, str], deadline_s: float) -> JobOutcome:
-    payload = json.dumps(ways).encode()
-    with TorchrunEngine(TOY) as engine:
-        return run_alone(engine, make_share(folder, 2, payload, deadline_s=deadline_s))
-
-
-def test_torchrun_returns_the_same(tmp_path: Path) -> None:
-    outcome = run_under_torchrun(tmp_path, {}, 60)
-    assert (outcome.status, [rank.payload for rank in outcome.ranks]) == ("ok", [b"0/2/None", b"1/2/None"])
-    assert outcome.cpu_s > 0
-
-
-def test_torchrun_names_the_rank_that_raised(tmp_path: Path) -> None:
-    outcome = run_under_torchrun(tmp_path, {"0": "sleep", "1": "raise"}, 60)
-    assert (outcome.status, outcome.message) == ("crash", "rank 1 in 'doing raise': ValueError: rank 1 has a problem")
-    assert [rank.consequence for rank in outcome.ranks] == [True, False]
-
-
-class Clock:
-    """The time of a launch whose deadline passes a second after every rank has said that it sleeps."""
-
-    sleep = staticmethod(time.sleep)
-
-    def __init__(self, phases: list[Path]) -> None:
-        self._phases = phases
-        self._asleep_s = float("inf")
-
-    def monotonic(self) -> float:
-        now_s = time.monotonic()
-        if all(path.exists() and "doing" in path.read_text() for path in self._phases):
-            self._asleep_s = min(self._asleep_s, now_s)
-        return now_s + (1000 if now_s - self._asleep_s > 1 else 0)
-
-
-def test_torchrun_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "time", Clock([tmp_path / f"rank{rank}.phase" for rank in range(2)]))
-    outcome = run_under_torchrun(tmp_path, {"*": "children_then_sleep"}, 500)
-    assert outcome.status == "hang"
-    assert all("in _sleep" in rank.traceback for rank in outcome.ranks)
-
-
-def marked_processes(name: str) -> list[int]:
-    """Pids of the processes whose environment says that an engine started them for a job in the folder `name`."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            environ = process.environ()
-            if "FP8_HARNESS_ENGINE" in environ and environ.get("TMPDIR", "").startswith(name):
-                found.append(process.pid)
-    return found
-
-
-def close_while_it_runs(engine: TorchrunEngine, folder: Path, ready: Callable[[], bool]) -> JobOutcome:
-    """The outcome of a job of two ranks that sleep, on an engine that is closed once the job is `ready`."""
-    payload = json.dumps({"*": "children_then_sleep"}).encode()
-    share = make_share(folder, 2, payload)
-    with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(run_alone, engine, share)
-        try:
-            wait_until(ready, 30)
-            assert marked_processes(str(folder)) != []
-        finally:
-            engine.close()
-        assert marked_processes(str(folder)) == [], "`close` returns when no process is left"
-        outcome = running.result(timeout=2)
-    assert run_alone(engine, share).message == "the engine is closed"
-    return outcome
-
-
-def test_close_ends_torchrun_and_all_its_ranks(tmp_path: Path) -> None:
-    phases = [tmp_path / f"rank{rank}.phase" for rank in range(2)]
-
-    def asleep() -> bool:
-        return all(path.exists() and "doing" in path.read_text() for path in phases)
-
-    outcome = close_while_it_runs(TorchrunEngine(TOY), tmp_path, asleep)
-    assert (outcome.status, outcome.message) == ("infra", "the engine was closed")
-
-
-def fake_python(folder: Path, script: str) -> str:
-    """A program that is started instead of torchrun; `$folder` is the folder of the job."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\nfor folder; do :; done\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_close_reaches_what_has_left_the_group_of_torchrun(tmp_path: Path) -> None:
-    script = 'setsid sleep 60 & touch "$folder/up"; trap "" TERM; sleep 60'
-    engine = TorchrunEngine(TOY, python=fake_python(tmp_path, script))
-    assert close_while_it_runs(engine, tmp_path / "job", (tmp_path / "job" / "up").exists).status == "infra"
-
-
-def test_a_process_that_got_the_pid_of_a_rank_is_not_signalled(tmp_path: Path) -> None:
-    bystander = subprocess.Popen(["sleep", "60"])  # it dies of SIGUSR1
-    try:
-        script = f'echo {bystander.pid} > "$folder/rank0.pid"; sleep 60'
-        engine = TorchrunEngine(TOY, python=fake_python(tmp_path, script))
-        share = make_share(tmp_path / "job", 1, deadline_s=DEADLINE_S)
-        assert run_alone(engine, share).status == "hang"
-        assert bystander.poll() is None
-    finally:
-        bystander.kill()
-        bystander.wait()
-
-
-def test_a_pid_file_without_a_pid_is_no_error(tmp_path: Path) -> None:
-    write = 'printf "" > "$folder/rank0.pid"; echo no number > "$folder/rank1.pid"; echo 99999999999999999999'
-    engine = TorchrunEngine(TOY, python=fake_python(tmp_path, f'{write} > "$folder/rank2.pid"; sleep 60'))
-    assert run_alone(engine, make_share(tmp_path / "job", 3, deadline_s=DEADLINE_S)).status == "hang"
-
-
 CONTROLLER = f"""
 import json, sys
 from pathlib import Path
 from harness.engine.zygote_engine import ZygoteEngine
 from tests.jobs import make_share, run_alone
+from tests.worker.processes import nothing_is_left, wait_until
 options = json.loads(sys.argv[2])
 engine = ZygoteEngine("{TOY}", options)
 ways = json.dumps({{"0": "spin", "*": "children_then_sleep"}}).encode()
