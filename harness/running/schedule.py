@@ -18,6 +18,7 @@ import msgspec
 
 # After a stop the engine kills every rank and the threads only have to notice; this bounds the wait for them.
 _LAST_WORDS_S = 5.0
+_UNSEEN_SIGNAL_S = 0.5
 
 
 class HasRanks(Protocol):
@@ -179,7 +180,7 @@ def _collect(
 ) -> _Interrupted | _Failed | _Enough | None:
     """Take events until every thread is idle (None) or until one that must stop the run, which is returned."""
     while threads:
-        event = events.get()
+        event = _next(events)
         if isinstance(event, _Started):
             observer.started(items[event.position])
         elif isinstance(event, _Finished):
@@ -191,6 +192,17 @@ def _collect(
         else:
             return event
     return None
+
+
+def _next(events: _Events[Result]) -> _Event[Result]:
+    """The next event, a signal among them.
+
+    Python runs the handler of a signal between two steps of the main thread. One that comes just before the main thread
+    blocks, or to another thread, does not end its wait: without a timeout it was handled with the next result.
+    """
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return events.get(timeout=_UNSEEN_SIGNAL_S)
 
 
 def _collect_ready(events: _Events[Result], results: list[Result | None], observer: Observer[Item, Result]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +35,10 @@ class FakeWork:
         if self._raise_at == len(self.order):
             raise HarnessError("planted")
         if self._interrupt_at == len(self.order):
-            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # the main thread waits for the next event by now
+            # Seen by the handler of C in this thread, so the wait of the main thread goes on, as it does where the
+            # signal comes just before the wait.
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             assert self.stopped.wait(10)
             return None
         if self._wait_at == len(self.order):
