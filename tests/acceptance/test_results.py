@@ -155,6 +155,8 @@ def test_a_run_that_goes_on_is_listed_and_not_resumed(project: Command) -> None:
     assert project.call("run", "--resume").returncode == 3
     refused = project.call("results", "remove", "last")
     assert refused.returncode == 2 and "has not ended yet" in refused.stderr
+    while not psutil.Process(process.pid).children():  # from then on it has a handler, whatever its parent ignores
+        assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert project.call("results", "remove", "last").returncode == 0
