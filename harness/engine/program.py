@@ -81,8 +81,21 @@ class BrokenProgram:
 def preloaded_program(name: str, options: Mapping[str, str]) -> RankProgram:
     """The program `name`, ready for its ranks. What it raises is the failure of its jobs, not of the engine.
 
-    Raises OSError and MemoryError, for which no program is to blame. Collects no garbage meanwhile: the imports make
-    millions of objects that stay, and searching them again and again takes a quarter of the time.
+    Raises OSError and MemoryError, for which no program is to blame.
+    """
+    try:
+        return preload_program(name, options)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        return BrokenProgram(error)
+
+
+def preload_program(name: str, options: Mapping[str, str]) -> RankProgram:
+    """The program `name`, ready for its ranks. Raises what it raises.
+
+    Collects no garbage meanwhile: the imports make millions of objects that stay, and searching them again and again
+    takes a quarter of the time.
     """
     gc.disable()
     try:
@@ -90,10 +103,6 @@ def preloaded_program(name: str, options: Mapping[str, str]) -> RankProgram:
         OBSTACLES.look(f"the import of {name}")
         program.preload(options)
         OBSTACLES.look(f"preload() of {name}")
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:
-        return BrokenProgram(error)
     finally:
         gc.enable()
     return program

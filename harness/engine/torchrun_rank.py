@@ -16,7 +16,7 @@ import msgspec
 
 from harness.engine.folder import JobFolder
 from harness.engine.messages import RankOutcome, Returned
-from harness.engine.program import RankContext, load_program, rank_context
+from harness.engine.program import RankContext, preload_program, rank_context
 from harness.engine.rank import flush_streams, run_program
 from harness.engine.torchrun import LaunchSpec, rank_file, release_file, spec_file
 
@@ -35,8 +35,7 @@ class _Program:
     def rank_main(self, context: RankContext) -> bytes:
         """Preload and run."""
         context.report_phase("preload")
-        program = load_program(self._spec.program)
-        program.preload(self._spec.options)
+        program = preload_program(self._spec.program, self._spec.options)
         context.report_phase("start")
         return program.rank_main(context)
 
