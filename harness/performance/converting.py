@@ -9,10 +9,10 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.matrix.case import Case, Float8
-from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, is_misaligned, linear_features, linear_name
+from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, linear_features, linear_name
 from harness.matrix.recipes import MatmulRole
 from harness.performance.casts import casts
-from harness.performance.gemms import FLOAT8, Gemm, gemms
+from harness.performance.gemms import Gemm, gemms, is_refused
 from harness.performance.machine import Machine
 from harness.performance.padding import padding_bytes
 from harness.performance.roofline import cast_s, gemm_s
@@ -98,7 +98,7 @@ def _conversion(
             n=other.n,
             k=other.k,
             aligned=other.aligned,
-            refused=other.precision == FLOAT8 and is_misaligned(converted, other),
+            refused=is_refused(converted, other),
             bf16_us=gemm_s(twin, _once(one), machine) * 1e6,
             float8_us=gemm_s(converted, _once(other), machine) * 1e6,
         )

@@ -52,6 +52,11 @@ class Gemm(linears.Gemm, frozen=True, kw_only=True):
         return 2 * self.m * self.n * self.executed_k * self.executions
 
 
+def is_refused(case: Case, gemm: Gemm) -> bool:
+    """True when it is multiplied in float8 and `torch._scaled_mm` refuses its sizes."""
+    return gemm.precision == FLOAT8 and linears.is_misaligned(case, gemm)
+
+
 @functools.lru_cache(maxsize=64)
 def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
     """The matmuls of linears: all forwards in order of execution, then dgrad and wgrad from the last linear."""

@@ -12,10 +12,10 @@ from harness.expect.traffic import Weight, fsdp_units
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
-from harness.matrix.linears import is_misaligned, linear_name, shard_sizes
+from harness.matrix.linears import linear_name, shard_sizes
 from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import is_llama
-from harness.performance.gemms import FLOAT8, Gemm, gemms
+from harness.performance.gemms import Gemm, gemms, is_refused
 from harness.performance.machine import Machine
 from harness.performance.memory import Memory, memory
 from harness.performance.roofline import predicted_step
@@ -158,7 +158,7 @@ def _matmul(case: Case, gemm: Gemm, *, layers: int, tp_ranks: int) -> Matmul:
         k=gemm.k,
         precision=gemm.precision,
         aligned=gemm.aligned,
-        refused=gemm.precision == FLOAT8 and is_misaligned(case, gemm),
+        refused=is_refused(case, gemm),
         layers=layers,
         tp_ranks=tp_ranks,
     )
