@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from harness.running.executor import Executor
 from harness.studies.kill_matrix import Power
-from tests.power.kills import assert_all_found, assert_kills, faults_of, short_kill_matrix
+from tests.power.kills import assert_all_found, assert_kills, faults_of
 
 FAULTS = faults_of("one rank")
-
-
-@pytest.fixture(scope="module")
-def power(executor: Executor) -> Power:
-    return short_kill_matrix(FAULTS, executor)
 
 
 def test_every_fault_is_found_and_no_clean_run_fails(power: Power) -> None:
