@@ -59,6 +59,54 @@ COMPARED = [
     "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-eval-ignore.unequal-f64",
 ]
 
+# The same every night, of more kinds.
+NIGHTLY = [
+    "tp2-rowwise_with_gw_hp-head.fp8-ac.op-v2048-gb4-s2-f32",
+    "tp2-nosp-nolp-tensorwise-tpstyle.fp8-v2048-gb4-s2-f32",
+    "tp2-tensorwise-casts.i.dis+w.dis-v2048-gb4-s2-f64",
+    "tp2-rowwise-casts.go_gw.ten+i.ten+w.ten-ac.op-v2048-gb4-s2-f64",
+    "tp2-rowwise-v2048-gb4-s2-f32",
+    "tp2-rowwise-ac.op-v2048-gb4-s3-b16",
+    "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-f32",
+    "tp2-tensorwise-kvheads.4-v2048-gb4-s2-f32",
+    "tp2-tensorwise-tpstyle.fp8-ac.op-v2048-gb4-s2-f32",
+    "tp2-tensorwise-tpstyle.fp8-v2250-vpad128-gb4-s3-f32",
+    "tp2-nosp-nolp-tensorwise-v2048-gb4-s2-f32",
+    "tp2-nosp-nolp-rowwise-v2250-vpad128-gb4-s3-f32",
+    "tp4-bf16-v2050-gb4-s2-f32",
+    "tp4-nolp-bf16-v2050-gb4-s2-f32",
+    "fsdp2-tensorwise-v2048-gb4-s2-f32",
+    "fsdp2-tensorwise-ag.fp8-v2048-gb4-s2-f32",
+    "fsdp2-tensorwise-ag.fp8pre-v2048-gb4-s2-param.b16-b16",
+    "fsdp2-reshard.always-tensorwise-head.fp8-v2048-gb4-s3-b16",
+    "fsdp2-reshard.always-tensorwise-ag.fp8-head.fp8-v2048-gb4-s2-b16",
+    "fsdp2-reshard.never-tensorwise-ag.fp8-v2048-gb4-s2-f32",
+    "fsdp2-reshard.never-tensorwise-ag.fp8pre-ac.layer2-v2050-gb4-s3-f32",
+    "fsdp4-tensorwise-ag.fp8-v2050-gb4-s3-f64",
+    "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-accum2-f64",
+    "hsdp2x2-tensorwise-v2048-gb4-s2-ignore.half-b16",
+    "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-ac.full-v2048-gb4-s3-b16",
+]
+NIGHTLY_COMPARED = [
+    "tp2-tensorwise-v2048-gb4-s2-f32",
+    "tp2-tensorwise-v2048-gb4-s2-b16",
+    "tp2-tensorwise-ac.op-v2048-gb4-s2-f64",
+    "tp2-rowwise_with_gw_hp-v2048-gb4-s2-b16",
+    "tp2-nosp-nolp-tensorwise-head.fp8-v2048-gb4-s2-f32",
+    "tp4-tensorwise-v2050-gb4-s2-f64",
+    "tp4-nosp-rowwise-ac.op-v2050-gb4-s2-b16",
+    "fsdp2-tensorwise-ag.fp8-ac.layer2-v2048-gb4-s2-b16",
+    "fsdp2-rowwise-ac.op-v2048-gb4-s2-b16",
+    "fsdp3-tensorwise-v2048-gb3-s2-f32",
+    "fsdp2-tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-b16",
+    "hsdp2x2-tensorwise-v2048-gb4-s2-b16",
+    "hsdp2x2-bf16-v2256-gb4-s2-f32",
+    "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16",
+]
+ALL = [*CASES, *COMPARED, *NIGHTLY, *NIGHTLY_COMPARED]
+# Its scales are wrong by a recorded fault of torchao.
+WRONG_SCALES = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8pre-head.fp8-ac.layer2-v2048-gb4-s3-b16")
+
 CHECKS: tuple[Callable[[Case, Run, Witnesses], list[Finding]], ...] = (
     check_traffic,
     check_scales,
@@ -72,8 +120,13 @@ CHECKS: tuple[Callable[[Case, Run, Witnesses], list[Finding]], ...] = (
 
 def each_of(texts: Iterable[str], *, replayed: bool = False) -> pytest.MarkDecorator:
     """A test of every case; only where sums over ranks have another order are modules replayed."""
+    nightly = {*NIGHTLY, *NIGHTLY_COMPARED}
     cases = {text: parse_case_id(text) for text in texts}
-    given = [pytest.param(case, id=text) for text, case in cases.items() if replayed_steps(case) or not replayed]
+    given = [
+        pytest.param(case, id=text, marks=[pytest.mark.sweep] if text in nightly else [])
+        for text, case in cases.items()
+        if replayed_steps(case) or not replayed
+    ]
     return pytest.mark.parametrize("case", given)
 
 
@@ -82,24 +135,37 @@ def watched(trained) -> Callable[[Case], Run]:
     return lambda case: trained(case, probes=PROBES)
 
 
-@each_of([*CASES, *COMPARED])
+@each_of(ALL)
 def test_no_check_has_a_finding(watched, case: Case):
     run = watched(case)
     assert [finding for check in CHECKS for finding in check(case, run, make_witnesses(case))] == []
     assert all(len(trace.operands.matmuls) == scaled_mm_calls(case) * case.train.steps for trace in run.traces)
     assert all((trace.traffic != ()) == (len(run.traces) > 1) for trace in run.traces)
+    assert_saved_in_float8(case, run)
+
+
+def assert_saved_in_float8(case: Case, run: Run) -> None:
+    """Backward keeps float8 where inputs are cast before they are gathered, and nothing is computed again."""
     float8_saved = {saved.float8_bytes for trace in run.traces for saved in trace.saved_memory} != {0}
     assert float8_saved == (case.float8.tp_styles == "float8" and case.checkpointing.mode == "none")
 
 
-@each_of([*CASES, *COMPARED])
+@pytest.mark.sweep
+def test_wrong_scales_take_no_memory(watched):
+    run, witnesses = watched(WRONG_SCALES), make_witnesses(WRONG_SCALES)
+    checks = (check_memory, check_live_memory, check_leaks)
+    assert [finding for check in checks for finding in check(WRONG_SCALES, run, witnesses)] == []
+    assert_saved_in_float8(WRONG_SCALES, run)
+
+
+@each_of(ALL)
 def test_what_is_multiplied_and_cast_is_what_the_formula_says(watched, case: Case):
     found = measured(case, watched(case), make_witnesses(case))
     assert found.flops == found.expected_flops
     assert found.cast_calls == found.expected_cast_calls
 
 
-@each_of(COMPARED)
+@each_of([*COMPARED, *NIGHTLY_COMPARED])
 def test_probes_change_no_bit(watched, trained, case: Case):
     """That sketches change none, `test_sketches.py` shows."""
     run, plain = watched(case), trained(case)
@@ -107,13 +173,17 @@ def test_probes_change_no_bit(watched, trained, case: Case):
     assert [trace.sketches for trace in run.traces] == [trace.sketches for trace in plain.traces]
 
 
-@each_of([*CASES, *COMPARED])
+@each_of([*CASES, *COMPARED, *NIGHTLY_COMPARED])
 def test_one_rank_computes_the_same(watched, trained, case: Case):
-    """In float64 any layout at every step; in other dtypes what adds up in the order of ranks."""
+    """In float64 any layout at every step; in other dtypes what adds up in the order of ranks, or as if it did.
+
+    HSDP sums gradients in float32: those in bfloat16 have so few bits that no order shows.
+    """
     witness = replace(solo_case(case), checkpointing=case.checkpointing)  # it has the casts of recomputation, too
     run, solo = watched(case), trained(witness, solo=True, probes=("sketches", "operands"))
     assert first_divergence(case, run, solo) is None
-    if case.layout.tp > 1 and case.train.dtype != "float64":
+    rounds = case.layout.tp > 1 or (case.layout.dp_replicate > 1 and case.train.dtype == "float32")
+    if rounds and case.train.dtype != "float64":
         return
     allowed = EXACT if case.train.dtype == "float64" else ORDERED
     for step in range(1, case.train.steps + 1):
@@ -122,7 +192,7 @@ def test_one_rank_computes_the_same(watched, trained, case: Case):
     assert check_parity(case, run, make_witnesses(case, solo=solo, parity_tolerance=tolerance)) == []
 
 
-@each_of([*CASES, *COMPARED], replayed=True)
+@each_of(ALL, replayed=True)
 def test_a_replay_of_every_module_is_within_rounding(watched, train, case: Case):
     run = watched(case)
     again = Run(traces=train(case, replayed=tuple(trace.module_tensors for trace in run.traces)), failures=())

@@ -10,7 +10,6 @@ import pytest
 
 from harness.checks.live_memory import LEAKS, NAME, check_leaks, check_live_memory
 from harness.matrix.caseid import parse_case_id
-from harness.running.plan import PROBES
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_witnesses
@@ -22,28 +21,11 @@ FSDP = "fsdp2-tensorwise-v2048-gb4-s2-f32"
 # Steps enough for what grows: a leak.
 GROWING_SINGLE, GROWING_TP, GROWING_FSDP = (text.replace("-s2-", "-s4-") for text in (SINGLE, TP, FSDP))
 
-CASES = [
-    "tp2-rowwise-ac.op-v2048-gb4-s3-b16",
-    "tp2-tensorwise-tpstyle.fp8-v2250-vpad128-gb4-s3-f32",
-    "tp2-nosp-nolp-rowwise-v2250-vpad128-gb4-s3-f32",
-    "fsdp4-tensorwise-ag.fp8-v2050-gb4-s3-f64",
-    "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-ac.full-v2048-gb4-s3-b16",
-    "fsdp2-reshard.always-tensorwise-head.fp8-v2048-gb4-s3-b16",
-    "fsdp2-reshard.never-tensorwise-ag.fp8pre-ac.layer2-v2050-gb4-s3-f32",
-    "fsdp2-tp2-tensorwise-ag.fp8pre-head.fp8-ac.layer2-v2048-gb4-s3-b16",
-]
-
 
 def findings(text: str, run: Run) -> list[Finding]:
     case = parse_case_id(text)
     witnesses = make_witnesses(case)
     return [*check_live_memory(case, run, witnesses), *check_leaks(case, run, witnesses)]
-
-
-@pytest.mark.sweep  # `test_clean_runs.py` has a smaller list in every run
-@pytest.mark.parametrize("text", CASES)
-def test_clean_runs_have_alive_what_the_formula_says(trained, text: str):
-    assert findings(text, trained(parse_case_id(text), probes=PROBES)) == []
 
 
 FAULTS = """

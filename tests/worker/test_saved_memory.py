@@ -31,31 +31,6 @@ def test_checkpointing_keeps_what_the_formula_says_and_full_less_than_selective(
     assert max(saved["-ac.op"], saved["-ac.layer2"]) < saved[""]
 
 
-@pytest.mark.sweep  # `test_clean_runs.py` has a smaller list in every run
-@pytest.mark.parametrize(
-    "text",
-    [
-        "tp2-rowwise-v2048-gb4-s2-f32",
-        "tp2-tensorwise-tpstyle.fp8-v2048-gb4-s2-b16",
-        "tp2-tensorwise-tpstyle.fp8-ac.op-v2048-gb4-s2-f32",
-        "tp2-nosp-nolp-tensorwise-v2048-gb4-s2-f32",
-        "tp4-bf16-v2050-gb4-s2-f32",
-        "tp2-tensorwise-kvheads.4-v2048-gb4-s2-f32",
-        "tp2-rowwise-filter.w1+wk-ac.op-bias-v2048-gb4-s2-f32",
-        "fsdp2-tensorwise-ag.fp8-v2048-gb4-s2-f32",
-        "fsdp2-reshard.always-tensorwise-ag.fp8-head.fp8-v2048-gb4-s2-b16",
-        "fsdp2-reshard.never-tensorwise-ag.fp8-v2048-gb4-s2-f32",
-        "fsdp2-tp2-tensorwise-ag.fp8pre-head.fp8-ac.layer2-v2048-gb4-s2-b16",
-    ],
-)
-def test_clean_runs_keep_what_the_formula_says(trained, text: str):
-    case = parse_case_id(text)
-    run = trained(case, probes=MEMORY)
-    assert findings(text, run) == []
-    float8 = {record.float8_bytes for trace in run.traces for record in trace.saved_memory}
-    assert (float8 != {0}) == (case.float8.tp_styles == "float8" and case.checkpointing.mode == "none")
-
-
 @pytest.mark.parametrize(
     ("fault", "text", "words"),
     [

@@ -19,25 +19,6 @@ def findings(text: str, run: Run) -> list[Finding]:
     return check_traffic(case, run, make_witnesses(case))
 
 
-@pytest.mark.sweep  # `test_clean_runs.py` has a smaller list in every run
-@pytest.mark.parametrize(
-    "text",
-    [
-        "tp2-rowwise_with_gw_hp-head.fp8-ac.op-v2048-gb4-s2-f32",
-        "tp2-nosp-nolp-tensorwise-tpstyle.fp8-v2048-gb4-s2-f32",
-        "tp2-tensorwise-casts.i.dis+w.dis-v2048-gb4-s2-f64",
-        "tp4-nolp-bf16-v2050-gb4-s2-f32",
-        "fsdp2-tensorwise-v2048-gb4-s2-f32",
-        "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-accum2-f64",
-        "fsdp2-tensorwise-ag.fp8pre-v2048-gb4-s2-param.b16-b16",
-        "hsdp2x2-tensorwise-v2048-gb4-s2-ignore.half-b16",
-        "tp2-rowwise-casts.go_gw.ten+i.ten+w.ten-ac.op-v2048-gb4-s2-f64",
-    ],
-)
-def test_clean_runs_send_what_the_formula_says(trained, text: str):
-    assert findings(text, trained(parse_case_id(text), probes=TRAFFIC)) == []
-
-
 @pytest.mark.sweep  # `test_operands.py` has another case in every run
 @pytest.mark.parametrize(
     "text",
