@@ -133,8 +133,8 @@ def plan_options(command: Command) -> Command:
                 type=click.Choice(["zygote", "torchrun", "ray"]),
                 default="zygote",
                 show_default=True,
-                help="zygote: fresh ranks forked from one zygote. torchrun: one torchrun per case, slower. "
-                "ray: forked on every node of a Ray cluster.",
+                help="zygote: new ranks forked from one process that has imported everything. torchrun: one torchrun "
+                "per case, slower. ray: forked on every node of a Ray cluster.",
             ),
             click.option(
                 "--address",

@@ -1,4 +1,4 @@
-"""What keeps the warm process from being forked, and which step of the preload brought it.
+"""What keeps the zygote from being forked, and which step of the preload brought it.
 
 A thread does not exist in a forked process, and a lock that it held stays locked there. A CUDA context does not work
 there either: https://docs.pytorch.org/docs/main/notes/multiprocessing.html#poison-fork-in-multiprocessing.

@@ -27,7 +27,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Job(Message, frozen=True, kw_only=True):
     """One run of `world_size` fresh ranks, as it is asked of an engine.
 
-    `preload`: the options its rank program is preloaded with. Jobs of equal options share a warm process on a node.
+    `preload`: the options its rank program is preloaded with. Jobs of equal options share a zygote on a node.
     """
 
     job_id: str

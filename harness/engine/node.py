@@ -1,4 +1,4 @@
-"""A node: one machine's slots, job folders, warm processes and hardware, as the controller of a run uses them.
+"""A node: one machine's slots, job folders, zygotes and hardware, as the controller of a run uses them.
 
 `LocalNode` is this machine. `cluster.py` decides which node runs what.
 """
@@ -56,7 +56,7 @@ class Node(Protocol):
         """Give back the slots of a job, and remove its folder unless logs are kept."""
 
     def close(self) -> None:
-        """Kill every rank and every warm process."""
+        """Kill every rank and every zygote."""
 
 
 class Runner(Protocol):
@@ -129,7 +129,7 @@ class LocalNode:
             held.close()
 
     def warm(self, preload: Mapping[str, str]) -> None:
-        """Start the warm process of these options."""
+        """Start the zygote of these options."""
         self._runner(preload).warm()
 
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
@@ -147,7 +147,7 @@ class LocalNode:
             runner.release(job_id)
 
     def close(self) -> None:
-        """Kill every rank and every warm process, and remove the job folders unless logs are kept."""
+        """Kill every rank and every zygote, and remove the job folders unless logs are kept."""
         with self._lock:
             self._closed = True
         for runner in self._all_runners():

@@ -1,4 +1,4 @@
-"""One node of a Ray cluster, from inside: the actor that owns its warm processes and ranks. It dies with the driver.
+"""One node of a Ray cluster, from inside: the actor that owns its zygotes and ranks. It dies with the driver.
 
 Whatever crosses the cluster is bytes of `messages.py`, or plain strings and numbers.
 """
@@ -125,7 +125,7 @@ class NodeActor:
         self._node.free(job_id)
 
     def close(self) -> None:
-        """Kill every rank and every warm process, and remove what is on disk."""
+        """Kill every rank and every zygote, and remove what is on disk."""
         self._node.close()
         self._private.close()
 

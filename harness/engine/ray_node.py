@@ -16,7 +16,7 @@ from harness.engine.ray_group import Group
 from harness.errors import HarnessError
 
 _START_S = 120.0  # of an actor, on a busy machine
-_CLOSE_S = 15.0  # longer than a warm process needs to end its ranks
+_CLOSE_S = 15.0  # longer than a zygote needs to end its ranks
 _THREADS = 1000  # of an actor: for every job one that runs or waits for slots, and those that end it
 
 
@@ -72,7 +72,7 @@ class RayNode:
         return answer.reservation
 
     def warm(self, preload: Mapping[str, str]) -> None:
-        """Start the warm process of these options there."""
+        """Start the zygote of these options there."""
         self._ask("warm", dict(preload))
 
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
@@ -98,7 +98,7 @@ class RayNode:
         self._ask("free", job_id)
 
     def close(self) -> None:
-        """Kill every rank and every warm process there, then the actor, and leave the group."""
+        """Kill every rank and every zygote there, then the actor, and leave the group."""
         with suppress(NodeLost):
             self._ask("close", timeout_s=_CLOSE_S)
         self._ray.kill(self._actor)

@@ -141,7 +141,7 @@ class RemoteNode:
         self._tell(Asked(number=0, method="free", job_id=job_id))
 
     def close(self) -> None:
-        """Have the node kill every rank and every warm process."""
+        """Have the node kill every rank and every zygote."""
         self._tell(Asked(number=0, method="close"))
 
     def leave(self, code: int | None = None) -> None:

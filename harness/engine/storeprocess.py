@@ -1,6 +1,6 @@
 """The store process: a TCP store of torch where ranks of several nodes meet, one for a run, a prefix for every job.
 
-A process of its own: the server has threads, which neither the controller nor a warm process may have, and one port
+A process of its own: the server has threads, which neither the controller nor a zygote may have, and one port
 for the whole run cannot be taken by another program between two jobs.
 """
 

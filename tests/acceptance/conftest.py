@@ -162,7 +162,7 @@ def project(tmp_path: Path, shared: Command) -> Iterator[Command]:
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
-    """The warm processes of a file whose runs are in this process."""
+    """The zygotes of a file whose runs are in this process."""
     from tests.acceptance.inside import Warm
 
     with Warm() as processes:

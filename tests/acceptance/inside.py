@@ -1,7 +1,7 @@
-"""The command line in this process, with ranks that are forked from warm processes which several runs share.
+"""The command line in this process, with ranks that are forked from zygotes which several runs share.
 
 For what a run says and leaves behind. Signals, terminals and what is left of processes need the real command. Only who
-starts the warm processes is replaced: ranks are real, or those of `fake_program.py`.
+starts the zygotes is replaced: ranks are real, or those of `fake_program.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.acceptance.conftest import Command
 
 
 class Warm:
-    """Warm processes, each started once and kept until the end of this context."""
+    """Zygotes, each started once and kept until the end of this context."""
 
     def __init__(self) -> None:
         self._engines: dict[object, ZygoteEngine] = {}

@@ -90,7 +90,7 @@ def test_two_runs_share_a_cluster_and_the_one_that_is_killed_leaves_no_ranks(pro
 
 
 def wait_for_ranks(nodes: int) -> list[psutil.Process]:
-    """The warm process and the rank of each of these nodes, once they are there."""
+    """The zygote and the rank of each of these nodes, once they are there."""
     give_up_s = time.monotonic() + 60
     while len(started := _of_program()) < 2 * nodes:
         assert time.monotonic() < give_up_s, "the ranks did not start"

@@ -12,7 +12,7 @@ from tests.acceptance.inside import Inside, Warm
 
 TARGETS = Path(__file__).parents[1] / "targets"
 SHORT = "single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"  # what is wrong shows in two steps
-# Every rank reads the last line of this target anew: the warm process that it is forked from has imported it once.
+# Every rank reads the last line of this target anew: the zygote that it is forked from has imported it once.
 LATE = """
 def __getattr__(name):
     found = {}
@@ -101,7 +101,7 @@ SWEPT = {
 }
 
 
-@pytest.mark.sweep  # each needs a warm process of its own
+@pytest.mark.sweep  # each needs a zygote of its own
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_that_is_no_target(project: Inside, name: str) -> None:
     text, words = MODULES[name]

@@ -1,4 +1,4 @@
-"""One warm process for all eager runs of this folder, and the kill matrix of a file."""
+"""One zygote for all eager runs of this folder, and the kill matrix of a file."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CASE = parse_case_id("single-rowwise-v2048-s2-b16")
 
 @pytest.fixture(scope="module")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankTrace]:
-    """The case on ranks whose warm process left torch's kernel where it is."""
+    """The case on ranks whose zygote left torch's kernel where it is."""
     options = {"device": "cpu", "arithmetic": "kernel", "warmup": "off"}
     payload = msgspec.msgpack.encode(RunRequest(case=CASE, arithmetic="kernel"))
     with ZygoteEngine("harness.worker.main", options) as engine:
@@ -51,7 +51,7 @@ def test_the_kernel_of_the_device_trains_and_is_not_the_exact_one(by_kernel: Ran
 
 
 def test_an_exact_matmul_that_was_not_asked_for_is_found(train: Train) -> None:
-    (trace,) = train(CASE, arithmetic="kernel")  # from a warm process that has the exact one
+    (trace,) = train(CASE, arithmetic="kernel")  # from a zygote that has the exact one
     assert findings(trace) == ["parts of the virtual FP8 device are installed on cpu on rank 0"]
 
 
