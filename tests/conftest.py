@@ -1,6 +1,8 @@
-"""Settings of every test: hypothesis profiles `dev` (default), `ci` and `nightly`, by HYPOTHESIS_PROFILE."""
+"""Settings of every test. Hypothesis profiles: `dev` (default), `ci` and `nightly`, by HYPOTHESIS_PROFILE."""
 
 from __future__ import annotations
+
+import gc
 
 from hypothesis import settings
 
@@ -12,3 +14,9 @@ settings.register_profile("dev", deadline=None, max_examples=examples(50))
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.register_profile("nightly", deadline=None, max_examples=examples(100), print_blob=True)
 settings.load_profile(PROFILE)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is no garbage, and is not looked through again and again."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

@@ -37,11 +37,8 @@ def dp_rank(layout: Layout, rank: int) -> int:
 def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
     """The ranks that differ from `rank` only on these axes, including itself, ascending."""
     mine = coordinates(layout, rank)
-    return tuple(
-        other
-        for other in range(layout.world_size)
-        if all(axis in axes or at == mine[axis] for axis, at in coordinates(layout, other).items())
-    )
+    ranges = (range(axis_size(layout, axis)) if axis in axes else (mine[axis],) for axis in AXES)
+    return tuple((i * layout.dp_shard + j) * layout.tp + k for i, j, k in itertools.product(*ranges))
 
 
 def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:

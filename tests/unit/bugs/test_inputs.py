@@ -136,13 +136,13 @@ HOSTILE = {
     "brackets": "```toml\na = " + "[" * 50_000,
     "python": "```python\n" + "(" * 50_000 + "\n```",
     "numbers": "```python\nx = " + "9" * 50_000 + "\n```",
-    "bomb": "a: &a [x, x]\nb: &b [*a, *a]\n" * 10_000,
+    "bomb": "a: &a [x, x]\nb: &b [*a, *a]\n" * 5_000,
     "flags": "--a.b " * 50_000,
     "degrees": "TP=2 FSDP=3 " * 30_000,
     "newlines": "\n" * 300_000 + "x",
     "spaces": "x" + " " * 300_000,
     "indents": "".join(" " * (depth % 900) + "k:\n" for depth in range(2000)),
-    "fences": "```\n" * 50_000,
+    "fences": "```\n" * 20_000,
     "escapes": "\x1b]" * 100_000,
 }
 
