@@ -12,61 +12,32 @@ import math
 import operator
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.case import Case, Model, ModelShape
+from harness.matrix.case import Case, CaseStruct, Model, ModelShape
 from harness.matrix.scope import out_of_scope
 
-AXES: dict[str, tuple[str, ...]] = {
-    "target": ("target",),
-    "model": ("model", "preset"),
-    "vocab_size": ("model", "vocab_size"),
-    "pad_vocab_to_multiple_of": ("model", "pad_vocab_to_multiple_of"),
-    "dim": ("model", "dim"),
-    "layers": ("model", "layers"),
-    "heads": ("model", "heads"),
-    "kv_heads": ("model", "kv_heads"),
-    "ffn_dim": ("model", "ffn_dim"),
-    "bias": ("model", "bias"),
-    "dp_replicate": ("layout", "dp_replicate"),
-    "dp_shard": ("layout", "dp_shard"),
-    "tp": ("layout", "tp"),
-    "async_tp": ("layout", "async_tp"),
-    "symm_mem": ("layout", "symm_mem"),
-    "wait_for_embedding": ("layout", "wait_for_embedding"),
-    "sequence_parallel": ("layout", "sequence_parallel"),
-    "loss_parallel": ("layout", "loss_parallel"),
-    "reshard_after_forward": ("layout", "reshard_after_forward"),
-    "recipe": ("float8", "recipe"),
-    "fp8_all_gather": ("float8", "fp8_all_gather"),
-    "precompute_scale": ("float8", "precompute_scale"),
-    "pad_inner_dim": ("float8", "pad_inner_dim"),
-    "output_layer": ("float8", "output_layer"),
-    "tp_styles": ("float8", "tp_styles"),
-    "filter_fqns": ("float8", "filter_fqns"),
-    "casts": ("float8", "casts"),
-    "checkpointing": ("checkpointing", "mode"),
-    "checkpoint_every": ("checkpointing", "every"),
-    "compile": ("compile",),
-    "steps": ("train", "steps"),
-    "global_batch": ("train", "global_batch"),
-    "seq_len": ("train", "seq_len"),
-    "dtype": ("train", "dtype"),
-    "parameter_dtype": ("train", "parameter_dtype"),
-    "reduce_dtype": ("train", "reduce_dtype"),
-    "accumulation": ("train", "accumulation"),
-    "reduce_grads": ("train", "reduce_grads"),
-    "max_norm": ("train", "max_norm"),
-    "evaluate": ("train", "evaluate"),
-    "ignored_tokens": ("train", "ignored_tokens"),
-    "resume": ("train", "resume"),
-    "lr": ("train", "lr"),
-    "seed": ("train", "seed"),
-    "loss_tolerance": ("checks", "loss_tolerance"),
+# Fields whose name does not say enough outside of their part of a case.
+_RENAMED: dict[tuple[str, ...], str] = {
+    ("model", "preset"): "model",
+    ("checkpointing", "mode"): "checkpointing",
+    ("checkpointing", "every"): "checkpoint_every",
 }
+
+
+def _paths() -> Iterator[tuple[str, ...]]:
+    """Every field of a case and of its parts, in order."""
+    for name, default in zip(Case.__struct_fields__, Case.__struct_defaults__, strict=True):
+        if isinstance(default, CaseStruct):
+            yield from ((name, field) for field in default.__struct_fields__)
+        else:
+            yield (name,)
+
+
+AXES: dict[str, tuple[str, ...]] = {_RENAMED.get(path, path[-1]): path for path in _paths()}
 # What each is, in a few words: for comments in case files, options and the schema of editors.
 MEANINGS: dict[str, str] = {
     "target": "what trains: reference, torchtitan, torchtitan_0_3, or the module of a target of your own",

@@ -179,7 +179,7 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.recipe == "bf16":
-            for name, default in _FLOAT8_DEFAULTS.items():
+            for name, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
                 msgspec.structs.force_setattr(self, name, default)
         msgspec.structs.force_setattr(self, "filter_fqns", tuple(sorted(set(self.filter_fqns))))
         msgspec.structs.force_setattr(self, "casts", self._own_casts())
@@ -201,17 +201,6 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
     def traits(self) -> RecipeTraits:
         """What the recipe does, with the casts of the case."""
         return TRAITS[self.recipe].with_casts(self.casts) if self.casts else TRAITS[self.recipe]
-
-
-_FLOAT8_DEFAULTS: dict[str, object] = {
-    "fp8_all_gather": False,
-    "precompute_scale": False,
-    "pad_inner_dim": False,
-    "output_layer": False,
-    "tp_styles": "plain",
-    "filter_fqns": (),
-    "casts": (),
-}
 
 
 class Checkpointing(CaseStruct, frozen=True, kw_only=True):
