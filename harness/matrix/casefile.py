@@ -161,10 +161,7 @@ def _world_limit(toml: TomlFile, table: dict[str, Any], *, path: KeyPath) -> int
 
 def _blocks(toml: TomlFile, base: dict[str, object]) -> tuple[Block, ...]:
     blocks = tuple(_block(toml, table, base, index) for index, table in enumerate(toml.tables("matrix")))
-    names = [block.name for block in blocks]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise toml.error("matrix", index, what=f"two matrices are named '{name}'.", fix="rename one of them.")
+    toml.check_distinct([block.name for block in blocks], "matrix", noun="matrices")
     return blocks
 
 
@@ -180,12 +177,11 @@ def _block(toml: TomlFile, table: object, base: dict[str, object], index: int) -
     own_base = _axes(toml, known.get("base", {}), path=(*path, "base"))
     groups = tuple(_group(toml, key, values, path=(*path, "axes", key)) for key, values in axes.items())
     _check_disjoint(toml, groups, path=(*path, "axes"))
-    limit = _world_limit(toml, known, path=path)
     return Block(
         name=name,
         base={**base, **own_base},
         groups=groups,
-        max_world_size=limit,
+        max_world_size=_world_limit(toml, known, path=path),
         pair_only=_pair_only(toml, known.get("pair_only", {}), groups, path=(*path, "pair_only")),
     )
 

@@ -32,8 +32,10 @@ def case_id(case: Case) -> str:
             *_float8_tokens(case.float8),
             *_checkpointing_tokens(case),
             *([] if case.compile == "none" else [case.compile]),
-            *_model_tokens(case.model),
-            *_vocab_tokens(case.model),
+            *([] if case.model.preset == "tiny" else [PRESETS[case.model.preset]]),
+            *_override_tokens(case.model),
+            f"v{case.model.vocab_size}",
+            *([] if case.model.pad_vocab_to_multiple_of == 1 else [f"vpad{case.model.pad_vocab_to_multiple_of}"]),
             *_train_tokens(case.train),
             DTYPES[case.train.dtype],
             *([] if case.checks.loss_tolerance is None else [f"tol.{case.checks.loss_tolerance!r}"]),
@@ -45,7 +47,10 @@ def parse_case_id(text: str) -> Case:
     """The case of an id. Raises HarnessError with a suggestion for an unknown token or a non-canonical spelling."""
     values: dict[str, object] = {}
     for token in id_words(text):
-        values |= _token_values(token, where=text)
+        found = values_of(token)
+        if found is None:
+            raise HarnessError(f"unknown token '{token}'.", where=f"case id '{text}'", fix=hint(token))
+        values |= found
     try:
         case = case_from_axes(values)
     except HarnessError as error:
@@ -145,12 +150,11 @@ def twin_case(case: Case) -> Case:
 
 def reference_case(case: Case) -> Case:
     """The case whose run is the golden: bf16 on one rank, without all options that must not change a loss."""
-    train = case.train
     return Case(
         target=case.target,
         model=msgspec.structs.replace(case.model, pad_vocab_to_multiple_of=1),
         train=msgspec.structs.replace(
-            train,
+            case.train,
             dtype="bfloat16",
             reduce_dtype="float32",
             accumulation=1,
@@ -206,20 +210,9 @@ def _float8_tokens(float8: Float8) -> list[str]:
 
 
 def _checkpointing_tokens(case: Case) -> list[str]:
-    layer = f"ac.layer{case.checkpointing.every}"
-    return {"none": [], "full": ["ac.full"], "selective_op": ["ac.op"], "selective_layer": [layer]}[
-        case.checkpointing.mode
-    ]
-
-
-def _model_tokens(model: Model) -> list[str]:
-    preset = [] if model.preset == "tiny" else [PRESETS[model.preset]]
-    return [*preset, *_override_tokens(model)]
-
-
-def _vocab_tokens(model: Model) -> list[str]:
-    multiple = model.pad_vocab_to_multiple_of
-    return [f"v{model.vocab_size}", *([] if multiple == 1 else [f"vpad{multiple}"])]
+    layers = f"ac.layer{case.checkpointing.every}"
+    tokens = {"none": [], "full": ["ac.full"], "selective_op": ["ac.op"], "selective_layer": [layers]}
+    return tokens[case.checkpointing.mode]
 
 
 def _override_tokens(model: Model) -> list[str]:
@@ -246,10 +239,3 @@ def _train_tokens(train: Train) -> list[str]:
         f"reduce.{DTYPES[train.reduce_dtype]}": train.reduce_dtype != default.reduce_dtype,
     }
     return [token for token, needed in spelled.items() if needed]
-
-
-def _token_values(token: str, *, where: str) -> dict[str, object]:
-    values = values_of(token)
-    if values is None:
-        raise HarnessError(f"unknown token '{token}'.", where=f"case id '{where}'", fix=hint(token))
-    return values

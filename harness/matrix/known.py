@@ -40,6 +40,7 @@ from packaging.version import Version
 from harness.errors import HarnessError
 from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
+from harness.matrix.entries import check_texts
 from harness.matrix.rule import Rule
 from harness.matrix.selector import axes_read, parse_selector
 from harness.matrix.targets import is_llama
@@ -129,10 +130,7 @@ def read_known(path: Path) -> tuple[KnownFault, ...]:
     toml = read_toml_file(path)
     toml.check_keys(table=toml.data, known=("fault", "without"))
     faults = tuple(_fault(toml, table, index) for index, table in enumerate(toml.tables("fault")))
-    names = [fault.name for fault in faults]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise toml.error("fault", index, "name", what=f"two faults are named '{name}'.", fix="rename one of them.")
+    toml.check_distinct([fault.name for fault in faults], "fault", "name", noun="faults")
     return faults
 
 
@@ -193,10 +191,7 @@ def _known_rule(fault: KnownFault) -> KnownRule:
 
 def _fault(toml: TomlFile, table: object, index: int) -> KnownFault:
     fields = toml.check_keys("fault", index, table=table, known=KnownFault.__struct_fields__)
-    for name in ("name", "where", "verdict", "link", "reason"):
-        if not isinstance(fields.get(name), str) or not fields[name].strip():
-            what = f"'{name}' must be a non-empty string."
-            raise toml.error("fault", index, name, what=what, fix=f'add {name} = "...".')
+    check_texts(toml, fields, ("name", "where", "verdict", "link", "reason"), "fault", index)
     if fields["verdict"] not in _FAILURES:
         what = f"verdict '{fields['verdict']}' is not a failure."
         raise toml.error("fault", index, "verdict", what=what, fix=suggestion(fields["verdict"], _FAILURES))

@@ -34,11 +34,7 @@ def read_required(path: Path) -> tuple[Required, ...]:
     toml = read_toml_file(path)
     toml.check_keys(table=toml.data, known=("required",))
     entries = tuple(_entry(toml, table, index) for index, table in enumerate(toml.tables("required")))
-    names = [entry.name for entry in entries]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            what = f"two entries are named '{name}'."
-            raise toml.error("required", index, "name", what=what, fix="rename one of them.")
+    toml.check_distinct([entry.name for entry in entries], "required", "name", noun="entries")
     return entries
 
 

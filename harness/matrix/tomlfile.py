@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,13 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(found, list):
             raise self.error(name, what=f"'{name}' must be a list of tables.", fix=f"write [[{name}]].")
         return found
+
+    def check_distinct(self, names: Sequence[str], table: str, *key: str, noun: str) -> None:
+        """Raises HarnessError at the second of the `[[table]]` tables with equal names, or at its `key`."""
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                what = f"two {noun} are named '{name}'."
+                raise self.error(table, index, *key, what=what, fix="rename one of them.")
 
 
 def read_toml_file(path: Path) -> TomlFile:
