@@ -34,7 +34,7 @@ from harness.matrix.rule import Refusal
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
 from harness.result import Attempt, CaseResult, RunResult
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
-from harness.trace.graphs import GraphTrace, PartitionRecord
+from harness.trace.graphs import FusedCall, GraphTrace, PartitionRecord
 from harness.trace.modules import ModuleDistance
 from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
@@ -166,7 +166,6 @@ def make_sent(step: int, *, kind: str = "all_gather", op: str = "", times: int =
     sent = TrafficRecord(
         step=step,
         axis="dp_shard",
-        group_size=2,
         kind=kind,
         op=op,
         dtype="uint8",
@@ -304,6 +303,21 @@ def make_partition(case: Case | None = None, **changes: Any) -> PartitionRecord:
 def make_graphs(*partitions: PartitionRecord, **changes: Any) -> GraphTrace:
     """What one rank records of graphs that were divided like this and executed nothing."""
     return replace(GraphTrace(graphs=(), calls=(), casts=(), partitions=partitions, workarounds=()), **changes)
+
+
+def make_fused(**changes: Any) -> FusedCall:
+    """One execution of a fused operator whose 8 rows are those of its unfused form."""
+    call = FusedCall(
+        step=1,
+        phase="forward",
+        operator="fused_all_gather_matmul",
+        collective="all_gather",
+        times=1,
+        rows=8,
+        wrong_rows=0,
+        example=None,
+    )
+    return replace(call, **changes)
 
 
 # Sketches

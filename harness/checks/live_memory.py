@@ -17,12 +17,11 @@ from harness.expect.live_memory import LiveStorage
 from harness.matrix.case import Case
 from harness.plural import counted
 from harness.trace import RankTrace, Run
-from harness.trace.traffic import LiveMemory, LiveTensor, Moment
+from harness.trace.traffic import MOMENTS, LiveMemory, LiveTensor, Moment
 from harness.verdict import Finding
 
 NAME = "live_memory"
 LEAKS = "leaks"
-MOMENTS: dict[Moment, str] = {"forward": "between forward and backward", "step": "at the end of the step"}
 SETTLED = 2  # the first step that all later ones must repeat: the optimizer and precomputed scales have their state
 
 S = TypeVar("S", LiveTensor, LiveStorage)

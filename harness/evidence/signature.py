@@ -27,14 +27,12 @@ from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import GraphCast
 from harness.trace.operands import CastRecord
-from harness.trace.traffic import Moment, collective_words
+from harness.trace.traffic import MOMENTS, collective_words
 
 SCHEMA = 1
 SETTLED = 2  # the step that all later ones repeat: the first one also builds optimizer state and what is kept
 
 Seen = Mapping[str, str]  # by what is counted, such as "all_reduce (max) in float32 along tp", in the order of the file
-
-_MOMENTS: dict[Moment, str] = {"forward": "between forward and backward", "step": "at the end of the step"}
 
 
 class SignatureMissing(HarnessError):
@@ -239,7 +237,7 @@ def _memory(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
         if record.step == step:
             yield from ((f"{dtype} bytes saved for backward", str(count)) for dtype, count in record.by_dtype.items())
             for live in record.live:
-                when = f"alive {_MOMENTS[live.moment]}"
+                when = f"alive {MOMENTS[live.moment]}"
                 yield f"scalars {when}", str(live.scalars)
                 yield from _counted(f"{each.dtype} tensors of {each.nbytes} bytes {when}" for each in live.tensors)
 

@@ -22,9 +22,6 @@ class FusedNode(Record, frozen=True, kw_only=True):
     axis: str  # the mesh axis of its process group
     a_shape: tuple[int, ...]
     a_scale_shape: tuple[int, ...] | None
-    matmuls: int  # how many it computes: an all-gather feeds several
-    dim: int  # the gathered or scattered dim of the tensor before it was flattened
-    flat_dim: int | None = None  # the same dim of A, where the operator has both
 
 
 class Unfused(Record, frozen=True, kw_only=True):
@@ -43,7 +40,6 @@ class GraphRecord(Record, frozen=True, kw_only=True):
     phase: Phase
     fused: tuple[FusedNode, ...]
     unfused: tuple[Unfused, ...]
-    matmuls: int  # mm and _scaled_mm outside of fused operators
 
 
 class WrongRow(Record, frozen=True, kw_only=True):
@@ -58,8 +54,8 @@ class WrongRow(Record, frozen=True, kw_only=True):
 class FusedCall(Record, frozen=True, kw_only=True):
     """Executions of one fused operator with the same shapes in one phase of one step, against torch's reference.
 
-    `worst`: the largest relative distance of any result row to its reference row, over all executions. `wrong_rows`
-    counts rows that are further away than rounding explains; `example` is the first of them.
+    `wrong_rows` counts result rows that are further from their reference row than rounding explains; `example` is the
+    first of them.
     """
 
     step: int  # 1-based
@@ -67,10 +63,7 @@ class FusedCall(Record, frozen=True, kw_only=True):
     operator: str
     collective: Collective
     times: int
-    matmuls: int  # scaled or not, of one execution
-    scaled: bool
     rows: int
-    worst: float
     wrong_rows: int
     example: WrongRow | None
 

@@ -15,7 +15,6 @@ class StepInputs(Record, frozen=True, kw_only=True):
     step: int
     inputs: tuple[int, ...]  # the sequences whose tokens it got, in the order of calls
     labels: tuple[int, ...]  # the sequences whose tokens it got shifted by one: they are what it must predict
-    others: int  # rows of tokens that belong to no sequence of this step
     covered: float  # share of the neighbouring tokens that are meant for this rank, among all that the model got
     shapes: tuple[tuple[int, ...], ...]  # of the integer tensors
 

@@ -36,7 +36,6 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
 
     step: int
     axis: str  # "dp_shard", "dp_replicate", "tp", "world", or several joined by "+"
-    group_size: int
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", ...
     op: str = ""  # "sum", "max", ... of a reduction: every "max" is an amax or the largest logit
     dtype: str  # "float32", "bfloat16", "uint8" for float8 gathered as bytes by FSDP2, ...
@@ -44,7 +43,8 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
     sizes: dict[int, int]
 
 
-Moment = Literal["forward", "step"]  # between forward and backward, and at the end of a step
+Moment = Literal["forward", "step"]
+MOMENTS: dict[Moment, str] = {"forward": "between forward and backward", "step": "at the end of the step"}
 
 
 class LiveTensor(Record, frozen=True, kw_only=True):

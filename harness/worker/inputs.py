@@ -88,7 +88,6 @@ def _found(step: int, seen: Sequence[Tokens], tokens: Tokens, mine: slice) -> St
         step=step,
         inputs=found,
         labels=tuple(labels[row] for row in rows if row in labels),
-        others=sum(row not in inputs and row not in labels for row in rows),
         covered=1.0 if complete else _covered(tokens[mine, :-1], seen),
         shapes=tuple(tensor.shape for tensor in seen),
     )

@@ -15,7 +15,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace.graphs import FusedCall, FusedNode, GraphRecord, GraphTrace, Unfused, WrongRow
 from harness.verdict import Finding, Verdict
-from tests.builders import make_trace, make_witnesses, run_of
+from tests.builders import make_fused, make_trace, make_witnesses, run_of
 
 ASYNC = parse_case_id("atp2-tensorwise-tpstyle.fp8-graph-v2048-s2-b16")
 PLAIN = parse_case_id("tp2-tensorwise-graph-v2048-s2-b16")
@@ -26,32 +26,24 @@ NODE = FusedNode(
     axis="tp",
     a_shape=(64, 64),
     a_scale_shape=(),
-    matmuls=1,
-    dim=1,
-    flat_dim=0,
 )
 LEFT = Unfused(
     collective="reduce_scatter", axis="tp", shape=(4, 16, 128), dtype="bfloat16", reason="it sums several matmuls"
 )
-FORWARD = GraphRecord(phase="forward", fused=(NODE,), unfused=(), matmuls=7)
-BACKWARD = GraphRecord(phase="backward", fused=(), unfused=(LEFT,), matmuls=14)
+FORWARD = GraphRecord(phase="forward", fused=(NODE,), unfused=())
+BACKWARD = GraphRecord(phase="backward", fused=(), unfused=(LEFT,))
 
 
 def calls(case: Case) -> tuple[FusedCall, ...]:
     """What a correct run executes."""
     return tuple(
-        FusedCall(
+        make_fused(
             step=step,
             phase=kind.phase,
             operator=f"fused_{kind.collective}",
             collective=kind.collective,
             times=times,
-            matmuls=1,
-            scaled=True,
             rows=64,
-            worst=0.0,
-            wrong_rows=0,
-            example=None,
         )
         for step in range(1, case.train.steps + 1)
         for kind, times in expected_fusions(Expectations(case)).items()
@@ -139,7 +131,7 @@ def test_a_scale_belongs_to_the_shape_of_its_operand(
 def test_wrong_rows_say_where_they_belong() -> None:
     row = WrongRow(index=(1, 0), distance=0.8, holds_rank=1, holds_index=(0, 0))
     every = list(calls(ASYNC))
-    every[1] = replace(every[1], wrong_rows=32, worst=1.2, example=row)
+    every[1] = replace(every[1], wrong_rows=32, example=row)
     (finding,) = check(ASYNC, correct(ASYNC, calls=tuple(every)))
     assert finding.verdict is Verdict.NUMERIC
     assert "32 of 64" in finding.message

@@ -16,7 +16,7 @@ CASE = make_case(dp_shard=2, tp=2, global_batch=8)  # rank // 2 is the data-para
 
 
 def inputs(sequences: Any, **changes: Any) -> StepInputs:
-    values: dict[str, Any] = {"labels": (), "others": 0, "covered": 1.0, "shapes": ((4, 32),), "step": 1}
+    values: dict[str, Any] = {"labels": (), "covered": 1.0, "shapes": ((4, 32),), "step": 1}
     return StepInputs(inputs=tuple(sequences), **{**values, **changes})
 
 

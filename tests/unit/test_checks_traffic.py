@@ -32,7 +32,6 @@ def records(case: Case, rank: int = 0) -> Records:
         TrafficRecord(
             step=step,
             axis=key.axis,
-            group_size=2,
             kind=key.kind,
             op=key.op,
             dtype=key.dtype,

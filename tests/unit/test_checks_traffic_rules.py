@@ -25,7 +25,6 @@ def traffic(
     return TrafficRecord(
         step=1,
         axis=axis,
-        group_size=2,
         kind=kind,
         op=op,
         dtype=dtype,

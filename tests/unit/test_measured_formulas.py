@@ -49,7 +49,6 @@ def records(expect: Expectations, step: int, rank: int) -> list[TrafficRecord]:
         TrafficRecord(
             step=step,
             axis=term.axis,
-            group_size=2,
             kind=term.kind,
             op=term.op,
             dtype=term.dtype,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from harness.checks.measuring import measured
 from harness.measured import Measured, Sent
 from harness.trace import RankTrace, Run
-from harness.trace.graphs import FusedCall, GraphCast
+from harness.trace.graphs import GraphCast
 from harness.trace.operands import CastRecord, OperandTrace
 from tests.builders import (
     WQ,
@@ -19,6 +19,7 @@ from tests.builders import (
     make_cast,
     make_distance,
     make_failure,
+    make_fused,
     make_golden,
     make_graphs,
     make_matmul,
@@ -53,25 +54,9 @@ def recorded() -> Run:
         calls=7,
         operands=OperandTrace(casts=CASTS, matmuls=(make_matmul(*CASTS, index=2),)),
         sketches=(make_sketch(WQ), make_sketch(WQ, kind="param")),
-        graphs=make_graphs(casts=(graph_cast(),), calls=(fused(2), fused(3, step=2))),
+        graphs=make_graphs(casts=(graph_cast(),), calls=(make_fused(times=2), make_fused(times=3, step=2))),
         traffic=(make_sent(1), make_sent(2), make_sent(2, kind="all_reduce", op="sum", times=1)),
         saved_memory=(make_saved(1, 100), make_saved(2, 28)),
-    )
-
-
-def fused(times: int, step: int = 1) -> FusedCall:
-    return FusedCall(
-        step=step,
-        phase="forward",
-        operator="fused_all_gather_matmul",
-        collective="all_gather",
-        times=times,
-        matmuls=1,
-        scaled=False,
-        rows=4,
-        worst=0.0,
-        wrong_rows=0,
-        example=None,
     )
 
 

@@ -27,12 +27,13 @@ from harness.evidence.signature import (
 )
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace, Run
-from harness.trace.graphs import FusedCall, GraphCast, GraphRecord, Unfused
+from harness.trace.graphs import GraphCast, GraphRecord, Unfused
 from harness.trace.operands import OperandTrace
 from tests.builders import (
     SOFTWARE,
     make_cast,
     make_failure,
+    make_fused,
     make_graphs,
     make_saved,
     make_sent,
@@ -79,20 +80,9 @@ def test_every_kind_has_a_line() -> None:
 
 def test_compiled_runs_have_lines_for_graphs_and_fused_operators() -> None:
     unfused = Unfused(collective="all_gather", axis="tp", shape=(4,), dtype="float32", reason="no matmul")
-    graph = GraphRecord(phase="forward", fused=(), unfused=(unfused,) * 2, matmuls=1)
-    fused = FusedCall(
-        step=2,
-        phase="backward",
-        operator="fused_matmul_reduce_scatter",
-        collective="reduce_scatter",
-        times=3,
-        matmuls=1,
-        scaled=False,
-        rows=8,
-        worst=0.0,
-        wrong_rows=0,
-        example=None,
-    )
+    graph = GraphRecord(phase="forward", fused=(), unfused=(unfused,) * 2)
+    scattered = {"operator": "fused_matmul_reduce_scatter", "collective": "reduce_scatter", "times": 3}
+    fused = make_fused(step=2, phase="backward", **scattered)
     numbers = {name: getattr(make_cast(), name) for name in GraphCast.__struct_fields__ if hasattr(make_cast(), name)}
     cast = GraphCast(**{**numbers, "step": 2, "order": 1, "phase": "forward", "is_weight": True})
     graphs = make_graphs(graphs=(graph, graph), calls=(fused, replace(fused, step=1)), casts=(cast,))

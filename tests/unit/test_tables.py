@@ -17,9 +17,7 @@ from harness.trace.traffic import SavedMemory, TrafficRecord
 from tests.builders import make_cast, make_matmul, make_sketch, make_trace, run_of
 
 CASTS = (make_cast(step=1, index=0), make_cast(step=1, index=1), make_cast(step=2, index=3))
-TRAFFIC = TrafficRecord(
-    step=1, axis="tp", group_size=2, kind="all_reduce", op="max", dtype="float32", payload_bytes=8, sizes={1: 2}
-)
+TRAFFIC = TrafficRecord(step=1, axis="tp", kind="all_reduce", op="max", dtype="float32", payload_bytes=8, sizes={1: 2})
 MEMORY = SavedMemory(step=1, saved_bytes=64, float8_bytes=16, by_dtype={})
 
 

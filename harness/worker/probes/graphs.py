@@ -7,7 +7,6 @@ all ranks, so that a swap says where the row belongs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from harness.worker.posts.post import unobserved
 from harness.worker.probes.graph_casts import GraphCastWatcher
 from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import Probe, in_backward
-from harness.worker.probes.unfused import ALL_GATHER, MATMULS, REDUCE_SCATTER, group_name, reason
+from harness.worker.probes.unfused import ALL_GATHER, REDUCE_SCATTER, group_name, reason
 from harness.worker.reduction import gathered_copies
 from harness.worker.virtual import graph_backend, rng
 from harness.worker.virtual import symm_mem as virtual_symm_mem
@@ -83,22 +82,18 @@ class GraphProbe(Probe):
                 phase="backward" if backward else "forward",
                 fused=tuple(self._fused(node) for node in nodes if _is_fused(node)),
                 unfused=tuple(self._unfused(node) for node in nodes if node.target in _COLLECTIVES),
-                matmuls=sum(node.target in MATMULS for node in nodes),
             )
         )
 
     def _fused(self, node: torch.fx.Node) -> FusedNode:
         given = _arguments(node)
-        scale, columns = given.get("A_scale"), given.get("Bs", [None])
+        scale = given.get("A_scale")
         return FusedNode(
             operator=_operator(node),
             collective="all_gather" if "gather_dim" in given else "reduce_scatter",
             axis=self._axis(given["group_name"]),
             a_shape=_shape(given.get("A")),
             a_scale_shape=None if scale is None else _shape(scale),
-            matmuls=len(columns),
-            dim=next(given[name] for name in ("gather_dim", "scatter_dim", "orig_scatter_dim") if name in given),
-            flat_dim=given.get("scatter_dim_after_maybe_reshape"),
         )
 
     def _unfused(self, node: torch.fx.Node) -> Unfused:
@@ -129,12 +124,7 @@ class GraphProbe(Probe):
             operator=operator,
             collective="all_gather" if "gather_dim" in given else "reduce_scatter",
             times=1 + (before.times if before else 0),
-            matmuls=len(given.get("Bs", [None])),
-            scaled="A_scale" in given,
             rows=found.rows + (before.rows if before else 0),
-            worst=max(
-                found.worst, before.worst if before else 0.0, key=lambda each: math.inf if math.isnan(each) else each
-            ),
             wrong_rows=found.wrong_rows + (before.wrong_rows if before else 0),
             example=before.example if before and before.example else found.example,
         )
@@ -142,7 +132,6 @@ class GraphProbe(Probe):
 
 class _Comparison(NamedTuple):
     rows: int = 0
-    worst: float = 0.0
     wrong_rows: int = 0
     example: WrongRow | None = None
 
@@ -180,7 +169,7 @@ def _compare_rows(left: torch.Tensor, right: torch.Tensor, candidates: list[torc
             holds_rank=None if holds is None else holds[0],
             holds_index=None if holds is None else _index(holds[1], right),
         )
-    return _Comparison(distances.numel(), float(distances.max()) if distances.numel() else 0.0, len(wrong), example)
+    return _Comparison(distances.numel(), len(wrong), example)
 
 
 def _where_it_belongs(row: torch.Tensor, candidates: list[torch.Tensor], allowed: float) -> tuple[int, int] | None:
@@ -213,12 +202,7 @@ def _index(flat: int, tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _sum(one: _Comparison, other: _Comparison) -> _Comparison:
-    return _Comparison(
-        one.rows + other.rows,
-        other.worst if math.isnan(other.worst) else max(one.worst, other.worst),
-        one.wrong_rows + other.wrong_rows,
-        one.example or other.example,
-    )
+    return _Comparison(one.rows + other.rows, one.wrong_rows + other.wrong_rows, one.example or other.example)
 
 
 def _tensors(result: Any) -> Iterator[torch.Tensor]:

@@ -58,7 +58,6 @@ class TrafficProbe(Probe):
         return TrafficRecord(
             step=key.step,
             axis=axis_of_group(self._case.layout, dist.get_rank(), key.ranks),
-            group_size=len(key.ranks),
             kind=key.kind,
             op=key.op,
             dtype=str(key.dtype).removeprefix("torch."),
