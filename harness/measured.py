@@ -6,7 +6,7 @@ Small enough to keep for every case of every run; what the ranks recorded in ful
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -49,6 +49,24 @@ class Multiplied(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     calls: int
     flops: int
+
+
+def sent_by(words: Iterable[tuple[str, int, int]]) -> Mapping[str, Sent]:
+    """Calls and bytes added up by words, sorted."""
+    return {name: Sent(calls=calls, payload_bytes=nbytes) for name, (calls, nbytes) in _sums(words).items()}
+
+
+def multiplied_by(words: Iterable[tuple[str, int, int]]) -> Mapping[str, Multiplied]:
+    """Calls and FLOPs added up by words, sorted."""
+    return {name: Multiplied(calls=calls, flops=flops) for name, (calls, flops) in _sums(words).items()}
+
+
+def _sums(words: Iterable[tuple[str, int, int]]) -> Mapping[str, tuple[int, int]]:
+    sums: dict[str, tuple[int, int]] = {}
+    for name, first, second in words:
+        before = sums.get(name, (0, 0))
+        sums[name] = (before[0] + first, before[1] + second)
+    return dict(sorted(sums.items()))
 
 
 class Speedup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

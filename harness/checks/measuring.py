@@ -15,7 +15,7 @@ from harness.expect.casts import OF_GATHERS
 from harness.expect.expectations import Expectations, version_gap
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
-from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
+from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, multiplied_by, sent_by
 from harness.performance.flops import executed
 from harness.trace import RankTrace, Run
 from harness.trace.flops import multiplied_words
@@ -87,7 +87,7 @@ def _slowest(traces: Sequence[RankTrace]) -> tuple[float, ...]:
 def _flops(traces: Iterable[RankTrace]) -> Mapping[str, Multiplied]:
     records = (record for trace in traces for record in trace.flops or ())
     words = ((multiplied_words(part=each.part, precision=each.precision), each) for each in records)
-    return _multiplied((name, each.calls, each.flops) for name, each in words)
+    return multiplied_by((name, each.calls, each.flops) for name, each in words)
 
 
 def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Multiplied]:
@@ -96,20 +96,14 @@ def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mappin
         return {}
     steps, saves_attention = expect.case.train.steps, traces[0].device != "cpu"
     found = (executed(expect.case, rank=trace.rank, saves_attention=saves_attention) for trace in traces)
-    return _multiplied(
+    return multiplied_by(
         (words, steps * each.calls, steps * each.flops) for of_rank in found for words, each in of_rank.items()
     )
 
 
-def _multiplied(found: Iterable[tuple[str, int, int]]) -> Mapping[str, Multiplied]:
-    """Calls and FLOPs by words, sorted."""
-    added = _sums(found)
-    return {words: Multiplied(calls=calls, flops=flops) for words, (calls, flops) in added.items()}
-
-
 def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
     records = (record for trace in traces for record in trace.traffic or ())
-    return _added((_words(each), sum(each.sizes.values()), each.payload_bytes) for each in records)
+    return sent_by((_words(each), sum(each.sizes.values()), each.payload_bytes) for each in records)
 
 
 def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Sent]:
@@ -117,27 +111,13 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
     if not _applies("traffic", expect, traces) or any(trace.traffic is None for trace in traces):
         return {}
     terms = [term for step, rank in _turns(expect, traces) for term in expect.transfers(step=step, rank=rank)]
-    found = _added((_words(term), term.times, term.payload_bytes) for term in terms)
+    found = sent_by((_words(term), term.times, term.payload_bytes) for term in terms)
     limited = {_words(term) for term in terms if term.least is not None and expect.case.compile != "none"}
     return {words: sent for words, sent in found.items() if words not in limited}
 
 
 def _words(sent: TrafficRecord | Transfer) -> str:
     return collective_words(axis=sent.axis, kind=sent.kind, op=sent.op, dtype=sent.dtype)
-
-
-def _added(sent: Iterable[tuple[str, int, int]]) -> Mapping[str, Sent]:
-    """Calls and bytes by words, sorted."""
-    return {words: Sent(calls=calls, payload_bytes=nbytes) for words, (calls, nbytes) in _sums(sent).items()}
-
-
-def _sums(found: Iterable[tuple[str, int, int]]) -> Mapping[str, tuple[int, int]]:
-    """Both numbers added up by words, sorted."""
-    sums: dict[str, tuple[int, int]] = {}
-    for words, *numbers in found:
-        first, second = sums.get(words, (0, 0))
-        sums[words] = (first + numbers[0], second + numbers[1])
-    return dict(sorted(sums.items()))
 
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from harness.expect.fusion import extra_matmul_calls
 from harness.matrix.case import Case, Layout
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, OUTPUT_FQN, parameter_count
-from harness.measured import Multiplied
+from harness.measured import Multiplied, multiplied_by
 from harness.performance.gemms import FLOAT8, Gemm, gemms
 from harness.trace.flops import multiplied_words
 
@@ -94,15 +94,16 @@ def by_precision(works: Iterable[Work]) -> Mapping[str, int]:
 
 def executed(case: Case, *, rank: int, saves_attention: bool = True) -> Mapping[str, Multiplied]:
     """What one rank executes in one step, by part and precision, as `FlopsRecord` counts it."""
-    calls: Counter[str] = Counter()
-    flops: Counter[str] = Counter()
-    for each in work(case, rank=rank, saves_attention=saves_attention):
-        words = multiplied_words(part="attention" if each.part == ATTENTION else "matmuls", precision=each.precision)
-        calls[words] += each.executions
-        flops[words] += each.executed_flops
+    found = [
+        ("attention" if each.part == ATTENTION else "matmuls", each.precision, each.executions, each.executed_flops)
+        for each in work(case, rank=rank, saves_attention=saves_attention)
+    ]
     for precision, scaled in ((FLOAT8, True), (case.train.dtype, False)):
-        calls[multiplied_words(part="matmuls", precision=precision)] += extra_matmul_calls(case, scaled=scaled)
-    return {words: Multiplied(calls=calls[words], flops=flops[words]) for words in sorted(calls) if calls[words]}
+        found.append(("matmuls", precision, extra_matmul_calls(case, scaled=scaled), 0))
+    added = multiplied_by(
+        (multiplied_words(part=part, precision=precision), calls, flops) for part, precision, calls, flops in found
+    )
+    return {words: each for words, each in added.items() if each.calls}
 
 
 def flops_per_token(case: Case) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -11,8 +11,7 @@ from harness.expect.expectations import Expectations
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.rule import Refusal
-from harness.measured import Multiplied, Sent
+from harness.measured import Multiplied, Sent, sent_by
 from harness.performance.flops import Work, executed, flops_per_token_by_precision, work
 from harness.trace.traffic import collective_words
 
@@ -57,30 +56,16 @@ def metrics(case: Case, *, rank: int = 0, saves_attention: bool = True) -> Metri
         rank=rank,
         step=step,
         tokens=case.local_batch * case.train.seq_len,
-        refusal=_reason(expect.refusal),
+        refusal=None if expect.refusal is None else expect.refusal.reason,
         work=work(case, rank=rank, saves_attention=saves_attention),
         executed=executed(case, rank=rank, saves_attention=saves_attention),
         flops_per_token=flops_per_token_by_precision(case),
         casts=expect.cast_calls,
-        wire=_wire(terms, _words),
-        wire_of_axis=_wire(terms, lambda term: term.axis),
+        wire=sent_by((_words(term), term.times, term.payload_bytes) for term in terms),
+        wire_of_axis=sent_by((term.axis, term.times, term.payload_bytes) for term in terms),
         saved_bytes=sum(expect.saved_bytes(step=step, rank=rank).values()) if expect.saves_exactly else None,
     )
 
 
-def _reason(refusal: Refusal | None) -> str | None:
-    return None if refusal is None else refusal.reason
-
-
 def _words(term: Transfer) -> str:
     return collective_words(axis=term.axis, kind=term.kind, op=term.op, dtype=term.dtype)
-
-
-def _wire(terms: Iterable[Transfer], name_of: Callable[[Transfer], str]) -> Mapping[str, Sent]:
-    """Calls and bytes by name, sorted."""
-    found: dict[str, Sent] = {}
-    for term in terms:
-        before = found.get(name_of(term), Sent(calls=0, payload_bytes=0))
-        sent = Sent(calls=before.calls + term.times, payload_bytes=before.payload_bytes + term.payload_bytes)
-        found[name_of(term)] = sent
-    return dict(sorted(found.items()))

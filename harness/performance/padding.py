@@ -42,7 +42,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
     `shards`: the rows of the output layer that ranks hold, each size once. `refused`: of them those that float8
     matmuls refuse. `added_bytes`: what the rows that padding adds take for the embedding and the output layer, with
-    gradients and AdamW, if nothing else shards them. `added_share`: of the matmuls of the output layer.
+    gradients and AdamW, if nothing else shards them.
     """
 
     name: str
@@ -51,7 +51,6 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     refused: tuple[int, ...]
     added_rows: int
     added_bytes: int
-    added_share: float
 
 
 def vocabularies(case: Case) -> tuple[Vocabulary, ...]:
@@ -91,5 +90,4 @@ def _vocabularies(case: Case) -> Iterator[Vocabulary]:
                 refused=tuple(shard for shard in shards if float8 and shard % ALIGNMENT),
                 added_rows=_added_rows(own, rows, tp),
                 added_bytes=added_bytes(own, rows, tp, case.model.shape.dim),
-                added_share=rows / own - 1,
             )
