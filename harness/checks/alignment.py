@@ -14,7 +14,7 @@ from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.rule import Refusal
-from harness.trace import RankFailure, Run
+from harness.trace import Run
 from harness.verdict import Finding
 
 NAME = "alignment"
@@ -34,15 +34,14 @@ def check_alignment(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
 
 
 def _aligned_but_refused(expect: Expectations, run: Run) -> list[Finding]:
-    refused = [failure for failure in _causes(run) if REFUSED.search(failure.message)]
+    refused = [failure for failure in run.causes if REFUSED.search(failure.message)]
     if not refused:
         return []
-    first = min(refused, key=lambda failure: failure.rank)
     where = format_ranks(failure.rank for failure in refused)
     message = f"refused on {where} although every GEMM is aligned"
     if not expect.has_formulas:
         message = f"refused on {where}: sizes of a converted linear, or of its tokens, are no multiples of 16 there"
-    return [_finding(message=message, rank=first.rank, expected="training", found=first.message)]
+    return [_finding(message=message, rank=refused[0].rank, expected="training", found=refused[0].message)]
 
 
 def _trained(run: Run, refusal: Refusal) -> list[Finding]:
@@ -66,7 +65,7 @@ def _other_errors(run: Run, refusal: Refusal) -> list[Finding]:
             expected=f"an error matching {refusal.pattern!r}",
             found=f"{failure.kind}: {failure.message}",
         )
-        for failure in sorted(_causes(run), key=lambda failure: failure.rank)
+        for failure in run.causes
         if failure.kind != "raised" or not re.search(refusal.pattern, failure.message)
     ]
 
@@ -78,11 +77,7 @@ def _no_outcome(case: Case, run: Run) -> list[Finding]:
     if missing:
         message = f"{format_ranks(missing)} neither trained nor failed"
         return [_finding(message=message, rank=min(missing), expected=f"{case.world_size} refused ranks")]
-    if run.failures and not _causes(run):
+    if run.failures and not run.causes:
         message = "no rank was refused: every failure is the consequence of another one"
         return [_finding(message=message, expected="at least 1 refused rank", found="0")]
     return []
-
-
-def _causes(run: Run) -> list[RankFailure]:
-    return [failure for failure in run.failures if not failure.consequence]

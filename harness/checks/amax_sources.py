@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from harness.checks.assembly import largest
-from harness.checks.occurrences import CastKey
+from harness.checks.occurrences import CastKey, on_ranks
 from harness.checks.ranks import format_ranks
 from harness.checks.scale_rules import as_float32, tensorwise_scale
 from harness.matrix.case import Case
@@ -82,7 +82,7 @@ def earlier_casts(casts: Casts, rank: int, place: tuple[CastKey, int]) -> Iterat
     """The same cast of a rank in all earlier steps."""
     key, occurrence = place
     for step in range(1, key.step):
-        yield from _parts(casts, (rank,), (key._replace(step=step), occurrence)).values()
+        yield from on_ranks(casts, (rank,), (key._replace(step=step), occurrence)).values()
 
 
 def _as_bfloat16(value: float) -> float:
@@ -104,16 +104,16 @@ def cast_sources(
     cast, (key, occurrence) = casts[rank][place], place
     for ranks in _other_groups(case, rank):
         if ranks != tuple(group):
-            yield Source(_on(ranks), _amax(_parts(casts, ranks, place)))
+            yield Source(_on(ranks), _amax(on_ranks(casts, ranks, place)))
     for other, part in group.items():
         yield Source(_on((other,)), part.amax)
     positive = [part.largest for part in group.values() if part.largest is not None]
     if len(positive) == len(group):
         yield Source("the largest value without abs", max(positive))
     before = [(key._replace(step=step), occurrence) for step in range(1, key.step)]
-    yield from of_steps({then[0].step: _amax(_parts(casts, group, then)) for then in before})
+    yield from of_steps({then[0].step: _amax(on_ranks(casts, group, then)) for then in before})
     yield from of_steps(
-        {then[0].step: _amax(_parts(casts, (rank,), then)) for then in before}, f" on rank {rank} alone"
+        {then[0].step: _amax(on_ranks(casts, (rank,), then)) for then in before}, f" on rank {rank} alone"
     )
     if cast.source_dtype == "bfloat16":
         return  # of so few values that tensors have the same amax by chance
@@ -131,10 +131,6 @@ def of_steps(amaxes: Mapping[int, float], where: str = "") -> Iterator[Source]:
 
 def _on(ranks: tuple[int, ...]) -> str:
     return f"the amax on {format_ranks(ranks)} alone" if len(ranks) == 1 else f"the amax over {format_ranks(ranks)}"
-
-
-def _parts(casts: Casts, ranks: Iterable[int], place: tuple[CastKey, int]) -> dict[int, CastRecord]:
-    return {rank: casts[rank][place] for rank in ranks if place in casts.get(rank, {})}
 
 
 def _amax(parts: Mapping[int, CastRecord]) -> float:

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from harness.checks.assembly import largest
 from harness.checks.mismatch import Mismatch, same_number
-from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key
+from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
 from harness.checks.ranks import traces_by_rank
 from harness.checks.scale_rules import format_scale
 from harness.expect.scale_groups import scaled_dim
@@ -104,25 +104,19 @@ class _Comparison:
         replay = where["dp_replicate"] * self._case.layout.dp_shard + where["dp_shard"]
         counts: Counter[CastKey | MatmulKey] = Counter(key for key, _ in casts)
         counts.update(key for key, _ in matmuls)
+        present = {key for key, _ in matmuls}
+
+        def at(key: Key, occurrence: int) -> int:
+            return self._replayed(_in_witness(key), occurrence, counts[key], replay)
+
         in_order: list[tuple[int, Iterator[Mismatch]]] = [
-            (
-                cast.index,
-                self._cast(
-                    trace.rank, key, occurrence, self._replayed(_in_witness(key), occurrence, counts[key], replay)
-                ),
-            )
+            (cast.index, self._cast(trace.rank, key, occurrence, at(key, occurrence)))
             for (key, occurrence), cast in casts.items()
         ]
         in_order += [
-            (
-                matmul.index,
-                self._matmul(
-                    trace.rank, key, matmul, self._replayed(_in_witness(key), occurrence, counts[key], replay)
-                ),
-            )
+            (matmul.index, self._matmul(trace.rank, key, matmul, at(key, occurrence)))
             for (key, occurrence), matmul in matmuls.items()
         ]
-        present = {key for key, _ in matmuls}
         in_order += [
             (matmul.index, self._missing_matmul(trace.rank, key, matmul))
             for (key, occurrence), matmul in self._witness_matmuls.items()
@@ -196,7 +190,7 @@ class _Comparison:
         """The cast on every TP rank that holds a shard of the tensor; on this rank alone where it is replicated."""
         whole = all(placement == "Replicate()" for placement in self._casts[rank][key].placements)
         others = (rank,) if whole else peers(self._case.layout, rank, ("tp",))
-        return [self._casts[other][key] for other in others if key in self._casts.get(other, {})]
+        return list(on_ranks(self._casts, others, key).values())
 
     def _matmul(self, rank: int, key: MatmulKey, found: MatmulRecord, at: int) -> Iterator[Mismatch]:
         expected = self._witness_matmuls.get((_in_witness(key), at))

@@ -33,9 +33,8 @@ def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None)
     """The signature of a failure, of a recorded or expected one too; None where nothing failed or is found out."""
     if verdict in (Verdict.INFRA, Verdict.NOT_RUN):
         return None
-    causes = [failure for failure in run.failures if not failure.consequence] if run is not None else []
-    if causes:
-        return _most_common([_of_rank(failure) for failure in sorted(causes, key=lambda each: each.rank)])
+    if run is not None and run.causes:
+        return _most_common([_of_rank(failure) for failure in run.causes])
     judged = [finding for finding in findings if finding.judged]
     return _of_finding(judged[0]) if judged else None
 

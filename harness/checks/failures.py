@@ -48,8 +48,7 @@ def failures(run: Run, status: str) -> tuple[Finding, ...]:
     Of stuck ranks those come first that wait for no other, then those of which there are fewest. The first finding then
     says what the other ranks do.
     """
-    causes = [failure for failure in run.failures if not failure.consequence] or list(run.failures)
-    groups = _groups(causes)
+    groups = _groups(run.causes or run.failures)
     if not groups:
         return (Finding(check=ENGINE, message=f"the engine reports {status}, but no rank reports a cause"),)
     return tuple(

@@ -14,6 +14,7 @@ from functools import partial
 from harness.checks.amax_sources import Source, implied_source, of_steps
 from harness.checks.assembly import largest
 from harness.checks.mismatch import Mismatch, findings_by_rule
+from harness.checks.occurrences import on_ranks
 from harness.checks.ranks import format_ranks, traces_by_rank
 from harness.checks.scale_rules import SCALE_NOT_FROM_AMAX, Broken, power_of_two_rule, tensorwise_rule, value_rules
 from harness.checks.witnesses import Witnesses
@@ -79,8 +80,8 @@ def _other_casts(case: Case, casts: Iterable[GraphCast], cast: GraphCast) -> Ite
 
 def _amaxes(case: Case, casts: Casts, rank: int, place: tuple[int, int]) -> dict[int, float]:
     """The amax of the cast at the same place on every TP rank."""
-    ranks = peers(case.layout, rank, ("tp",))
-    return {other: casts[other][place].amax for other in ranks if place in casts.get(other, {})}
+    group = on_ranks(casts, peers(case.layout, rank, ("tp",)), place)
+    return {other: cast.amax for other, cast in group.items()}
 
 
 def _unexpected(casts: Casts, unknown: Sequence[tuple[int, UnknownCast]]) -> list[Finding]:
@@ -157,7 +158,7 @@ def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
         if rank != ranks[0]:
             continue
         for place in sorted({place for other in ranks for place in casts.get(other, {})}):
-            group = {other: casts[other][place] for other in ranks if place in casts.get(other, {})}
+            group = on_ranks(casts, ranks, place)
             cast = group[min(group)]
             if len(group) != len(ranks):
                 every = f"{len(ranks)} ranks"

@@ -7,7 +7,7 @@ from 0: a linear casts the same operand several times in a step when forward is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from harness.trace import RankTrace
@@ -15,7 +15,6 @@ from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord
 
 Record = TypeVar("Record")
 Key = TypeVar("Key", bound=Hashable)
-
 
 # The operands a and b of a linear's matmuls.
 GEMM_OPERANDS: dict[GemmRole, tuple[Role, Role]] = {
@@ -54,6 +53,11 @@ def matmuls_by_key(trace: RankTrace) -> dict[tuple[MatmulKey, int], MatmulRecord
     """Every matmul of a rank by key and occurrence, in execution order."""
     matmuls = trace.operands.matmuls if trace.operands is not None else ()
     return _with_occurrence((MatmulKey(matmul.step, matmul.fqn, matmul.gemm), matmul) for matmul in matmuls)
+
+
+def on_ranks(records: Mapping[int, Mapping[Key, Record]], ranks: Iterable[int], key: Key) -> dict[int, Record]:
+    """The record with this key on every one of the ranks that has it; `records` are those of every rank."""
+    return {rank: records[rank][key] for rank in ranks if key in records.get(rank, {})}
 
 
 def _with_occurrence(records: Iterable[tuple[Key, Record]]) -> dict[tuple[Key, int], Record]:

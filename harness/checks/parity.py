@@ -97,11 +97,6 @@ def _with_factor(finding: Finding, found: Explanation | None) -> Finding:
     return msgspec.structs.replace(finding, message=f"{finding.message}: {found.what}", fix=found.fix)
 
 
-def worst_distance(run: Run, solo: Run, *, step: int) -> float:
-    """The largest relative distance of any gradient of `step`: what a parity tolerance is fitted to."""
-    return worst_distances(run, solo, steps=range(step, step + 1))[0]
-
-
 def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float = 0.0) -> tuple[float, ...]:
     """The largest relative distance of any gradient at every one of `steps`; NaN where no gradient was compared."""
     found, expected = assemble(run.traces), assemble(solo.traces)

@@ -1,7 +1,4 @@
-"""Sets of ranks in messages, and merging the same finding on 8 ranks into one.
-
-Public names: `traces_by_rank`, `group_ranks`, `merge_ranks`, `missing_records`, `format_ranks`.
-"""
+"""Sets of ranks in messages, and merging the same finding on 8 ranks into one."""
 
 from __future__ import annotations
 
@@ -37,6 +34,14 @@ def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]])
         for findings, ranks in group_ranks(run, lambda trace: tuple(findings_of(trace))).items()
         for finding in findings
     ]
+
+
+def first_of_each(findings: Iterable[Finding]) -> list[Finding]:
+    """The first finding with every message: of what is wrong in several steps, the first step."""
+    first: dict[str, Finding] = {}
+    for finding in findings:
+        first.setdefault(finding.message, finding)
+    return list(first.values())
 
 
 def missing_records(run: Run, check: str, field: str) -> list[Finding]:

@@ -14,7 +14,7 @@ from functools import partial
 from harness.checks.amax_sources import Casts, cast_sources, earlier_casts, implied_by_power, implied_source
 from harness.checks.assembly import largest
 from harness.checks.mismatch import Mismatch, findings_by_rule, same_number
-from harness.checks.occurrences import GEMM_OPERANDS, CastKey, casts_by_key
+from harness.checks.occurrences import GEMM_OPERANDS, CastKey, casts_by_key, on_ranks
 from harness.checks.ranks import missing_records, traces_by_rank
 from harness.checks.scale_rules import (
     SCALE_NOT_FROM_AMAX,
@@ -153,7 +153,7 @@ def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
 def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> dict[int, CastRecord]:
     """This cast on every rank that shares its scale."""
     ranks = peers(case.layout, rank, scale_axes(case, casts[rank][place]))
-    return {other: casts[other][place] for other in ranks if place in casts.get(other, {})}
+    return on_ranks(casts, ranks, place)
 
 
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:
@@ -183,7 +183,7 @@ def _separate_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
     for key, cast in casts[0].items():
         if cast.role == "weight":
             continue
-        group = [casts[rank][key] for rank in dp_ranks if key in casts.get(rank, {})]
+        group = on_ranks(casts, dp_ranks, key).values()
         if len({other.data_digest for other in group}) > 1:
             if len({other.scale.digest for other in group}) > 1:
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
-from harness.checks.ranks import merge_ranks, missing_records
+from harness.checks.ranks import first_of_each, merge_ranks, missing_records
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
@@ -21,15 +21,14 @@ _NOTHING = Sent(calls=0, payload_bytes=0)
 def check_stated(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """For every number that is stated the first step in which it is another. What is not stated is free."""
     absent = [finding for record in ("traffic", "saved_memory") for finding in missing_records(run, NAME, record)]
-    return absent or merge_ranks(run, lambda trace: _differences(case, trace))
+    return absent or merge_ranks(run, lambda trace: first_of_each(_differences(case, trace)))
 
 
-def _differences(case: Case, trace: RankTrace) -> list[Finding]:
-    first: dict[str, Finding] = {}
+def _differences(case: Case, trace: RankTrace) -> Iterator[Finding]:
     for stated in trace.stated or ():
         for what, expected, found in _compared(stated, trace):
-            if expected != found and what not in first:
-                first[what] = Finding(
+            if expected != found:
+                yield Finding(
                     check=NAME,
                     message=f"not the {what} that expect() of {case.target} states",
                     step=stated.step,
@@ -37,7 +36,6 @@ def _differences(case: Case, trace: RankTrace) -> list[Finding]:
                     found=found,
                     fix="if what was found is right, return it from expect(); otherwise the run is wrong.",
                 )
-    return list(first.values())
 
 
 def _compared(stated: Stated, trace: RankTrace) -> Iterator[tuple[str, str, str]]:

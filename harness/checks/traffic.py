@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from harness.checks import traffic_rules
-from harness.checks.ranks import merge_ranks, missing_records
+from harness.checks.ranks import first_of_each, merge_ranks, missing_records
 from harness.checks.traffic_rules import check_any_model
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
@@ -105,8 +105,8 @@ def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     if not expect.has_formulas:
         return missing_records(run, NAME, "traffic") or check_any_model(expect, run)
     return missing_records(run, NAME, "traffic") or [
-        *merge_ranks(run, lambda trace: _causes(expect, trace)),
-        *merge_ranks(run, lambda trace: _differences(expect, trace)),
+        *merge_ranks(run, lambda trace: first_of_each(_causes(expect, trace))),
+        *merge_ranks(run, lambda trace: first_of_each(_differences(expect, trace))),
     ]
 
 
@@ -164,19 +164,17 @@ def _steps(expect: Expectations, trace: RankTrace) -> Iterator[_Step]:
         yield _Step(step, rank, expected, found, count_limits(expect, step=step, rank=rank))
 
 
-def _differences(expect: Expectations, trace: RankTrace) -> list[Finding]:
-    """For every kind of collective that is wrong, the first step in which it is."""
-    first: dict[CollectiveKey, Finding] = {}
+def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
+    """Every kind of collective that is wrong, step by step."""
     for step in _steps(expect, trace):
         for key in sorted(step.expected.keys() | step.found.keys()):
-            if key not in first and not step.fits(key):
-                first[key] = _finding(
+            if not step.fits(key):
+                yield _finding(
                     message=f"wrong number or size of {key}",
                     step=step.number,
                     expected=f"{step.expected.get(key, Volume())}{_purposes(expect, step, key)}",
                     found=str(step.found.get(key, Volume())),
                 )
-    return list(first.values())
 
 
 def _purposes(expect: Expectations, step: _Step, key: CollectiveKey) -> str:
@@ -187,14 +185,11 @@ def _purposes(expect: Expectations, step: _Step, key: CollectiveKey) -> str:
     return f" (for {'; '.join(purposes[:3] + more)})" if purposes else ""
 
 
-def _causes(expect: Expectations, trace: RankTrace) -> list[Finding]:
-    """The causes that the traffic shows, each in the first step that shows it."""
-    first: dict[str, Finding] = {}
+def _causes(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
+    """The causes that the traffic shows, step by step."""
     for step in _steps(expect, trace):
         # A weight is cast before every gather, and one that is not cast needs no amax: that is one fault, not three.
-        for finding in _number_of_gathers(step) or _high_precision_gathers(expect, step) or _amax_reductions(step):
-            first.setdefault(finding.message, finding)
-    return list(first.values())
+        yield from _number_of_gathers(step) or _high_precision_gathers(expect, step) or _amax_reductions(step)
 
 
 def _number_of_gathers(step: _Step) -> list[Finding]:

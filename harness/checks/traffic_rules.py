@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from harness.checks.ranks import merge_ranks
+from harness.checks.ranks import first_of_each, merge_ranks
 from harness.expect.expectations import Expectations
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.mesh import peers
@@ -33,21 +33,15 @@ def check_any_model(expect: Expectations, run: Run) -> list[Finding]:
     traces = {trace.rank: trace for trace in run.traces}
 
     def findings(trace: RankTrace) -> Iterator[Finding]:
-        seen: set[str] = set()
         for step in range(1, expect.case.train.steps + 1):
             records = [record for record in trace.traffic or () if record.step == step]
-            for found in (
-                *_unknown_groups(step, records),
-                *_gradients(expect, traces, trace, step, records),
-                *_gathers(expect, trace, step, records),
-                *_amax_reductions(expect, trace, step, records),
-                *_not_precomputed(expect, trace, step),
-            ):
-                if found.message not in seen:
-                    seen.add(found.message)
-                    yield found
+            yield from _unknown_groups(step, records)
+            yield from _gradients(expect, traces, trace, step, records)
+            yield from _gathers(expect, trace, step, records)
+            yield from _amax_reductions(expect, trace, step, records)
+            yield from _not_precomputed(expect, trace, step)
 
-    return merge_ranks(run, findings)
+    return merge_ranks(run, lambda trace: first_of_each(findings(trace)))
 
 
 def _unknown_groups(step: int, records: list[TrafficRecord]) -> Iterator[Finding]:

@@ -72,8 +72,7 @@ def case_block(result: CaseResult, first: Mapping[str, str] = MappingProxyType({
 
 def _failure_texts(result: CaseResult, first: Mapping[str, str]) -> list[str]:
     """How ranks failed, without consequences, each traceback once; only the end of a long traceback."""
-    failures = result.run.failures if result.run else ()
-    causes = [failure for failure in failures if not failure.consequence] or list(failures)
+    causes = (result.run.causes or result.run.failures) if result.run else ()
     told = [failure for failure in (_told(each, result.case_id, first) for each in causes) if failure.traceback]
     told.sort(key=lambda failure: (failure.traceback, failure.rank))
     return [_tail(failure_text(next(group))) for _, group in groupby(told, key=lambda failure: failure.traceback)]

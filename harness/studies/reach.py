@@ -24,7 +24,7 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
 
 def reached_in(run: Run) -> Reached:
     """What this run shows of a fault that was planted in it."""
-    first = [failure for failure in run.failures if not failure.consequence]
+    first = run.causes
     state = hashlib.sha256()
     for trace in run.traces if run.complete else ():
         state.update(msgspec.msgpack.encode(_comparable(trace)))

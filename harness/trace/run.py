@@ -108,6 +108,11 @@ class Run(Record, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, traces=tuple(trace.without_records for trace in self.traces))
 
     @property
+    def causes(self) -> tuple[RankFailure, ...]:
+        """The failures that no other one led to, by rank."""
+        return tuple(sorted((each for each in self.failures if not each.consequence), key=lambda each: each.rank))
+
+    @property
     def complete(self) -> bool:
         """True when every rank finished and at least one did."""
         return bool(self.traces) and not self.failures

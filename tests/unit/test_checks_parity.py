@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.parity import FLOAT32_LOSS, LOSS_SHARE, check_parity, worst_distance
+from harness.checks.parity import FLOAT32_LOSS, LOSS_SHARE, check_parity, worst_distances
 from harness.matrix.case import Dtype
 from harness.trace import Run
 from harness.trace.sketches import TensorSketch
@@ -176,9 +176,7 @@ def test_without_a_witness_or_a_tolerance_nothing_passes() -> None:
 
 def test_the_worst_distance_of_a_step_is_what_tolerances_are_fitted_to() -> None:
     off = run(grad_a_1=1.25, grad_b_1=1.5, grad_a_2=1.125)
-    assert worst_distance(off, solo(), step=1) == pytest.approx(0.5)
-    assert worst_distance(off, solo(), step=2) == pytest.approx(0.125)
-    assert math.isnan(worst_distance(off, solo(), step=3))
+    assert worst_distances(off, solo(), steps=(1, 2, 3)) == pytest.approx((0.5, 0.125, math.nan), nan_ok=True)
 
 
 def test_the_reported_gradient_norm_is_compared() -> None:
@@ -215,8 +213,8 @@ def test_tokens_of_another_data_parallel_rank_are_found(digests: tuple[str | Non
 
 
 def test_nan_is_the_worst_distance_whichever_gradient_has_it() -> None:
-    assert math.isnan(worst_distance(run(grad_a_1=math.nan), solo(), step=1))
-    assert math.isnan(worst_distance(run(grad_b_1=math.nan), solo(), step=1))
+    for off in (run(grad_a_1=math.nan), run(grad_b_1=math.nan)):
+        assert math.isnan(*worst_distances(off, solo(), steps=(1,)))
 
 
 @pytest.mark.parametrize("norm", [1.1, math.nan, None])

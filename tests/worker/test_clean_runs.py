@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 import pytest
 from msgspec.structs import replace
 
+from harness.checks.assembly import largest
 from harness.checks.divergence import first_divergence
 from harness.checks.live_memory import check_leaks, check_live_memory
 from harness.checks.local_parity import check_local_parity
 from harness.checks.matmuls import check_matmuls
 from harness.checks.measuring import measured
 from harness.checks.memory import check_memory
-from harness.checks.parity import check_parity, worst_distance
+from harness.checks.parity import check_parity, worst_distances
 from harness.checks.recompute import check_recompute
 from harness.checks.scales import check_scales
 from harness.checks.traffic import check_traffic
@@ -186,8 +187,8 @@ def test_one_rank_computes_the_same(watched, trained, case: Case):
     if rounds and case.train.dtype != "float64":
         return
     allowed = EXACT if case.train.dtype == "float64" else ORDERED
-    for step in range(1, case.train.steps + 1):
-        assert worst_distance(run, solo, step=step) <= allowed, f"step {step}"
+    distances = worst_distances(run, solo, steps=range(1, case.train.steps + 1))
+    assert largest(distances) <= allowed, f"by step: {distances}"
     tolerance = make_tolerance(*[allowed] * case.train.steps, name="parity")
     assert check_parity(case, run, make_witnesses(case, solo=solo, parity_tolerance=tolerance)) == []
 
