@@ -2,8 +2,6 @@
 
 `numpy.load(file)["casts.amax"]` is a column; every column of a table has the same length. Strings are unicode arrays,
 and nothing is pickled. Rows of `casts` and `matmuls` are in execution order on each rank.
-
-Public names: `Table`, `TABLES`, `Rows`, `rows_of`, `save_tables`, `load_tables`.
 """
 
 from __future__ import annotations

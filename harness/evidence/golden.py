@@ -2,9 +2,6 @@
 
 Owns their file format (sealed JSON under `golden/<hardware class>/<family>.json`), the conditions for storing one, and
 the comparison of an old one with a new one. `checks/loss_vs_golden.py` compares runs with goldens.
-
-Public names: `Golden`, `Provenance`, `make_golden`, `load_golden`, `find_golden`, `write_golden`, `list_goldens`,
-`compare_goldens`, `update_command`, `provenance_of`, `missing_reason`, `unsound`, `GoldenMissing`, `GoldenDamaged`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Reading detects edits by hand, truncation and bad merges. The digest protects against accidents and shortcuts, not
 against an attacker.
-
-Public names: `Sealed` (base of such documents), `write_sealed`, `read_sealed`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Owns their file format (sealed JSON under `golden/signatures/<case id>.json`, one line a kind, so that a change shows in
 a review) and the conditions for storing one. `checks/signature.py` compares runs with signatures.
-
-Public names: `Signature`, `RanksSeen`, `Change`, `needs_signature`, `seen_in`, `make_signature`, `load_signature`,
-`write_signature`, `list_signatures`, `compare_signatures`, `SignatureMissing`, `SignatureDamaged`.
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ it would pass bad ones.
     [loss_vs_golden.tiny-tensorwise-float32]
     allowed = [0.001, 0.002, 0.004, 0.006, 0.008]    # nats, one a step; or one number for every step
     margin = 3.0                                     # `allowed` may be at most this factor above the measured noise
-
-Public names: `Tolerance`, `tolerance_for`, `validate_tolerances`, `tolerance_key`, `noise`, `fit`, `Evidence`,
-`Sample`, `read_evidence`, `write_evidence`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The case: one declarative description of a training run.
 
 Defines every option with its default and validates single values. Which combinations make sense is in `rules.py`, how
-cases are written in files in `casefile.py`.
-
-Public names: `Case` and its parts `Model`, `Layout`, `Float8`, `Checkpointing`, `Train`, `Checks`; `MODEL_PRESETS`.
-Ids are in `caseid.py`.
+cases are written in files in `casefile.py`, ids are in `caseid.py`.
 """
 
 from __future__ import annotations
