@@ -6,9 +6,12 @@ JSON has no such numbers, and msgspec encodes them as null, which would turn a l
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+
+from harness.errors import HarnessError
 
 Kind = TypeVar("Kind")
 
@@ -22,6 +25,14 @@ def to_json(value: object, *, indent: int = 0) -> bytes:
 def from_json(text: bytes, kind: type[Kind]) -> Kind:
     """Decodes the output of `to_json`. Raises `msgspec.DecodeError` if it is not a value of this type."""
     return msgspec.json.decode(text, type=kind, strict=False)  # not strict: accepts "NaN" for a float
+
+
+def read_json(path: Path, kind: type[Kind], *, command: str) -> Kind:
+    """What a command wrote of this type. HarnessError for anything else."""
+    try:
+        return from_json(path.read_bytes(), kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HarnessError(f"not written by `{command}`: {error}.", where=str(path)) from error
 
 
 def _without_nan(plain: object) -> object:

@@ -67,11 +67,6 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return (_SHIPPED if _is_root(_SHIPPED) else _CLONE) / "cases" / "known.toml"
 
     @property
-    def leases(self) -> Path:
-        """The folder of device leases, shared by all jobs of this user on this machine, in any project."""
-        return leases_in(self.state)
-
-    @property
     def runs(self) -> Path:
         """The folder of the stored runs of this project: one subfolder per run, whose names sort by time."""
         key = hashlib.sha256(str(self.root).encode()).hexdigest()[:16]
@@ -127,12 +122,13 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.state / "witnesses"
 
     def lease_folder(self) -> Path:
-        """Create (if needed) and return the lease folder."""
+        """Create (if needed) the folder of device leases, shared by all jobs of this user on this machine."""
+        folder = leases_in(self.state)
         try:
-            self.leases.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.state, error) from error
-        return self.leases
+        return folder
 
 
 def find_project(root: str | Path | None = None) -> Project:

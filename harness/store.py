@@ -110,11 +110,6 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.start.cases
 
     @property
-    def options(self) -> RunOptions:
-        """The options of the run."""
-        return self.start.options
-
-    @property
     def failed_ids(self) -> tuple[str, ...]:
         """Ids of the cases with a result that is not good, in the order of storing."""
         return tuple(result.case_id for result in self.results if not result.verdict.good)

@@ -139,10 +139,11 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     root: str | None,
 ) -> Any:
     from harness.bugs.asked import asked_case, injections_of
-    from harness.bugs.reproduce import reproduced
+    from harness.bugs.reproduce import Reproduced, reproduced
     from harness.bugs.trials import tried
+    from harness.jsonform import read_json, to_json
     from harness.project import find_project
-    from harness.report.bugs import read_reproduced, reproduced_json, reproduced_text
+    from harness.report.bugs import reproduced_text
     from harness.sources import installed_version
 
     project = find_project(root)
@@ -153,10 +154,10 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     packages = asked.bug.bug.versions if asked.bug is not None else ()
     installed = {package: version for package in packages if (version := installed_version(package)) is not None}
     device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]
-    earlier = None if like is None else read_reproduced(like).found.signature
+    earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
     found = reproduced(asked, tried(result), installed=installed, device=device, like=earlier)
     click.echo(reproduced_text(found), nl=False, err=str(json_file) == "-")
-    write_output(json_file, lambda: reproduced_json(found))
+    write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
     return found
 
 

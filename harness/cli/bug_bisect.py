@@ -67,8 +67,9 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     from harness.bugs.bisect import bisect, open_answers
     from harness.bugs.releases import versions_between
     from harness.bugs.version_trial import VersionTrial
+    from harness.jsonform import to_json
     from harness.project import find_project
-    from harness.report.bugs import bisected_json, bisected_text
+    from harness.report.bugs import bisected_text
     from harness.running.environments import Source
     from harness.running.progress import open_progress
 
@@ -82,7 +83,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
         answers = open_answers(project, trial.depends_on)
         found = bisect(versions, _spelled(bad, versions), trial.ask, answers, package=package, note=progress.note)
     click.echo(bisected_text(found), nl=False, err=str(json_file) == "-")
-    write_output(json_file, lambda: bisected_json(found))
+    write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
 
 
 def _spelled(version: str, versions: Sequence[str]) -> str:

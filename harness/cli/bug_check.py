@@ -38,8 +38,9 @@ def check_command(
     ID is the name of a bug file. A finding that counts is of a check in its `detected_by`.
     """
     from harness.bugs.corpus import check_corpus, provable_bugs
+    from harness.jsonform import to_json
     from harness.project import find_project
-    from harness.report.corpus import corpus_json, corpus_text
+    from harness.report.corpus import corpus_text
     from harness.running.progress import open_progress
 
     project = find_project(root)
@@ -48,5 +49,5 @@ def check_command(
     with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
         corpus = check_corpus(project, bugs, plan, progress)
     click.echo(corpus_text(corpus), nl=False, err=str(json_file) == "-")
-    write_output(json_file, lambda: corpus_json(corpus))
+    write_output(json_file, lambda: to_json(corpus, indent=2) + b"\n")
     return corpus.exit_code

@@ -11,11 +11,12 @@ import msgspec
 from harness.cli.axes import configuration_options
 from harness.cli.options import check_folder, root_option, write_output
 from harness.errors import HarnessError
+from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.performance.metrics import metrics
 from harness.performance.mfu import speed
 from harness.performance.peaks import peak
-from harness.report.metrics import MetricsReport, metrics_json, metrics_text, run_report
+from harness.report.metrics import MetricsReport, metrics_text, run_report
 from harness.result import RunResult
 from harness.verdict import ExitCode
 
@@ -73,7 +74,7 @@ def metrics_command(  # noqa: PLR0913  one parameter an option
         report = MetricsReport(formula=metrics(case, rank=rank), peak=device, speed=found)
     if str(json_file) != "-":
         click.echo(metrics_text(report), nl=False)
-    write_output(json_file, lambda: metrics_json(report))
+    write_output(json_file, lambda: to_json(report, indent=2))
     if report.differing:
         return ExitCode.FAILED
     return ExitCode.GOOD if result is None else result.exit_code

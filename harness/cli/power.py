@@ -11,6 +11,7 @@ import msgspec
 
 from harness.cli.options import json_option, plan_parameter, query_parameter, root_option
 from harness.durable import write_whole
+from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.faults import FAULT_CLASSES, Fault, all_faults, fault_named
@@ -62,7 +63,7 @@ def power_command(  # noqa: PLR0913  one parameter per option
 
     Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
     """
-    from harness.report.power import power_json, power_text
+    from harness.report.power import power_text
     from harness.studies.power import carriers_among, run_power
 
     faults, project = _chosen(names, groups), find_project(root)
@@ -76,7 +77,7 @@ def power_command(  # noqa: PLR0913  one parameter per option
         power = run_power(project, faults, found, plan, progress)
     click.echo(power_text(power), nl=False)
     if json_file is not None:
-        write_whole(json_file, power_json(power))
+        write_whole(json_file, to_json(power, indent=2))
     if power.interrupted:
         return ExitCode.INTERRUPTED
     if len(power.trials) == len(power.not_reached):

@@ -123,19 +123,20 @@ def _history(project: Project, document: RunDocument) -> dict[str, Listing]:
 def _sections(
     project: Project, document: RunDocument, power: Path | None, conformance: Path | None
 ) -> Iterator[Section]:
+    from harness.jsonform import read_json
     from harness.matrix.coverage import coverage
     from harness.report.html.sections import conformance_section, coverage_section, kill_section
-    from harness.report.power import read_power
     from harness.running.selection import whole_tiers
-    from harness.studies.conformance.table import read_conformance
+    from harness.studies.conformance.table import ConformanceDocument
+    from harness.studies.kill_matrix import Power
 
     tiers = whole_tiers(project, {case.id for case in document.cases})
     if tiers:
         yield coverage_section([(tier, coverage(tier, 2)) for tier in tiers])
     if power is not None:
-        yield kill_section(read_power(power))
+        yield kill_section(read_json(power, Power, command="power --json"))
     if conformance is not None:
-        yield conformance_section(read_conformance(conformance))
+        yield conformance_section(read_json(conformance, ConformanceDocument, command="conformance --json"))
 
 
 def _junit(document: RunDocument) -> bytes:

@@ -56,9 +56,10 @@ def speed_command(  # noqa: PLR0913  one parameter an option
     """Time FP8 cases against their BF16 twins of the same layout, in turns: does FP8 pay?"""
     from harness.cli.report import print_result
     from harness.hints import rerun_failed
+    from harness.jsonform import to_json
     from harness.matrix.caseid import parse_case_id
     from harness.project import find_project
-    from harness.report.speed import SpeedReport, speed_json, speed_text
+    from harness.report.speed import SpeedReport, speed_text
     from harness.running.progress import open_progress
     from harness.studies.speed import measure_speed, timed_case
 
@@ -75,5 +76,5 @@ def speed_command(  # noqa: PLR0913  one parameter an option
     report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=found)
     if str(json_file) != "-":
         click.echo(speed_text(report), nl=False)
-    write_output(json_file, lambda: speed_json(report))
+    write_output(json_file, lambda: to_json(report, indent=2))
     return result.exit_code

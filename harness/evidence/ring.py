@@ -93,13 +93,8 @@ def write_ring(root: Path, report: RingReport) -> Path:
 
 def list_rings(root: Path) -> tuple[tuple[str, Ring], ...]:
     """The hardware class and the ring of all stored evidence, sorted."""
-    return tuple(
-        sorted((path.parent.name, ring) for ring in RINGS for path in (root / "golden").glob(f"*/{_file(ring)}"))
-    )
-
-
-def _file(ring: Ring) -> str:
-    return f"{EVIDENCE_OF_A_DEVICE}{ring}.json"
+    files = ((ring, path) for ring in RINGS for path in (root / "golden").glob(f"*/{EVIDENCE_OF_A_DEVICE}{ring}.json"))
+    return tuple(sorted((path.parent.name, ring) for ring, path in files))
 
 
 def changes(before: RingReport, now: RingReport) -> tuple[str, ...]:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from harness.bugs.bisect import Bisected
 from harness.bugs.reproduce import Reproduced
 from harness.bugs.shrink import Attempt, Shrunk
-from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.axes import AXES, axis_values, own_axes, shown_value
 from harness.matrix.bugfile import BugFile
 from harness.matrix.caseid import case_id
 from harness.plural import counted
-from harness.report.wording import printable
+from harness.report.wording import aligned, printable, wrapped
 
 WIDTH = 78
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -26,17 +21,16 @@ _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 def bugs_text(bugs: Sequence[BugFile]) -> str:
     """A table of bug files: id, status, symptom, what detects them, title."""
-    rows = [(each.id, each.bug.status, each.bug.symptom, ", ".join(each.bug.detected_by) or "-") for each in bugs]
-    widths = [max((len(row[at]) for row in rows), default=0) for at in range(4)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + f"  {printable(each.bug.title)}"
-        for row, each in zip(rows, bugs, strict=True)
+    rows = [
+        (each.id, each.bug.status, each.bug.symptom, ", ".join(each.bug.detected_by) or "-", printable(each.bug.title))
+        for each in bugs
     ]
     counts = {
         status: sum(each.bug.status == status for each in bugs) for status in ("live", "fixed", "open", "refused")
     }
     told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return "\n".join([*lines, f"{counted(len(bugs), 'bug')}{f': {told}' if told else ''}", ""])
+    total = f"{counted(len(bugs), 'bug')}{f': {told}' if told else ''}\n"
+    return "\n".join(filter(None, [aligned(rows), total]))
 
 
 def bugs_json(bugs: Sequence[BugFile]) -> bytes:
@@ -58,19 +52,6 @@ def reproduced_text(found: Reproduced) -> str:
     return "\n".join([*lines, ""])
 
 
-def reproduced_json(found: Reproduced) -> bytes:
-    """The same as JSON."""
-    return to_json(found, indent=2) + b"\n"
-
-
-def read_reproduced(path: Path) -> Reproduced:
-    """What `bug repro --json` wrote. HarnessError for anything else."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Reproduced)
-    except msgspec.DecodeError as error:
-        raise HarnessError(f"not written by `bug repro --json`: {error}.", where=str(path)) from error
-
-
 def bisected_text(found: Bisected) -> str:
     """The version with which the failure comes or goes beside the one before, what lies between, and what was tried."""
     what = "that fails" if found.after.answer == "bad" else "without the failure"
@@ -81,11 +62,6 @@ def bisected_text(found: Bisected) -> str:
         lines += [line for told in found.unknown for line in _pair("skipped", f"{told.version}: {told.why}")]
     tried = ", ".join(f"{told.version} {told.answer}{' (kept)' * told.cached}" for told in found.tried)
     return "\n".join([*lines, *_pair("tried", tried), ""])
-
-
-def bisected_json(found: Bisected) -> bytes:
-    """The same as JSON."""
-    return to_json(found, indent=2) + b"\n"
 
 
 def _one_of(found: Bisected) -> str:
@@ -168,26 +144,11 @@ def _by_axis(attempts: Sequence[Attempt]) -> Mapping[str, list[Attempt]]:
 
 
 def _pair(name: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        printable(text),
-        WIDTH,
-        initial_indent=f"  {name:<10}",
-        subsequent_indent=" " * 12,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return wrapped(printable(text), WIDTH, f"  {name:<10}", " " * 12)
 
 
 def _indented(text: str, indent: int) -> list[str]:
-    first, rest = " " * indent, " " * (indent + 2)
-    return textwrap.wrap(
-        printable(text),
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return wrapped(printable(text), WIDTH, " " * indent, " " * (indent + 2))
 
 
 def _bug(bug: BugFile) -> dict[str, Any]:

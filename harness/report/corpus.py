@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from harness.bugs.corpus import Corpus, Proof
-from harness.jsonform import to_json
 from harness.plural import counted
 from harness.report.wording import aligned, printable
 
@@ -23,11 +22,6 @@ def corpus_text(corpus: Corpus) -> str:
         _totals(corpus),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def corpus_json(corpus: Corpus) -> bytes:
-    """The same as JSON."""
-    return to_json(corpus, indent=2) + b"\n"
 
 
 def _rows(proof: Proof) -> Iterable[tuple[str, ...]]:

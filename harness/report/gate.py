@@ -5,23 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from textwrap import wrap
 
 from harness.gate.gate import Gate, Note
 from harness.gate.reason import Kind, Reason
-from harness.jsonform import to_json
 from harness.plural import counted
-from harness.report.wording import printable
+from harness.report.wording import printable, wrapped
 
 SHOWN = 5  # reasons of one kind in full; the others by id. JSON has all
 SHOWN_DETAILS = 4  # lines of a reason
 NARROWEST, WIDEST = 60, 100
 _DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{4,}\b")  # told by its first digits
-
-
-def gate_json(found: Gate) -> bytes:
-    """All of it as indented JSON with a trailing newline."""
-    return to_json(found, indent=2) + b"\n"
 
 
 def gate_text(found: Gate, *, width: int) -> str:
@@ -175,7 +168,4 @@ def _code(text: str) -> str:
 
 
 def _wrapped(text: str, width: int, first: str, later: str) -> str:
-    """The text in lines of this width; no word is split, so an id may be longer."""
-    lines = wrap(text, width, initial_indent=first, subsequent_indent=later, break_long_words=False,
-                 break_on_hyphens=False)  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join(wrapped(text, width, first, later))

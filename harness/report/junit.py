@@ -14,6 +14,7 @@ from harness.report.wording import failure_text, findings_texts, headline, outco
 from harness.result import CaseResult, RunResult
 from harness.verdict import Verdict
 
+_SUITE = "fp8-harness"  # also the class name of every case
 _ELEMENTS = {
     Verdict.NUMERIC: "failure",
     Verdict.INVARIANT: "failure",
@@ -26,8 +27,8 @@ _ELEMENTS = {
 }
 
 
-def junit_report(run: RunResult, suite: str = "fp8-harness") -> bytes:
-    """The XML document in UTF-8. `suite` is the name of the test suite and the classname of every case."""
+def junit_report(run: RunResult) -> bytes:
+    """The XML document in UTF-8."""
     elements = [_element(result) for result in run.results]
     counts = {
         "tests": str(len(run.results)),
@@ -36,11 +37,11 @@ def junit_report(run: RunResult, suite: str = "fp8-harness") -> bytes:
         "skipped": str(elements.count("skipped")),
         "time": f"{run.wall_s:.3f}",
     }
-    root = ElementTree.Element("testsuites", {"name": printable(suite), **counts})
-    group = ElementTree.SubElement(root, "testsuite", {"name": printable(suite), **counts})
+    root = ElementTree.Element("testsuites", {"name": _SUITE, **counts})
+    group = ElementTree.SubElement(root, "testsuite", {"name": _SUITE, **counts})
     _add_properties(group, run.provenance)
     for result in run.results:
-        _add_case(group, result, suite)
+        _add_case(group, result)
     ElementTree.indent(root)
     return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
 
@@ -49,8 +50,8 @@ def _element(result: CaseResult) -> str | None:
     return "skipped" if result.excused else _ELEMENTS.get(result.verdict)
 
 
-def _add_case(group: ElementTree.Element, result: CaseResult, suite: str) -> None:
-    names = {"classname": printable(suite), "name": result.case_id, "time": f"{result.seconds:.3f}"}
+def _add_case(group: ElementTree.Element, result: CaseResult) -> None:
+    names = {"classname": _SUITE, "name": result.case_id, "time": f"{result.seconds:.3f}"}
     case = ElementTree.SubElement(group, "testcase", names)
     facts = {"verdict": result.verdict.value, "world_size": str(result.world_size), "command": result.command}
     _add_properties(case, facts)

@@ -8,7 +8,6 @@ from statistics import median
 import msgspec
 
 from harness.errors import HarnessError
-from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.targets import is_llama
 from harness.measured import Measured, Multiplied, Sent
@@ -102,11 +101,6 @@ def _counts(
             measured=getattr(found[words], field) if words in found else missing,
             formula=getattr(wanted[words], field) if words in wanted else None,
         )
-
-
-def metrics_json(report: MetricsReport) -> bytes:
-    """The whole report as JSON."""
-    return to_json(report, indent=2)
 
 
 def metrics_text(report: MetricsReport) -> str:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
-import msgspec
-
-from harness.errors import HarnessError
-from harness.jsonform import from_json, to_json
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import FAULT_CLASSES, CarrierKind, FaultClass, all_faults, carrier_kind
 from harness.plural import counted
@@ -39,19 +34,6 @@ def power_text(power: Power) -> str:
         f"{runs} in {power.wall_s:.0f} s",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def power_json(power: Power) -> bytes:
-    """The kill matrix as JSON. Numbers that are not finite become strings."""
-    return to_json(power, indent=2)
-
-
-def read_power(path: Path) -> Power:
-    """What `power --json` wrote. HarnessError for anything else."""
-    try:
-        return from_json(path.read_bytes(), Power)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HarnessError(f"not written by `power --json`: {error}.", where=str(path)) from error
 
 
 def trial_row(trial: Trial) -> tuple[str, ...]:

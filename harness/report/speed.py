@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from harness.jsonform import to_json
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.targets import is_llama
 from harness.performance.mfu import speed
@@ -28,11 +27,6 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     method: str = METHOD
     warmup: int  # steps of every job that are not timed
     cases: tuple[CaseSpeed, ...]
-
-
-def speed_json(report: SpeedReport) -> bytes:
-    """The whole report as JSON."""
-    return to_json(report, indent=2)
 
 
 def speed_text(report: SpeedReport) -> str:

@@ -9,7 +9,7 @@ import msgspec
 
 from harness.jsonform import to_json
 from harness.plural import counted
-from harness.report.wording import place, printable
+from harness.report.wording import place, printable, wrapped
 from harness.studies.target_check import Built, Ran, TargetReport
 from harness.verdict import ExitCode, Finding, Verdict
 
@@ -237,11 +237,4 @@ def _end(report: TargetReport) -> str:
 
 
 def _wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> str:
-    return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + hanging),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return "\n".join(wrapped(text, WIDTH, " " * indent, " " * (indent + hanging)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from textwrap import indent
+from textwrap import indent, wrap
 
 from harness.checks.causes import first_effect
 from harness.document import check_totals, verdict_totals
@@ -27,6 +27,13 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
         width = max(map(len, column))
         columns.append([cell.rjust(width) if index in right else cell.ljust(width) for cell in column])
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
+def wrapped(text: str, width: int, first: str, later: str) -> list[str]:
+    """The lines of a text, indented by `first` and `later`; no word is split, so an id may be longer than the width."""
+    return wrap(
+        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def printable(text: str) -> str:

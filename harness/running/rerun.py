@@ -42,7 +42,7 @@ def rerun_query(project: Project) -> Rerun:
         raise NothingSelected(f"{nameless[0].text}. No other case failed.", where="--rerun-failed", fix=_RUN_AGAIN)
     if not case_ids:
         raise NothingSelected("nothing failed in the last run.", where="--rerun-failed")
-    return Rerun(query=Query(case_ids=case_ids), options=last.options, notes=(*_unfinished_note(last), *lost))
+    return Rerun(query=Query(case_ids=case_ids), options=last.start.options, notes=(*_unfinished_note(last), *lost))
 
 
 def _unfinished_note(last: StoredRun) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from harness.bugs.corpus import Corpus, Proof, proofs, provable_bugs
 from harness.checks.judge import CHECKS
 from harness.errors import HarnessError
+from harness.jsonform import to_json
 from harness.matrix.bugfile import Bug, BugFile, read_bugs
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
@@ -19,7 +20,7 @@ from harness.matrix.faults import fault_named
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.project import Project, find_project
-from harness.report.corpus import corpus_json, corpus_text
+from harness.report.corpus import corpus_text
 from harness.running.selection import recorded_faults
 from harness.studies.kill_matrix import UNFINISHED, Power, Trial
 from harness.verdict import ExitCode, Verdict
@@ -153,7 +154,7 @@ def test_the_report_has_a_line_for_every_fault_and_says_what_is_wrong() -> None:
     assert "ao-1  single-tensorwise-v2048-s2-f64  passed  amax_without_abs: invariant  MISMATCH" in text
     assert "  ao-1: eps_lost cannot be planted in it" in text
     assert text.endswith("1 bug: 0 live, 1 fixed; 1 not as the file says; 1 s\n")
-    assert b'"bug": "ao-1"' in corpus_json(corpus)
+    assert b'"bug": "ao-1"' in to_json(corpus, indent=2)
 
 
 def test_bugs_are_asked_for_by_name(tmp_path: Path) -> None:

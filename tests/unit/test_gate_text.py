@@ -7,7 +7,8 @@ import json
 from msgspec.structs import replace
 
 from harness.gate.gate import Gate, gate
-from harness.report.gate import gate_json, gate_markdown, gate_text
+from harness.jsonform import to_json
+from harness.report.gate import gate_markdown, gate_text
 from harness.verdict import Finding, Verdict
 from tests.builders import make_document, make_measured, make_result
 from tests.unit.test_gate import SIGNATURE, TERMS, failed, result
@@ -73,7 +74,7 @@ def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:
 
 def test_json_has_every_reason() -> None:
     found = many()
-    plain = json.loads(gate_json(found))
+    plain = json.loads(to_json(found))
     assert (plain["go"], plain["schema"], len(plain["reasons"])) == (False, 1, 40)
     assert plain["reasons"][0]["kind"] == "new-failure" and plain["reasons"][0]["gates"] is True
     pardoned = replace(found.reasons[0], gates=False, pardon="quarantined until 2027-03-01 by ana: flaky")

@@ -8,8 +8,9 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from harness.jsonform import to_json
 from harness.matrix.faults import NEEDS
-from harness.report.power import power_json, power_text
+from harness.report.power import power_text
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
 from harness.studies.power import baseline_detection
 from harness.studies.reach import NO_EFFECT, reached_in
@@ -183,5 +184,5 @@ def test_the_report_argues_equivalents_and_names_unsound_carriers():
 
 
 def test_the_json_keeps_infinity():
-    document = json.loads(power_json(power(trial(baseline=UNFINISHED))))
+    document = json.loads(to_json(power(trial(baseline=UNFINISHED))))
     assert document["trials"][0]["sight"]["loss_gap"] == "Infinity"

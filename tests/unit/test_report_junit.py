@@ -28,7 +28,7 @@ def result(verdict: Verdict, *, text: str = "why") -> CaseResult:
 
 def parsed(*results: CaseResult) -> ElementTree.Element:
     run = RunResult(results=results, wall_s=3.0, provenance={"torch": "2.13.0", "empty": ""})
-    return ElementTree.fromstring(junit_report(run, "pr"))
+    return ElementTree.fromstring(junit_report(run))
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))
@@ -45,7 +45,7 @@ def test_only_what_is_good_has_no_failure_and_no_error(verdict: Verdict) -> None
 def test_a_case_has_its_facts() -> None:
     case = parsed(result(Verdict.CRASH)).find(".//testcase")
     assert case is not None
-    assert (case.get("classname"), case.get("name"), case.get("time")) == ("pr", "a", "1.250")
+    assert (case.get("classname"), case.get("name"), case.get("time")) == ("fp8-harness", "a", "1.250")
     facts = {each.get("name"): each.get("value") for each in case.findall("properties/property")}
     assert facts == {"command": "fp8-harness run --case a", "verdict": "crash", "world_size": "4"}
     assert "why" in (case.findtext("system-out") or "")

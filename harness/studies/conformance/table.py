@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
-from harness.errors import HarnessError
-from harness.jsonform import from_json
 from harness.studies.conformance.judge import Conclusion
 from harness.studies.conformance.known import KNOWN
 from harness.trace.operator_checks import OperatorCheck, shard_kind
@@ -36,14 +33,6 @@ class ConformanceDocument(msgspec.Struct, frozen=True, kw_only=True):
     software: dict[str, str | None]
     counts: dict[str, int]
     checks: tuple[Told, ...]
-
-
-def read_conformance(path: Path) -> ConformanceDocument:
-    """What `conformance --json` wrote. HarnessError for anything else."""
-    try:
-        return from_json(path.read_bytes(), ConformanceDocument)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HarnessError(f"not written by `conformance --json`: {error}.", where=str(path)) from error
 
 
 def column(check: OperatorCheck) -> str:

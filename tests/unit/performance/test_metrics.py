@@ -9,12 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
+from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.measured import Measured, Multiplied, Sent
 from harness.performance.metrics import metrics
 from harness.performance.models import MODELS, training
-from harness.report.metrics import MetricsReport, metrics_json, metrics_text, run_report
+from harness.report.metrics import MetricsReport, metrics_text, run_report
 from harness.result import CaseResult
 from tests.builders import make_case, make_result, make_trace, run_of
 
@@ -94,7 +95,7 @@ def test_mfu_of_a_run_on_a_gpu_by_three_names() -> None:
     report = run_report(case, replace(found, measured=replace(found.measured, step_s=(99.0, 8.0, 8.0))))
     assert report.speed is not None and report.speed.tokens_per_s == 1024
     assert report.speed.tflops == pytest.approx(1024 * 57.91444992e9 / 1e12)
-    document = json.loads(metrics_json(report))
+    document = json.loads(to_json(report))
     assert document["speed"]["mfu_bf16_peak"] == pytest.approx(59.304 / 989, rel=1e-4)
     assert document["speed"]["mfu_fp8_peak"] == pytest.approx(59.304 / 1979, rel=1e-4)
     assert document["speed"]["mfu_weighted"] == pytest.approx(59.304 / 1549.5, rel=1e-3)

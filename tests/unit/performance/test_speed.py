@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from harness.errors import HarnessError
 from harness.gate.gate import gate
 from harness.gate.reason import Kind
+from harness.jsonform import to_json
 from harness.matrix.case import Float8
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.measured import Speedup
-from harness.report.speed import SpeedReport, speed_json, speed_text
+from harness.report.speed import SpeedReport, speed_text
 from harness.running.conditions import Conditions, Watch, conditions, worst
 from harness.studies.speed import CaseSpeed, Timed, interval, speedup, t_quantile, timed_case
 from harness.verdict import Verdict
@@ -88,7 +89,7 @@ def test_speeds_of_both_with_mfu_on_a_gpu() -> None:
 def test_seconds_of_a_cpu_are_simulated() -> None:
     report = SpeedReport(gated=False, warmup=3, cases=(timed([(1, 2), (1, 2.1), (1, 1.9)]),))
     assert "(simulated, not gated: a CPU computes float8 with the virtual device)" in speed_text(report)
-    document = json.loads(speed_json(report))
+    document = json.loads(to_json(report))
     assert document["gated"] is False and document["cases"][0]["pairs"][1]["case_s"] == 2.1
 
 
