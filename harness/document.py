@@ -26,6 +26,8 @@ from harness.verdict import (
 )
 
 SCHEMA = 1
+# The fields that a run and its document have alike.
+_ALIKE = ("interrupted", "witnesses", "left_out", "environment", "name", "started", "shard")
 
 
 class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,15 +100,9 @@ def run_document(run: RunResult) -> RunDocument:
     """The report of a run, with its cases in the order of the results."""
     return document_of(
         [_case_document(result) for result in run.results],
-        interrupted=run.interrupted,
         seconds=run.wall_s,
         provenance=dict(sorted(run.provenance.items())),
-        witnesses=run.witnesses,
-        left_out=run.left_out,
-        environment=run.environment,
-        name=run.name,
-        started=run.started,
-        shard=run.shard,
+        **{name: getattr(run, name) for name in _ALIKE},
     )
 
 
@@ -115,14 +111,8 @@ def run_result(document: RunDocument) -> RunResult:
     return RunResult(
         results=tuple(_case_result(case) for case in document.cases),
         wall_s=document.seconds,
-        interrupted=document.interrupted,
         provenance=document.provenance,
-        environment=document.environment,
-        name=document.name,
-        started=document.started,
-        witnesses=document.witnesses,
-        left_out=document.left_out,
-        shard=document.shard,
+        **{name: getattr(document, name) for name in _ALIKE},
     )
 
 

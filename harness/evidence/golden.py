@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -181,20 +182,11 @@ def list_goldens(root: Path) -> tuple[GoldenKey, ...]:
 
 def compare_goldens(old: Golden | None, new: Golden) -> tuple[GoldenRow, ...]:
     """Old and new values, one row for every step that either golden has."""
-
-    def at(values: tuple[float, ...], index: int) -> float | None:
-        return values[index] if index < len(values) else None
-
-    old_losses, old_norms = (old.losses, old.grad_norms) if old else ((), ())
+    losses = zip_longest(old.losses if old else (), new.losses)
+    norms = zip_longest(old.grad_norms if old else (), new.grad_norms)
     return tuple(
-        GoldenRow(
-            step=index + 1,
-            old_loss=at(old_losses, index),
-            new_loss=at(new.losses, index),
-            old_grad_norm=at(old_norms, index),
-            new_grad_norm=at(new.grad_norms, index),
-        )
-        for index in range(max(len(old_losses), len(new.losses)))
+        GoldenRow(step=step, old_loss=loss, new_loss=new_loss, old_grad_norm=norm, new_grad_norm=new_norm)
+        for step, ((loss, new_loss), (norm, new_norm)) in enumerate(zip(losses, norms, strict=True), 1)
     )
 
 

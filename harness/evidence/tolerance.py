@@ -256,10 +256,9 @@ def read_evidence(root: Path, check: str = LOSS_VS_GOLDEN) -> Evidence:
     """The measured samples. Raises `ToleranceUnfounded` when there are none or the file is damaged."""
     path, fix = evidence_path(root, check), f"restore it or {MEASURE}."
     try:
-        evidence = read_sealed(path, Evidence, schema=SCHEMA, damaged=ToleranceUnfounded, fix=fix)
+        return read_sealed(path, Evidence, schema=SCHEMA, damaged=ToleranceUnfounded, fix=fix)
     except OSError as error:
         raise ToleranceUnfounded(f"cannot be read: {error.strerror}.", where=str(path), fix=fix) from error
-    return evidence
 
 
 def write_evidence(root: Path, evidence: Evidence, check: str = LOSS_VS_GOLDEN, hardware: str = "") -> Path:

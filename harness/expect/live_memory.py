@@ -87,9 +87,8 @@ def gradients(case: Case, rank: int) -> Iterator[LiveStorage]:
 
 
 def _gradient_storages(case: Case, unit: Unit) -> list[tuple[str, int]]:
-    ranks = case.layout.dp_shard
     if case.uses_fsdp:
-        return [(unit.name, sum(-(-weight.rows // ranks) * weight.columns for weight in unit.weights))]
+        return [(unit.name, sum(weight.shard_elements(case.layout.dp_shard) for weight in unit.weights))]
     # TP ranks all compute the gradient of the whole embedding, and use their rows of it
     rows = {"tok_embeddings": case.model.padded_vocab_size}
     return [(weight.fqn, rows.get(weight.fqn, weight.rows) * weight.columns) for weight in unit.weights]
@@ -108,6 +107,6 @@ def _gathered(case: Case, rank: int) -> Iterator[LiveStorage]:
     for unit in fsdp_units(case, rank):
         for weight in () if unit.freed else unit.weights:
             dtype = "float8_e4m3fn" if weight.gathered_in_float8 else case.train.dtype
-            elements = -(-weight.rows // ranks) * ranks * weight.columns
+            elements = weight.shard_elements(ranks) * ranks
             purpose = f"the gathered weight of {weight.fqn}"
             yield LiveStorage(dtype=dtype, nbytes=elements * ITEM_BYTES[dtype], purpose=purpose)

@@ -96,6 +96,10 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
     columns: int = 1
     gathered_in_float8: bool = False
 
+    def shard_elements(self, ranks: int) -> int:
+        """Elements of a shard: rows are sharded as by torch.chunk, and padded to the largest shard."""
+        return -(-self.rows // ranks) * self.columns
+
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
     """What FSDP2 gathers and reduces at once."""
@@ -163,12 +167,11 @@ def _gathers_of_weights(case: Case, rank: int) -> Iterator[Transfer]:
 def _reductions(case: Case, rank: int) -> Iterator[Transfer]:
     """Gradients are reduce-scattered a unit at a time; HSDP then sums the shards over replicas.
 
-    The rows of every parameter are sharded as by torch.chunk and padded to the largest shard. Gradients are summed
-    (`set_gradient_divide_factor(1)`) in the reduce dtype.
+    Gradients are summed (`set_gradient_divide_factor(1)`) in the reduce dtype.
     """
     ranks = case.layout.dp_shard
     for unit in fsdp_units(case, rank):
-        shard = sum(-(-weight.rows // ranks) * weight.columns for weight in unit.weights)
+        shard = sum(weight.shard_elements(ranks) for weight in unit.weights)
         for axis, kind, count in (("dp_shard", "reduce_scatter", shard * ranks), ("dp_replicate", "all_reduce", shard)):
             yield Transfer(
                 axis=axis,
@@ -186,11 +189,9 @@ def _gathered(case: Case, unit: Unit) -> tuple[str, int]:
     FSDP2 concatenates all parameters of a unit (`_get_all_gather_input_metadatas`). Norms are never float8, so a unit
     with float8 weights always has mixed dtypes.
     """
-    ranks, wide, narrow = case.layout.dp_shard, 0, 0
-    for weight in unit.weights:
-        elements = -(-weight.rows // ranks) * weight.columns
-        narrow += elements if weight.gathered_in_float8 else 0
-        wide += 0 if weight.gathered_in_float8 else elements
+    ranks = case.layout.dp_shard
+    narrow = sum(weight.shard_elements(ranks) for weight in unit.weights if weight.gathered_in_float8)
+    wide = sum(weight.shard_elements(ranks) for weight in unit.weights if not weight.gathered_in_float8)
     if not narrow:
         return case.train.dtype, wide
     return "uint8", narrow + wide * ITEM_BYTES[case.train.dtype]
@@ -198,9 +199,8 @@ def _gathered(case: Case, unit: Unit) -> tuple[str, int]:
 
 def converted_weight_shards(case: Case, rank: int) -> int:
     """Elements of converted weights that `rank` sends in all-gathers of one step."""
-    ranks = case.layout.dp_shard
     return sum(
-        case.train.accumulation * unit.gathers * -(-weight.rows // ranks) * weight.columns
+        case.train.accumulation * unit.gathers * weight.shard_elements(case.layout.dp_shard)
         for unit in fsdp_units(case, rank)
         for weight in unit.weights
         if weight.gathered_in_float8

@@ -7,7 +7,7 @@ forward; the flash kernel computes 5 products in backward where this counts 4.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -55,7 +55,7 @@ def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Wo
     return (*linears, *_attention(case, saves_attention=saves_attention))
 
 
-def _attention(case: Case, *, saves_attention: bool) -> tuple[Work, Work]:
+def _attention(case: Case, *, saves_attention: bool) -> Iterator[Work]:
     """Forward multiplies queries by keys and weights by values: 2 x 2 seq^2 head_dim for every head and sequence."""
     train, shape = case.train, case.model.shape
     heads = shape.heads // case.layout.tp
@@ -64,24 +64,15 @@ def _attention(case: Case, *, saves_attention: bool) -> tuple[Work, Work]:
     recomputed = 0 if kept else sum(map(case.checkpointing.wraps, range(shape.layers)))
     needed = shape.layers * train.accumulation
     forwards = needed + (recomputed + shape.layers * train.evaluate) * train.accumulation
-    return (
-        Work(
+    for role, products, executions in (("forward", once, forwards), ("backward", 2 * once, needed)):
+        yield Work(
             part=ATTENTION,
-            role="forward",
+            role=role,
             precision=train.dtype,
-            flops=once * needed,
-            executions=forwards,
-            executed_flops=once * forwards,
-        ),
-        Work(
-            part=ATTENTION,
-            role="backward",
-            precision=train.dtype,
-            flops=2 * once * needed,
-            executions=needed,
-            executed_flops=2 * once * needed,
-        ),
-    )
+            flops=products * needed,
+            executions=executions,
+            executed_flops=products * executions,
+        )
 
 
 def by_precision(works: Iterable[Work]) -> Mapping[str, int]:

@@ -94,7 +94,7 @@ def _shards(case: Case, units: tuple[Unit, ...], rank: int) -> tuple[int, int]:
     """Elements of all parameters of a rank: as FSDP2 pads them, and of its own rows."""
     ranks, at = case.layout.dp_shard, coordinates(case.layout, rank)["dp_shard"]
     weights = [weight for unit in units for weight in unit.weights]
-    padded = sum(-(-weight.rows // ranks) * weight.columns for weight in weights)
+    padded = sum(weight.shard_elements(ranks) for weight in weights)
     return padded, sum(shard_size(weight.rows, ranks, at) * weight.columns for weight in weights)
 
 
@@ -127,7 +127,7 @@ def _block_bytes(case: Case, block: Unit) -> int:
     The last are those of the feed-forward: two as wide as the model, three as wide as its hidden features.
     """
     dtype, ranks = case.train.dtype, case.layout.dp_shard
-    sizes = [(each, -(-each.rows // ranks) * ranks * each.columns) for each in block.weights]
+    sizes = [(each, each.shard_elements(ranks) * ranks) for each in block.weights]
     gathered = sum(size * (1 if each.gathered_in_float8 else ITEM_BYTES[dtype]) for each, size in sizes)
     whole = sum(size for _, size in sizes)
     unreduced = whole * (ITEM_BYTES[dtype] + ITEM_BYTES[case.reduce_dtype])
