@@ -34,7 +34,7 @@ def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None)
     if verdict in (Verdict.INFRA, Verdict.NOT_RUN):
         return None
     if run is not None and run.causes:
-        return _most_common([_of_rank(failure) for failure in run.causes])
+        return Counter(map(_of_rank, run.causes)).most_common(1)[0][0]  # of equally many, that of the lowest rank
     judged = [finding for finding in findings if finding.judged]
     return _of_finding(judged[0]) if judged else None
 
@@ -44,11 +44,6 @@ def normalized(message: str) -> str:
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
     text = _NUMBER.sub("N", _ADDRESS.sub("…", _RANKS.sub("RANKS", line)))
     return _PLURAL.sub(r"\1s are", text)[:_LENGTH].strip()
-
-
-def _most_common(signatures: Sequence[FailureSignature]) -> FailureSignature:
-    """The one of most ranks; of equally many, that of the lowest rank."""
-    return Counter(signatures).most_common(1)[0][0]
 
 
 def _of_rank(failure: RankFailure) -> FailureSignature:

@@ -13,14 +13,12 @@ from harness.checks.ranks import traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.expect.casts import OF_GATHERS
 from harness.expect.expectations import Expectations, version_gap
-from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, multiplied_by, sent_by
 from harness.performance.flops import executed
 from harness.trace import RankTrace, Run
 from harness.trace.flops import multiplied_words
 from harness.trace.operands import CastRecord
-from harness.trace.traffic import TrafficRecord, collective_words
 
 
 def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = None) -> Measured | None:
@@ -103,7 +101,7 @@ def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mappin
 
 def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
     records = (record for trace in traces for record in trace.traffic or ())
-    return sent_by((_words(each), sum(each.sizes.values()), each.payload_bytes) for each in records)
+    return sent_by((each.words, sum(each.sizes.values()), each.payload_bytes) for each in records)
 
 
 def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Sent]:
@@ -111,13 +109,9 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
     if not _applies("traffic", expect, traces) or any(trace.traffic is None for trace in traces):
         return {}
     terms = [term for step, rank in _turns(expect, traces) for term in expect.transfers(step=step, rank=rank)]
-    found = sent_by((_words(term), term.times, term.payload_bytes) for term in terms)
-    limited = {_words(term) for term in terms if term.least is not None and expect.case.compile != "none"}
+    found = sent_by((term.words, term.times, term.payload_bytes) for term in terms)
+    limited = {term.words for term in terms if term.least is not None and expect.case.compile != "none"}
     return {words: sent for words, sent in found.items() if words not in limited}
-
-
-def _words(sent: TrafficRecord | Transfer) -> str:
-    return collective_words(axis=sent.axis, kind=sent.kind, op=sent.op, dtype=sent.dtype)
 
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:

@@ -10,7 +10,6 @@ from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
 from harness.trace.stated import Sent, Stated
-from harness.trace.traffic import collective_words
 from harness.verdict import Finding
 
 NAME = "stated"
@@ -59,9 +58,8 @@ def _sent(trace: RankTrace, step: int) -> Mapping[str, Sent]:
     total: defaultdict[str, Sent] = defaultdict(lambda: _NOTHING)
     for record in trace.traffic or ():
         if record.step == step:
-            words = collective_words(axis=record.axis, kind=record.kind, op=record.op, dtype=record.dtype)
-            before = total[words]
-            total[words] = Sent(
+            before = total[record.words]
+            total[record.words] = Sent(
                 calls=before.calls + sum(record.sizes.values()),
                 payload_bytes=before.payload_bytes + record.payload_bytes,
             )

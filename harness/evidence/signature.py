@@ -24,7 +24,7 @@ from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import GraphCast
 from harness.trace.operands import CastRecord
-from harness.trace.traffic import MOMENTS, collective_words
+from harness.trace.traffic import MOMENTS
 
 SCHEMA = 1
 SETTLED = 2  # the step that all later ones repeat: the first one also builds optimizer state and what is kept
@@ -221,9 +221,8 @@ def _collectives(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
     sizes: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for each in trace.traffic or ():
         if each.step == step:
-            kind = collective_words(axis=each.axis, kind=each.kind, op=each.op, dtype=each.dtype)
-            payload[kind] += each.payload_bytes
-            sizes[kind].update(each.sizes)
+            payload[each.words] += each.payload_bytes
+            sizes[each.words].update(each.sizes)
     for kind, counts in sizes.items():
         elements = ", ".join(f"{times} of {size}" for size, times in sorted(counts.items()))
         yield kind, f"{counts.total()} with {payload[kind]} bytes ({elements} elements)"

@@ -134,10 +134,6 @@ def _eager(case: Case) -> Case:
     return msgspec.structs.replace(_with_layout(async_tp=False)(case), compile="none")
 
 
-def _half_tp(case: Case) -> Case:
-    return _with_layout(tp=case.layout.tp // 2)(case)
-
-
 def _without_replicas(case: Case) -> Case:
     return _with_layout(dp_replicate=1, dp_shard=case.layout.dp)(case)
 
@@ -231,7 +227,7 @@ _EXACT = (
     _Option(
         name="tp",
         applies=lambda case: case.layout.tp % 2 == 0 and case.layout.tp >= 4 and not _scale_is_inconsistent(case),
-        partner=_half_tp,
+        partner=lambda case: _with_layout(tp=case.layout.tp // 2)(case),
         reason="DTensor scales by the logical tensor, so only the order of sums differs",
     ),
     _Option(

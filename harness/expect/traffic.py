@@ -31,6 +31,7 @@ from harness.matrix.linears import (
 )
 from harness.matrix.mesh import DP_AXES, axis_size
 from harness.matrix.recipes import ITEM_BYTES, Operand
+from harness.trace.traffic import collective_words
 
 VERIFIED = CURRENT
 
@@ -46,6 +47,11 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     times: int = 1
     least: int | None = None  # a compiled run may send from this many up to twice `times`
     purpose: str
+
+    @property
+    def words(self) -> str:
+        """What they are counted by, in words."""
+        return collective_words(axis=self.axis, kind=self.kind, op=self.op, dtype=self.dtype)
 
     @property
     def payload_bytes(self) -> int:
@@ -83,6 +89,10 @@ def _repeated(terms: Iterable[Transfer], times: int) -> Iterator[Transfer]:
     for term in terms:
         least = None if term.least is None else term.least * times
         yield msgspec.structs.replace(term, times=term.times * times, least=least)
+
+
+def _all_reduce(axis: str, op: str, dtype: str, elements: int, purpose: str, *, times: int = 1) -> Transfer:
+    return Transfer(axis=axis, kind="all_reduce", op=op, dtype=dtype, elements=elements, times=times, purpose=purpose)
 
 
 # Data parallel: FSDP2 and HSDP
@@ -229,15 +239,7 @@ def _precompute(case: Case) -> Iterator[Transfer]:
 def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> Iterator[Transfer]:
     """Maxima along every axis that shards a weight."""
     for axis in ("dp_shard", "tp"):
-        yield Transfer(
-            axis=axis,
-            kind="all_reduce",
-            op="max",
-            dtype=case.parameter_dtype,
-            elements=elements,
-            times=times,
-            purpose=purpose,
-        )
+        yield _all_reduce(axis, "max", case.parameter_dtype, elements, purpose, times=times)
 
 
 # Tensor parallel: activations
@@ -401,25 +403,15 @@ def _loss(case: Case) -> Iterator[Transfer]:
             ("max", 1, "largest logit of every token"),
             ("sum", 2, "normalizer and loss of every token"),
         ):
-            yield Transfer(
-                axis="tp",
-                kind="all_reduce",
-                op=op,
-                dtype=case.wide_dtype,
-                elements=case.tokens_per_rank,
-                times=times * _forwards(case),
-                purpose=purpose,
-            )
+            sums = times * _forwards(case)
+            yield _all_reduce("tp", op, case.wide_dtype, case.tokens_per_rank, purpose, times=sums)
 
 
 def _token_count(case: Case) -> Iterator[Transfer]:
     """How many labels the ranks have, where a case ignores some. What a trainer counts anyway is among its reports."""
     if case.train.ignored_tokens != "none" and not traits_of(case).logs:
         for axis in DP_AXES:
-            times, purpose = _forwards(case), "number of labels"
-            yield Transfer(
-                axis=axis, kind="all_reduce", op="sum", dtype="int64", elements=1, times=times, purpose=purpose
-            )
+            yield _all_reduce(axis, "sum", "int64", 1, "number of labels", times=_forwards(case))
 
 
 def _norm_gradients(case: Case) -> Iterator[Transfer]:
@@ -429,17 +421,9 @@ def _norm_gradients(case: Case) -> Iterator[Transfer]:
     each of the three operators that read it reduces it: the first moment once, the second moment twice. So does a norm
     of all gradients before.
     """
-    readers = 3 + _reads_norms(case)
+    times = (2 * case.model.shape.layers + 1) * (1 if case.uses_fsdp else 3 + _reads_norms(case))
     if case.layout.sequence_parallel:
-        yield Transfer(
-            axis="tp",
-            kind="all_reduce",
-            op="sum",
-            dtype=case.train.dtype,
-            elements=case.model.shape.dim,
-            times=(2 * case.model.shape.layers + 1) * (1 if case.uses_fsdp else readers),
-            purpose="gradients of norms",
-        )
+        yield _all_reduce("tp", "sum", case.train.dtype, case.model.shape.dim, "gradients of norms", times=times)
 
 
 def _reads_norms(case: Case) -> bool:
@@ -461,14 +445,7 @@ def _global_norm(case: Case) -> Iterator[Transfer]:
     counts["tp"] = [norms + others] if together else [others]
     for axis, groups in counts.items():
         for count in groups:
-            yield Transfer(
-                axis=axis,
-                kind="all_reduce",
-                op="sum",
-                dtype=case.wide_dtype,
-                elements=count,
-                purpose="norms of gradients",
-            )
+            yield _all_reduce(axis, "sum", case.wide_dtype, count, "norms of gradients")
 
 
 # What a target reports
@@ -485,4 +462,4 @@ def reports(case: Case) -> Iterator[Transfer]:
         ("max", wide, 1, "largest loss of a rank"),
     ):
         if used:
-            yield Transfer(axis=joined, kind="all_reduce", op=op, dtype=dtype, elements=1, times=times, purpose=purpose)
+            yield _all_reduce(joined, op, dtype, 1, purpose, times=times)

@@ -167,7 +167,8 @@ def _float8(config: _Config, notes: list[str], where: str, *, shards: bool) -> d
     if not converters:
         notes.append("model.converters has no float8: the case is BF16")
         return {}
-    option = {name.rpartition(".")[2]: config(name, None) for name in list(config.values) if _is_float8(name)}
+    given = [name for name in config.values if name.rpartition(".")[0] == _FLOAT8]
+    option = {name.rpartition(".")[2]: config(name, None) for name in given}
     if option.get("emulate"):
         notes.append("emulate: FP8 is never emulated; the virtual device runs the real path")
     filters = option.get("filter_fqns") or []
@@ -187,10 +188,6 @@ def _float8(config: _Config, notes: list[str], where: str, *, shards: bool) -> d
         "filter_fqns": kept,
         "output_layer": not any(entry in OUTPUT_FQN for entry in filters),
     }
-
-
-def _is_float8(name: str) -> bool:
-    return name.rpartition(".")[0] == _FLOAT8
 
 
 def _checkpointing(config: _Config, where: str) -> dict[str, object]:

@@ -62,11 +62,6 @@ class RecipeTraits(msgspec.Struct, frozen=True, kw_only=True):
         return any(self.scaling.get(operand) == "axs" for operand in OPERANDS[matmul])
 
     @property
-    def float8_weight_gradient(self) -> bool:
-        """True when wgrad is a float8 matmul."""
-        return self.multiplies("wgrad")
-
-    @property
     def one_scale_per_tensor(self) -> bool:
         """True when every cast has one scale; otherwise some have one for every row that a matmul contracts."""
         return self.converts and "axs" not in self.scaling.values()

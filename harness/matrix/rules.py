@@ -60,9 +60,8 @@ def _misaligned_weights(case: Case, *, output: bool) -> bool:
 
 
 def _misaligned_tokens(case: Case) -> bool:
-    return (
-        case.tokens_per_rank % 16 != 0 and not case.float8.pad_inner_dim and case.float8.traits.float8_weight_gradient
-    )
+    unaligned = case.tokens_per_rank % 16 != 0 and not case.float8.pad_inner_dim
+    return unaligned and case.float8.traits.multiplies("wgrad")
 
 
 def _filter_misses(case: Case) -> bool:

@@ -8,12 +8,10 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
-from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.measured import Multiplied, Sent, sent_by
 from harness.performance.flops import Work, executed, flops_per_token_by_precision, work
-from harness.trace.traffic import collective_words
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,11 +59,7 @@ def metrics(case: Case, *, rank: int = 0, saves_attention: bool = True) -> Metri
         executed=executed(case, rank=rank, saves_attention=saves_attention),
         flops_per_token=flops_per_token_by_precision(case),
         casts=expect.cast_calls,
-        wire=sent_by((_words(term), term.times, term.payload_bytes) for term in terms),
+        wire=sent_by((term.words, term.times, term.payload_bytes) for term in terms),
         wire_of_axis=sent_by((term.axis, term.times, term.payload_bytes) for term in terms),
         saved_bytes=sum(expect.saved_bytes(step=step, rank=rank).values()) if expect.saves_exactly else None,
     )
-
-
-def _words(term: Transfer) -> str:
-    return collective_words(axis=term.axis, kind=term.kind, op=term.op, dtype=term.dtype)

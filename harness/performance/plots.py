@@ -7,7 +7,6 @@ from msgspec.structs import replace
 
 from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case
-from harness.matrix.recipes import Recipe
 from harness.performance.casts import EAGER_KERNELS
 from harness.performance.machine import Machine
 from harness.performance.padding import added_bytes, padded_size
@@ -50,7 +49,7 @@ def _over_size(case: Case, machine: Machine) -> Plot:
         across="dim of the model, with heads of 128 and ffn_dim of 4 dim",
         places=_DIMS,
         lines=tuple(
-            Line(name=recipe, values=tuple(speed_up(_with_recipe(each, recipe), machine) for each in sized))
+            Line(name=recipe, values=tuple(speed_up(dict(variants(each))[recipe], machine) for each in sized))
             for recipe in EAGER_KERNELS
         ),
         logarithmic=True,
@@ -61,10 +60,6 @@ def _of_dim(case: Case, dim: int) -> Case:
     heads = max(_HEADS, case.layout.tp, dim // _HEAD_DIM)
     model = replace(case.model, dim=dim, heads=heads, kv_heads=max(_HEADS, case.layout.tp), ffn_dim=4 * dim)
     return replace(case, model=model)
-
-
-def _with_recipe(case: Case, recipe: Recipe) -> Case:
-    return dict(variants(case))[recipe]
 
 
 def _over_vocabulary(case: Case) -> Plot:

@@ -71,6 +71,7 @@ def _one_of(found: Bisected) -> str:
 
 def shrunk_text(found: Shrunk, *, command: str = "") -> str:
     """The smallest case and the command that runs it, what the failure needs and does not depend on, with the runs."""
+    took = f"{found.wall_s:.0f} s wall, {found.cpu_s:.0f} s CPU"
     ended = "" if found.complete else "; the budget ended it, so a smaller case may fail alike"
     lines = [
         f"smallest case: {case_id(found.case)}",
@@ -82,7 +83,7 @@ def shrunk_text(found: Shrunk, *, command: str = "") -> str:
         *_needs(found),
         *_independent(found),
         "",
-        f"{counted(len(found.attempts), 'smaller case')} tried, {found.ran} run now, {_seconds(found)}{ended}",
+        f"{counted(len(found.attempts), 'smaller case')} tried, {found.ran} run now, {took}{ended}",
     ]
     return "\n".join([*lines, ""])
 
@@ -103,10 +104,6 @@ def shrunk_json(found: Shrunk) -> bytes:
         "attempts": found.attempts,
     }
     return to_json(tree, indent=2) + b"\n"
-
-
-def _seconds(found: Shrunk) -> str:
-    return f"{found.wall_s:.0f} s wall, {found.cpu_s:.0f} s CPU"
 
 
 def _needs(found: Shrunk) -> Iterable[str]:

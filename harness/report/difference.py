@@ -7,12 +7,12 @@ collectives, saved memory, gradients, losses.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
 
 from harness.checks.mismatch import same_number
+from harness.checks.occurrences import with_occurrence
 from harness.plural import counted
 from harness.tables import TABLES, Rows, Table, Value
 
@@ -73,15 +73,9 @@ def _of_table(table: Table, first: Rows, second: Rows) -> TableDifference:
     )
 
 
-def _by_key(table: Table, rows: Rows) -> dict[tuple[Value, ...], dict[str, Value]]:
+def _by_key(table: Table, rows: Rows) -> dict[tuple[tuple[Value, ...], int], dict[str, Value]]:
     """The rows by their keys; rows with equal keys are told apart by their number."""
-    seen: Counter[tuple[Value, ...]] = Counter()
-    found = {}
-    for row in rows:
-        key = tuple(row[name] for name in table.keys)
-        found[*key, seen[key]] = row
-        seen[key] += 1
-    return found
+    return with_occurrence((tuple(row[name] for name in table.keys), row) for row in rows)
 
 
 def _changes(table: Table, first: Mapping[str, Value], second: Mapping[str, Value]) -> tuple[Change, ...]:

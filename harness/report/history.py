@@ -76,7 +76,7 @@ def _summary(history: History) -> tuple[str, ...]:
     verdicts = ", ".join(f"{count} {verdict.value}" for verdict, count in history.verdicts.items())
     flags = [*(["FLAKY"] if history.is_flaky else []), *(["NONDETERMINISTIC"] if history.is_nondeterministic else [])]
     change = history.last_change
-    last = "no change" if change is None else f"last change {_day(change)}: {_what(change)}"
+    last = "no change" if change is None else f"last change {change.run.start.started[:10] or '?'}: {_what(change)}"
     return (history.case_id, counted(len(history.moments), "run"), verdicts, " ".join(flags) or "-", last)
 
 
@@ -152,10 +152,6 @@ def _warnings(history: History) -> str:
     flaky = "FLAKY: it ended differently in one environment."
     moved = "NONDETERMINISTIC: exact numbers changed in one environment."
     return "\n".join([*([flaky] if history.is_flaky else []), *([moved] if history.is_nondeterministic else [])])
-
-
-def _day(moment: Moment) -> str:
-    return moment.run.start.started[:10] or "?"
 
 
 def size_words(count: int | None) -> str:

@@ -25,7 +25,6 @@ from harness.performance.memory import memory
 from harness.request import SimulationRequest
 from harness.trace.flops import multiplied_words
 from harness.trace.simulated import SimulatedRank
-from harness.trace.traffic import collective_words
 from harness.verdict import Finding
 
 PROGRAM = "harness.worker.simulating.main"
@@ -133,13 +132,11 @@ def _wire(case: Case, found: SimulatedRank) -> tuple[Counter[str], Counter[str]]
     wanted: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     for term in expected_transfers(case, step=2, rank=found.rank):
-        words = collective_words(axis=term.axis, kind=term.kind, op=term.op, dtype=term.dtype)
-        wanted[f"calls of {words}"] += term.times
-        wanted[f"bytes of {words}"] += term.payload_bytes
+        wanted[f"calls of {term.words}"] += term.times
+        wanted[f"bytes of {term.words}"] += term.payload_bytes
     for record in found.traffic:
-        words = collective_words(axis=record.axis, kind=record.kind, op=record.op, dtype=record.dtype)
-        sent[f"calls of {words}"] += sum(record.sizes.values())
-        sent[f"bytes of {words}"] += record.payload_bytes
+        sent[f"calls of {record.words}"] += sum(record.sizes.values())
+        sent[f"bytes of {record.words}"] += record.payload_bytes
     return wanted, sent
 
 

@@ -42,6 +42,11 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
     payload_bytes: int
     sizes: dict[int, int]
 
+    @property
+    def words(self) -> str:
+        """What they are counted by, in words."""
+        return collective_words(axis=self.axis, kind=self.kind, op=self.op, dtype=self.dtype)
+
 
 Moment = Literal["forward", "step"]
 MOMENTS: dict[Moment, str] = {"forward": "between forward and backward", "step": "at the end of the step"}

@@ -91,7 +91,7 @@ def operands(of: Case, rank: int) -> OperandTrace:
                 index = len(casts) + len(matmuls)
                 casts.append(cast(of, site, form, index=index, step=step, rank=rank))
         last = {(record.fqn, record.role): record for record in casts}
-        gemms: list[GemmRole] = ["forward", "dgrad", *(["wgrad"] if of.float8.traits.float8_weight_gradient else [])]
+        gemms: list[GemmRole] = ["forward", "dgrad", *(["wgrad"] if of.float8.traits.multiplies("wgrad") else [])]
         for fqn in converted_fqns(of):
             for gemm in gemms:
                 matmuls.append(matmul(of, fqn, gemm, last, index=len(casts) + len(matmuls)))

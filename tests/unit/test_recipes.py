@@ -35,7 +35,6 @@ def test_every_recipe_has_its_facts() -> None:
         ("one_scale_per_tensor", {"tensorwise"}),
         ("one_scale_per_weight_in_dgrad", {"tensorwise", "rowwise_with_gw_hp"}),
         ("power_of_two_scales", {"rowwise", "rowwise_with_gw_hp"}),
-        ("float8_weight_gradient", {"tensorwise", "rowwise"}),
         ("writes_bfloat16", {"rowwise", "rowwise_with_gw_hp"}),
         ("gathers_weights_in_float8", {"tensorwise"}),
         ("has_tp_styles", {"tensorwise"}),
@@ -94,7 +93,7 @@ def test_conversion_matmuls_and_casts_follow_from_the_facts(recipe: Recipe) -> N
     case, traits = make_case(recipe=recipe), TRAITS[recipe]
     linears, roles = len(converted_fqns(case)), {gemm.role for gemm in gemms(case)}
     assert (linears > 0) is traits.converts
-    assert ("wgrad" in roles) is traits.float8_weight_gradient
+    assert ("wgrad" in roles) is traits.multiplies("wgrad")
     assert scaled_mm_calls(case) == len(roles) * linears
     forms = {site.role: forms for site, forms in Expectations(case).casts.items()}
     assert {form.target_dtype for form in forms.get("grad_output", ())} == (

@@ -92,7 +92,7 @@ function casts(rows) {
 function wire(detail) {
   const rows = (detail.wire || []).map(([name, found, expected]) => {
     const same = found && expected && found.calls === expected.calls && found.payload_bytes === expected.payload_bytes;
-    const told = (sent) => (sent ? `${sent.calls} × , ${bytes(sent.payload_bytes)}`.replace(" × ,", " calls,") : "none");
+    const told = (sent) => (sent ? `${sent.calls} calls, ${bytes(sent.payload_bytes)}` : "none");
     return { name: !expected ? "" : same ? "" : "differs", cells: [name, told(found), expected ? told(expected) : "only limits, or no formula", !expected ? "" : same ? "equal" : "differs"] };
   });
   const [saved, formula] = detail.saved || [null, null];
