@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from harness.expect.matmuls import recomputed_calls
 from harness.matrix.case import Checkpointing, CheckpointMode
-from harness.matrix.linears import is_checkpointed, linear_fqns
 from tests.builders import make_case
 
 LAYERS = range(6)
@@ -38,16 +37,6 @@ def test_one_block_of_every_n_is_wrapped(layers: int, every: int) -> None:
 
 
 MODES = ["none", "full", "selective_op", "selective_layer"]
-
-
-@given(st.sampled_from(MODES), st.integers(1, 4), st.integers(1, 5))
-def test_a_linear_is_checkpointed_when_its_block_is_and_the_output_layer_never(
-    mode: CheckpointMode, every: int, layers: int
-) -> None:
-    case = make_case(checkpointing=mode, checkpoint_every=every, layers=layers)
-    for fqn in linear_fqns(case):
-        wrapped = fqn != "output" and case.checkpointing.wraps(int(fqn.split(".")[1]))
-        assert is_checkpointed(case, fqn) is wrapped
 
 
 @pytest.mark.parametrize("mode", MODES)
