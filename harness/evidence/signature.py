@@ -99,9 +99,9 @@ def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit:
     if not run.complete or any(trace.traffic is None or trace.saved_memory is None for trace in run.traces):
         raise refused("not every rank finished and recorded traffic and saved memory", "run it on the virtual device.")
     traces = sorted(run.traces, key=lambda trace: trace.rank)
-    restless = next((found for trace in traces for found in _restless(trace)), None)
-    if restless is not None:
-        raise refused(restless, "give the case fewer steps, or do the same in every step after the first.")
+    unsettled = next((found for trace in traces for found in _unlike_settled(trace)), None)
+    if unsettled is not None:
+        raise refused(unsettled, "give the case fewer steps, or do the same in every step after the first.")
     return Signature(
         schema=SCHEMA,
         case_id=case_id,
@@ -177,7 +177,7 @@ def _can_record(case_id: str) -> bool:
         return False
 
 
-def _restless(trace: RankTrace) -> Iterator[str]:
+def _unlike_settled(trace: RankTrace) -> Iterator[str]:
     """In words, what a step does otherwise than the second."""
     expected = seen_in(trace, SETTLED)
     for step in trace.steps[SETTLED:]:

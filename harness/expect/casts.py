@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from harness.expect.model import Model
-from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.recipes import E4M3, Operand
 from harness.trace.operands import CastPhase, Role
-
-VERIFIED = CURRENT
 
 
 class CastForm(NamedTuple):

@@ -28,12 +28,9 @@ from harness.expect.saved_memory import (
     head_elements,
 )
 from harness.expect.traffic import residual_tokens
-from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, ROWWISE, linear_features, local_features
 from harness.matrix.recipes import ITEM_BYTES
-
-VERIFIED = CURRENT
 
 _LAST = BLOCK_LINEARS[-1]
 

@@ -27,7 +27,7 @@ from harness.expect.live_memory import LiveStorage
 from harness.expect.model import Model, llama_model, recomputed_matmuls
 from harness.expect.relations import Relation
 from harness.expect.traffic import Transfer
-from harness.expect.versions import Verified
+from harness.expect.versions import CURRENT, Verified
 from harness.matrix.case import Case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.rule import Refusal
@@ -35,16 +35,10 @@ from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import is_llama
 from harness.trace.traffic import Moment
 
-# By the name that `Check.formula` and reports use.
-FORMULAS: dict[str, Verified] = {
-    "matmuls": matmuls.VERIFIED,
-    "casts": casts.VERIFIED,
-    "traffic": traffic.VERIFIED,
-    "saved memory": saved_memory.VERIFIED,
-    "live memory": live_memory.VERIFIED,
-    "fusion": fusion.VERIFIED,
-    "relations": relations.VERIFIED,
-}
+# With which versions each was verified, by the name that `Check.formula` and reports use.
+FORMULAS: dict[str, Verified] = dict.fromkeys(
+    ("matmuls", "casts", "traffic", "saved memory", "live memory", "fusion", "relations"), CURRENT
+)
 
 
 class Expectations:

@@ -12,12 +12,9 @@ from collections.abc import Iterator
 import msgspec
 
 from harness.expect.matmuls import scaled_mm_calls
-from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import is_converted
 from harness.trace.graphs import Collective, Phase
-
-VERIFIED = CURRENT
 
 # The linears that read the input of attention and of feed-forward, and those that write their outputs.
 _READ_INPUT = (

@@ -14,13 +14,10 @@ import msgspec
 
 from harness.expect.traffic import Unit, fsdp_units
 from harness.expect.trainer_traits import traits_of
-from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES
 from harness.trace.traffic import Moment
-
-VERIFIED = CURRENT
 
 RNG_STATE_BYTES = 5056  # of the CPU generator
 

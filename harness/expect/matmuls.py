@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from harness.expect.model import Model, llama_model
 from harness.expect.trainer_traits import traits_of
-from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, is_converted
 from harness.matrix.recipes import OPERANDS
-
-VERIFIED = CURRENT
 
 
 def scaled_mm_calls(case: Case) -> int:

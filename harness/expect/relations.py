@@ -13,15 +13,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from harness.expect.versions import CURRENT
 from harness.matrix.case import Case, Checkpointing, Checks, Layout
 from harness.matrix.linears import converted_fqns, linear_features, linear_name
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap, sums_in_order
 from harness.matrix.replayed import replayed_steps
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.targets import is_llama
-
-VERIFIED = CURRENT
 
 # bitwise: every loss, gradient norm, gradient and final parameter, on every rank. exact: the same numbers up to the
 # rounding of sums in float64.

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from harness.expect.matmuls import is_recomputed
 from harness.expect.traffic import residual_tokens
 from harness.expect.trainer_traits import traits_of
-from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, ROWWISE, is_converted, local_features, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES
-
-VERIFIED = CURRENT
 
 Elements = Counter[str]  # by dtype
 

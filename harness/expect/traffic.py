@@ -17,7 +17,6 @@ import msgspec
 
 from harness.expect.fusion import fusion_candidates
 from harness.expect.trainer_traits import traits_of
-from harness.expect.versions import CURRENT
 from harness.matrix.case import Case
 from harness.matrix.linears import (
     BLOCK_LINEARS,
@@ -32,8 +31,6 @@ from harness.matrix.linears import (
 from harness.matrix.mesh import DP_AXES, axis_size
 from harness.matrix.recipes import ITEM_BYTES, Operand
 from harness.trace.traffic import collective_words
-
-VERIFIED = CURRENT
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
