@@ -18,6 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from harness.checks.traffic import expected_traffic
 from harness.checks.witnesses import Witnesses
 from harness.document import RunDocument, run_document
 from harness.engine.capacity import Capacity, NodeCapacity
@@ -175,6 +176,23 @@ def make_sent(step: int, *, kind: str = "all_gather", op: str = "", times: int =
     return replace(sent, **changes)
 
 
+@functools.cache
+def traffic_of(case: Case, rank: int = 0) -> tuple[TrafficRecord, ...]:
+    """What a correct run of the case records of its collectives."""
+    expect = Expectations(case)
+    return tuple(
+        TrafficRecord(step=step, **key._asdict(), payload_bytes=amount.payload_bytes, sizes=dict(amount.sizes))
+        for step in range(1, case.train.steps + 1)
+        for key, amount in expected_traffic(expect, step=step, rank=rank).items()
+    )
+
+
+def saved_as(step: int, by_dtype: dict[str, int]) -> SavedMemory:
+    """So many bytes of each dtype saved in one step."""
+    float8 = sum(count for dtype, count in by_dtype.items() if dtype.startswith("float8"))
+    return SavedMemory(step=step, saved_bytes=sum(by_dtype.values()), float8_bytes=float8, by_dtype=by_dtype)
+
+
 def make_saved(step: int, saved_bytes: int) -> SavedMemory:
     """What is saved in one step, and two tensors that are alive before backward."""
     alive = LiveTensor(dtype="float32", shape=(16,), nbytes=64, holder="")
@@ -182,8 +200,7 @@ def make_saved(step: int, saved_bytes: int) -> SavedMemory:
         LiveMemory(moment="forward", scalars=2, tensors=(alive, alive)),
         LiveMemory(moment="step", scalars=1, tensors=()),
     )
-    by_dtype = {"float32": saved_bytes}
-    return SavedMemory(step=step, saved_bytes=saved_bytes, float8_bytes=0, by_dtype=by_dtype, live=live)
+    return replace(saved_as(step, {"float32": saved_bytes}), live=live)
 
 
 def with_sent(run: Run, rank: int, *more: TrafficRecord) -> Run:

@@ -11,21 +11,16 @@ from harness.expect.saved_memory import expected_saved
 from harness.matrix.case import Case
 from harness.trace.traffic import SavedMemory
 from harness.verdict import Finding
-from tests.builders import make_case, make_trace, make_witnesses, run_of
+from tests.builders import make_case, make_trace, make_witnesses, run_of, saved_as
 
 CASE = make_case(tp=2, recipe="tensorwise", steps=2)
 FULL = make_case(tp=2, recipe="tensorwise", steps=2, checkpointing="full")
 Records = tuple[SavedMemory, ...]
 
 
-def record(step: int, by_dtype: dict[str, int]) -> SavedMemory:
-    float8 = sum(count for dtype, count in by_dtype.items() if dtype.startswith("float8"))
-    return SavedMemory(step=step, saved_bytes=sum(by_dtype.values()), float8_bytes=float8, by_dtype=by_dtype)
-
-
 def records(case: Case, rank: int = 0) -> Records:
     """What a correct run records."""
-    return tuple(record(step, expected_saved(case, step=step, rank=rank)) for step in (1, 2))
+    return tuple(saved_as(step, expected_saved(case, step=step, rank=rank)) for step in (1, 2))
 
 
 def check(case: Case, *saved: Records | None) -> list[Finding]:
@@ -45,7 +40,7 @@ def test_one_byte_is_found_at_its_step_and_rank(rank: int, step: int, off: int, 
     right = records(CASE)
     by_dtype = dict(right[step - 1].by_dtype)
     by_dtype[dtype] = by_dtype.get(dtype, 0) + off
-    wrong = tuple(record(step, by_dtype) if each.step == step else each for each in right)
+    wrong = tuple(saved_as(step, by_dtype) if each.step == step else each for each in right)
     (found,) = check(CASE, *((wrong, right) if rank == 0 else (right, wrong)))
     assert (found.step, found.rank) == (step, rank)
     assert dtype in found.message and found.expected and found.found
@@ -57,7 +52,7 @@ def test_lost_checkpointing_is_told_in_plain_words() -> None:
 
 
 def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
-    wrong = tuple(record(step, {**records(CASE)[0].by_dtype, "float8_e4m3fn": 81920}) for step in (1, 2))
+    wrong = tuple(saved_as(step, {**records(CASE)[0].by_dtype, "float8_e4m3fn": 81920}) for step in (1, 2))
     (found,) = check(CASE, wrong, wrong)
     assert "float8 tensors outlive the forward pass" in found.message
     assert (found.expected, found.found) == ("0 bytes", "81920 bytes")

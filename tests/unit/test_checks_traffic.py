@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,32 +13,13 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace.traffic import TrafficRecord
 from harness.verdict import Finding
-from tests.builders import make_case, make_trace, make_witnesses, run_of
+from tests.builders import make_case, make_trace, make_witnesses, run_of, traffic_of
 
 TP = parse_case_id("tp2-tensorwise-v2048-s3-f32")
 GATHERED = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-s3-f32")
 HSDP = parse_case_id("hsdp2x2-tensorwise-ag.fp8-v2048-s3-f32")
 PRECOMPUTED = parse_case_id("fsdp2-tensorwise-ag.fp8pre-v2048-s3-f32")
 Records = tuple[TrafficRecord, ...]
-
-
-@functools.cache
-def records(case: Case, rank: int = 0) -> Records:
-    """What a correct run records."""
-    expect = Expectations(case)
-    return tuple(
-        TrafficRecord(
-            step=step,
-            axis=key.axis,
-            kind=key.kind,
-            op=key.op,
-            dtype=key.dtype,
-            payload_bytes=amount.payload_bytes,
-            sizes=dict(amount.sizes),
-        )
-        for step in range(1, case.train.steps + 1)
-        for key, amount in expected_traffic(expect, step=step, rank=rank).items()
-    )
 
 
 def check(case: Case, *traffic: Records | None) -> list[Finding]:
@@ -52,25 +31,25 @@ def changed(case: Case, key: CollectiveKey, **changes: object) -> Records:
     """A correct record with one kind of traffic changed in every step."""
     found = tuple(
         replace(record, **changes) if (record.axis, record.kind, record.op, record.dtype) == key else record
-        for record in records(case)
+        for record in traffic_of(case)
     )
-    assert found != records(case)
+    assert found != traffic_of(case)
     return found
 
 
 def without(case: Case, key: CollectiveKey) -> Records:
-    return tuple(r for r in records(case) if (r.axis, r.kind, r.op, r.dtype) != key)
+    return tuple(r for r in traffic_of(case) if (r.axis, r.kind, r.op, r.dtype) != key)
 
 
 @pytest.mark.parametrize("case", [TP, GATHERED, PRECOMPUTED], ids=["tp", "gathered", "precomputed"])
 def test_what_the_formula_says_is_good(case: Case) -> None:
-    assert check(case, records(case, 0), records(case, 1)) == []
+    assert check(case, traffic_of(case, 0), traffic_of(case, 1)) == []
 
 
 @given(st.data(), st.sampled_from(["payload_bytes", "sizes", "kind", "op", "dtype", "axis"]))
 def test_every_change_of_every_record_is_found_at_its_step_and_rank(data: st.DataObject, field: str) -> None:
     case = data.draw(st.sampled_from([TP, GATHERED, PRECOMPUTED]))
-    right = records(case)
+    right = traffic_of(case)
     index, rank = data.draw(st.integers(0, len(right) - 1)), data.draw(st.integers(0, 1))
     old = getattr(right[index], field)
     new = {int: lambda: old + 1, dict: lambda: old | {5: 1}, str: lambda: f"other {old}"}[type(old)]()
@@ -82,11 +61,11 @@ def test_every_change_of_every_record_is_found_at_its_step_and_rank(data: st.Dat
 
 
 def test_a_record_too_much_or_missing_is_found() -> None:
-    extra = replace(records(TP)[0], kind="broadcast", step=2)
-    (found,) = check(TP, (*records(TP), extra), records(TP))
+    extra = replace(traffic_of(TP)[0], kind="broadcast", step=2)
+    (found,) = check(TP, (*traffic_of(TP), extra), traffic_of(TP))
     assert (found.step, found.rank, found.expected) == (2, 0, "none")
-    late = replace(records(TP)[0], step=4)
-    assert check(TP, (*records(TP), late), records(TP))[0].step == 4
+    late = replace(traffic_of(TP)[0], step=4)
+    assert check(TP, (*traffic_of(TP), late), traffic_of(TP))[0].step == 4
 
 
 def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None:
@@ -110,7 +89,7 @@ def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None
 @pytest.mark.parametrize(("asked", "done", "word"), [("reshard.never-", "", "often"), ("", "reshard.never-", "seldom")])
 def test_weights_that_are_gathered_another_number_of_times_are_told_in_plain_words(asked, done, word) -> None:
     case, other = (parse_case_id(f"fsdp2-{each}tensorwise-ag.fp8-v2048-s3-f32") for each in (asked, done))
-    first, *rest = check(case, records(other), records(other))
+    first, *rest = check(case, traffic_of(other), traffic_of(other))
     assert first.message == f"weights are gathered too {word} along dp_shard on ranks 0-1"
     assert not any("each shard uses" in finding.message or "high precision" in finding.message for finding in rest)
 
@@ -138,7 +117,7 @@ def test_a_compiled_run_may_cast_once_for_several_uses_or_twice_for_one() -> Non
     assert (key.op, key.axis) == ("max", "tp")
     assert list(limits.fewest) == list(limits.most) == [1]
     fewest, most = limits.fewest[1], limits.most[1]
-    (right,) = {record.sizes[1] for record in records(case) if record.dtype == key.dtype and record.op == "max"}
+    (right,) = {record.sizes[1] for record in traffic_of(case) if record.dtype == key.dtype and record.op == "max"}
     assert fewest < right < most
     for count, good in ((fewest, True), (most, True), (fewest - 1, False), (most + 1, False)):
         wrong = changed(case, key, sizes={1: count}, payload_bytes=8 * count)
@@ -150,7 +129,7 @@ def test_a_compiled_run_may_cast_once_for_several_uses_or_twice_for_one() -> Non
 def test_in_a_compiled_run_every_amax_has_the_size_of_one_that_is_expected(recipe: str) -> None:
     case = parse_case_id(f"tp2-{recipe}-graph-v2048-s3-f32")
     key, _ = the_limits(case)
-    right = next(record for record in records(case) if (record.axis, record.kind, record.op, record.dtype) == key)
+    right = next(record for record in traffic_of(case) if (record.axis, record.kind, record.op, record.dtype) == key)
     first, *others = right.sizes
     longer = {first + 3: right.sizes[first]} | {size: right.sizes[size] for size in others}
     wrong = changed(case, key, sizes=longer)
@@ -167,13 +146,13 @@ def the_limits(case: Case) -> tuple[CollectiveKey, Limits]:
 def test_a_stale_scale_shows_as_amax_of_step_one_repeated() -> None:
     """Without the precomputed scales every gather reduces its own amax in every step."""
     wrong = tuple(
-        replace(record, step=step) for step in (1, 2, 3) for record in records(PRECOMPUTED) if record.step == 1
+        replace(record, step=step) for step in (1, 2, 3) for record in traffic_of(PRECOMPUTED) if record.step == 1
     )
-    assert {finding.step for finding in check(PRECOMPUTED, wrong, records(PRECOMPUTED))} == {2}
+    assert {finding.step for finding in check(PRECOMPUTED, wrong, traffic_of(PRECOMPUTED))} == {2}
 
 
 def test_what_was_not_recorded_is_a_finding() -> None:
-    (found,) = check(TP, records(TP), None)
+    (found,) = check(TP, traffic_of(TP), None)
     assert found.message == "cannot be judged: no record of traffic on rank 1"
     assert check(TP)
     assert check(TP, (), ())

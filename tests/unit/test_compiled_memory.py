@@ -17,7 +17,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.trace.graphs import GraphTrace, KeptTensor, UnequalNode
 from harness.trace.traffic import SavedMemory
 from harness.verdict import Finding
-from tests.builders import make_graphs, make_partition, make_trace, make_witnesses, run_of
+from tests.builders import make_graphs, make_partition, make_trace, make_witnesses, run_of, saved_as
 from tests.strategies import TRAINED_CASES
 
 FULL = parse_case_id("tp2-rowwise-ac.full-graph-v2048-gb2-s2-b16")
@@ -97,8 +97,7 @@ def saved(case: Case, nbytes: int | None = None, **changes: Any) -> tuple[SavedM
     if nbytes is None:
         exact = expect.saves_exactly
         by_dtype = expect.saved_bytes(step=1, rank=0) if exact else {"float32": limits_of(case).most}
-    record = SavedMemory(step=1, saved_bytes=sum(by_dtype.values()), float8_bytes=0, by_dtype=by_dtype)
-    return tuple(replace(record, step=step, **changes) for step in (1, 2))
+    return tuple(replace(saved_as(step, by_dtype), **changes) for step in (1, 2))
 
 
 def limits_of(case: Case) -> compiled_memory.SavedLimits:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from harness.document import run_document
 from harness.environment import Environment
-from harness.measured import CastRange, Curve, Measured, Sent
+from harness.measured import Curve, Measured, Sent
 from harness.project import Project
 from harness.report.history import histories_json, histories_text, history_text, size_words
 from harness.report.html.sections import history_listing
@@ -23,7 +23,7 @@ from harness.running.stored_case import stored_cases
 from harness.store import RunStart, RunStore
 from harness.studies.history import History, histories
 from harness.verdict import Verdict
-from tests.builders import make_attempt, make_result, make_trace, run_of
+from tests.builders import make_attempt, make_cast_range, make_result, make_trace, run_of
 
 CASE, OTHER = "tp2-rowwise-v2048-f32", "single-rowwise-v2048-f32"
 HERE = Environment(packages={"torch": "2.12.0"}, device="cpu", cpu="x" * 200, commit="a" * 40)
@@ -264,16 +264,7 @@ def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     root = tmp_path_factory.mktemp("large")
     project = Project(root=root, state=root / "state")
     ranges = tuple(
-        CastRange(
-            fqn=f"layers.{at}.attention.wq",
-            role="input",
-            step=1,
-            amax=0.1,
-            scale_min=1.1,
-            scale_max=2.2,
-            saturated=0.0,
-            flushed=0.0,
-        )
+        make_cast_range(fqn=f"layers.{at}.attention.wq", amax=0.1, scale_min=1.1, scale_max=2.2, flushed=0.0)
         for at in range(84)
     )
     run = run_of(make_trace(losses=[8.0] * 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import functools
 import hashlib
 import json
 import math
@@ -20,7 +21,7 @@ from harness.document import RunDocument, run_document
 from harness.environment import Environment
 from harness.gate.gate import Gate, Terms, gate
 from harness.matrix.coverage import coverage
-from harness.measured import CastRange, Curve, Measured, Sent
+from harness.measured import Curve, Measured, Sent
 from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.html.sections import Listing, Section, conformance_section, coverage_section, kill_section
@@ -29,7 +30,7 @@ from harness.result import CaseResult, RunResult
 from harness.studies.conformance.table import ConformanceDocument, Told
 from harness.studies.kill_matrix import UNFINISHED, Power, Trial
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_document, make_failure, make_measured, make_result, run_of
+from tests.builders import make_cast_range, make_document, make_failure, make_measured, make_result, run_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;"
 
@@ -163,21 +164,10 @@ def test_findings_tell_the_cause_from_its_effects() -> None:
     assert detail["findings"][0]["place"] == "step 1"
 
 
-def cast(fqn: str, step: int, *, flushed: float = 0.0, saturated: float = 0.0, high: float = 2.0) -> CastRange:
-    return CastRange(
-        fqn=fqn,
-        role="input",
-        step=step,
-        amax=1.23456,
-        scale_min=2.0,
-        scale_max=high,
-        saturated=saturated,
-        flushed=flushed,
-    )
-
-
 def test_casts_are_a_row_an_operand_the_worst_first() -> None:
-    casts = (cast("a", 1), cast("a", 2), cast("b", 1, flushed=0.25), cast("c", 2, saturated=math.nan, high=4.0))
+    cast = functools.partial(make_cast_range, amax=1.23456, scale_min=2.0, scale_max=2.0, flushed=0.0)
+    lost, wide = cast(1, "b", flushed=0.25), cast(2, "c", saturated=math.nan, scale_max=4.0)
+    casts = (cast(1, "a"), cast(2, "a"), lost, wide)
     rows = page(bad(measured=Measured(casts=casts))).data()["detail-0"]["casts"]
     assert [row["fqn"] for row in rows] == ["c", "b", "a"]
     assert rows[0]["low"] == [None, 2.0] and rows[0]["high"] == [None, 4.0] and rows[0]["saturated"] == [None, "NaN"]

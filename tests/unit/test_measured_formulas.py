@@ -10,22 +10,20 @@ from harness.matrix.case import Case
 from harness.measured import Measured
 from harness.performance.flops import executed
 from harness.trace.flops import FlopsRecord
-from harness.trace.traffic import SavedMemory, TrafficRecord
-from tests.builders import make_case, make_trace, make_witnesses, run_of
+from tests.builders import make_case, make_trace, make_witnesses, run_of, saved_as, traffic_of
 
 FSDP = make_case(recipe="tensorwise", dp_shard=2, steps=3)
 
 
 def measured_of(case: Case, **changes: Any) -> Measured:
     """The numbers of a run that sends and saves what the formulas say."""
-    expect = Expectations(case)
-    steps, exact = range(1, case.train.steps + 1), expect.saves_exactly
+    expect, steps = Expectations(case), range(1, case.train.steps + 1)
     traces = [
         make_trace(
             case,
             rank,
             **{
-                "traffic": tuple(sent for step in steps for sent in records(expect, step, rank)),
+                "traffic": traffic_of(case, rank),
                 "flops": tuple(
                     FlopsRecord(
                         step=step, part=words.split()[0], precision=words.split()[2], calls=each.calls, flops=each.flops
@@ -33,7 +31,9 @@ def measured_of(case: Case, **changes: Any) -> Measured:
                     for step in steps
                     for words, each in executed(case, rank=rank, saves_attention=False).items()
                 ),
-                "saved_memory": tuple(saved(expect, step, rank) for step in steps) if exact else None,
+                "saved_memory": tuple(saved_as(step, expect.saved_bytes(step=step, rank=rank)) for step in steps)
+                if expect.saves_exactly
+                else None,
                 **changes,
             },
         )
@@ -42,26 +42,6 @@ def measured_of(case: Case, **changes: Any) -> Measured:
     found = measured(case, run_of(*traces), make_witnesses(case))
     assert found is not None
     return found
-
-
-def records(expect: Expectations, step: int, rank: int) -> list[TrafficRecord]:
-    return [
-        TrafficRecord(
-            step=step,
-            axis=term.axis,
-            kind=term.kind,
-            op=term.op,
-            dtype=term.dtype,
-            payload_bytes=term.payload_bytes,
-            sizes={term.elements: term.times},
-        )
-        for term in expect.transfers(step=step, rank=rank)
-    ]
-
-
-def saved(expect: Expectations, step: int, rank: int) -> SavedMemory:
-    by_dtype = expect.saved_bytes(step=step, rank=rank)
-    return SavedMemory(step=step, saved_bytes=sum(by_dtype.values()), float8_bytes=0, by_dtype=by_dtype)
 
 
 def test_a_run_as_the_formulas_say() -> None:

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.document import CaseDocument, run_document
-from harness.measured import CastRange, Curve, Measured, Sent
+from harness.measured import Curve, Measured, Sent
 from harness.plural import binary_bytes
 from harness.report.case import WIDTH, case_text
 from harness.report.sparkline import sparkline
 from harness.result import RunResult
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_failure, make_result, run_of
+from tests.builders import make_cast_range, make_failure, make_result, run_of
 
 ID = "fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-f64"
 TABLE = """\
@@ -37,18 +37,7 @@ MEASURED = Measured(
     saved_bytes=2048,
     expected_saved_bytes=2048,
     fused={"fused_all_gather_scaled_matmul in forward": 4},
-    casts=(
-        CastRange(
-            fqn="layers.0.attention.wq",
-            role="input",
-            step=2,
-            amax=1.5,
-            scale_min=2.0,
-            scale_max=2.0,
-            saturated=0.0,
-            flushed=0.125,
-        ),
-    ),
+    casts=(make_cast_range(2, amax=1.5, scale_min=2.0, scale_max=2.0, flushed=0.125),),
 )
 
 
