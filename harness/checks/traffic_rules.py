@@ -8,6 +8,7 @@ recorded signature (`signature.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
@@ -101,7 +102,7 @@ def _gathers(expect: Expectations, trace: RankTrace, step: int, records: list[Tr
     narrow = sum(parameter.local_elements for parameter in sharded if parameter.fqn in gathered)
     wide = sum(parameter.local_elements for parameter in sharded if parameter.fqn not in gathered)
     casts = _casts(trace, step)
-    gathers = max((count for count in _times(casts, "all_gather").values()), default=2)
+    gathers = max(_times(casts, "all_gather").values(), default=2)
     found = sum(record.payload_bytes for record in records if (record.axis, record.kind) == ("dp_shard", "all_gather"))
     # A shard is padded to that of the first rank, which is at most a row longer.
     most = _PADDING * gathers * (narrow + wide * ITEM_BYTES[expect.case.train.dtype])
@@ -149,7 +150,7 @@ def _not_precomputed(expect: Expectations, trace: RankTrace, step: int) -> Itera
     if not (expect.case.gathers_float8 and expect.case.float8.precompute_scale) or trace.operands is None or step == 1:
         return
     first, found = (_lone_maxima(trace, each) for each in (1, step))
-    of_weights = sum(_times(_casts(trace, 1), "all_gather").values())
+    of_weights = _times(_casts(trace, 1), "all_gather").total()
     allowed = first - of_weights if first >= of_weights else first
     if found > allowed:
         yield _finding(
@@ -180,13 +181,9 @@ def _casts(trace: RankTrace, step: int) -> list[CastRecord]:
     return [cast for cast in (trace.operands.casts if trace.operands is not None else ()) if cast.step == step]
 
 
-def _times(casts: list[CastRecord], phase: str) -> dict[str, int]:
+def _times(casts: list[CastRecord], phase: str) -> Counter[str]:
     """How often every weight is cast in a phase, by FQN."""
-    times: dict[str, int] = {}
-    for cast in casts:
-        if (cast.phase, cast.role) == (phase, "weight"):
-            times[cast.fqn] = times.get(cast.fqn, 0) + 1
-    return times
+    return Counter(cast.fqn for cast in casts if (cast.phase, cast.role) == (phase, "weight"))
 
 
 def _elements(record: TrafficRecord) -> int:

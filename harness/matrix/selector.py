@@ -10,7 +10,7 @@ import fnmatch
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -86,9 +86,7 @@ def parse_selector(text: str) -> Selector:
     return Selector(text=text, terms=tuple(_term(word, text) for word in text.split()))
 
 
-@functools.lru_cache(maxsize=4096)
-def _values(case: Case) -> Mapping[str, object]:
-    return axis_values(case)
+_values = functools.lru_cache(maxsize=4096)(axis_values)
 
 
 def _term(word: str, text: str) -> Term:

@@ -73,8 +73,7 @@ def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
         "dgrad": (tokens, inputs, outputs),
         "wgrad": (outputs, inputs, tokens),
     }
-    multiplies = case.float8.traits.multiplies if is_converted(case, fqn) else _never
-    padded = case.float8.pad_inner_dim
+    converted, padded = is_converted(case, fqn), case.float8.pad_inner_dim
     return [
         Gemm(
             fqn=fqn,
@@ -82,17 +81,13 @@ def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
             m=m,
             n=n,
             k=k,
-            precision=FLOAT8 if (float8 := multiplies(role)) else case.train.dtype,
+            precision=FLOAT8 if (float8 := converted and case.float8.traits.multiplies(role)) else case.train.dtype,
             executed_k=-(-k // ALIGNMENT) * ALIGNMENT if float8 and padded else k,
             count=case.train.accumulation,
             repeats=_repeats(case, fqn) if role == "forward" else 0,
         )
         for role, (m, n, k) in sizes.items()
     ]
-
-
-def _never(role: MatmulRole) -> bool:
-    return False
 
 
 def _repeats(case: Case, fqn: str) -> int:
