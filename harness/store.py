@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -54,6 +54,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arithmetic: Arithmetic | None = None
     timeout_s: float | None = None
     inject: tuple[str, ...] = ()  # paths are absolute
+
+    @property
+    def as_given(self) -> dict[str, Any]:
+        """Those that were given, by name."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, ())}
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -114,7 +114,7 @@ def main() -> None:
         controller = Controller()
         controller.install()
         query = Query(sources=tuple(options.sources), expressions=tuple(options.select))
-        with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
+        with open_progress() as progress:
             result = run(find_project(), query, plan, progress).result
         records = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
     _print(records)

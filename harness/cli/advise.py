@@ -9,7 +9,7 @@ import click
 
 from harness.cli.axes import configuration_options
 from harness.cli.machine import machine_options
-from harness.cli.options import write_output
+from harness.cli.options import FILE, json_or_stdout_option, write_output
 from harness.matrix.case import Case
 
 if TYPE_CHECKING:
@@ -29,15 +29,14 @@ Nothing is run: shapes and bytes are exact, times are a model, and its assumptio
 \b
 Exit codes: 0 answered, 2 usage error or bad input, such as a device that is not known.
 """
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command("advise", epilog=_EPILOG)
 @configuration_options
 @machine_options
 @click.option("--eager", is_flag=True, help="Tables of eager blocks, for a case that does not compile them.")
-@click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the advice as JSON; -: to stdout.")
-@click.option("--html", "html_file", metavar="FILE", type=_FILE, help="Write one HTML file with plots.")
+@json_or_stdout_option("the advice")
+@click.option("--html", "html_file", metavar="FILE", type=FILE, help="Write one HTML file with plots.")
 def advise_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
     """Say whether FP8 pays for a case or a model, with which recipe, and which linears to convert. Runs nothing."""
     from harness.jsonform import to_json

@@ -8,13 +8,13 @@ from typing import Any
 
 import click
 
+from harness.cli.options import AT_LEAST_1, Command, together
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, MEANINGS, axis_type, axis_values, case_from_axes, choices, ignored_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.rules import exclusions
 
-Command = Callable[..., Any]
 MAX_WORLD = 4096
 
 _SHORT = {"vocab_size": ("--vocab",)}
@@ -31,23 +31,19 @@ _OF_COST = tuple(
 def axis_options(names: Collection[str] = tuple(AXES), *, defaults: bool = True) -> Callable[[Command], Command]:
     """One option for each of these axes, of its name, type and choices. None, or (): not given."""
 
-    def decorated(command: Command) -> Command:
-        default = axis_values(Case())
-        for name in reversed(tuple(names)):
-            option, kind = f"--{name.replace('_', '-')}", axis_type(name)
-            text = f"{MEANINGS[name]}. Default: {_word(default[name])}." if defaults else f"{MEANINGS[name]}."
-            if kind is bool:
-                add = click.option(f"{option}/--no-{option[2:]}", name, default=None, help=text)
-            elif kind is tuple:
-                add = click.option(option, name, metavar="NAME", multiple=True, help=f"{MEANINGS[name]}. Repeatable.")
-            else:
-                known = [str(each) for each in choices(name)]
-                words = (option, *_SHORT.get(name, ()), name)
-                add = click.option(*words, type=click.Choice(known) if known else kind, help=text)
-            command = add(command)
-        return command
+    return together(*(_axis_option(name, defaults=defaults) for name in names))
 
-    return decorated
+
+def _axis_option(name: str, *, defaults: bool) -> Callable[[Command], Command]:
+    option, kind = f"--{name.replace('_', '-')}", axis_type(name)
+    if kind is tuple:
+        return click.option(option, name, metavar="NAME", multiple=True, help=f"{MEANINGS[name]}. Repeatable.")
+    text = f"{MEANINGS[name]}. Default: {_word(axis_values(Case())[name])}." if defaults else f"{MEANINGS[name]}."
+    if kind is bool:
+        return click.option(f"{option}/--no-{option[2:]}", name, default=None, help=text)
+    known = [str(each) for each in choices(name)]
+    words = (option, *_SHORT.get(name, ()), name)
+    return click.option(*words, type=click.Choice(known) if known else kind, help=text)
 
 
 def given_axes(options: Mapping[str, object]) -> dict[str, object]:
@@ -97,17 +93,14 @@ def configuration_options(command: Command) -> Command:
             raise HarnessError(what, fix="give one case id, or --model NAME.")
         return command(case=_configured(case_name or case_id, model, tokens, world, axes), **given)
 
-    decorated: Command = with_case
-    for decorate in (
-        axis_options(_OF_COST, defaults=False),
-        click.option("--world", type=click.IntRange(min=1, max=MAX_WORLD), help="Ranks: FSDP has what others leave."),
-        click.option("--tokens", type=click.IntRange(min=1), help="Tokens of a data-parallel rank and step."),
-        click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
-        click.option("--case", "case_id", metavar="ID", help="The same as CASE-ID."),
+    return together(
         click.argument("case_name", metavar="[CASE-ID]", required=False),
-    ):
-        decorated = decorate(decorated)
-    return decorated
+        click.option("--case", "case_id", metavar="ID", help="The same as CASE-ID."),
+        click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
+        click.option("--tokens", type=AT_LEAST_1, help="Tokens of a data-parallel rank and step."),
+        click.option("--world", type=click.IntRange(min=1, max=MAX_WORLD), help="Ranks: FSDP has what others leave."),
+        axis_options(_OF_COST, defaults=False),
+    )(with_case)
 
 
 def _configured(

@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
+from harness.cli import options
 from harness.cli.bug_bisect import bisect_command
 from harness.cli.bug_check import check_command
 from harness.cli.bug_export import export_command
 from harness.cli.bug_import import import_command
 from harness.cli.bug_trial import run_once
-from harness.cli.options import json_option, plan_parameter, root_option, write_output
 from harness.errors import HarnessError
 from harness.running.plan import Plan
 
@@ -71,7 +71,7 @@ bug.add_command(export_command)
 
 @bug.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@root_option
+@options.root_option
 def list_command(*, as_json: bool, root: str | None) -> None:
     """List the bug files of the project."""
     from harness.matrix.bugfile import read_bugs
@@ -82,21 +82,16 @@ def list_command(*, as_json: bool, root: str | None) -> None:
     click.echo(bugs_json(bugs).decode() if as_json else bugs_text(bugs), nl=False)
 
 
-def _trial_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What commands that run a case of a bug share."""
-    for decorate in reversed(
-        (
-            click.argument("case", metavar="CASE"),
-            click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help=_INJECT),
-            click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back."),
-            json_option,
-            click.option("-q", "--quiet", is_flag=True, help="No progress."),
-            plan_parameter,
-            root_option,
-        )
-    ):
-        command = decorate(command)
-    return command
+# What commands that run a case of a bug share.
+_trial_options = options.together(
+    click.argument("case", metavar="CASE"),
+    click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help=_INJECT),
+    click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back."),
+    options.json_option,
+    options.quiet_option,
+    options.plan_parameter,
+    options.root_option,
+)
 
 
 @bug.command("repro", epilog=_REPRO_EPILOG)
@@ -104,7 +99,7 @@ def _trial_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--like",
     metavar="FILE.json",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    type=options.EXISTING_FILE,
     help="Look for the failure of an earlier `--json FILE.json`.",
 )
 @click.option(
@@ -157,18 +152,14 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
     found = reproduced(asked, tried(result), installed=installed, device=device, like=earlier)
     click.echo(reproduced_text(found), nl=False, err=str(json_file) == "-")
-    write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
+    options.write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
     return found
 
 
 @bug.command("shrink", epilog=_SHRINK_EPILOG)
 @_trial_options
-@click.option(
-    "--budget-s", type=click.FloatRange(min=0, min_open=True), help="Start no new case after so many seconds."
-)
-@click.option(
-    "--output", metavar="FILE.toml", type=click.Path(path_type=Path, dir_okay=False), help="Write a case file."
-)
+@click.option("--budget-s", type=options.ABOVE_0, help="Start no new case after so many seconds.")
+@click.option("--output", metavar="FILE.toml", type=options.FILE, help="Write a case file.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
 def shrink_command(  # noqa: PLR0913  one parameter per option
     *,
@@ -205,13 +196,13 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     plan = plan_for()
     journal = open_journal(project, asked.case, injections, witness_key(plan))
     with (
-        open_progress(sys.stderr, quiet=quiet, verbose=False) as progress,
+        open_progress(quiet=quiet) as progress,
         open_trials(project, plan, progress, asked.case, injections) as trials,
     ):
         found = shrink(asked.case, trials, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     again = msgspec.structs.replace(plan, injections=injections).command(case_id(found.case))
     click.echo(shrunk_text(found, command=again), nl=False, err=str(json_file) == "-")
-    write_output(json_file, lambda: shrunk_json(found))
+    options.write_output(json_file, lambda: shrunk_json(found))
     if output is not None:
         write_new_case(output, found.case, force=force)
     return 0 if found.complete else 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, root_option, write_output
+from harness.cli.options import json_option, quiet_option, root_option, write_output
 
 _EPILOG = """\b
 Examples:
@@ -42,7 +41,7 @@ version is not good or the bad one not bad, 130 interrupted.
 )
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank. Repeatable.")
 @json_option
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@quiet_option
 @root_option
 def bisect_command(  # noqa: PLR0913  one parameter per option
     *,
@@ -79,7 +78,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     versions = versions_between(package, good, bad, source)
     words = (*(("--root", root) if root is not None else ()), *(word for each in inject for word in ("--inject", each)))
     trial = VersionTrial(project, case, asked.case, package=package, source=source, words=words)
-    with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
+    with open_progress(quiet=quiet) as progress:
         answers = open_answers(project, trial.depends_on)
         found = bisect(versions, _spelled(bad, versions), trial.ask, answers, package=package, note=progress.note)
     click.echo(bisected_text(found), nl=False, err=str(json_file) == "-")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 import msgspec
 
-from harness.cli.options import json_option, plan_parameter, root_option, write_output
+from harness.cli.options import json_option, plan_parameter, quiet_option, root_option, write_output
 from harness.running.plan import Plan
 
 _EPILOG = """\b
@@ -27,7 +26,7 @@ failed, 130 interrupted.
 @click.command("check", epilog=_EPILOG)
 @click.argument("names", metavar="[ID]...", nargs=-1)
 @json_option
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@quiet_option
 @plan_parameter
 @root_option
 def check_command(
@@ -46,7 +45,7 @@ def check_command(
     project = find_project(root)
     bugs = provable_bugs(project, names)
     plan = msgspec.structs.replace(plan_for(), root_option=root)
-    with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
+    with open_progress(quiet=quiet) as progress:
         corpus = check_corpus(project, bugs, plan, progress)
     click.echo(corpus_text(corpus), nl=False, err=str(json_file) == "-")
     write_output(json_file, lambda: to_json(corpus, indent=2) + b"\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from harness.cli.bug_trial import run_once
-from harness.cli.options import plan_parameter, root_option
+from harness.cli.options import FILE, FOLDER, plan_parameter, quiet_option, root_option
 from harness.durable import write_whole
 from harness.running.plan import Plan
 
@@ -34,10 +34,10 @@ script can tell, 130 interrupted.
 @click.argument("case", metavar="CASE")
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="What makes the case fail. Repeatable.")
 @click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back.")
-@click.option("--shrunk", metavar="FILE.json", type=click.Path(path_type=Path, dir_okay=False), help="Of bug shrink.")
-@click.option("--output", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), default=Path())
+@click.option("--shrunk", metavar="FILE.json", type=FILE, help="Of bug shrink.")
+@click.option("--output", metavar="DIR", type=FOLDER, default=Path())
 @click.option("--run/--no-run", "proved", default=True, help="Run the script once, to see that it shows the fault.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@quiet_option
 @plan_parameter
 @root_option
 def export_command(  # noqa: PLR0913  one parameter per option

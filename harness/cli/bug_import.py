@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, root_option, write_output
+from harness.cli.options import FILE, json_option, root_option, write_output
 from harness.durable import write_whole
 from harness.errors import HarnessError
 
@@ -44,7 +44,7 @@ one, 2 usage error or bad input.
 @click.option(
     "--output",
     metavar="FILE.toml",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Write this file, in a folder bugs/. Default: cases/bugs/<id>.toml.",
 )
 @click.option("--force", is_flag=True, help="Replace a file that exists.")

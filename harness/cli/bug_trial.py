@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ def run_once(project: Project, case: Case, plan: Plan, injections: Sequence[Inje
     from harness.running.progress import open_progress
 
     with (
-        open_progress(sys.stderr, quiet=quiet, verbose=False) as progress,
+        open_progress(quiet=quiet) as progress,
         open_trials(project, plan, progress, case, injections) as trials,
     ):
         (result,) = trials.run([case])

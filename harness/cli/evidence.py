@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from harness.cli import options
 from harness.cli.golden import check_committed
-from harness.cli.options import allow_dirty_option, check_folder, plan_parameter, query_parameter, root_option
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.ring import RINGS, Ring
@@ -73,13 +71,13 @@ def _add(name: str, rings: tuple[Ring, ...], text: str) -> None:
     """Add the command of these rings to the group."""
 
     @evidence.command(name, epilog=_EPILOGS[name] + _CODES, help=text)
-    @query_parameter
+    @options.query_parameter
     @click.option("--fault", "faults", metavar="NAME", multiple=True, help="Of proof: only this fault. Repeatable.")
     @click.option("--seeds", type=click.IntRange(min=0), default=4, show_default=True, help="Of native: of the noise.")
-    @click.option("--json", "json_file", metavar="FILE|-", type=click.Path(path_type=Path, dir_okay=False))
-    @allow_dirty_option
-    @plan_parameter
-    @root_option
+    @click.option("--json", "json_file", metavar="FILE|-", type=options.FILE)
+    @options.allow_dirty_option
+    @options.plan_parameter
+    @options.root_option
     def command(**given: Any) -> int:
         return _make(rings, **given)
 
@@ -107,20 +105,17 @@ def _make(  # noqa: PLR0913  one parameter per option
 
     if getattr(plan_for, "keywords", {}).get("arithmetic"):
         raise HarnessError("each ring has its own.", where="--arithmetic", fix="leave it out.")
-    if json_file is not None and str(json_file) != "-":
-        check_folder(json_file)
+    options.check_folders(json_file)
     project = find_project(root)
     project.check_writable()
     check_committed(project, "goldens", allowed=allow_dirty)
     plan = plan_for()
     facts = ask_torch() if plan.device == "cuda" else None
     possible = possible_rings(rings, facts, plan.capacity.largest)
-    command = shlex.join(["fp8-harness", *sys.argv[1:]])
-    with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
-        work = Work(project, plan, progress, facts, tuple(map(fault_named, faults)), seeds, command)
+    with open_progress() as progress:
+        work = Work(project, plan, progress, facts, tuple(map(fault_named, faults)), seeds, options.typed_command())
         reports, code = _collect(possible, work, query, talk_aside=str(json_file) == "-")
-    if json_file is not None:
-        _write_json(json_file, reports)
+    options.write_output(json_file, lambda: _json(reports))
     left = [ring for ring in rings if ring not in [report.ring for report in reports]]
     if left:
         click.echo(f"left: {', '.join(left)}", err=str(json_file) == "-")
@@ -179,16 +174,12 @@ def _stored(project: Project, report: RingReport) -> str:
     return f"{text}stored in {path} and {path.with_suffix('.md').name}\n"
 
 
-def _write_json(path: Path, reports: list[RingReport]) -> None:
-    text = to_json({"schema": 1, "good": all(each.good for each in reports), "rings": reports}, indent=2) + b"\n"
-    if str(path) == "-":
-        click.echo(text, nl=False)
-    else:
-        write_whole(path, text)
+def _json(reports: list[RingReport]) -> bytes:
+    return to_json({"schema": 1, "good": all(each.good for each in reports), "rings": reports}, indent=2) + b"\n"
 
 
 @evidence.command("show", epilog="\b\nExample:\n  fp8-harness evidence show --root ../release-1")
-@root_option
+@options.root_option
 def show_command(root: str | None) -> int:
     """Show which evidence is stored, of which class of hardware."""
     from harness.evidence.ring import list_rings, read_ring

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from harness.cli.options import check_folder, jobs_option, root_option, select_option, timeout_option, write_output
+from harness.cli import options
 from harness.errors import HarnessError
 from harness.verdict import ExitCode
 
@@ -40,7 +40,6 @@ Exit codes: 0 GO, 1 NO-GO, 2 usage or bad input, 3 nothing to compare.
 """
 
 _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command("gate", epilog=_EPILOG)
@@ -48,17 +47,19 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--baseline", metavar="A", help="The results that are good enough.")
 @click.option("--candidate", metavar="B", help="The results to decide about.")
 @click.option("--matrix", metavar="PACKAGE=V1,V2", help="Run the tiers with each version; gate the last against V1.")
-@click.option("--required", metavar="FILE", type=_FILE, help="What the candidate must have shown, and how lately.")
+@click.option(
+    "--required", metavar="FILE", type=options.FILE, help="What the candidate must have shown, and how lately."
+)
 @click.option("--allow", "allowed", metavar="KIND=WHY", multiple=True, help="Accept a kind of change. Repeatable.")
 @click.option("--strict", is_flag=True, help="What failed before gates too.")
 @click.option("--gate-times", is_flag=True, help="A slower candidate gates on a CPU too.")
-@click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the answer as JSON; -: to stdout.")
-@click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write the answer as markdown.")
-@click.option("--html", "html_file", metavar="FILE", type=_FILE, help="Write one HTML file that needs no network.")
-@select_option
-@jobs_option
-@timeout_option
-@root_option
+@options.json_or_stdout_option("the answer")
+@click.option("--markdown", "markdown_file", metavar="FILE", type=options.FILE, help="Write the answer as markdown.")
+@options.html_option
+@options.select_option
+@options.jobs_option
+@options.timeout_option
+@options.root_option
 def gate_command(  # noqa: PLR0913  one parameter an option
     *,
     baseline: str | None,
@@ -86,8 +87,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     from harness.project import find_project
     from harness.report.gate import gate_markdown, gate_text
 
-    for path in filter(None, (json_file, markdown_file, html_file)):
-        check_folder(path)
+    options.check_folders(json_file, markdown_file, html_file)
     project = find_project(root)
     terms = Terms(
         now=datetime.datetime.now(datetime.UTC),
@@ -102,9 +102,9 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     found = gate(before, after, terms, names=names, goldens=_goldens(project, after))
     width = shutil.get_terminal_size().columns
     click.echo(gate_text(found, width=width), nl=False, err=str(json_file) == "-")
-    write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
-    write_output(markdown_file, lambda: gate_markdown(found).encode())
-    write_output(html_file, lambda: _page(project, found, after))
+    options.write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
+    options.write_output(markdown_file, lambda: gate_markdown(found).encode())
+    options.write_output(html_file, lambda: _page(project, found, after))
     return ExitCode.GOOD if found.go else ExitCode.FAILED
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable
 
 import click
 import msgspec
 
 from harness.checks import loss_vs_golden
-from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option
+from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
 from harness.errors import HarnessError
 from harness.evidence.golden import Golden, list_goldens, load_golden, unsound, write_golden
 from harness.evidence.golden_change import GoldenChange, changes_between, replaced
@@ -160,12 +159,7 @@ def update_command(  # noqa: PLR0913  one parameter per option
     root: str | None,
 ) -> int:
     """Run the BF16 reference of every family, show old and new values, and store the new ones."""
-    if not reason or not reason.strip():
-        raise HarnessError(
-            "--reason is missing.",
-            where="golden update",
-            fix='add --reason "why the goldens change".',
-        )
+    reason = require_reason(reason, "golden update", "goldens")
     project = find_project(root)
     if not dry_run:
         project.check_writable()
@@ -176,10 +170,8 @@ def update_command(  # noqa: PLR0913  one parameter per option
         query = failing_losses(project, query)
     references = needed_references(asked_cases(project, query))
     references = _chosen(project, references, families, classes, missing=missing)
-    with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
-        made = make_goldens(
-            project, references, plan, progress, reason=reason, command=shlex.join(["fp8-harness", *sys.argv[1:]])
-        )
+    with open_progress() as progress:
+        made = make_goldens(project, references, plan, progress, reason=reason, command=typed_command())
     as_named = {} if hardware_name is None else {"hardware": hardware_name}
     changes = [replaced(project.root, msgspec.structs.replace(each, **as_named)) for each in made.goldens]
     for change in changes:
@@ -204,6 +196,13 @@ def _store(project: Project, change: GoldenChange, *, only_changed: bool) -> str
     if only_changed and change.kind == "unchanged":
         return "kept: this golden is not why a loss is off"
     return f"stored in {write_golden(project.root, change.new)}"
+
+
+def require_reason(reason: str | None, where: str, made: str) -> str:
+    """The given reason. Raises `HarnessError` before the run where there is none."""
+    if not reason or not reason.strip():
+        raise HarnessError("--reason is missing.", where=where, fix=f'add --reason "why the {made} change".')
+    return reason
 
 
 def check_committed(project: Project, made: str, *, allowed: bool) -> None:

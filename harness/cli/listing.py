@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
-from harness.cli.options import query_options, root_option, shard_option
+from harness.cli.options import query_parameter, root_option, shard_option
 from harness.project import Project, find_project
 
 if TYPE_CHECKING:
@@ -24,35 +25,22 @@ Examples:
 
 
 @click.command("list", epilog=_EPILOG)
-@query_options
+@query_parameter
 @shard_option
 @root_option
 @click.option("--why", is_flag=True, help="Print also what each case is expected to cost and what it is there for.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def list_command(  # noqa: PLR0913  one parameter an option
-    *,
-    sources: tuple[str, ...],
-    tiers: tuple[str, ...],
-    case_ids: tuple[str, ...],
-    expressions: tuple[str, ...],
-    target: str | None,
-    shard: Shard | None,
-    root: str | None,
-    why: bool,
-    as_json: bool,
-) -> None:
+def list_command(*, query: Query, shard: Shard | None, root: str | None, why: bool, as_json: bool) -> None:
     """List the cases of tiers or files: world size and id."""
     from harness.matrix.caseid import case_id
     from harness.plural import counted
-    from harness.running.selection import Query, select_cases
+    from harness.running.selection import select_cases
 
-    query = Query(sources=(*sources, *tiers), case_ids=case_ids, expressions=expressions, target=target, shard=shard)
+    query = msgspec.structs.replace(query, shard=shard)
     project = find_project(root)
     cases = select_cases(project, query)
     reasons = _reasons(project, query) if why else {}
     if as_json:
-        import msgspec
-
         rows = [
             {"id": case_id(case), "world_size": case.world_size, **reasons.get(case_id(case), {})} for case in cases
         ]

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from harness.cli.axes import configuration_options
-from harness.cli.options import check_folder, root_option, write_output
+from harness.cli.options import ABOVE_0, FILE, check_folders, root_option, write_output
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Case
@@ -38,13 +38,9 @@ Exit codes: 0 good, 1 a number is not as its formula says, or the case failed, 2
 @click.option("--run", "run_it", is_flag=True, help="Run the case, store the result, and compare it with the formulas.")
 @click.option("--device", "device_name", metavar="NAME", help="The device that MFU is of: h100, h200, b200, …")
 @click.option(
-    "--tokens-per-s",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Tokens a second of one device, of a run elsewhere: TFLOP/s and MFU of it.",
+    "--tokens-per-s", type=ABOVE_0, help="Tokens a second of one device, of a run elsewhere: TFLOP/s and MFU of it."
 )
-@click.option(
-    "--json", "json_file", metavar="FILE|-", type=click.Path(path_type=Path, dir_okay=False), help="Write as JSON."
-)
+@click.option("--json", "json_file", metavar="FILE|-", type=FILE, help="Write as JSON.")
 @root_option
 def metrics_command(  # noqa: PLR0913  one parameter an option
     *,
@@ -60,8 +56,7 @@ def metrics_command(  # noqa: PLR0913  one parameter an option
 
     A case by its id or a model by name; options of axes change it.
     """
-    if json_file is not None and str(json_file) != "-":
-        check_folder(json_file)
+    check_folders(json_file)
     if run_it and tokens_per_s is not None:
         raise HarnessError("--run measures the speed.", where="--tokens-per-s", fix="drop one of them.")
     if run_it:
@@ -91,7 +86,7 @@ def _run(case: Case, root: str | None) -> RunResult:
     from harness.running.selection import Query
     from harness.workflow import run
 
-    with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
+    with open_progress() as progress:
         plan = msgspec.structs.replace(make_plan(), root_option=root)
         result = run(find_project(root), Query(case_ids=(case_id(case),)), plan, progress).result
     if result.exit_code is not ExitCode.GOOD:

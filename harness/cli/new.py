@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from harness.cli.axes import axis_options, checked_case, given_axes
+from harness.cli.options import FILE
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import explain_case
@@ -31,7 +32,7 @@ _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 
 
 @click.command("new", epilog=_EPILOG)
-@click.argument("file", metavar="[FILE.toml]", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", metavar="[FILE.toml]", required=False, type=FILE)
 @axis_options()
 @click.option("--id", "as_id", is_flag=True, help="Print the id of the case; write nothing.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of case files; write nothing.")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -12,7 +15,24 @@ from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.running.plan import DEFAULT_JOBS
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Command = Callable[..., Any]
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+EXISTING_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+ABOVE_0 = click.FloatRange(min=0, min_open=True)
+AT_LEAST_1 = click.IntRange(min=1)
+
+
+def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """One decorator for several options, which `--help` shows in this order."""
+
+    def decorated(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorated
 
 
 select_option = click.option(
@@ -25,82 +45,79 @@ select_option = click.option(
 jobs_option = click.option(
     "-j",
     "--jobs",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     default=DEFAULT_JOBS,
     show_default=True,
     help="Cases run at the same time, as far as slots allow; of a cluster, for each node.",
 )
 timeout_option = click.option(
     "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=ABOVE_0,
     help="Seconds one attempt at a case may take. Default: 120, for every rank one a step "
     "and 20 to compile a graph or 120 to generate code, and more for large models.",
 )
+# The same command on several machines.
+nodes_options = together(
+    click.option(
+        "--nnodes",
+        type=AT_LEAST_1,
+        default=1,
+        show_default=True,
+        help="Machines that start this command, as with torchrun; cases may have ranks on several.",
+    ),
+    click.option(
+        "--node-rank",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Which of them this is. Node 0 judges and stores; the others exit as it does.",
+    ),
+    click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where they meet: node 0, and a free port of it."),
+    click.option(
+        "--rdzv-timeout-s",
+        type=ABOVE_0,
+        default=600,
+        show_default=True,
+        help="Seconds until all of them must have come.",
+    ),
+)
+root_option = click.option(
+    "--root",
+    metavar="DIR",
+    help="Project root with cases/ and golden/. Default: the nearest one at or above the current folder.",
+)
+allow_dirty_option = click.option(
+    "--allow-dirty",
+    is_flag=True,
+    help="Store although tracked files differ from the commit, so that nobody can check out what made these.",
+)
+json_option = click.option("--json", "json_file", metavar="FILE", type=FILE, help="Write the results as JSON.")
+markdown_option = click.option(
+    "--markdown", "markdown_file", metavar="FILE", type=FILE, help="Write a summary as markdown."
+)
+html_option = click.option(
+    "--html", "html_file", metavar="FILE", type=FILE, help="Write one HTML file that needs no network."
+)
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
+
+# Which cases.
+query_options = together(
+    click.argument("sources", metavar="[TIER|FILE]...", nargs=-1),
+    click.option("--tier", "tiers", metavar="TIER", multiple=True, help="A tier by name; may be repeated."),
+    click.option("--case", "case_ids", metavar="ID", multiple=True, help="One case by id; may be repeated."),
+    select_option,
+    click.option(
+        "--target",
+        metavar="NAME",
+        help="Train every case by this target: torchtitan, or a module of your own such as my_pkg.my_target.",
+    ),
+)
 
 
-def nodes_options(command: Command) -> Command:
-    """`--nnodes --node-rank --rdzv-endpoint --rdzv-timeout-s`: the same command on several machines."""
-    for decorate in reversed(
-        (
-            click.option(
-                "--nnodes",
-                type=click.IntRange(min=1),
-                default=1,
-                show_default=True,
-                help="Machines that start this command, as with torchrun; cases may have ranks on several.",
-            ),
-            click.option(
-                "--node-rank",
-                type=click.IntRange(min=0),
-                default=0,
-                show_default=True,
-                help="Which of them this is. Node 0 judges and stores; the others exit as it does.",
-            ),
-            click.option(
-                "--rdzv-endpoint", metavar="HOST:PORT", help="Where they meet: node 0, and a free port of it."
-            ),
-            click.option(
-                "--rdzv-timeout-s",
-                type=click.FloatRange(min=0, min_open=True),
-                default=600,
-                show_default=True,
-                help="Seconds until all of them must have come.",
-            ),
-        )
-    ):
-        command = decorate(command)
-    return command
-
-
-def root_option(command: Command) -> Command:
-    """`--root DIR`: the project to work in."""
-    text = "Project root with cases/ and golden/. Default: the nearest one at or above the current folder."
-    return click.option("--root", metavar="DIR", help=text)(command)
-
-
-def allow_dirty_option(command: Command) -> Command:
-    """`--allow-dirty`: make references from files that are in no commit."""
-    text = "Store although tracked files differ from the commit, so that nobody can check out what made these."
-    return click.option("--allow-dirty", is_flag=True, help=text)(command)
-
-
-def query_options(command: Command) -> Command:
-    """`[TIER|FILE]... --tier --case --select --target`: which cases."""
-    for decorate in reversed(
-        (
-            click.argument("sources", metavar="[TIER|FILE]...", nargs=-1),
-            click.option("--tier", "tiers", metavar="TIER", multiple=True, help="A tier by name; may be repeated."),
-            click.option("--case", "case_ids", metavar="ID", multiple=True, help="One case by id; may be repeated."),
-            select_option,
-            click.option(
-                "--target",
-                metavar="NAME",
-                help="Train every case by this target: torchtitan, or a module of your own such as my_pkg.my_target.",
-            ),
-        )
-    ):
-        command = decorate(command)
-    return command
+def json_or_stdout_option(what: str) -> Callable[[Command], Command]:
+    """`--json FILE|-`: where to write something."""
+    text = f"Write {what} as JSON; -: to stdout."
+    return click.option("--json", "json_file", metavar="FILE|-", type=FILE, help=text)
 
 
 def shard_option(command: Command) -> Command:
@@ -115,56 +132,50 @@ def shard_option(command: Command) -> Command:
     return click.option("--shard", metavar="I/N", callback=parsed, help=text)(command)
 
 
-def plan_options(command: Command) -> Command:
-    """`--device --fabric --engine --address --arithmetic -j --slots --timeout-s`: how cases are run."""
-    for decorate in reversed(
-        (
-            click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-            click.option(
-                "--fabric",
-                type=click.Choice(["auto", "shared", "gloo", "nccl"]),
-                default="auto",
-                show_default=True,
-                help="What collectives run on. CPU: shared memory, or gloo over TCP, which sums in another order as "
-                "NCCL does. CUDA: nccl. auto: shared, nccl.",
-            ),
-            click.option(
-                "--engine",
-                type=click.Choice(["zygote", "torchrun", "ray"]),
-                default="zygote",
-                show_default=True,
-                help="zygote: new ranks forked from one process that has imported everything. torchrun: one torchrun "
-                "per case, slower. ray: forked on every node of a Ray cluster.",
-            ),
-            click.option(
-                "--address",
-                metavar="auto|HOST:PORT",
-                help="The cluster of --engine ray. Default: auto, the one that this machine is a node of.",
-            ),
-            click.option(
-                "--arithmetic",
-                type=click.Choice(["kernel", "exact"]),
-                default=None,
-                help="What multiplies float8: torch's kernel of the device, or the exact one, which gives the same "
-                "results on every device. Default: exact on CPU, kernel on CUDA.",
-            ),
-            jobs_option,
-            click.option(
-                "--slots",
-                type=click.IntRange(min=1),
-                help="Ranks at the same time on this machine, over all jobs that share it; of a cluster, on each node. "
-                "Default on CPU: one a core, at least 10; on CUDA: the visible devices.",
-            ),
-            timeout_option,
-        )
-    ):
-        command = decorate(command)
-    return command
+# How cases are run.
+plan_options = together(
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option(
+        "--fabric",
+        type=click.Choice(["auto", "shared", "gloo", "nccl"]),
+        default="auto",
+        show_default=True,
+        help="What collectives run on. CPU: shared memory, or gloo over TCP, which sums in another order as "
+        "NCCL does. CUDA: nccl. auto: shared, nccl.",
+    ),
+    click.option(
+        "--engine",
+        type=click.Choice(["zygote", "torchrun", "ray"]),
+        default="zygote",
+        show_default=True,
+        help="zygote: new ranks forked from one process that has imported everything. torchrun: one torchrun "
+        "per case, slower. ray: forked on every node of a Ray cluster.",
+    ),
+    click.option(
+        "--address",
+        metavar="auto|HOST:PORT",
+        help="The cluster of --engine ray. Default: auto, the one that this machine is a node of.",
+    ),
+    click.option(
+        "--arithmetic",
+        type=click.Choice(["kernel", "exact"]),
+        default=None,
+        help="What multiplies float8: torch's kernel of the device, or the exact one, which gives the same "
+        "results on every device. Default: exact on CPU, kernel on CUDA.",
+    ),
+    jobs_option,
+    click.option(
+        "--slots",
+        type=AT_LEAST_1,
+        help="Ranks at the same time on this machine, over all jobs that share it; of a cluster, on each node. "
+        "Default on CPU: one a core, at least 10; on CUDA: the visible devices.",
+    ),
+    timeout_option,
+)
 
 
-def query_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
+def query_parameter(command: Command) -> Command:
     """`query_options`, passed to the command as one parameter `query` (a `Query`)."""
-    import functools
 
     @functools.wraps(command)
     def with_query(*, sources: tuple[str, ...], tiers: tuple[str, ...], **given: Any) -> Any:
@@ -176,9 +187,8 @@ def query_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
     return query_options(with_query)
 
 
-def plan_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
+def plan_parameter(command: Command) -> Command:
     """`plan_options`, passed to the command as one parameter `plan_for`: `make_plan` with these options."""
-    import functools
 
     @functools.wraps(command)
     def with_plan(**given: Any) -> Any:
@@ -193,22 +203,21 @@ def plan_parameter(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def write_output(path: Path | None, content: Callable[[], bytes]) -> None:
     """Write what an option asks for: to a file, with "-" to stdout, and nothing without a path."""
-    if path is None:
-        return
     if str(path) == "-":
         click.echo(content().decode(), nl=False)
-    else:
-        check_folder(path)
+    elif path is not None:
+        check_folders(path)
         write_whole(path, content())
 
 
-def check_folder(path: Path) -> None:
+def check_folders(*paths: Path | None) -> None:
     """HarnessError for a file in a folder that is not there: a mistyped path is found before the work, not after it."""
-    if not path.parent.is_dir():
-        raise HarnessError("there is no such folder.", where=str(path), fix=f"make {path.parent} or name another file.")
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
+            fix = f"make {path.parent} or name another file."
+            raise HarnessError("there is no such folder.", where=str(path), fix=fix)
 
 
-def json_option(command: Command) -> Command:
-    """`--json FILE`: where to write the results."""
-    path = click.Path(path_type=Path, dir_okay=False)
-    return click.option("--json", "json_file", metavar="FILE", type=path, help="Write the results as JSON.")(command)
+def typed_command() -> str:
+    """The words of this command line, for the provenance of what it makes."""
+    return shlex.join(["fp8-harness", *sys.argv[1:]])

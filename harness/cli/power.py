@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def power_command(  # noqa: PLR0913  one parameter per option
             click.echo(_line(fault, found[fault.name]))
         return ExitCode.GOOD
     plan = msgspec.structs.replace(plan_for(), root_option=root)
-    with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
+    with open_progress() as progress:
         power = run_power(project, faults, found, plan, progress)
     click.echo(power_text(power), nl=False)
     if json_file is not None:

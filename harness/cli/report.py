@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from harness.cli.options import root_option, write_output
+from harness.cli import options
 from harness.document import RunDocument, document_json, run_result
 from harness.hints import rerun_failed
 from harness.project import Project, find_project
+from harness.report.junit import junit_report
+from harness.report.markdown import markdown_report
 from harness.running.stored import results_of
 
 if TYPE_CHECKING:
@@ -32,20 +34,22 @@ Examples:
 Exit codes: 0 written, 2 usage error or bad input.
 """
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
 _HISTORY_RUNS = 20  # that a page tells of, at most
-_READ = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 @click.command("report", epilog=_EPILOG)
 @click.argument("run", metavar="[RUN|FILE.json]", default="last")
-@click.option("--html", "html_file", metavar="FILE", type=_FILE, help="Write one HTML file that needs no network.")
-@click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the results as JSON; -: to stdout.")
-@click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write JUnit XML.")
-@click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
-@click.option("--power", metavar="FILE", type=_READ, help="Add the kill matrix that `power --json` wrote.")
-@click.option("--conformance", metavar="FILE", type=_READ, help="Add the table that `conformance --json` wrote.")
-@root_option
+@options.html_option
+@options.json_or_stdout_option("the results")
+@click.option("--junit", "junit_file", metavar="FILE", type=options.FILE, help="Write JUnit XML.")
+@options.markdown_option
+@click.option(
+    "--power", metavar="FILE", type=options.EXISTING_FILE, help="Add the kill matrix that `power --json` wrote."
+)
+@click.option(
+    "--conformance", metavar="FILE", type=options.EXISTING_FILE, help="Add the table that `conformance --json` wrote."
+)
+@options.root_option
 def report_command(  # noqa: PLR0913  one parameter an option
     *,
     run: str,
@@ -69,13 +73,13 @@ def report_command(  # noqa: PLR0913  one parameter an option
     outputs: tuple[tuple[Path | None, Callable[[], bytes]], ...] = (
         (html_file, html),
         (json_file, lambda: document_json(document)),
-        (junit_file, lambda: _junit(document)),
-        (markdown_file, lambda: _markdown(document)),
+        (junit_file, lambda: junit_report(run_result(document))),
+        (markdown_file, lambda: markdown_report(run_result(document)).encode()),
     )
     if not any(path for path, _ in outputs):
         print_result(run_result(document), sys.stdout, rerun=rerun_failed(root=root))
     for path, render in outputs:
-        write_output(path, render)
+        options.write_output(path, render)
 
 
 def print_result(result: RunResult, file: TextIO, *, rerun: str, quiet: bool = False) -> None:
@@ -137,15 +141,3 @@ def _sections(
         yield kill_section(read_json(power, Power, command="power --json"))
     if conformance is not None:
         yield conformance_section(read_json(conformance, ConformanceDocument, command="conformance --json"))
-
-
-def _junit(document: RunDocument) -> bytes:
-    from harness.report.junit import junit_report
-
-    return junit_report(run_result(document))
-
-
-def _markdown(document: RunDocument) -> bytes:
-    from harness.report.markdown import markdown_report
-
-    return markdown_report(run_result(document)).encode()

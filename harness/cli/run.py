@@ -11,8 +11,8 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from harness.cli import options
 from harness.cli.github import quoted, tell_github
-from harness.cli.options import check_folder, nodes_options, plan_options, query_options, root_option, shard_option
 from harness.cli.report import page_of, print_result
 from harness.document import json_report, run_document
 from harness.durable import WriteFailed, write_whole
@@ -24,10 +24,9 @@ from harness.project import Project, find_project
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
 from harness.report.wording import not_judged_text
-from harness.request import Arithmetic
 from harness.result import RunResult
 from harness.running.nodes import given_meeting, joined, serve
-from harness.running.plan import EngineKind, Plan, make_plan
+from harness.running.plan import Plan
 from harness.running.progress import Progress, open_progress
 from harness.running.rerun import rerun_query
 from harness.running.resuming import run_to_resume
@@ -61,7 +60,6 @@ Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
 4 infrastructure, 130 interrupted.
 """
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
 _BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 _OF_ONE_RUN = {
     **{name: f"--{name.removesuffix('_file')}" for name in ("name", "json_file", "junit_file", "markdown_file")},
@@ -71,20 +69,16 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 
 @click.command("run", epilog=_EPILOG)
-@query_options
-@shard_option
-@plan_options
-@nodes_options
-@root_option
+@options.query_parameter
+@options.shard_option
+@options.plan_parameter
+@options.nodes_options
+@options.root_option
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank before it builds.")
 @click.option(
-    "--budget-s",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Run the cases that cover most in so many seconds; the others are named.",
+    "--budget-s", type=options.ABOVE_0, help="Run the cases that cover most in so many seconds; the others are named."
 )
-@click.option(
-    "--maxfail", type=click.IntRange(min=1), help="Stop after so many cases that are not good, as pytest does."
-)
+@click.option("--maxfail", type=options.AT_LEAST_1, help="Stop after so many cases that are not good, as pytest does.")
 @click.option("-x", "first_failure", is_flag=True, help="Stop after the first: --maxfail 1.")
 @click.option(
     "--rerun-failed", is_flag=True, help="Run what was not good, or never ran, in the last run, in the same way."
@@ -94,10 +88,10 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option(
     "--env", "environments", metavar="NAME=VENV", multiple=True, help="Run in this virtual environment. Repeatable."
 )
-@click.option("--json", "json_file", metavar="FILE|-", type=_FILE, help="Write the results as JSON; -: to stdout.")
-@click.option("--junit", "junit_file", metavar="FILE", type=_FILE, help="Write the results as JUnit XML.")
-@click.option("--markdown", "markdown_file", metavar="FILE", type=_FILE, help="Write a summary as markdown.")
-@click.option("--html", "html_file", metavar="FILE", type=_FILE, help="Write one HTML file that needs no network.")
+@options.json_or_stdout_option("the results")
+@click.option("--junit", "junit_file", metavar="FILE", type=options.FILE, help="Write the results as JUnit XML.")
+@options.markdown_option
+@options.html_option
 @click.option(
     "--github/--no-github",
     envvar="GITHUB_ACTIONS",
@@ -106,7 +100,7 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option(
     "--save-trace",
     metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=options.FOLDER,
     help="Write scales, amaxes, matmuls, collectives and norms of every case as DIR/ID.npz, for `diff` and numpy.",
 )
 @click.option("--keep-logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep output and dumps of ranks.")
@@ -114,20 +108,9 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option("-v", "--verbose", is_flag=True, help="Say when a case starts, and what was not judged and why.")
 def run_command(  # noqa: PLR0913  one parameter an option
     *,
-    sources: tuple[str, ...],
-    tiers: tuple[str, ...],
-    case_ids: tuple[str, ...],
-    expressions: tuple[str, ...],
-    target: str | None,
+    query: Query,
     shard: Shard | None,
-    device: str,
-    fabric: str,
-    engine: EngineKind,
-    arithmetic: Arithmetic | None,
-    address: str | None,
-    jobs: int,
-    slots: int | None,
-    timeout_s: float | None,
+    plan_for: Callable[..., Plan],
     nnodes: int,
     node_rank: int,
     rdzv_endpoint: str | None,
@@ -161,34 +144,16 @@ def run_command(  # noqa: PLR0913  one parameter an option
         *([(markdown_file, _markdown)] if markdown_file else []),
         *([(html_file, lambda result: page_of(project, run_document(result)))] if html_file else []),
     ]
-    for path, _ in outputs:
-        if path != _STDOUT:
-            check_folder(path)
-    query = Query(
-        sources=(*sources, *tiers),
-        case_ids=case_ids,
-        expressions=expressions,
-        target=target,
-        budget_s=budget_s,
-        shard=shard,
-    )
+    options.check_folders(*(path for path, _ in outputs))
+    query = msgspec.structs.replace(query, budget_s=budget_s, shard=shard)
     given = _given_options()
     stopped = _stopped(project, query, given, alone=not (rerun_failed or name)) if resume else None
     if stopped is not None:
         given = stopped.start.options
     if rerun_failed:
         query, given = _failed(project, query, given)
-    plan = make_plan(
-        device=given.device or device,
-        fabric=given.fabric or fabric,
-        engine=given.engine or engine,
-        arithmetic=given.arithmetic or arithmetic,
-        address=given.address or address,
-        jobs=jobs,
-        slots=slots,
-        timeout_s=given.timeout_s,
-        injections=given.inject,
-    )
+    repeated = given.as_given
+    plan = plan_for(injections=repeated.pop("inject", ()), **repeated)
     given = msgspec.structs.replace(given, inject=tuple(each.text_anywhere for each in plan.injections))
     logs = _log_folder(keep_logs) if keep_logs else None
     most = 1 if first_failure else maxfail
@@ -196,7 +161,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     plan = msgspec.structs.replace(
         plan, given=given, root_option=root, logs=logs, max_failures=most, traces=save_trace, name=name, meeting=meeting
     )
-    with open_progress(sys.stderr, quiet=quiet, verbose=verbose) as progress:
+    with open_progress(quiet=quiet, verbose=verbose) as progress:
         if node_rank:
             return serve(plan, project, progress.note)
         report = _report(project, query, plan, stopped, progress)
@@ -258,7 +223,7 @@ def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, R
             fix="drop tiers, files and --case, or narrow by --select.",
         )
     rerun = rerun_query(project)
-    anew = {name: value for name in RunOptions.__struct_fields__ if (value := getattr(given, name)) not in (None, ())}
+    anew = given.as_given
     repeated = msgspec.structs.replace(rerun.options, **{name: () if name == "inject" else None for name in anew})
     notes = [f"repeats {shlex.join(repeated.words)} of the last run."] if repeated.words else []
     for note in (*rerun.notes, *notes):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 
 import click
 
 from harness.checks.ranks import format_ranks
-from harness.cli.golden import asked_cases, check_committed
-from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option
+from harness.cli.golden import asked_cases, check_committed, require_reason
+from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
 from harness.errors import HarnessError
 from harness.evidence.signature import (
     Signature,
@@ -100,9 +98,7 @@ def update_command(  # noqa: PLR0913  one parameter an option
     root: str | None,
 ) -> int:
     """Run the cases, show what changed, and store their signatures. Nothing is stored of a case that fails a check."""
-    if not reason or not reason.strip():
-        fix = 'add --reason "why the signatures change".'
-        raise HarnessError("--reason is missing.", where="signature update", fix=fix)
+    reason = require_reason(reason, "signature update", "signatures")
     project, plan = find_project(root), plan_for()
     if plan.device != "cpu":
         fix = "add --device cpu."
@@ -111,9 +107,8 @@ def update_command(  # noqa: PLR0913  one parameter an option
     if not dry_run:
         project.check_writable()
         check_committed(project, "signatures", allowed=allow_dirty)
-    command = shlex.join(["fp8-harness", *sys.argv[1:]])
-    with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
-        made = record_signatures(project, cases, plan, progress, reason=reason, command=command)
+    with open_progress() as progress:
+        made = record_signatures(project, cases, plan, progress, reason=reason, command=typed_command())
     for change in made.changes:
         _show_change(change)
         if not dry_run:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import check_folder, plan_parameter, root_option, write_output
+from harness.cli.options import AT_LEAST_1, FILE, check_folders, plan_parameter, root_option, write_output
 from harness.errors import HarnessError
 from harness.running.plan import Plan
 from harness.verdict import ExitCode
@@ -34,12 +34,10 @@ Exit codes: 0 every case was timed, 1 a job failed, 2 usage error or bad input, 
 @click.option(
     "--pairs", type=click.IntRange(min=3), default=6, show_default=True, help="Jobs of the case, each with one of BF16."
 )
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Timed steps of a job.")
-@click.option("--warmup", type=click.IntRange(min=1), default=3, show_default=True, help="Steps of a job before those.")
+@click.option("--steps", type=AT_LEAST_1, default=10, show_default=True, help="Timed steps of a job.")
+@click.option("--warmup", type=AT_LEAST_1, default=3, show_default=True, help="Steps of a job before those.")
 @click.option("--name", default="speed", show_default=True, metavar="NAME", help="A name for the stored run.")
-@click.option(
-    "--json", "json_file", metavar="FILE|-", type=click.Path(path_type=Path, dir_okay=False), help="Write as JSON."
-)
+@click.option("--json", "json_file", metavar="FILE|-", type=FILE, help="Write as JSON.")
 @plan_parameter
 @root_option
 def speed_command(  # noqa: PLR0913  one parameter an option
@@ -63,13 +61,12 @@ def speed_command(  # noqa: PLR0913  one parameter an option
     from harness.running.progress import open_progress
     from harness.studies.speed import measure_speed, timed_case
 
-    if json_file is not None and str(json_file) != "-":
-        check_folder(json_file)
+    check_folders(json_file)
     if len(set(case_ids)) < len(case_ids):
         raise HarnessError("a case is given twice.", where="speed", fix="give every case once.")
     cases = [timed_case(parse_case_id(each), warmup=warmup, steps=steps) for each in case_ids]
     plan = msgspec.structs.replace(plan_for(), root_option=root, name=name)
-    with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
+    with open_progress() as progress:
         found, result = measure_speed(find_project(root), cases, plan, progress, pairs=pairs, warmup=warmup)
     if result.exit_code is not ExitCode.GOOD:
         print_result(result, sys.stderr, rerun=rerun_failed(root=root))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import click
 
 from harness.cli.new import write_new_case
-from harness.cli.options import json_option, plan_parameter, root_option, write_output
+from harness.cli.options import AT_LEAST_1, FILE, json_option, plan_parameter, quiet_option, root_option, write_output
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
 from harness.matrix.targets import MODULES, NAME
@@ -66,7 +65,7 @@ def target() -> None:
 )
 @click.option("--case", "given", metavar="ID|FILE", help="Take model, training and options from this case.")
 @json_option
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@quiet_option
 @plan_parameter
 @root_option
 def check_command(  # noqa: PLR0913  one parameter per option
@@ -100,7 +99,7 @@ def check_command(  # noqa: PLR0913  one parameter per option
     base = None if given is None else one_case(project, given)
     asked = Asked(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)
     plan = msgspec.structs.replace(plan_for(), root_option=root)
-    with open_progress(sys.stderr, quiet=quiet, verbose=False) as progress:
+    with open_progress(quiet=quiet) as progress:
         report = check_target(project, asked, plan, progress)
     click.echo(target_text(report), nl=False, err=str(json_file) == "-")
     write_output(json_file, lambda: target_json(report))
@@ -109,10 +108,8 @@ def check_command(  # noqa: PLR0913  one parameter per option
 
 @target.command("import-config", epilog=_IMPORT_EPILOG, context_settings={"ignore_unknown_options": True})
 @click.argument("words", metavar="FILE.toml|--FLAGS…", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--ranks", type=click.IntRange(min=1), help="Ranks of the job, where FSDP2 takes all that are left.")
-@click.option(
-    "--output", metavar="FILE.toml", type=click.Path(path_type=Path, dir_okay=False), help="Write a case file."
-)
+@click.option("--ranks", type=AT_LEAST_1, help="Ranks of the job, where FSDP2 takes all that are left.")
+@click.option("--output", metavar="FILE.toml", type=FILE, help="Write a case file.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
 def import_command(*, words: tuple[str, ...], ranks: int | None, output: Path | None, force: bool) -> None:
     """The case of a torchtitan job: its TOML file or its flags. The model is small, and what else differs is listed."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 import click
 
-from harness.cli.options import root_option
+from harness.cli.options import EXISTING_FILE, root_option, typed_command
 from harness.durable import write_whole
 from harness.plural import counted
 from harness.project import find_project
@@ -61,7 +59,7 @@ def choose_command(name: str, rounds: int, root: str | None) -> None:
 
 
 @tier.command("fit", epilog=_FIT_EPILOG)
-@click.argument("file", metavar="RESULT.json", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.argument("file", metavar="RESULT.json", type=EXISTING_FILE)
 @root_option
 def fit_command(file: Path, root: str | None) -> None:
     """Fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them."""
@@ -70,7 +68,7 @@ def fit_command(file: Path, root: str | None) -> None:
 
     project = find_project(root)
     project.check_writable()
-    costs = fit_costs(file, command=shlex.join(["fp8-harness", *sys.argv[1:]]))
+    costs = fit_costs(file, command=typed_command())
     path = write_costs(project.root, costs)
     click.echo(
         f"{path}: {costs.cases_fitted} cases, {costs.witnesses_fitted} solo witnesses; "

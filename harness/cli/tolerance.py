@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 
 import click
 
-from harness.cli.options import plan_parameter, query_parameter, root_option
+from harness.cli.options import AT_LEAST_1, plan_parameter, query_parameter, root_option, typed_command
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
 from harness.hints import explain_case
 from harness.matrix.caseid import case_id
@@ -37,10 +35,10 @@ def tolerance() -> None:
 
 @tolerance.command("measure", epilog=_MEASURE_EPILOG)
 @query_parameter
-@click.option("--seeds", type=click.IntRange(min=1), default=8, show_default=True, help="Run with seeds 0 to N-1.")
+@click.option("--seeds", type=AT_LEAST_1, default=8, show_default=True, help="Run with seeds 0 to N-1.")
 @click.option(
     "--layouts",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     default=4,
     show_default=True,
     help="Layouts to measure per model, recipe and dtype, spread over world sizes.",
@@ -76,13 +74,13 @@ def measure_command(
             where="tolerance measure",
             fix=f"select other cases; `{explain_case(case_id(selected[0]))}` says why of the first.",
         )
-    with open_progress(sys.stderr, quiet=False, verbose=False) as progress:
+    with open_progress() as progress:
         done = measure(
             project,
             over_seeds(cases, seeds) if fresh else cases,
             plan,
             progress,
-            command=shlex.join(["fp8-harness", *sys.argv[1:]]),
+            command=typed_command(),
             fresh=fresh,
         )
     for result in done.failed:

@@ -6,7 +6,6 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -91,8 +90,6 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._over.set()
         self._thread.join()

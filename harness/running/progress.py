@@ -7,9 +7,9 @@ stream they are given; the final report is `report/`'s.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from harness.plural import counted
@@ -143,9 +143,7 @@ class LiveProgress:
         self._rich.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._rich.stop()
 
     def _describe(self) -> None:
@@ -181,10 +179,10 @@ def _shortened(name: str, room: int) -> str:
     return f"{name[: kept - kept // 2]}…{name[-(kept // 2) :]}"
 
 
-def open_progress(stream: TextIO, *, quiet: bool, verbose: bool) -> contextlib.AbstractContextManager[Progress]:
-    """The form that fits the stream: live on a terminal, plain lines elsewhere, nothing when quiet."""
+def open_progress(*, quiet: bool = False, verbose: bool = False) -> contextlib.AbstractContextManager[Progress]:
+    """The form that fits stderr: live on a terminal, plain lines elsewhere, nothing when quiet."""
     if quiet:
         return contextlib.nullcontext(SilentProgress())
-    if stream.isatty():
-        return LiveProgress(stream, verbose=verbose)
-    return contextlib.nullcontext(PlainProgress(stream, verbose=verbose))
+    if sys.stderr.isatty():
+        return LiveProgress(sys.stderr, verbose=verbose)
+    return contextlib.nullcontext(PlainProgress(sys.stderr, verbose=verbose))
