@@ -7,15 +7,13 @@ show something else, are skipped and named. Answers are kept, so that a search t
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from harness.durable import WriteFailed, append_line
+from harness.bugs.journal import Journal, key_of
 from harness.errors import HarnessError
 from harness.project import Project
 
@@ -44,40 +42,21 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
 Ask = Callable[[str], Told]  # one version, installed and run
 
 
-class Answers:
-    """What versions have told, on disk. What was skipped is asked again: the machine may have been to blame."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known = _read(path)
-
-    def ask(self, version: str, ask: Ask) -> Told:
-        """What a version tells, from the file where it is there."""
-        if version in self._known:
-            return msgspec.structs.replace(self._known[version], cached=True)
-        told = ask(version)
-        self._known[version] = told
-        if told.answer != "skipped":
-            with contextlib.suppress(WriteFailed):  # a full disk costs time, not truth
-                append_line(self._path, msgspec.json.encode(told))
-        return told
-
-
-def open_answers(project: Project, parts: Sequence[str]) -> Answers:
+def open_answers(project: Project, parts: Sequence[str]) -> Journal[Told]:
     """The answers for a search. `parts` is all that they depend on besides the version."""
-    return Answers(project.state / "bisects" / f"{key_of(parts)}.jsonl")
+    return answers_in(project.state / "bisects" / f"{key_of(parts)}.jsonl")
 
 
-def key_of(parts: Sequence[str]) -> str:
-    """A name for files about these parts."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+def answers_in(path: Path) -> Journal[Told]:
+    """What versions have told, by version."""
+    return Journal(path, Told, lambda told: told.version)
 
 
 def bisect(
     versions: Sequence[str],
     bad: str,
     ask: Ask,
-    answers: Answers,
+    answers: Journal[Told],
     *,
     package: str,
     note: Callable[[str], None] = lambda text: None,
@@ -94,7 +73,10 @@ def bisect(
 
     def asked(version: str) -> Told:
         if version not in told:
-            told[version] = answers.ask(version, ask)
+            kept = answers.get(version)
+            told[version] = ask(version) if kept is None else msgspec.structs.replace(kept, cached=True)
+            if kept is None and told[version].answer != "skipped":  # the machine may have been to blame
+                answers.keep(told[version])
             note(f"{package} {version}: {told[version].answer}{' (kept)' * told[version].cached}: {told[version].why}")
         return told[version]
 
@@ -124,12 +106,3 @@ def _next(versions: Sequence[str], low: int, high: int, told: Mapping[str, Told]
     middle = (low + high) / 2
     free = [at for at in range(low + 1, high) if versions[at] not in told]
     return min(free, key=lambda at: (abs(at - middle), at), default=None)
-
-
-def _read(path: Path) -> dict[str, Told]:
-    found = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(msgspec.DecodeError):  # a crash cut it in two
-            told = msgspec.json.decode(line, type=Told)
-            found[told.version] = told
-    return found

@@ -31,18 +31,12 @@ def stated_by_options(report: Report, day: datetime.date) -> Iterator[Statement]
             yield from _flags(piece, day)
         if piece.kind in ("lines", "dump", "toml", "trace"):
             yield from _settings(piece, day)
-        if piece.kind in ("python", "prose"):
-            yield from _calls(piece, day)
+        yield from _calls(piece, day)
 
 
 def calls_of(report: Report) -> tuple[PythonCall, ...]:
     """Every Python call in a report."""
-    return tuple(
-        call
-        for piece in report.pieces
-        if piece.kind in ("python", "prose") and not piece.comment
-        for call in (python_calls(piece.text) if piece.kind == "python" else inline_calls(piece.text))
-    )
+    return tuple(call for piece in report.pieces if not piece.comment for call in _calls_in(piece))
 
 
 def names_of(report: Report) -> frozenset[str]:
@@ -51,20 +45,24 @@ def names_of(report: Report) -> frozenset[str]:
     return frozenset(call.name for call in calls_of(report)) | attributes(code)
 
 
+def _calls_in(piece: Piece) -> tuple[PythonCall, ...]:
+    if piece.kind == "python":
+        return python_calls(piece.text)
+    return inline_calls(piece.text) if piece.kind == "prose" else ()
+
+
 def _flags(piece: Piece, day: datetime.date) -> Iterator[Statement]:
     text = re.sub(r"\\\n\s*", " ", piece.text)
     if piece.kind == "command":
         for name, value in _VARIABLE.findall(text)[:_MAX_OPTIONS]:
-            plain = {"MODULE": "", "WORLD_SIZE": "world_size"}.get(name, name.lower())
-            yield from _stated(
-                plain, value.rpartition("/")[2], f"{name} {value.rpartition('/')[2]}", "flag", piece, day
-            )
+            plain, last = {"MODULE": "", "WORLD_SIZE": "world_size"}.get(name, name.lower()), value.rpartition("/")[2]
+            yield from _stated(plain, last, f"{name} {last}", "flag", day)
     for found in list(_FLAG.finditer(text))[:_MAX_OPTIONS]:
         key, value = found[1], (found[2] or "").strip("\"'")
         section, dot, last = key.rpartition(".")
         if last.startswith(("no-", "no_")):
             key, value = f"{section}{dot}{last[3:]}", "false"
-        yield from _stated(key, option_value(value) if value else True, found[0].strip(), "flag", piece, day)
+        yield from _stated(key, option_value(value) if value else True, found[0].strip(), "flag", day)
 
 
 def _settings(piece: Piece, day: datetime.date) -> Iterator[Statement]:
@@ -76,7 +74,7 @@ def _settings(piece: Piece, day: datetime.date) -> Iterator[Statement]:
         yield from _lines(piece, day)
         return
     for key, value in list(values.items())[:_MAX_OPTIONS]:
-        yield from _stated(key, value, f"{key} = {value}", "config", piece, day)
+        yield from _stated(key, value, f"{key} = {value}", "config", day)
 
 
 def _lines(piece: Piece, day: datetime.date) -> Iterator[Statement]:
@@ -95,26 +93,23 @@ def _lines(piece: Piece, day: datetime.date) -> Iterator[Statement]:
                 parents.append((indent, f"{key}."))
             elif found[3]:
                 value = found[3].strip("\"'")
-                yield from _stated(f"{section}{key}", option_value(value), line.strip(), "config", piece, day)
+                yield from _stated(f"{section}{key}", option_value(value), line.strip(), "config", day)
 
 
 def _calls(piece: Piece, day: datetime.date) -> Iterator[Statement]:
-    calls = python_calls(piece.text) if piece.kind == "python" else inline_calls(piece.text)
-    for call in calls[:_MAX_OPTIONS]:
+    for call in _calls_in(piece)[:_MAX_OPTIONS]:
         for key, value in call.keywords.items():
             if isinstance(value, bool | int | str | tuple):
-                yield from _stated(key, value, f"{key.rpartition('.')[2]}={value}", "config", piece, day)
+                yield from _stated(key, value, f"{key.rpartition('.')[2]}={value}", "config", day)
         for row in on_day(spellings().call, day):
             if re.fullmatch(row.pattern, call.name):
                 value = row.value
                 if row.argument is not None:
                     value = str(call.arguments[row.argument]) if len(call.arguments) > row.argument else call.name
-                yield from _as_fact(row.fact, value, call.words, piece)
+                yield from _as_fact(row.fact, value, call.words)
 
 
-def _stated(
-    key: str, value: object, words: str, source: Source, piece: Piece, day: datetime.date
-) -> Iterator[Statement]:
+def _stated(key: str, value: object, words: str, source: Source, day: datetime.date) -> Iterator[Statement]:
     option = _option(key, source, day)
     read = None if option is None else option.read(value)
     if option is not None and read is not None:
@@ -129,7 +124,7 @@ def _option(key: str, source: Source, day: datetime.date) -> Option | None:
     return None if plain.rpartition(".")[2] in _GENERIC else whole
 
 
-def _as_fact(fact: str, value: str, words: str, piece: Piece) -> Iterator[Statement]:
+def _as_fact(fact: str, value: str, words: str) -> Iterator[Statement]:
     """What a call states: its value is read as the option of the same fact reads it."""
     option = next((each for each in spellings().option if each.fact == fact), None)
     read: Value | None = value if option is None else option.read(value)

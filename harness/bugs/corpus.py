@@ -86,7 +86,8 @@ def check_corpus(project: Project, bugs: Sequence[BugFile], plan: Plan, progress
     """
     known = known_here(project)
     carriers: dict[str, dict[str, Case]] = {}
-    for bug, case in ((bug, bug.runnable()) for bug in bugs):
+    for bug in bugs:
+        case = bug.runnable()
         for name in bug.bug.planted:
             if carries(case, fault_named(name), known):
                 carriers.setdefault(name, {})[case_id(case)] = case
@@ -104,11 +105,11 @@ def check_corpus(project: Project, bugs: Sequence[BugFile], plan: Plan, progress
 def proofs(bugs: Sequence[BugFile], power: Power, known: Sequence[KnownFault]) -> Corpus:
     """What these runs prove of these bugs."""
     trials = {(trial.fault, trial.case_id): trial for trial in (*power.trials, *power.clean)}
-    found = tuple((_live if bug.bug.status == "live" else _fixed)(bug, trials, known) for bug in bugs)
+    found = tuple(_live(bug, trials) if bug.bug.status == "live" else _fixed(bug, trials, known) for bug in bugs)
     return Corpus(proofs=found, wall_s=power.wall_s, interrupted=power.interrupted)
 
 
-def _live(bug: BugFile, trials: Trials, known: Sequence[KnownFault]) -> Proof:
+def _live(bug: BugFile, trials: Trials) -> Proof:
     """It fails as a record says, or is the refusal that it must be; both by every check that the file names."""
     case = bug.runnable()
     clean = trials.get((None, case_id(case)))

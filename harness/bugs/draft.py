@@ -52,7 +52,9 @@ class Draft:
         self.missing: dict[str, str] = {}
         self.full_size: dict[str, object] = {}
         self.ignored: list[str] = list(situation.resolved.ignored)
+        self._facts = situation.resolved.facts
         self._file = self._named_file()
+        self._file_facts = self._file.facts if self._file is not None else {}
         self._layout()
         self._float8()
         self._compile()
@@ -82,7 +84,7 @@ class Draft:
         if contradiction:
             words = " or ".join(f"{shown(each.value)} ({each.words})" for each in contradiction)
             self.missing[axis] = f"which is it: {words}?"
-        return self.situation.resolved.facts.get(fact)
+        return self._facts.get(fact)
 
     def _put(self, axis: str, value: object, where: dict[str, str], words: str) -> None:
         """Sets an axis. What was derived before is kept in front of what is derived from it."""
@@ -97,21 +99,19 @@ class Draft:
             self.derived.pop(axis, None)
             self._put(axis, found.value, self.derived if found.source == "shape" else self.stated, found.words)
             return True
-        if self._file is not None and fact in self._file[1].facts:
-            self._put(axis, self._file[1].facts[fact], self.assumed, self._of_file())
+        if fact in self._file_facts:
+            self._put(axis, self._file_facts[fact], self.assumed, self._of_file)
             return True
         return False
 
-    def _named_file(self) -> tuple[str, NamedFile] | None:
+    def _named_file(self) -> NamedFile | None:
+        """The configuration file that is named, and how to speak of it."""
         name = self._fact("config_file", "config_file")
         if name is None:
             return None
+        self._of_file = f"{name.value} of torchtitan in {self.situation.day:%Y-%m}"
         rows = on_day(spellings().file, self.situation.day)
-        row = next((row for row in rows if re.search(row.pattern, str(name.value), re.IGNORECASE)), None)
-        return None if row is None else (str(name.value), row)
-
-    def _of_file(self) -> str:
-        return f"{self._file[0] if self._file else ''} of torchtitan in {self.situation.day:%Y-%m}"
+        return next((row for row in rows if re.search(row.pattern, str(name.value), re.IGNORECASE)), None)
 
     def _default(self, fact: str) -> tuple[object, str] | None:
         """What holds when nothing is said, and why."""
@@ -123,15 +123,15 @@ class Draft:
     @property
     def _configured(self) -> bool:
         """True where options of torchtitan are in the report, so that its defaults hold for the others."""
-        given = any(each.source in ("flag", "config") for each in self.situation.resolved.facts.values())
+        given = any(each.source in ("flag", "config") for each in self._facts.values())
         return given and self.situation.program == "torchtitan"
 
     def _says(self, fact: str) -> bool:
-        found = self.situation.resolved.facts.get(fact)
+        found = self._facts.get(fact)
         return found is not None and found.value not in (False, "none")
 
     def _says_word(self, fact: str, word: str) -> bool:
-        found = self.situation.resolved.facts.get(fact)
+        found = self._facts.get(fact)
         return found is not None and str(found.value) == word
 
     # Axis by axis
@@ -183,9 +183,8 @@ class Draft:
             self.assumed["dp_shard"] = "1: nothing says how many ranks share parameters"
             return
         if count % (tp * replicate):
-            self.missing["dp_shard"] = (
-                f"{count} ranks ({words}) are no multiple of {tp} TP ranks x {replicate} replicas"
-            )
+            what = f"{count} ranks ({words}) are no multiple of {tp} TP ranks x {replicate} replicas"
+            self.missing["dp_shard"] = what
         else:
             arithmetic = f"{words}: {count} ranks / ({tp} TP ranks x {replicate} replicas)"
             self._put("dp_shard", count // (tp * replicate), where, arithmetic)
@@ -197,9 +196,8 @@ class Draft:
             value, why = self._default("recipe") or ("tensorwise", "")
             self._put("recipe", value, self.assumed, why)
         if self.axes["recipe"] not in TRAITS:
-            self.missing["recipe"] = (
-                f"{shown(self.axes['recipe'])} is no recipe here: which is meant? tensorwise until you say"
-            )
+            named = shown(self.axes["recipe"])
+            self.missing["recipe"] = f"{named} is no recipe here: which is meant? tensorwise until you say"
             self.axes["recipe"] = "tensorwise"
         self._casts()
         sharded = self.axes.get("dp_shard", 1) != 1
@@ -213,28 +211,23 @@ class Draft:
 
     def _casts(self) -> None:
         """Of the configs of operands, what the recipe does not have anyway."""
-        found = self.situation.resolved.facts.get("casts")
+        found = self._facts.get("casts")
         if found is None or not isinstance(found.value, tuple) or self.axes["recipe"] == "bf16":
             return
         casts = case_from_axes({"recipe": self.axes["recipe"], "casts": found.value}).float8.casts
         if casts:
             self._put("casts", casts, self.stated, found.words)
-        if ROUNDED in self.situation.resolved.facts:
+        if ROUNDED in self._facts:
             self.missing["casts"] = "scales of rows are powers of two here: was round_scales_to_power_of_2 set?"
 
     def _is_float8(self) -> bool:
-        facts = self.situation.resolved.facts
-        converters = facts.get("converters")
-        off = facts.get("float8")
-        if off is not None and off.value is False:
-            self._put("recipe", "bf16", self.stated, off.words)
+        float8, converters = self._facts.get("float8"), self._facts.get("converters")
+        if float8 is not None and float8.value is False:
+            self._put("recipe", "bf16", self.stated, float8.words)
             return False
-        if (
-            off
-            or "recipe" in facts
-            or self._says_word("mixed_precision", "fp8")
-            or (converters and "float8" in shown(converters.value))
-        ):
+        if float8 or "recipe" in self._facts or self._says_word("mixed_precision", "fp8"):
+            return True
+        if converters and "float8" in shown(converters.value):
             return True
         self._put("recipe", "bf16", self.assumed, "no word of float8 is in the report")
         return False
@@ -262,12 +255,12 @@ class Draft:
 
     def _compile(self) -> None:
         found = self._fact("compile", "compile")
-        components = self.situation.resolved.facts.get("compile_components")
+        components = self._facts.get("compile_components")
         whole = components is None or "model" in shown(components.value)
         if found is not None and found.value is True and whole:
             self._put("compile", "graph", self.stated, found.words)
-        elif self._file is not None and found is None and self._file[1].facts.get("compile"):
-            self._put("compile", "graph", self.assumed, self._of_file())
+        elif found is None and self._file_facts.get("compile"):
+            self._put("compile", "graph", self.assumed, self._of_file)
         elif self.axes.get("async_tp") and found is None:
             self._put("compile", "graph", self.assumed, "async TP is a pass over compiled blocks")
         elif self.axes.get("async_tp"):
@@ -302,29 +295,28 @@ class Draft:
         default = self._default("ac_mode") if self._configured else None
         if mode is not None:
             return str(mode.value), mode.words, self.stated
-        if self._file is not None and "ac_mode" in self._file[1].facts:
-            return str(self._file[1].facts["ac_mode"]), self._of_file(), self.assumed
+        if "ac_mode" in self._file_facts:
+            return str(self._file_facts["ac_mode"]), self._of_file, self.assumed
         return (str(default[0]), default[1], self.assumed) if default else ("", "", self.assumed)
 
     def _selective(self, option: Statement | None) -> tuple[str, str]:
         if option is not None:
             return str(option.value), option.words
-        if self._file is not None and "ac_option" in self._file[1].facts:
-            return str(
-                self._file[1].facts["ac_option"]
-            ), f"option {self._file[1].facts['ac_option']} of {self._of_file()}"
+        if "ac_option" in self._file_facts:
+            named = str(self._file_facts["ac_option"])
+            return named, f"option {named} of {self._of_file}"
         value, why = self._default("ac_option") or ("op", "operators")
         return str(value), f'"{value}": {why}'
 
     def _model(self) -> None:
-        named = self.situation.resolved.facts.get("model_size")
-        name = str(named.value) if named else str(self._file[1].facts.get("model_size", "")) if self._file else ""
+        named = self._facts.get("model_size")
+        name = str(named.value if named else self._file_facts.get("model_size", ""))
         rows = on_day(spellings().model, self.situation.day)
         row = next((row for row in rows if re.search(row.pattern, name)), None) if name else None
         where = self.derived if named else self.assumed
         if row is not None:
             for axis, size in row.axes.items():
-                said = f"{named.words if named else self._of_file()}: " if axis == "dim" else ""
+                said = f"{named.words if named else self._of_file}: " if axis == "dim" else ""
                 self._put(axis, size, where, f"{said}{row.text}")
         elif name:
             self.derived["model"] = f"{clean_words(name)} becomes a small Llama: its linears are judged, not its layers"
@@ -336,7 +328,7 @@ class Draft:
 
     def _linears(self) -> None:
         """Sizes of a bare stack of linears; heads that divide its dim."""
-        features = self.situation.resolved.facts.get("linear")
+        features = self._facts.get("linear")
         if features is not None and "dim" not in self.axes:
             inputs, outputs = map(int, str(features.value).split("x"))
             words = f"{features.words}: linears of {inputs} and {outputs} features, in a Llama"
@@ -344,14 +336,14 @@ class Draft:
             self._put("ffn_dim", outputs, self.derived, words)
         dim, tp = int(str(self.axes.get("dim", 128))), self._count("tp")
         heads = int(str(self.axes.get("heads", 8)))
-        self.axes.setdefault("kv_heads", heads) if "heads" in self.axes else None
+        if "heads" in self.axes:
+            self.axes.setdefault("kv_heads", heads)
         if dim % heads or dim // heads % 2 or heads % tp:
             fitting = [each for each in range(tp, dim // 2 + 1, tp) if dim % each == 0 and dim // each % 2 == 0]
             if fitting:
+                least = min(fitting)
                 for axis in ("heads", "kv_heads"):
-                    self._put(
-                        axis, min(fitting), self.assumed, f"{min(fitting)} heads of {dim // min(fitting)} features"
-                    )
+                    self._put(axis, least, self.assumed, f"{least} heads of {dim // least} features")
             elif "dim" in self.axes:
                 self.missing["dim"] = f"{dim} does not split into heads for {tp} TP ranks: which size has the model?"
                 del self.axes["dim"]
@@ -361,7 +353,7 @@ class Draft:
             default = self._default("dtype") if self._configured else None
             self._put("dtype", "bfloat16", self.assumed, default[1] if default else "what users run")
         for fact in ("accumulation", "emulate"):
-            found = self.situation.resolved.facts.get(fact)
+            found = self._facts.get(fact)
             if found is not None and found.value not in (1, False):
                 self.ignored.append(f"{found.words}: no case has it")
         if self._take("parameter_dtype") and self.axes["dtype"] != "bfloat16":
@@ -369,16 +361,15 @@ class Draft:
         if self._take("reduce_dtype") and self._count("dp_shard") == 1:
             self._drop("reduce_dtype", "without shards no gradient is reduced")
         self._take("seq_len")
-        if norm := self.situation.resolved.facts.get("max_norm"):
+        if norm := self._facts.get("max_norm"):
             self.ignored.append(f"{norm.words}: clipping is compared in float64 alone: set dtype and max_norm for it")
         dp = self._count("dp_shard") * self._count("dp_replicate")
         if self._take("local_batch"):
             local = self._local_batch()
             self._put("global_batch", local * dp, self.derived, f"{local} sequences x {dp} data-parallel ranks")
         else:
-            self._put(
-                "global_batch", 2 * dp, self.assumed, "2 sequences a data-parallel rank: no batch is in the report"
-            )
+            words = "2 sequences a data-parallel rank: no batch is in the report"
+            self._put("global_batch", 2 * dp, self.assumed, words)
         step = self.situation.first_bad_step
         if step is not None and (step <= _LONGEST or self.situation.full_size):
             self._put("steps", max(5, step), self.derived, f"the first bad step is {step}")
@@ -402,7 +393,7 @@ class Draft:
         if self.situation.full_size:
             return
         try:
-            values = axis_values(case_from_axes({name: self.axes[name] for name in self.axes if name != "filter_fqns"}))
+            values = axis_values(case_from_axes({**self.axes, "filter_fqns": ()}))
         except (ValueError, TypeError):
             return
         dp = int(str(values["dp_shard"])) * int(str(values["dp_replicate"]))
@@ -420,11 +411,9 @@ class Draft:
         ranks = small.dp_replicate * small.dp_shard
         batch = small.local_batch * ranks
         if batch != values["global_batch"]:
-            words = (
-                f"{values['global_batch']} made smaller: {small.local_batch} sequences x {ranks} data-parallel ranks"
-            )
             if "global_batch" in self.derived:
-                self.full_size["global_batch"] = values["global_batch"]
+                before = self.full_size["global_batch"] = values["global_batch"]
+                words = f"{before} made smaller: {small.local_batch} sequences x {ranks} data-parallel ranks"
                 self._put("global_batch", batch, self.derived, words)
             self.axes["global_batch"] = batch
 

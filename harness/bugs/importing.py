@@ -15,7 +15,7 @@ from harness.bugs.observed import Observed, find_link, observe
 from harness.bugs.prose import stated_by_prose
 from harness.bugs.report import Report
 from harness.bugs.shapes import shown_by_shapes
-from harness.bugs.statements import Statement, resolve
+from harness.bugs.statements import resolve
 from harness.errors import HarnessError
 from harness.matrix.bugfile import UNREPORTED, Bug, BugFile, Status
 
@@ -52,13 +52,19 @@ def import_report(report: Report, asked: Asked) -> ImportedBug:
     link, bug_id = _name(report, seen, asked)
     day, day_from = _day(report, seen, asked)
     prose, ignored = stated_by_prose(report, day)
-    options = tuple(stated_by_options(report, day))
-    statements = (*options, *stated_by_casts(report), *prose, *shown_by_shapes(report))
+    statements = (*stated_by_options(report, day), *stated_by_casts(report), *prose, *shown_by_shapes(report))
     refused = refused_features(report, statements, day)
     if refused:
         bug = BugFile(id=bug_id, where=report.where, bug=_bug(report, seen, link, "refused"), refused=refused)
         return ImportedBug(bug=bug, day=day, day_from=day_from, ignored=ignored)
-    draft = Draft(_situation(report, seen, statements, day, asked, bug_id))
+    situation = Situation(
+        resolved=resolve(statements),
+        day=day,
+        program=program_of(report.text, bug_id),
+        first_bad_step=seen.first_bad_step,
+        full_size=asked.full_size,
+    )
+    draft = Draft(situation)
     case = draft.case()
     bug = BugFile(
         id=bug_id,
@@ -72,18 +78,6 @@ def import_report(report: Report, asked: Asked) -> ImportedBug:
         full_size=draft.full_size,
     )
     return ImportedBug(bug=bug, day=day, day_from=day_from, ignored=(*ignored, *draft.ignored))
-
-
-def _situation(
-    report: Report, seen: Observed, statements: tuple[Statement, ...], day: datetime.date, asked: Asked, bug_id: str
-) -> Situation:
-    return Situation(
-        resolved=resolve(statements),
-        day=day,
-        program=program_of(report.text, bug_id),
-        first_bad_step=seen.first_bad_step,
-        full_size=asked.full_size,
-    )
 
 
 def _name(report: Report, seen: Observed, asked: Asked) -> tuple[str, str]:

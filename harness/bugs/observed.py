@@ -40,13 +40,14 @@ _BAD = re.compile(
     r"\b(?:nans?|inf|diverg\w*|explod\w*|spik\w*|crash\w*|fail\w*|hang\w*|hung|stuck|wrong|mismatch\w*|error)\b", re.I
 )
 _BAD_LOG = re.compile(r"\bstep:?\s*(\d{1,7})\b[^\n]{0,80}\bloss:?\s*(?:nan|inf)\b", re.IGNORECASE)
+_BETWEEN = r"[^\w\n]{0,14}(?:version)?[^\w\n]{0,14}"  # a name and its version
 _VERSION = (
-    ("torch", r"(?:PyTorch(?: version)?(?: \(GPU\??\))?|(?<![\w.-])torch)[^\w\n]{0,14}(?:version)?[^\w\n]{0,14}"),
-    ("torchao", r"(?<![\w.-])torch-?ao[^\w\n]{0,14}(?:version)?[^\w\n]{0,14}"),
-    ("torchtitan", r"(?<![\w.-])torchtitan[^\w\n]{0,14}(?:version)?[^\w\n]{0,14}"),
-    ("triton", r"(?<![\w.-])(?:pytorch-)?triton[^\w\n]{0,14}(?:version)?[^\w\n]{0,14}"),
-    ("transformers", r"(?<![\w.-])transformers[^\w\n]{0,14}(?:version)?[^\w\n]{0,14}"),
-    ("accelerate", r"(?<![\w.-])accelerate[^\w\n]{0,14}(?:version)?[^\w\n]{0,14}"),
+    ("torch", rf"(?:PyTorch(?: version)?(?: \(GPU\??\))?|(?<![\w.-])torch){_BETWEEN}"),
+    ("torchao", rf"(?<![\w.-])torch-?ao{_BETWEEN}"),
+    ("torchtitan", rf"(?<![\w.-])torchtitan{_BETWEEN}"),
+    ("triton", rf"(?<![\w.-])(?:pytorch-)?triton{_BETWEEN}"),
+    ("transformers", rf"(?<![\w.-])transformers{_BETWEEN}"),
+    ("accelerate", rf"(?<![\w.-])accelerate{_BETWEEN}"),
     ("cuda", r"\bCUDA(?: used to build PyTorch| version)?\W{0,4}"),
     ("python", r"\bPython(?: version)?[^\w\n]{0,14}"),
 )
@@ -90,8 +91,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 def observe(report: Report) -> Observed:
     """What a report says of what was seen."""
     message = _message(report)
-    link, bug_id = find_link("\n".join([line for line in report.text.split("\n") if line.strip()][:_HEAD_LINES]))
     head = "\n".join([line for line in report.text.split("\n") if line.strip()][:_HEAD_LINES])
+    link, bug_id = find_link(head)
     reported = _date(head)
     return Observed(
         symptom=_symptom(report, message),

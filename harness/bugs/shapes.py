@@ -11,7 +11,7 @@ from harness.bugs.statements import Statement
 
 _SHAPE = re.compile(r"(?:torch\.Size\()?\[(\d{1,7}(?:, ?\d{1,7}){1,2})\]\)?")
 _MESH = re.compile(r"device mesh with \[([^\]\n]{1,120})\], \[(\d{1,5}(?:, ?\d{1,5})*)\]")
-_AXES = {"dp_shard": "dp_shard", "dp_replicate": "dp_replicate", "tp": "tp", "dp": "dp", "pp": "pp", "cp": "cp"}
+_AXES = frozenset({"dp_shard", "dp_replicate", "tp", "dp", "pp", "cp"})
 _MAX_LINES = 20_000
 
 
@@ -23,7 +23,7 @@ def shown_by_shapes(report: Report) -> Iterator[Statement]:
         for names, sizes in _MESH.findall(line):
             for name, size in zip(re.findall(r"\w+", names), re.findall(r"\d+", sizes), strict=False):
                 if name in _AXES:
-                    yield _shown(_AXES[name], int(size), line)
+                    yield _shown(name, int(size), line)
     yield from _linears(report)
 
 

@@ -7,8 +7,6 @@ is kept in a journal: a shrink that was killed goes on where it was.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +15,9 @@ from typing import Protocol
 
 import msgspec
 
+from harness.bugs.journal import Journal, key_of
 from harness.bugs.smaller import Smaller, smaller_cases, smaller_groups, with_changes
 from harness.bugs.trials import Tried, tried
-from harness.durable import WriteFailed, append_line
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -27,8 +25,6 @@ from harness.project import Project
 from harness.result import CaseResult
 from harness.running.injection import Injection
 from harness.verdict import FailureSignature
-
-_ENTRY = msgspec.json.Decoder(Tried)
 
 
 class Runs(Protocol):
@@ -64,36 +60,21 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
 
 
-class Journal:
-    """What cases showed, on disk, so that nothing is run twice."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known = {each.case_id: each for each in _read(path)}
-
-    def get(self, case: Case) -> Tried | None:
-        """What the case showed; None when it was not run."""
-        return self._known.get(case_id(case))
-
-    def keep(self, found: Tried) -> None:
-        """Remember what was decided. A disk that is full costs time, not truth."""
-        if not found.decided:
-            return
-        self._known[found.case_id] = found
-        with contextlib.suppress(WriteFailed):
-            append_line(self._path, msgspec.json.encode(found))
-
-
-def open_journal(project: Project, case: Case, injections: Sequence[Injection], content: str) -> Journal:
+def open_journal(project: Project, case: Case, injections: Sequence[Injection], content: str) -> Journal[Tried]:
     """The journal of shrinking this case with these injections. `content` stands for what runs it (`witness_key`)."""
-    key = "\n".join([case_id(case), *(injection.content for injection in injections), content])
-    return Journal(project.state / "shrinks" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.jsonl")
+    key = key_of([case_id(case), *(injection.content for injection in injections), content])
+    return journal_in(project.state / "shrinks" / f"{key}.jsonl")
+
+
+def journal_in(path: Path) -> Journal[Tried]:
+    """What cases showed, by their ids."""
+    return Journal(path, Tried, lambda found: found.case_id)
 
 
 def shrink(
     case: Case,
     runs: Runs,
-    journal: Journal,
+    journal: Journal[Tried],
     *,
     jobs: int = 1,
     budget_s: float | None = None,
@@ -114,7 +95,7 @@ class _Shrinking:
         self,
         case: Case,
         runs: Runs,
-        journal: Journal,
+        journal: Journal[Tried],
         jobs: int,
         budget_s: float | None,
         note: Callable[[str], None],
@@ -202,12 +183,13 @@ class _Shrinking:
 
     def _tried(self, cases: Sequence[Case]) -> list[Tried]:
         """What the cases show, from the journal where it is there."""
-        unknown = [case for case in cases if self._journal.get(case) is None]
+        unknown = [case for case in cases if self._journal.get(case_id(case)) is None]
         found = {each.case_id: each for each in map(tried, self._runs.run(unknown))} if unknown else {}
         for each in found.values():
-            self._journal.keep(each)
+            if each.decided:
+                self._journal.keep(each)
             self._ran, self._cpu_s = self._ran + 1, self._cpu_s + each.cpu_s
-        return [self._journal.get(case) or found[case_id(case)] for case in cases]
+        return [self._journal.get(case_id(case)) or found[case_id(case)] for case in cases]
 
     def _needed(self) -> tuple[Attempt, ...]:
         """What was tried from the smallest case by one axis and does not fail alike."""
@@ -218,13 +200,3 @@ class _Shrinking:
             for name, each in last.items()
             if not each.same
         )
-
-
-def _read(path: Path) -> list[Tried]:
-    """What a journal holds; a line that a crash cut in two is left out."""
-    found = []
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for line in lines:
-        with contextlib.suppress(msgspec.DecodeError):
-            found.append(_ENTRY.decode(line))
-    return found

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from harness.bugs.bisect import Answer, Told, key_of
+from harness.bugs.bisect import Answer, Told
+from harness.bugs.journal import key_of
 from harness.bugs.reproduce import Reproduced
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id

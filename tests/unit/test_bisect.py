@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.bugs.bisect import Answers, Bisected, Told, bisect
+from harness.bugs.bisect import Bisected, Told, answers_in, bisect
 from harness.bugs.releases import versions_between
 from harness.errors import HarnessError
 from harness.report.bugs import bisected_text
@@ -38,7 +38,7 @@ class Versions:
         return Told(version=version, answer=answer, why=f"answer {at}")  # type: ignore[arg-type]
 
     def found(self, folder: Path) -> Bisected:
-        return bisect(self.names, self.bad, self.ask, Answers(folder / "answers.jsonl"), package="toy")
+        return bisect(self.names, self.bad, self.ask, answers_in(folder / "answers.jsonl"), package="toy")
 
 
 @given(st.data())
