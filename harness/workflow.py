@@ -199,11 +199,9 @@ class _CaseObserver:
         self._left = max_failures  # cases that may still fail
 
     def started(self, case: Case) -> None:
-        """A thread took up this case."""
         self._progress.started(case_id(case), case.world_size)
 
     def finished(self, result: CaseResult) -> None:
-        """A case has its result."""
         if self._keep is not None:
             self._keep(result)
         if self._left is not None and not result.verdict.good and not result.excused:
@@ -219,22 +217,19 @@ class _CaseObserver:
 
 
 class _Storing:
-    """Stores the plan and the results. A disk that refuses one must not end a run that can still be reported."""
+    """Stores the plan and the results, or says why not: a disk that is full must not end a run that can be reported."""
 
     def __init__(self, store: RunStore, progress: Progress) -> None:
         self._store = store
         self._progress = progress
 
     def begin(self, start: RunStart) -> None:
-        """Store which cases there are and how they are run, or say why not."""
         self._try("list of cases", lambda: self._store.begin(start))
 
     def keep(self, result: CaseResult) -> None:
-        """Store the result, or say why not."""
         self._try("result", lambda: self._store.append(result))
 
     def finish(self, result: RunResult) -> None:
-        """Store how the run ended, or say why not."""
         end = RunEnd(
             wall_s=result.wall_s,
             interrupted=result.interrupted,

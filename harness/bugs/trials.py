@@ -98,6 +98,15 @@ def open_trials(
         yield Trials(project, plan, runner, progress)
 
 
+def run_once(
+    project: Project, plan: Plan, progress: Progress, case: Case, injections: Sequence[Injection] = ()
+) -> CaseResult:
+    """The result of one case with these injections."""
+    with open_trials(project, plan, progress, case, injections) as trials:
+        (result,) = trials.run([case])
+    return result
+
+
 class _AnyCaseJudge:
     """Judges cases that nobody knew before: what each is judged by is read when it comes. It is a `Judge`."""
 
@@ -108,17 +117,14 @@ class _AnyCaseJudge:
         self._judges: dict[str, CaseJudge] = {}
 
     def expectation(self, case: Case) -> str | None:
-        """The refusal that the case must show, if any."""
         return self._of(case).expectation(case)
 
     def fixes(self, case: Case) -> tuple[Injection, ...]:
-        """None: no recorded fault is taken into account."""
         return ()
 
     def judge(
         self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
     ) -> Judgement:
-        """The verdict by every check."""
         return self._of(case).judge(case, run, status, cache, fixes)
 
     def _of(self, case: Case) -> CaseJudge:
@@ -143,9 +149,7 @@ class _Observer:
         self._progress = progress
 
     def started(self, case: Case) -> None:
-        """A thread took up this case."""
         self._progress.started(case_id(case), case.world_size)
 
     def finished(self, result: CaseResult) -> None:
-        """A case has its result."""
         self._progress.finished(result.case_id, f"{result.case_id}: {tried(result).text}", remarkable=False)

@@ -14,7 +14,6 @@ from harness.cli.bug_bisect import bisect_command
 from harness.cli.bug_check import check_command
 from harness.cli.bug_export import export_command
 from harness.cli.bug_import import import_command
-from harness.cli.bug_trial import run_once
 from harness.errors import HarnessError
 from harness.running.plan import Plan
 
@@ -135,17 +134,19 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
 ) -> Any:
     from harness.bugs.asked import asked_case, injections_of
     from harness.bugs.reproduce import Reproduced, reproduced
-    from harness.bugs.trials import tried
+    from harness.bugs.trials import run_once, tried
     from harness.jsonform import read_json, to_json
     from harness.project import find_project
     from harness.report.bugs import reproduced_text
+    from harness.running.progress import open_progress
     from harness.sources import installed_version
 
     project = find_project(root)
     asked = asked_case(project, case)
     injections = injections_of(asked, inject, planted=planted)
     plan = plan_for()
-    result = run_once(project, asked.case, plan, injections, quiet=quiet)
+    with open_progress(quiet=quiet) as progress:
+        result = run_once(project, plan, progress, asked.case, injections)
     packages = asked.bug.bug.versions if asked.bug is not None else ()
     installed = {package: version for package in packages if (version := installed_version(package)) is not None}
     device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from harness.cli.bug_trial import run_once
 from harness.cli.options import FILE, FOLDER, plan_parameter, quiet_option, root_option
 from harness.durable import write_whole
 from harness.running.plan import Plan
@@ -60,8 +59,10 @@ def export_command(  # noqa: PLR0913  one parameter per option
     from harness.bugs.export.exporting import export, read_neighbours
     from harness.bugs.export.proof import proof_of
     from harness.bugs.export.script import exported_case
+    from harness.bugs.trials import run_once
     from harness.project import find_project
     from harness.report.issue import exported_text, issue_text
+    from harness.running.progress import open_progress
     from harness.sources import installed_version
 
     project = find_project(root)
@@ -70,7 +71,8 @@ def export_command(  # noqa: PLR0913  one parameter per option
     injections = injections_of(asked, inject, planted=planted)
     neighbours = read_neighbours(shrunk) if shrunk is not None else ()
     plan = plan_for()
-    result = run_once(project, asked.case, plan, injections, quiet=quiet)
+    with open_progress(quiet=quiet) as progress:
+        result = run_once(project, plan, progress, asked.case, injections)
     exported = export(asked, result, injections, output)
     proof = proof_of(exported.file, exported.script.ranks, exported.patches) if proved else None
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}

@@ -7,9 +7,10 @@ of the case that needs it. Witnesses that have to be run come from a `WitnessCac
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -146,12 +147,9 @@ def _explained(
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
     if recorded and any(finding.check == parity.NAME for finding in findings):
         solo = cache.solo_with_operands(case)
-        first = (
-            None
-            if solo is None
-            else first_divergence(case, run, solo, has_formulas=expect.has_formulas, numerics=expect.numerics)
-        )
-        findings = findings if first is None else by_cause((*findings, first))
+        if solo is not None:
+            first = first_divergence(case, run, solo, has_formulas=expect.has_formulas, numerics=expect.numerics)
+            findings = findings if first is None else by_cause((*findings, first))
     if golden is not None and run.complete and needs_twin(findings):
         findings = with_twin_diagnosis(findings, run, golden, cache.twin(case))
     return msgspec.structs.replace(found, findings=findings)
@@ -166,9 +164,8 @@ def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache)
         return witnesses
     topics = {topic for trace in run.traces for stated in trace.stated or () for topic in stated.topics}
     found = found_model(case, reference, model, () if operands is None else operands.casts)
-    return msgspec.structs.replace(
-        witnesses, expect=Expectations(case, found, topics, numerics=witnesses.expect.numerics)
-    )
+    expect = Expectations(case, found, topics, numerics=witnesses.expect.numerics)
+    return msgspec.structs.replace(witnesses, expect=expect)
 
 
 def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCache, *, sketched: bool) -> Witnesses:
@@ -198,6 +195,9 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
     )
 
 
+Evidence = TypeVar("Evidence", Golden, Tolerance)
+
+
 class _EvidenceReader:
     """Reads each golden and each tolerance of a project once."""
 
@@ -206,18 +206,12 @@ class _EvidenceReader:
         self.numerics = numerics
         self._hardware = hardware
         self._signatures = signatures
-        self._goldens: dict[str, Golden | None] = {}
-        self._parity: dict[tuple[str, int], Tolerance | None] = {}
-        self._tolerances: dict[tuple[str, int, float | None], Tolerance | None] = {}
+        self._goldens: dict[object, Golden | None] = {}
+        self._tolerances: dict[object, Tolerance | None] = {}  # of the loss and of parity
 
     def golden(self, case: Case) -> Golden | None:
         family = family_id(case)
-        if family not in self._goldens:
-            try:
-                self._goldens[family] = find_golden(self._root, self._hardware, family)
-            except GoldenMissing:
-                self._goldens[family] = None
-        return self._goldens[family]
+        return _kept(self._goldens, family, lambda: find_golden(self._root, self._hardware, family))
 
     def signature(self, case: Case) -> Signature | None:
         if not self._signatures or not needs_signature(case):
@@ -231,22 +225,22 @@ class _EvidenceReader:
         return update_signature(case_id(case), root=self._root)
 
     def parity_tolerance(self, case: Case) -> Tolerance | None:
-        key = (parity_key(case, self.numerics), case.train.steps)
-        if key not in self._parity:
-            try:
-                self._parity[key] = parity_tolerance_for(case, self._root, self.numerics)
-            except ToleranceMissing:
-                self._parity[key] = None
-        return self._parity[key]
+        key = ("parity", parity_key(case, self.numerics), case.train.steps)
+        return _kept(self._tolerances, key, lambda: parity_tolerance_for(case, self._root, self.numerics))
 
     def tolerance(self, case: Case) -> Tolerance | None:
-        key = (tolerance_key(case), case.train.steps, case.checks.loss_tolerance)
-        if key not in self._tolerances:
-            try:
-                self._tolerances[key] = tolerance_for(case, self._root)
-            except ToleranceMissing:
-                self._tolerances[key] = None
-        return self._tolerances[key]
+        key = ("loss", tolerance_key(case), case.train.steps, case.checks.loss_tolerance)
+        return _kept(self._tolerances, key, lambda: tolerance_for(case, self._root))
+
+
+def _kept(kept: dict[object, Evidence | None], key: object, read: Callable[[], Evidence]) -> Evidence | None:
+    """What was kept under the key, or is read and kept now; None where there is none."""
+    if key not in kept:
+        try:
+            kept[key] = read()
+        except (GoldenMissing, ToleranceMissing):
+            kept[key] = None
+    return kept[key]
 
 
 def prepare_judge(  # noqa: PLR0913  what is judged, by what, and what is asked of ranks
@@ -297,11 +291,12 @@ def _judged_by(
         parity_tolerance=evidence.parity_tolerance(case) if trains else None,
     )
     other = expect.relation.partner if expect.relation is not None else None
+    faults = matching(known, case)
     return JudgedBy(
         family=family_id(case),
         witnesses=witnesses,
-        known=matching(known, case),
-        fixes=_fixes_of(matching(known, case), fixes),
+        known=faults,
+        fixes=_fixes_of(faults, fixes),
         partner_fixes=() if other is None else _fixes_of(matching(known, other), fixes),
     )
 

@@ -111,28 +111,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def command(self, case_id: str) -> str:
         """The one-line command that runs this case alone, the same way, for a POSIX shell."""
-        words = ["fp8-harness", "run"]
-        if self.root_option is not None:
-            words += ["--root", self.root_option]
-        words += ["--case", case_id]
-        if self.device != "cpu":
-            words += ["--device", self.device]
-        if self.fabric != FABRICS[self.device][0]:
-            words += ["--fabric", self.fabric]
-        if self.engine != "zygote":
-            words += ["--engine", self.engine]
-        if self.arithmetic != usual_arithmetic(self.device):
-            words += ["--arithmetic", self.arithmetic]
-        if self.address not in ("", AUTO):
-            words += ["--address", self.address]
-        if self.meeting is not None:
-            words += ["--nnodes", str(self.meeting.nnodes), "--rdzv-endpoint", self.meeting.endpoint]
-        if self.timeout_s is not None:
-            words += ["--timeout-s", str(self.timeout_s).removesuffix(".0")]
-        for injection in self.injections:
-            words += ["--inject", injection.text]
+        meeting, timeout_s = self.meeting, self.timeout_s
+        options = (
+            ("--root", self.root_option),
+            ("--case", case_id),
+            ("--device", None if self.device == "cpu" else self.device),
+            ("--fabric", None if self.fabric == FABRICS[self.device][0] else self.fabric),
+            ("--engine", None if self.engine == "zygote" else self.engine),
+            ("--arithmetic", None if self.arithmetic == usual_arithmetic(self.device) else self.arithmetic),
+            ("--address", None if self.address in ("", AUTO) else self.address),
+            ("--nnodes", None if meeting is None else str(meeting.nnodes)),
+            ("--rdzv-endpoint", None if meeting is None else meeting.endpoint),
+            ("--timeout-s", None if timeout_s is None else str(timeout_s).removesuffix(".0")),
+            *(("--inject", injection.text) for injection in self.injections),
+        )
+        words = [word for name, value in options if value is not None for word in (name, value)]
         program = "" if self.program == DEFAULT_PROGRAM else f"{PROGRAM_VARIABLE}={shlex.quote(self.program)} "
-        return program + shlex.join(words)
+        return program + shlex.join(["fp8-harness", "run", *words])
 
 
 def make_plan(  # noqa: PLR0913  one parameter an option

@@ -11,6 +11,7 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -104,9 +105,7 @@ def run_schedule(
 
     So does `enough`, which is asked after every result. What `work.run` raises stops the run and is raised here.
     """
-    pending: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for position in sorted(range(len(items)), key=lambda at: -items[at].world_size):
-        pending.put(position)
+    pending = deque(sorted(range(len(items)), key=lambda at: -items[at].world_size))  # threads may share it
     events: _Events[Result] = queue.SimpleQueue()
     threads = [
         # Daemon: a thread that still waits for a device lease must not keep a stopped program alive.
@@ -119,7 +118,7 @@ def run_schedule(
             thread.start()
         stopped = _collect(items, events, results, observer, threads=len(threads), enough=enough)
         if stopped is not None:
-            _drain(pending)
+            pending.clear()
             work.stop()
             _join(threads)
             _collect_ready(events, results, observer)
@@ -151,14 +150,12 @@ def _interrupts_to(events: _Events[Result]) -> Iterator[None]:
             signal.signal(number, previous[number])
 
 
-def _serve(
-    items: Sequence[Item], pending: queue.SimpleQueue[int], events: _Events[Result], work: Work[Item, Result]
-) -> None:
+def _serve(items: Sequence[Item], pending: deque[int], events: _Events[Result], work: Work[Item, Result]) -> None:
     """One thread: take the next item until there is none."""
     while True:
         try:
-            position = pending.get_nowait()
-        except queue.Empty:
+            position = pending.popleft()
+        except IndexError:
             events.put(_Idle())
             return
         events.put(_Started(position))
@@ -223,11 +220,3 @@ def _join(threads: Sequence[threading.Thread]) -> None:
     deadline = time.monotonic() + _LAST_WORDS_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _drain(pending: queue.SimpleQueue[int]) -> None:
-    while True:
-        try:
-            pending.get_nowait()
-        except queue.Empty:
-            return

@@ -32,6 +32,7 @@ from harness.running.target_source import target_digest
 from harness.running.witness_key import witness_key
 from harness.trace import Run
 
+_SEAL_SIZE = hashlib.sha256().digest_size
 _RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, as that of `judge.py`
 
 
@@ -98,10 +99,8 @@ class WitnessCache:
     def reference(self, case: Case) -> Run | None:
         """The BF16 reference of a case on one rank, for want of a stored golden; None when it did not finish."""
         witness = reference_case(case)
-        probes = ("sketches",)
-        return self._witness(
-            witness, f"reference {case_id(witness)}", lambda: self._executor.execute_plain(witness, probes=probes)
-        )
+        name = f"reference {case_id(witness)}"
+        return self._witness(witness, name, lambda: self._executor.execute_plain(witness, probes=("sketches",)))
 
     def noisy(self, case: Case, draw: int, converted: tuple[str, ...]) -> Run | None:
         """The reference with random errors where the case casts to float8; None when it did not finish.
@@ -110,11 +109,12 @@ class WitnessCache:
         """
         witness, float8 = reference_case(case), case.float8
         rounded = Float8(recipe=float8.recipe, output_layer=float8.output_layer, filter_fqns=float8.filter_fqns)
-        return self._witness(
-            witness,
-            f"noise {draw} {case_id(msgspec.structs.replace(witness, float8=rounded))}",
-            lambda: self._executor.execute_noisy(witness, noise_of(case, draw, converted), ("sketches",)),
-        )
+        name = f"noise {draw} {case_id(msgspec.structs.replace(witness, float8=rounded))}"
+
+        def execute() -> JobOutcome | None:
+            return self._executor.execute_noisy(witness, noise_of(case, draw, converted), ("sketches",))
+
+        return self._witness(witness, name, execute)
 
     def partner(self, case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
         """The run of the partner of a case (`relations.py`), sketched; None when it did not finish or there is none.
@@ -190,7 +190,8 @@ class WitnessCache:
 
     def _stored(self, path: Path) -> Run | None:
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            seal, content = _split(path.read_bytes())
+            stored = path.read_bytes()
+            seal, content = stored[:_SEAL_SIZE], stored[_SEAL_SIZE:]
             run = _RUNS.decode(content) if seal == _seal(content) else None
             return run if run is not None and run.complete else None
         return None
@@ -231,8 +232,3 @@ def open_witnesses(
 def _seal(content: bytes) -> bytes:
     """What stands before the content of a file: a witness with one wrong bit would fail good runs for ever."""
     return hashlib.sha256(content).digest()
-
-
-def _split(stored: bytes) -> tuple[bytes, bytes]:
-    size = hashlib.sha256().digest_size
-    return stored[:size], stored[size:]

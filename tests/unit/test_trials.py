@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from harness.bugs import trials
-from harness.cli import bug, bug_trial
 from harness.cli.main import main
 from harness.project import Project
 from harness.running.plan import Plan
@@ -34,8 +33,7 @@ def test_an_interruption_has_its_exit_code(
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    assert bug.run_once is bug_trial.run_once
-    monkeypatch.setattr(bug, "run_once", interrupted)
+    monkeypatch.setattr(trials, "run_once", interrupted)
     monkeypatch.setenv("FP8_HARNESS_STATE", str(tmp_path))
     monkeypatch.setenv("FP8_HARNESS_PROGRAM", "tests.acceptance.fake_program")
     assert main(["bug", "repro", "single-bf16-v2048-f32", "-q"]) == ExitCode.INTERRUPTED
