@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,14 @@ class Command:
             text=True,
             start_new_session=True,
         )
+
+    def start_until(self, words: str, *arguments: str) -> subprocess.Popen[str]:
+        """Start it, and wait until a line on stderr has these words."""
+        process = self.start(*arguments)
+        assert process.stderr is not None
+        while words not in (line := process.stderr.readline()):
+            assert line, f"ended without {words!r}"
+        return process
 
     def run(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments)
@@ -117,10 +126,14 @@ class Command:
     def tier(self, name: str, text: str) -> None:
         (self.folder / "cases" / f"{name}.toml").write_text(text)
 
-    def planted(self, name: str, seed: int, *, steps: int = 3) -> None:
-        """A tier of one case of two ranks whose seed says what goes wrong (`fake_program.py`)."""
-        axes = f'recipe = "tensorwise", dp_shard = 2, seed = {seed}, steps = {steps}, loss_tolerance = 0.05'
-        self.tier(name, f"[[case]]\naxes = {{{axes}}}\n")
+    def cases(self, name: str, *axes: str) -> None:
+        """A tier of cases with these axes."""
+        self.tier(name, "".join(f"[[case]]\naxes = {{{each}}}\n" for each in axes))
+
+    def planted(self, name: str, *seeds: int, steps: int = 3) -> None:
+        """A tier of cases of two ranks, each with a seed that says what goes wrong (`fake_program.py`)."""
+        axes = f'recipe = "tensorwise", dp_shard = 2, steps = {steps}, loss_tolerance = 0.05'
+        self.cases(name, *(f"{axes}, seed = {seed}, lr = 0.00{number}" for number, seed in enumerate(seeds, 1)))
 
     def environment_of_runs(self) -> dict[str, str]:
         # What tells GitHub of a run of this suite must not tell it of the runs in its tests.
@@ -135,11 +148,16 @@ class Command:
         }
 
 
+def empty_project(folder: Path) -> Path:
+    """The folder with folders for cases and goldens."""
+    for name in ("cases", "golden"):
+        (folder / name).mkdir()
+    return folder
+
+
 def make_project(folder: Path) -> Command:
     """A project with one tier `smoke` and its goldens."""
-    (folder / "cases").mkdir()
-    (folder / "golden").mkdir()
-    command = Command(folder)
+    command = Command(empty_project(folder))
     command.tier("smoke", CASES)
     done = command.call("golden", "update", "smoke", "--device", "cpu", "--reason", "first")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -156,7 +174,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Command:
 def project(tmp_path: Path, shared: Command) -> Iterator[Command]:
     """A project of the test's own."""
     for name in ("cases", "golden"):
-        _copy(shared.folder / name, tmp_path / name)
+        shutil.copytree(shared.folder / name, tmp_path / name)
     yield Command(tmp_path)
 
 
@@ -167,11 +185,3 @@ def warm() -> Iterator[Warm]:
 
     with Warm() as processes:
         yield processes
-
-
-def _copy(source: Path, target: Path) -> None:
-    for path in source.rglob("*"):
-        if path.is_file():
-            to = target / path.relative_to(source)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_bytes(path.read_bytes())

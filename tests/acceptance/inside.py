@@ -12,13 +12,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Self
 from unittest import mock
 
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.running.target_source import target_digest
-from tests.acceptance.conftest import Command
+from tests.acceptance.conftest import Command, empty_project
 
 
 class Warm:
@@ -68,6 +69,9 @@ class Borrowed:
             self._engine.end(job_id)
 
 
+TARGETS = Path(__file__).parents[1] / "targets"
+
+
 @dataclass
 class Inside(Command):
     """`fp8-harness` in this process; `start`, `shell` and `apart` run the real command in the same folder."""
@@ -89,3 +93,11 @@ class Inside(Command):
         borrowed = partial(self.warm.lend, self.environment)
         with mock.patch("harness.running.executor.ZygoteEngine", borrowed):
             return self.call(*arguments)
+
+
+def with_targets(folder: Path, warm: Warm, *names: str) -> Inside:
+    """A project with these files of `tests/targets` in it, run on the real ranks."""
+    empty_project(folder)
+    for name in names:
+        (folder / name).write_text((TARGETS / name).read_text())
+    return Inside(folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, warm=warm)

@@ -33,13 +33,6 @@ def test_help_has_examples(shared: Command, name: str) -> None:
     assert "Example" in done.stdout or name == "version"
 
 
-def test_list(shared: Command) -> None:
-    done = shared.call("list", "--select", "dp_shard=2")
-    assert done.returncode == 0
-    assert done.stdout.split()[0] == "2"
-    assert "rowwise" in done.stdout
-
-
 def test_list_imports_nothing_heavy(shared: Command) -> None:
     code = (
         "import sys; from harness.cli.main import main; code = main(['list', 'smoke']);"
@@ -198,7 +191,7 @@ def test_a_changed_golden_is_compared_with_noise_and_its_cpu_is_named(project: C
 
 
 def test_golden_dry_run_stores_nothing(project: Command) -> None:
-    project.tier("new", '[[case]]\naxes = {recipe = "rowwise", steps = 4}\n')
+    project.cases("new", 'recipe = "rowwise", steps = 4')
     done = project.call("golden", "update", "new", "--device", "cpu", "--reason", "look", "--dry-run")
     assert done.returncode == 0
     assert "not stored" in done.stdout
@@ -208,8 +201,7 @@ def test_golden_dry_run_stores_nothing(project: Command) -> None:
 
 
 def test_tolerance_measure_writes_evidence(project: Command) -> None:
-    cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}, steps = 3}}\n' for size in (1, 2, 4))
-    project.tier("noise", cases)
+    project.cases("noise", *(f'recipe = "rowwise", dp_shard = {size}, steps = 3' for size in (1, 2, 4)))
     done = project.call("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     evidence = json.loads((project.folder / "golden/evidence/loss_vs_golden.json").read_text())
@@ -220,8 +212,7 @@ def test_tolerance_measure_writes_evidence(project: Command) -> None:
 
 
 def test_measuring_some_cases_again_keeps_the_samples_of_the_others(project: Command) -> None:
-    cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}, steps = 3}}\n' for size in (1, 2))
-    project.tier("noise", cases)
+    project.cases("noise", *(f'recipe = "rowwise", dp_shard = {size}, steps = 3' for size in (1, 2)))
     path = project.folder / "golden/evidence/loss_vs_golden.json"
     stored = []
     for arguments in (("--seeds", "2"), ("--seeds", "3", "--select", "dp_shard=2")):
@@ -246,8 +237,7 @@ reason = "The second rank loses its rows."
 
 
 def test_tolerance_measure_leaves_out_cases_with_recorded_faults_by_name(project: Command) -> None:
-    cases = "".join(f'[[case]]\naxes = {{recipe = "rowwise", dp_shard = {size}, steps = 3}}\n' for size in (1, 2))
-    project.tier("noise", cases)
+    project.cases("noise", *(f'recipe = "rowwise", dp_shard = {size}, steps = 3' for size in (1, 2)))
     project.tier("known", KNOWN)
     measure = ("tolerance", "measure", "noise", "--device", "cpu", "--seeds", "2")
     done = project.call(*measure)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.evidence.ring import RINGS
-from tests.acceptance.conftest import REPOSITORY, Command
+from tests.acceptance.conftest import REPOSITORY, Command, empty_project
 from tests.acceptance.documents import steps
 from tests.commands import understood
 from tests.nvidia import put_nvidia_smi
@@ -27,11 +27,7 @@ axes = {recipe = "rowwise", tp = 2, output_layer = true, vocab_size = 2256, dtyp
 
 def bare(folder: Path) -> Command:
     """A project without cases and goldens, whose ranks run torch."""
-    for name in ("cases", "golden"):
-        (folder / name).mkdir()
-    command = Command(folder)
-    command.environment = {"FP8_HARNESS_PROGRAM": ""}
-    return command
+    return Command(empty_project(folder), {"FP8_HARNESS_PROGRAM": ""})
 
 
 def test_the_kernel_of_this_machine(tmp_path: Path) -> None:

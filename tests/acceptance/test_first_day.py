@@ -5,66 +5,52 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.acceptance.conftest import REPOSITORY, Command, empty_project
+
 FP8, BF16 = "single-tensorwise-v2048-gb4-s2-f64", "single-bf16-v2048-gb4-s2-f64"
 UTILS = "float8/float8_utils.py"
 OWN = "tp2-tensorwise-dim.96-layers.1-ffn.160-v1280-gb4-s4-seed7-b16"  # no golden and no tolerance
 LONG = "tp2-tensorwise-dim.512-layers.4-ffn.1408-v4096-s50-seed7-b16"
 
 
-class Project:
-    """An empty project, whose commands may run with an edited copy of torchao."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._edited = folder / "edited"
-        for name in ("cases", "golden"):
-            (folder / name).mkdir()
+class Project(Command):
+    """An empty project with real ranks, whose commands may run with an edited copy of torchao."""
 
     def edit(self, file: str, old: str, new: str) -> None:
         """Copy torchao where Python looks first, with one line of it changed."""
         spec = find_spec("torchao")
         assert spec is not None and spec.origin is not None
         installed = Path(spec.origin).parent
-        shutil.rmtree(self._edited, ignore_errors=True)
-        shutil.copytree(installed, self._edited / "torchao", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        path = self._edited / "torchao" / file
+        edited = self.folder / "edited" / "torchao"
+        shutil.rmtree(edited, ignore_errors=True)
+        shutil.copytree(installed, edited, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        path = edited / file
         text = path.read_text()
         assert text.count(old) == 1, f"{old!r} in {file}"
         path.write_text(text.replace(old, new))
 
-    def run(self, *words: str) -> tuple[int, list[dict[str, Any]], str]:
+    def judged(self, *words: str) -> tuple[int, list[dict[str, Any]], str]:
         """Exit code, cases of the JSON report, and what a user sees."""
-        paths = [str(self._edited), str(REPOSITORY)]
-        state = {"PYTHONPATH": os.pathsep.join(paths), "FP8_HARNESS_STATE": str(self._folder / "state")}
-        done = subprocess.run(
-            [sys.executable, "-m", "harness", "run", "--device", "cpu", "--json", "result.json", *words],
-            cwd=self._folder,
-            env={**os.environ, **state},
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
-        return done.returncode, json.loads((self._folder / "result.json").read_text())["cases"], done.stdout
+        done = self.run("run", "--device", "cpu", "--json", "result.json", *words, timeout_s=1800)
+        return done.returncode, json.loads((self.folder / "result.json").read_text())["cases"], done.stdout
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    return Project(tmp_path)
+    folder = empty_project(tmp_path)
+    paths = os.pathsep.join((str(folder / "edited"), str(REPOSITORY)))
+    return Project(folder, {"FP8_HARNESS_PROGRAM": "", "PYTHONPATH": paths})
 
 
 def test_an_exception_of_torchao_is_the_crash_of_the_cases_that_run_into_it(project: Project) -> None:
     project.edit(UTILS, "        amax = torch.max(torch.abs(x))\n", "        raise TypeError('edited')\n")
-    code, (broken, sound), _ = project.run("--case", FP8, "--case", BF16)
+    code, (broken, sound), _ = project.judged("--case", FP8, "--case", BF16)
     assert code == 1
     assert (broken["verdict"], sound["verdict"]) == ("crash", "passed")
     (failure,) = broken["failures"]
@@ -74,7 +60,7 @@ def test_an_exception_of_torchao_is_the_crash_of_the_cases_that_run_into_it(proj
 
 def test_a_torchao_that_cannot_be_imported_is_the_crash_of_every_case(project: Project) -> None:
     project.edit(UTILS, "@torch.no_grad()\ndef amax_to_scale(", "import no_such_module\n\n\ndef amax_to_scale(")
-    code, cases, _ = project.run("--case", FP8, "--case", BF16)
+    code, cases, _ = project.judged("--case", FP8, "--case", BF16)
     assert code == 1
     assert {case["verdict"] for case in cases} == {"crash"}
     assert "No module named 'no_such_module'" in cases[0]["failures"][0]["message"]
@@ -83,16 +69,16 @@ def test_a_torchao_that_cannot_be_imported_is_the_crash_of_every_case(project: P
 @pytest.mark.sweep  # `tests/unit/test_witness_key.py` shows that a witness of an edited package is another one
 def test_an_edited_torchao_fails_and_leaves_nothing_behind(project: Project) -> None:
     project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(x)")
-    code, (case,), _ = project.run("--case", FP8)
+    code, (case,), _ = project.judged("--case", FP8)
     assert (code, case["verdict"]) == (1, "invariant")
     assert "scales" in {finding["check"] for finding in case["findings"]}
     project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(torch.abs(x))")
-    code, (case,), _ = project.run("--case", FP8)
+    code, (case,), _ = project.judged("--case", FP8)
     assert (code, case["verdict"], case["findings"]) == (0, "passed", [])
 
 
 def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project) -> None:
-    code, (case,), text = project.run("--case", OWN)
+    code, (case,), text = project.judged("--case", OWN)
     assert (code, case["verdict"]) == (0, "passed"), case["findings"]
     assert case["golden"] == "run here" and case["derived"] == ["loss_vs_golden", "parity"]
     assert {"loss_vs_golden", "parity", "local_parity", "scales", "traffic", "memory"} <= set(case["checks"])
@@ -101,11 +87,11 @@ def test_a_model_of_ones_own_is_judged_over_any_number_of_steps(project: Project
 
 @pytest.mark.sweep  # ten minutes: what the references cost is paid once
 def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project: Project) -> None:
-    code, (case,), _ = project.run("--case", LONG)
+    code, (case,), _ = project.judged("--case", LONG)
     assert (code, case["verdict"]) == (0, "passed"), case["findings"]
     skipped = {each["check"]: each["reason"] for each in case["not_judged"]}
     assert skipped["local_parity"] == "steps 4 to 50: modules are recorded in the first steps only"
-    code, (case,), _ = project.run("--case", LONG, "--inject", "fault:one_row_of_a_gradient_scaled")
+    code, (case,), _ = project.judged("--case", LONG, "--inject", "fault:one_row_of_a_gradient_scaled")
     assert (code, case["verdict"]) == (1, "numeric")
     assert case["findings"][0]["check"] == "local_parity"
     assert case["findings"][0]["module"] == "layers.3.feed_forward.w1.weight"
@@ -113,6 +99,6 @@ def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project:
 
 @pytest.mark.sweep
 def test_a_fault_in_a_model_of_ones_own_is_found(project: Project) -> None:
-    code, (case,), _ = project.run("--case", OWN, "--inject", "fault:amax_not_reduced_over_tp")
+    code, (case,), _ = project.judged("--case", OWN, "--inject", "fault:amax_not_reduced_over_tp")
     assert code == 1
     assert {"scales", "local_parity"} <= {finding["check"] for finding in case["findings"]}

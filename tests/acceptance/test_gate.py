@@ -158,8 +158,8 @@ def test_versions_of_a_package_are_gated(project: Command) -> None:
     wheels.mkdir()
     for version in ("0.1", "0.2"):
         wheel(wheels, version)
-    axes = 'axes = {recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
-    project.tier("mine", f"[[case]]\n{axes}}}\n[[case]]\n{axes}, seed = 7}}\n")
+    axes = 'recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
+    project.cases("mine", axes, f"{axes}, seed = 7")
     links = {"FIND_LINKS": str(wheels), "NO_INDEX": "1"}
     project.environment |= {f"{tool}_{name}": value for tool in ("PIP", "UV") for name, value in links.items()}
     words = ("--select", "seed=7", "-j", "1", "--timeout-s", "77", "--json", "-", "--html", "gate.html")

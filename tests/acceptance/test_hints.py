@@ -71,7 +71,7 @@ def excluded_case(project: Command) -> str:
 
 
 def nothing_selected(project: Command) -> str:
-    project.tier("my tier", f"[[case]]\naxes = {{{OTHERS}}}\n")
+    project.cases("my tier", OTHERS)
     return project.call("run", "smoke", "cases/my tier.toml", "--select", "tp=8").stderr
 
 
@@ -88,26 +88,17 @@ def wrong_family(project: Command) -> str:
 
 
 def stopped(project: Command) -> str:
-    project.tier("bad", "".join(f"[[case]]\naxes = {{{PASSES}, lr = 0.00{number}}}\n" for number in range(1, 6)))
+    project.cases("bad", *(f"{PASSES}, lr = 0.00{number}" for number in range(1, 6)))
     (project.folder / "patch.py").write_text("def apply():\n    raise ValueError(1)\n")
     done = project.call("run", "bad", *CPU, "-x", "-j", "1", "--inject", "patch.py:apply")
     (project.folder / "patch.py").write_text("def apply():\n    pass\n")
     return next(line for line in done.stdout.splitlines() if line.startswith("not run: "))
 
 
-TRAINS = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
-
-
 def interrupted(project: Command) -> str:
     project.environment["GO"] = str(project.folder / "go")
-    seeds = enumerate((0, 8, 8), start=1)
-    project.tier(
-        "waiting", "".join(f"[[case]]\naxes = {{{TRAINS}, lr = 0.00{n}, seed = {seed}}}\n" for n, seed in seeds)
-    )
-    process = project.start("run", "waiting", *CPU, "-j", "1")
-    assert process.stderr is not None
-    while "[1/3]" not in process.stderr.readline():
-        pass
+    project.planted("waiting", 0, 8, 8)
+    process = project.start_until("[1/3]", "run", "waiting", *CPU, "-j", "1")
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
     (project.folder / "go").touch()
@@ -131,8 +122,7 @@ def damaged_golden(project: Command) -> str:
 
 
 def no_goldens(project: Command) -> str:
-    own = "".join(f"[[case]]\naxes = {{{PASSES}, seed = {seed}}}\n" for seed in (8, 9))
-    (project.folder / "my own.toml").write_text(own)
+    project.cases("../my own", *(f"{PASSES}, seed = {seed}" for seed in (8, 9)))
     done = project.call("run", "my own.toml", *CPU, "--select", "seed=9 dp_shard=2")
     assert done.returncode == 0, done.stdout + done.stderr
     return next(line for line in done.stderr.splitlines() if line.startswith("goldens not stored"))
@@ -141,7 +131,7 @@ def no_goldens(project: Command) -> str:
 def with_target(project: Command) -> None:
     """A tier of one case that a module of the user trains."""
     (project.folder / "mine.py").write_text("")
-    project.tier("mine", f'[[case]]\naxes = {{{PASSES}, target = "mine"}}\n')
+    project.cases("mine", f'{PASSES}, target = "mine"')
 
 
 def no_signatures(project: Command) -> str:
@@ -168,7 +158,7 @@ def damaged_costs(project: Command) -> str:
     costs = project.folder / "golden" / "evidence" / "costs.json"
     costs.parent.mkdir(exist_ok=True)
     costs.write_text("{}")
-    project.tier("pr", f"[[case]]\naxes = {{{PASSES}}}\n")
+    project.cases("pr", PASSES)
     return project.call("run", "smoke", *CPU, "--budget-s", "60").stderr
 
 
@@ -202,7 +192,7 @@ def two_environments(project: Command) -> str:
 
 
 def moved_numbers(project: Command) -> str:
-    project.tier("mine", f"[[case]]\naxes = {{{PASSES}}}\n")
+    project.cases("mine", PASSES)
     patch = "import tests.acceptance.fake_program as program\nusual = program._loss\n"
     patch += "def apply():\n    program._loss = lambda case, step: usual(case, step) + 0.001\n"
     (project.folder / "patch.py").write_text(patch)
@@ -269,7 +259,7 @@ def test_a_project_elsewhere_is_named(project: Command, tmp_path_factory: pytest
 
 
 def test_measuring_a_tolerance_works_where_smoke_has_cases_without_one(project: Command) -> None:
-    project.tier("smoke", f"[[case]]\naxes = {{{OTHERS}}}\n")
+    project.cases("smoke", OTHERS)
     assert project.printed("fp8-harness tolerance measure").returncode == 0
 
 

@@ -57,9 +57,8 @@ def test_the_fix_makes_a_project_in_which_it_is_stored(installed: Command) -> No
 
 
 def test_a_run_does_not_suggest_to_store_goldens_there(installed: Command) -> None:
-    (installed.folder / "my.toml").write_text(
-        '[[case]]\naxes = {recipe = "rowwise", steps = 4, loss_tolerance = 0.1}\n'
-    )
+    case = '[[case]]\naxes = {recipe = "rowwise", steps = 4, loss_tolerance = 0.1}\n'
+    (installed.folder / "my.toml").write_text(case)
     done = installed.run("run", "my.toml", "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "goldens not stored: 1." in done.stderr and "To store them" not in done.stderr

@@ -5,13 +5,10 @@ Also by what a target states of itself in `expect`.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.acceptance.inside import Inside, Warm
+from tests.acceptance.inside import Inside, Warm, with_targets
 
-TARGETS = Path(__file__).parents[1] / "targets"
 # `variants.py` says which model each of them is about.
 STYLED = "target.variants-tp2-tensorwise-tpstyle.fp8-v2048-s2-seed1-f64"
 TIED = "target.variants-fsdp2-tensorwise-ag.fp8-head.fp8-v2048-s2-seed2-f64"
@@ -30,12 +27,7 @@ SILENT = "target.variants-single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
     """A project with this target in it, run on the real ranks."""
-    folder = tmp_path_factory.mktemp("models")
-    for name in ("cases", "golden"):
-        (folder / name).mkdir()
-    for name in ("toy.py", "variants.py"):
-        (folder / name).write_text((TARGETS / name).read_text())
-    return Inside(folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, warm=warm)
+    return with_targets(tmp_path_factory.mktemp("models"), warm, "toy.py", "variants.py")
 
 
 def test_clean_runs_pass_and_a_fault_of_torchao_is_known_in_a_project_without_records(project: Inside) -> None:

@@ -50,13 +50,6 @@ def words(cluster: Any, *more: str) -> tuple[str, ...]:
     return ("--engine", "ray", "--address", cluster.address, *more)
 
 
-def slow_tier(project: Command, count: int) -> None:
-    """Cases of two ranks of a second each."""
-    axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
-    cases = "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in range(1, count + 1))
-    project.tier("slow", cases)
-
-
 def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
     assert process.stderr is not None
     lines: list[str] = []
@@ -131,7 +124,7 @@ def connected(cluster: Any) -> Iterator[Any]:
 
 
 def test_what_cannot_run_is_refused_before_anything_is_reserved(project: Command, cluster: Any, connected: Any) -> None:
-    project.tier("large", '[[case]]\naxes = {recipe = "rowwise", dp_shard = 4, steps = 3, loss_tolerance = 0.05}\n')
+    project.cases("large", 'recipe = "rowwise", dp_shard = 4, steps = 3, loss_tolerance = 0.05')
     done = project.call("run", "large", *words(cluster, "--slots", "1"))
     assert done.returncode == 2 and "need more than the 2 slots there are" in done.stderr
     done = project.call("run", "smoke", *words(cluster, "--device", "cuda"))
@@ -154,7 +147,7 @@ def test_a_run_that_must_wait_says_so_and_for_how_much(connected: Any) -> None:
 
 
 def test_a_node_that_dies_costs_its_cases_one_attempt(project: Command, cluster: Any) -> None:
-    slow_tier(project, 3)
+    project.planted("slow", 6, 6, 6)
     process = project.start("run", "slow", *words(cluster, "--slots", "2", "-j", "1", "--json", "-"))
     lines_until(process, "[1/3]")
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)

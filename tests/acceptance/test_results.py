@@ -15,23 +15,17 @@ import pytest
 from tests.acceptance.conftest import Command
 
 CPU = ("--device", "cpu")
-TRAINS = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
 
 
-def waiting_tier(project: Command, good: int, waiting: int, *, first: str = "") -> None:
-    """A tier of cases that end at once, and of cases that go on when the run was stopped: `stop` lets them."""
+def waiting_tier(project: Command, good: int, waiting: int) -> None:
+    """A tier of cases that end at once, and of cases that go on when the run was stopped: `stop_after` lets them."""
     project.environment["GO"] = str(project.folder / "go")
-    seeds = [0] * good + [8] * waiting
-    cases = (f"[[case]]\naxes = {{{TRAINS}, lr = 0.00{n}, seed = {seed}}}\n" for n, seed in enumerate(seeds, start=1))
-    project.tier("waiting", first + "".join(cases))
+    project.planted("waiting", *[0] * good, *[8] * waiting)
 
 
 def stop_after(project: Command, done: int, *arguments: str, sign: signal.Signals = signal.SIGINT) -> None:
     """Run the tier and end the run by a signal once so many cases are done. Its ranks are gone then."""
-    process = project.start("run", "waiting", *arguments, *CPU, "-j", "1")
-    assert process.stderr is not None
-    while f"[{done}/" not in process.stderr.readline():
-        pass
+    process = project.start_until(f"[{done}/", "run", "waiting", *arguments, *CPU, "-j", "1")
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(sign)
     process.communicate(timeout=30)
@@ -81,8 +75,10 @@ def test_a_run_that_was_ended_is_finished(project: Command, sign: signal.Signals
 
 
 def test_a_resumed_run_fails_for_what_failed_before(project: Command) -> None:
-    raises = TRAINS.replace("dp_shard = 2", "dp_shard = 4")  # largest worlds first
-    waiting_tier(project, 1, 1, first=f"[[case]]\naxes = {{{raises}, seed = 1}}\n")
+    project.environment["GO"] = str(project.folder / "go")
+    axes = 'recipe = "tensorwise", steps = 3, loss_tolerance = 0.05'
+    layouts = ("dp_shard = 4, seed = 1", "dp_shard = 2", "dp_shard = 2, seed = 8")  # largest worlds first
+    project.cases("waiting", *(f"{axes}, {layout}" for layout in layouts))
     stop_after(project, 1)
     done = project.call("run", "--resume")
     assert done.returncode == 1 and "1 crash" in done.stdout and "ValueError: planted failure" in done.stdout

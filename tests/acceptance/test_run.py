@@ -42,6 +42,8 @@ def test_good_run(common: Inside, tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     jsonschema.validate(document, json.loads((common.repository / "harness/schemas/result.schema.json").read_text()))
     assert {case["verdict"] for case in document["cases"]} == {"passed"}
+    listed = json.loads(common.run("list", "smoke", "--json").stdout)
+    assert [case["id"] for case in document["cases"]] == [case["id"] for case in listed]
     for case in document["cases"]:
         asked, left_out = set(case["checks"]), {each["check"]: each["reason"] for each in case["not_judged"]}
         if case["expectation"] is None:
@@ -50,13 +52,6 @@ def test_good_run(common: Inside, tmp_path: Path) -> None:
         else:
             assert (asked, left_out) == ({"alignment"}, {})
     assert len(ElementTree.parse(tmp_path / "junit.xml").findall(".//testcase")) == 4
-
-
-def test_results_are_in_the_order_of_selection(common: Inside, tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    common.run("run", "smoke", *CPU, "--json", str(out))
-    listed = json.loads(common.run("list", "smoke", "--json").stdout)
-    assert [case["id"] for case in json.loads(out.read_text())["cases"]] == [case["id"] for case in listed]
 
 
 def test_every_result_has_a_command_that_reproduces_it(common: Inside, tmp_path: Path) -> None:
@@ -162,30 +157,12 @@ def test_rerun_failed(project: Inside) -> None:
     assert "nothing failed in the last run" in again.stderr
 
 
-def test_rerun_failed_after_the_run_was_killed(project: Inside) -> None:
-    axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
-    project.tier("slow", "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in (1, 2, 3)))
-    assert project.run("golden", "update", "slow", *CPU, "--reason", "slow").returncode == 0
-    process = project.start("run", "slow", *CPU, "-j", "1")
-    assert process.stderr is not None
-    assert "[1/3]" in process.stderr.readline()
-    process.kill()
-    process.communicate(timeout=30)
-    again = project.run("run", "--rerun-failed", *CPU)
-    assert again.returncode == 0, again.stderr
-    assert "2 of 3 cases of the last run have no result" in again.stderr
-    assert "2 cases: 2 passed" in again.stdout
-
-
 def test_rerun_failed_runs_what_a_killed_run_never_reached_in_the_same_way(project: Inside) -> None:
     """The patch raises in every rank that it is called in: what passes without it fails again with it."""
-    axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
-    project.tier("slow", "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in range(1, 5)))
+    project.planted("slow", 6, 6, 6, 6)
     (project.folder / "patch.py").write_text("import time\ndef apply():\n    time.sleep(1)\n    raise ValueError(1)\n")
-    process = project.start("run", "slow", *CPU, "-j", "1", "--inject", "patch.py:apply", "--timeout-s", "77")
-    assert process.stderr is not None
-    while "[1/4]" not in process.stderr.readline():
-        pass
+    patched = ("--inject", "patch.py:apply", "--timeout-s", "77")
+    process = project.start_until("[1/4]", "run", "slow", *CPU, "-j", "1", *patched)
     process.kill()
     process.communicate(timeout=30)
     elsewhere = project.folder / "cases" / "deep"
@@ -264,14 +241,10 @@ def test_interrupt_ends_torchrun_and_its_ranks(project: Inside) -> None:
 
 
 def test_interrupt_leaves_a_valid_partial_result(project: Inside) -> None:
-    axes = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, seed = 6'
-    cases = "".join(f"[[case]]\naxes = {{{axes}, lr = 0.00{number}}}\n" for number in range(1, 9))
-    project.tier("slow", cases)
+    project.planted("slow", *[6] * 8)
     assert project.run("golden", "update", "slow", *CPU, "--reason", "slow").returncode == 0
     out = project.folder / "partial.json"
-    process = project.start("run", "slow", *CPU, "-j", "1", "--json", str(out))
-    assert process.stderr is not None
-    assert "[1/8]" in process.stderr.readline()
+    process = project.start_until("[1/8]", "run", "slow", *CPU, "-j", "1", "--json", str(out))
     time.sleep(0.3)
     ours = psutil.Process(process.pid).children(recursive=True)
     assert ours
@@ -306,8 +279,7 @@ def test_nothing_is_left_behind(project: Inside) -> None:
 def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Inside) -> None:
     good = 'recipe = "tensorwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05'
     raises = 'recipe = "tensorwise", dp_shard = 4, steps = 3, loss_tolerance = 0.05, seed = 1'  # largest worlds first
-    cases = [raises, *(f"{good}, seed = {seed}" for seed in range(9, 15))]
-    project.tier("many", "".join(f"[[case]]\naxes = {{{axes}}}\n" for axes in cases))
+    project.cases("many", raises, *(f"{good}, seed = {seed}" for seed in range(9, 15)))
     done = project.run("run", "many", "-x", "-j", "1", "--json", "-", *CPU)
     assert done.returncode == 1
     document = json.loads(done.stdout)

@@ -21,7 +21,7 @@ def mine(project: Command, warm: Warm) -> Inside:
     """The project with a tier of one case that a module of the user trains."""
     (project.folder / "mine.py").write_text("from harness.worker.targets.reference.build import build as build\n")
     axes = 'recipe = "rowwise", dp_shard = 2, steps = 3, loss_tolerance = 0.05, target = "mine"'
-    project.tier("mine", f"[[case]]\naxes = {{{axes}}}\n")
+    project.cases("mine", axes)
     return Inside(project.folder, warm=warm)
 
 
@@ -76,7 +76,7 @@ def test_an_update_shows_what_changes(mine: Inside) -> None:
 
 def test_what_fails_another_check_is_not_recorded(mine: Inside) -> None:
     axes = 'recipe = "tensorwise", seed = 4, steps = 3, loss_tolerance = 0.05, target = "mine"'
-    mine.tier("mine", f"[[case]]\naxes = {{{axes}}}\n")
+    mine.cases("mine", axes)
     done = mine.run(*UPDATE, "first")
     assert done.returncode == 1
     assert "loss_vs_golden" in done.stdout and "0 signatures stored, 1 case failed" in done.stdout
@@ -122,7 +122,7 @@ def test_real_ranks_that_keep_gathered_weights_are_found_by_what_they_send_and_k
     real = mine.having(FP8_HARNESS_PROGRAM="")
     (mine.folder / "keeps.py").write_text(KEEPS_WEIGHTS)
     axes = 'recipe = "rowwise", dp_shard = 2, steps = 3, global_batch = 4, loss_tolerance = 0.05, target = "mine"'
-    mine.tier("mine", f"[[case]]\naxes = {{{axes}}}\n")
+    mine.cases("mine", axes)
     done = real.run(*UPDATE, "first")
     assert done.returncode == 0, done.stdout + done.stderr
     assert result(real)[1]["verdict"] == "passed"

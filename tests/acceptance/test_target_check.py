@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from tests.acceptance.inside import Inside, Warm
+from tests.acceptance.inside import Inside, Warm, with_targets
 
-TARGETS = Path(__file__).parents[1] / "targets"
 SHORT = "single-tensorwise-v2048-s2-lr0.004-f64-tol.0.004"  # what is wrong shows in two steps
 # Every rank reads the last line of this target anew: the zygote that it is forked from has imported it once.
 LATE = """
@@ -28,12 +26,7 @@ def __getattr__(name):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
     """A project with the sound target and its mistakes in it, run on the real ranks."""
-    folder = tmp_path_factory.mktemp("targets")
-    for name in ("cases", "golden"):
-        (folder / name).mkdir()
-    for name in ("toy.py", "mistakes.py"):
-        (folder / name).write_text((TARGETS / name).read_text())
-    return Inside(folder, {"FP8_HARNESS_PROGRAM": "harness.worker.main"}, warm=warm)
+    return with_targets(tmp_path_factory.mktemp("targets"), warm, "toy.py", "mistakes.py")
 
 
 def checked(project: Inside, name: str, *arguments: str) -> tuple[int, str]:

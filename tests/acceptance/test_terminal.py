@@ -31,7 +31,7 @@ LAYOUTS = (
 def slow_tier(project: Command) -> None:
     """Five cases that take a second each."""
     axes = 'recipe = "tensorwise", steps = 3, loss_tolerance = 0.05, seed = 6'
-    project.tier("slow", "".join(f"[[case]]\naxes = {{{axes}, {layout}}}\n" for layout in LAYOUTS))
+    project.cases("slow", *(f"{axes}, {layout}" for layout in LAYOUTS))
 
 
 class OnTerminal:

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 
 from harness.matrix.case import Case
+from harness.project import Project
 from tests.strategies import CASES
 
 st.register_type_strategy(Case, CASES)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    """A project without cases and goldens."""
+    for name in ("cases", "golden"):
+        (tmp_path / name).mkdir()
+    return Project(root=tmp_path, state=tmp_path / "state")
 
 
 @pytest.fixture(scope="session", autouse=True)

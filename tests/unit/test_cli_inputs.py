@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import HarnessError
-from harness.matrix.case import Case, Float8, Layout, Model, Train
+from harness.matrix.case import Case, Float8, Layout, Train
 from harness.matrix.casefile import parse_case_file
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.census import count_cells
@@ -26,7 +26,7 @@ from harness.running.selection import Query, select_cases
 from harness.store import RunOptions
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from harness.workflow import check_fits
-from tests.builders import make_capacity, make_known
+from tests.builders import make_capacity, make_case, make_known
 from tests.nvidia import put_nvidia_smi
 
 GRID = """
@@ -39,19 +39,12 @@ all_gather = [{fp8_all_gather = false}, {fp8_all_gather = true}]
 """
 
 
-def make_project(folder: Path) -> Project:
-    (folder / "cases").mkdir(exist_ok=True)
-    (folder / "golden").mkdir(exist_ok=True)
-    return Project(root=folder, state=folder / "state")
-
-
-def test_nearest_root_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_project(tmp_path)
+def test_nearest_root_above(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
     monkeypatch.chdir(below)
     monkeypatch.setenv("FP8_HARNESS_STATE", str(tmp_path / "state"))
-    assert find_project() == Project(root=tmp_path.resolve(), state=(tmp_path / "state").resolve())
+    assert find_project() == Project(root=project.root.resolve(), state=project.state.resolve())
 
 
 def test_root_without_cases(tmp_path: Path) -> None:
@@ -59,8 +52,7 @@ def test_root_without_cases(tmp_path: Path) -> None:
         find_project(tmp_path)
 
 
-def test_tiers_leave_out_records(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
+def test_tiers_leave_out_records(project: Project, tmp_path: Path) -> None:
     for name in ("pr", "smoke", "known", "required"):
         (project.cases / f"{name}.toml").write_text("")
     assert project.tiers == ("pr", "smoke")
@@ -187,16 +179,14 @@ def test_ranks_record_the_same_on_every_device() -> None:
     assert make_plan(device="cuda").records == make_plan(device="cpu").records == PROBES
 
 
-def test_a_case_is_selected_once(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
+def test_a_case_is_selected_once(project: Project) -> None:
     (project.cases / "a.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
     name = case_id(Case(float8=Float8(recipe="rowwise")))
     assert len(select_cases(project, Query(sources=("a", "a"), case_ids=(name,)))) == 1
 
 
 @pytest.mark.parametrize("others", [(), ("a",)])
-def test_a_case_id_in_place_of_a_tier_is_told_its_option(tmp_path: Path, others: tuple[str, ...]) -> None:
-    project = make_project(tmp_path)
+def test_a_case_id_in_place_of_a_tier_is_told_its_option(project: Project, others: tuple[str, ...]) -> None:
     (project.cases / "a.toml").write_text('[[case]]\naxes = {recipe = "rowwise"}\n')
     name = case_id(Case(float8=Float8(recipe="rowwise")))
     with pytest.raises(HarnessError) as raised:
@@ -204,17 +194,16 @@ def test_a_case_id_in_place_of_a_tier_is_told_its_option(tmp_path: Path, others:
     assert raised.value.text == f"{name}: a case id is not a tier. Fix: write --case {name}"
 
 
-def test_another_word_in_place_of_a_tier_is_told_the_tiers(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
+def test_another_word_in_place_of_a_tier_is_told_the_tiers(project: Project) -> None:
     (project.cases / "smoke.toml").write_text("")
     with pytest.raises(HarnessError, match=r"has no tier of this name\. Fix: did you mean smoke"):
         select_cases(project, Query(sources=("smok",)))
 
 
-def test_an_excluded_id_names_its_rule(tmp_path: Path) -> None:
+def test_an_excluded_id_names_its_rule(project: Project) -> None:
     case = Case(layout=Layout(dp_shard=3), train=Train(global_batch=8))
     with pytest.raises(HarnessError, match="batch_divides_dp"):
-        select_cases(make_project(tmp_path), Query(case_ids=(case_id(case),)))
+        select_cases(project, Query(case_ids=(case_id(case),)))
 
 
 @pytest.mark.parametrize("name", ["tp", "recipe", "fp8_all_gather"])
@@ -239,32 +228,26 @@ def test_census_of_a_value_the_matrix_does_not_have() -> None:
     assert count_cells(parse_case_file(GRID, where="grid.toml"), {"dtype": "bfloat16"}).cells == 0
 
 
+ON_RANKS = [make_case(recipe="rowwise", dp_shard=size) for size in (1, 2, 4, 8)]
+REFUSED = make_case(recipe="rowwise", tp=2, output_layer=True, vocab_size=2256)
+
+
 def test_measured_cases_spread_over_layouts_and_leave_out_refusals() -> None:
-    rowwise = Float8(recipe="rowwise")
-    cases = [Case(layout=Layout(dp_shard=size), float8=rowwise) for size in (1, 2, 4, 8)]
-    refused = Case(
-        model=Model(vocab_size=2256), layout=Layout(tp=2), float8=Float8(recipe="rowwise", output_layer=True)
-    )
-    chosen = measured_cases([*cases, refused], layouts=3)
+    chosen = measured_cases([*ON_RANKS, REFUSED], layouts=3)
     assert [case.world_size for case in chosen] == [1, 4, 8]
     assert [case.train.seed for case in over_seeds(chosen, 2)] == [0, 0, 0, 1, 1, 1]
 
 
 def test_measured_cases_leave_out_those_with_a_recorded_fault_and_name_it() -> None:
-    rowwise = Float8(recipe="rowwise")
-    cases = [Case(layout=Layout(dp_shard=size), float8=rowwise) for size in (1, 2, 4, 8)]
     fault = make_known(name="lost-rows", where="dp_shard=4,8")
-    chosen = measured_cases(cases, layouts=4, known=[fault])
+    chosen = measured_cases(ON_RANKS, layouts=4, known=[fault])
     assert [case.world_size for case in chosen] == [1, 2]
-    left_out = recorded_cases(cases, [fault])
-    assert left_out == {case_id(case): (fault,) for case in cases[2:]}
+    left_out = recorded_cases(ON_RANKS, [fault])
+    assert left_out == {case_id(case): (fault,) for case in ON_RANKS[2:]}
 
 
 def test_a_case_that_is_not_measured_anyway_is_not_left_out_for_a_fault() -> None:
-    refused = Case(
-        model=Model(vocab_size=2256), layout=Layout(tp=2), float8=Float8(recipe="rowwise", output_layer=True)
-    )
-    assert recorded_cases([refused], [make_known(where="tp=2")]) == {}
+    assert recorded_cases([REFUSED], [make_known(where="tp=2")]) == {}
 
 
 def test_environment_names_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
+from harness.project import Project
 
 CASE = "tp2-rowwise-v2048-f32"
 NEEDS_RANKS = (
@@ -20,11 +21,9 @@ NEEDS_RANKS = (
 
 
 @pytest.fixture(autouse=True)
-def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("cases", "golden"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FP8_HARNESS_STATE", str(tmp_path / "state"))
+def without_torch(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project.root)
+    monkeypatch.setenv("FP8_HARNESS_STATE", str(project.state))
     monkeypatch.delenv("FP8_HARNESS_PROGRAM", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from harness.project import Project
@@ -21,12 +19,6 @@ def new_run(project: Project, *planned: str) -> RunStore:
     if planned:
         store.begin(RunStart(cases=planned))
     return store
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    (tmp_path / "cases").mkdir()
-    return Project(root=tmp_path, state=tmp_path / "state")
 
 
 def damage(store: RunStore, *, keep: int) -> None:

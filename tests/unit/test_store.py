@@ -6,7 +6,6 @@ import math
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from harness.errors import HarnessError
@@ -118,9 +117,3 @@ def test_an_unreadable_file_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(HarnessError, match="cannot be read"):
         RunStore(tmp_path).read()
-
-
-def test_nothing_of_a_result_is_lost(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
-    store.append(result())
-    assert msgspec.to_builtins(store.read().results[0]) == msgspec.to_builtins(result())

@@ -31,12 +31,6 @@ A, B, C = "single-rowwise-v2048-f32", "fsdp2-rowwise-v2048-f32", "tp2-rowwise-v2
 HERE = Environment(packages={"torch": "2.13.0"}, device="cpu")
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    (tmp_path / "cases").mkdir()
-    return Project(root=tmp_path, state=tmp_path / "state")
-
-
 def add(
     project: Project, *ids: str, planned: tuple[str, ...] = (), end: RunEnd | None = None, name: str = ""
 ) -> RunStore:
