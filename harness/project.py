@@ -106,12 +106,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def new_run_folder(self) -> Path:
         """Create and return the folder of a new stored run."""
-        folder = self.runs / f"{time.time_ns():020d}-{os.getpid()}"
-        try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            raise _unwritable(self.state, error) from error
-        return folder
+        return self._made(self.runs / f"{time.time_ns():020d}-{os.getpid()}")
 
     def stored_runs(self) -> tuple[Path, ...]:
         """The folders of the stored runs, oldest first."""
@@ -122,12 +117,19 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.state / "witnesses"
 
     def lease_folder(self) -> Path:
-        """Create (if needed) the folder of device leases, shared by all jobs of this user on this machine."""
-        folder = leases_in(self.state)
+        """The folder of device leases, shared by all jobs of this user on this machine; created if needed."""
+        return self._made(leases_in(self.state))
+
+    def _made(self, folder: Path) -> Path:
+        """The folder, which is there now. Raises `HarnessError` where nothing can be written."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritable(self.state, error) from error
+            what, fix = (
+                f"cannot write to the state folder: {error.strerror}.",
+                f"set {STATE_VARIABLE} to a writable folder.",
+            )
+            raise HarnessError(what, where=str(self.state), fix=fix) from error
         return folder
 
 
@@ -191,11 +193,3 @@ def _suggest(name: str, known: tuple[str, ...]) -> str:
     if near:
         return f"did you mean {near[0]}?"
     return f"use one of {', '.join(known)}." if known else "add a tier file to cases/."
-
-
-def _unwritable(state: Path, error: OSError) -> HarnessError:
-    return HarnessError(
-        f"cannot write to the state folder: {error.strerror}.",
-        where=str(state),
-        fix=f"set {STATE_VARIABLE} to a writable folder.",
-    )

@@ -246,13 +246,7 @@ class _Bench:
         from harness.running.case_runner import CaseRunner
         from harness.running.quarantined import quarantined_cases
 
-        judge = prepare_judge(
-            self._project,
-            [case],
-            hardware=self._plan.hardware,
-            numerics=self._plan.numerics,
-            records=self._plan.records,
-        )
+        judge = prepare_judge(self._project, [case], self._plan)
         plan = msgspec.structs.replace(self._plan, quarantined=quarantined_cases(self._project, [case], _silent))
         work = CaseRunner(plan, self._executor, judge, self._witnesses, _silent)
         return work.run(case) or work.not_run(case)

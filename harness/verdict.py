@@ -78,6 +78,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fix: str | None = None  # what to do about it, where that is known
 
     @property
+    def first_line(self) -> str:
+        """The first line of the message."""
+        return self.message.partition("\n")[0]
+
+    @property
     def judged(self) -> bool:
         """False when it says that a check lacks something, such as a golden or a record, and proves nothing."""
         return UNJUDGED not in self.message

@@ -123,8 +123,7 @@ def _prepared(project: Project, cases: Sequence[Case], plan: Plan, progress: Pro
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
     quarantined = quarantined_cases(project, cases, progress.note)
-    judge = prepare_judge(project, cases, hardware=plan.hardware, numerics=plan.numerics, records=plan.records)
-    return judge, msgspec.structs.replace(plan, quarantined=quarantined)
+    return prepare_judge(project, cases, plan), msgspec.structs.replace(plan, quarantined=quarantined)
 
 
 def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tuple[Case, ...], tuple[str, ...]]:

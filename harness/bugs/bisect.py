@@ -20,7 +20,7 @@ from harness.project import Project
 Answer = Literal["good", "bad", "skipped"]
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class VersionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What one version shows: good without the failure, bad with it, skipped where it tells nothing; and why."""
 
     version: str
@@ -33,30 +33,30 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
     """Between which versions the failure comes or goes. `unknown`: versions between them that tell nothing."""
 
     package: str
-    before: Told
-    after: Told  # the first version that shows the other answer
-    unknown: tuple[Told, ...]
-    tried: tuple[Told, ...]  # in the order of the search
+    before: VersionAnswer
+    after: VersionAnswer  # the first version that shows the other answer
+    unknown: tuple[VersionAnswer, ...]
+    tried: tuple[VersionAnswer, ...]  # in the order of the search
 
 
-Ask = Callable[[str], Told]  # one version, installed and run
+Ask = Callable[[str], VersionAnswer]  # one version, installed and run
 
 
-def open_answers(project: Project, parts: Sequence[str]) -> Journal[Told]:
+def open_answers(project: Project, parts: Sequence[str]) -> Journal[VersionAnswer]:
     """The answers for a search. `parts` is all that they depend on besides the version."""
     return answers_in(project.state / "bisects" / f"{key_of(parts)}.jsonl")
 
 
-def answers_in(path: Path) -> Journal[Told]:
+def answers_in(path: Path) -> Journal[VersionAnswer]:
     """What versions have told, by version."""
-    return Journal(path, Told, lambda told: told.version)
+    return Journal(path, VersionAnswer, lambda answer: answer.version)
 
 
 def bisect(
     versions: Sequence[str],
     bad: str,
     ask: Ask,
-    answers: Journal[Told],
+    answers: Journal[VersionAnswer],
     *,
     package: str,
     note: Callable[[str], None] = lambda text: None,
@@ -69,9 +69,9 @@ def bisect(
     if len(versions) < 2:
         what = f"there are {len(versions)} versions from the good to the bad one; a search needs two."
         raise HarnessError(what, where=f"--package {package}", fix=f"see `pip index versions {package}`.")
-    told: dict[str, Told] = {}
+    told: dict[str, VersionAnswer] = {}
 
-    def asked(version: str) -> Told:
+    def asked(version: str) -> VersionAnswer:
         if version not in told:
             kept = answers.get(version)
             told[version] = ask(version) if kept is None else msgspec.structs.replace(kept, cached=True)
@@ -101,7 +101,7 @@ def bisect(
     )
 
 
-def _next(versions: Sequence[str], low: int, high: int, told: Mapping[str, Told]) -> int | None:
+def _next(versions: Sequence[str], low: int, high: int, told: Mapping[str, VersionAnswer]) -> int | None:
     """The index to ask next: of those that were not asked, the nearest to the middle; None for none."""
     middle = (low + high) / 2
     free = [at for at in range(low + 1, high) if versions[at] not in told]

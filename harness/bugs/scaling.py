@@ -132,7 +132,6 @@ def _smaller(sizes: Sizes, small: Sizes, name: str) -> int:
 
 def _smaller_attention(sizes: Sizes, small: Sizes) -> Sizes:
     """The smallest attention whose dim, keys and values have the same traits."""
-    wanted = (traits(sizes)["dim"], traits(sizes)["kv_dim"], traits(sizes)["heads"])
     kept: tuple[Sizes, ...] = (small,) if sizes.dim <= _CHEAP * _FLOORS["dim"] else ()
     ratio = 1 if sizes.heads == sizes.kv_heads else 2
     widths = sorted(
@@ -147,7 +146,7 @@ def _smaller_attention(sizes: Sizes, small: Sizes) -> Sizes:
         found = traits(each)
         return (found["dim"], found["kv_dim"], found["heads"])
 
-    return _closest((*kept, *attention, small), wanted, of)
+    return _closest((*kept, *attention, small), of(sizes), of)
 
 
 def _fewer_tokens(sizes: Sizes, small: Sizes) -> Sizes:
@@ -195,12 +194,8 @@ def _reason(name: str, sizes: Sizes, small: Sizes) -> str:
     if name in ("local_batch", "seq_len"):
         tokens = small.local_batch * small.seq_len
         return f"{after}; {tokens} tokens per rank, {tokens % 16} modulo 16{_unkept('tokens', sizes, small)}"
-    same = (
-        f"{before % 16} modulo 16 as well"
-        if before % 16 == after % 16
-        else f"{after % 16} modulo 16, not {before % 16}"
-    )
-    return f"{after}, {same}{_unkept(name, sizes, small)}"
+    same = " as well" if before % 16 == after % 16 else f", not {before % 16}"
+    return f"{after}, {after % 16} modulo 16{same}{_unkept(name, sizes, small)}"
 
 
 def _unkept(name: str, sizes: Sizes, small: Sizes) -> str:

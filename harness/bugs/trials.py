@@ -56,8 +56,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 class Trials:
     """Runs cases until closed. `run` is called from one thread."""
 
-    def __init__(self, project: Project, plan: Plan, runner: CaseRunner, progress: Progress) -> None:
-        self._project = project
+    def __init__(self, plan: Plan, runner: CaseRunner, progress: Progress) -> None:
         self._plan = plan
         self._runner = runner
         self._progress = progress
@@ -81,7 +80,7 @@ def tried(result: CaseResult) -> Tried:
         case_id=result.case_id,
         verdict=result.verdict,
         signature=result.failure_signature,
-        message=result.findings[0].message.partition("\n")[0] if result.findings else "",
+        message=result.findings[0].first_line if result.findings else "",
         cpu_s=result.cpu_s,
     )
 
@@ -95,7 +94,7 @@ def open_trials(
     with open_executor(plan, project) as executor:
         cache = open_witnesses(project, plan, executor, progress.note)
         runner = CaseRunner(plan, executor, _AnyCaseJudge(project, plan), cache, progress.note)
-        yield Trials(project, plan, runner, progress)
+        yield Trials(plan, runner, progress)
 
 
 def run_once(
@@ -131,14 +130,7 @@ class _AnyCaseJudge:
         with self._lock:
             name = case_id(case)
             if name not in self._judges:
-                self._judges[name] = prepare_judge(
-                    self._project,
-                    [case],
-                    hardware=self._plan.hardware,
-                    numerics=self._plan.numerics,
-                    records=self._plan.records,
-                    explained=False,
-                )
+                self._judges[name] = prepare_judge(self._project, [case], self._plan, explained=False)
             return self._judges[name]
 
 

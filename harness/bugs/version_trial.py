@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.bugs.bisect import Answer, Told
+from harness.bugs.bisect import Answer, VersionAnswer
 from harness.bugs.journal import key_of
 from harness.bugs.reproduce import Reproduced
 from harness.matrix.case import Case
@@ -38,16 +38,16 @@ class VersionTrial:
         # What the answers depend on besides the version: the case, the injections, and the harness itself.
         self.depends_on = (case_id(case), package, *words, source_digest(_HARNESS, _HARNESS.rglob("*.py")))
 
-    def ask(self, version: str) -> Told:
+    def ask(self, version: str) -> VersionAnswer:
         """Install the version and run the case with it. A version that tells nothing is skipped, with the reason."""
         try:
             python = python_with(self._package, version, self._source, self._folder)
             answer, why = self._repro(python, version)
         except NotInstalled as error:
-            return Told(version=version, answer="skipped", why=f"not installed: {error}")
+            return VersionAnswer(version=version, answer="skipped", why=f"not installed: {error}")
         except subprocess.TimeoutExpired as error:
-            return Told(version=version, answer="skipped", why=f"took longer than {error.timeout:.0f} s")
-        return Told(version=version, answer=answer, why=why)
+            return VersionAnswer(version=version, answer="skipped", why=f"took longer than {error.timeout:.0f} s")
+        return VersionAnswer(version=version, answer=answer, why=why)
 
     def _repro(self, python: Path, version: str) -> tuple[Answer, str]:
         """What `bug repro --exit-code` answers, and what it says in a line."""

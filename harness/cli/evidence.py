@@ -114,7 +114,7 @@ def _make(  # noqa: PLR0913  one parameter per option
     possible = possible_rings(rings, facts, plan.capacity.largest)
     with open_progress() as progress:
         work = Work(project, plan, progress, facts, tuple(map(fault_named, faults)), seeds, options.typed_command())
-        reports, code = _collect(possible, work, query, talk_aside=str(json_file) == "-")
+        reports, code = _collect(possible, work, query, to_stderr=str(json_file) == "-")
     options.write_output(json_file, lambda: _json(reports))
     left = [ring for ring in rings if ring not in [report.ring for report in reports]]
     if left:
@@ -136,7 +136,7 @@ def possible_rings(rings: tuple[Ring, ...], facts: TorchFacts | None, visible: i
     return found
 
 
-def _collect(rings: list[Ring], work: Work, query: Query, *, talk_aside: bool) -> tuple[list[RingReport], int]:
+def _collect(rings: list[Ring], work: Work, query: Query, *, to_stderr: bool) -> tuple[list[RingReport], int]:
     """The evidence of these rings, each stored as soon as it is there, and the exit code."""
     from harness.running.selection import NothingSelected
     from harness.studies.kernels.runner import RankFailed
@@ -157,7 +157,7 @@ def _collect(rings: list[Ring], work: Work, query: Query, *, talk_aside: bool) -
         except RankFailed as error:
             click.echo(f"fp8-harness: error: {error.text}", err=True)
             return made, ExitCode.INFRA
-        click.echo(_stored(work.project, report), err=talk_aside)
+        click.echo(_stored(work.project, report), err=to_stderr)
         made.append(report)
     return made, ExitCode.GOOD if all(report.good for report in made) else ExitCode.FAILED
 

@@ -10,6 +10,7 @@ import msgspec
 
 from harness.checks import loss_vs_golden
 from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
+from harness.engine.capacity import Capacity, capacity_here
 from harness.errors import HarnessError
 from harness.evidence.golden import Golden, list_goldens, load_golden, unsound, write_golden
 from harness.evidence.golden_change import GoldenChange, changes_between, replaced
@@ -22,7 +23,7 @@ from harness.project import Project, find_project
 from harness.report.golden import change_text, review_text
 from harness.report.text import case_block
 from harness.running.case_judge import prepare_judge
-from harness.running.machine import all_hardware, resolve_device
+from harness.running.machine import resolve_device
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
@@ -103,8 +104,9 @@ def check_command(*, query: Query, device: str, root: str | None) -> int:
     sound, errors = _stored(project)
     for text in errors:
         click.echo(text)
-    cases, classes = asked_cases(project, query), all_hardware(resolve_device(device))
-    missing = () if errors else prepare_judge(project, cases, hardware=classes).missing_goldens
+    cases = asked_cases(project, query)
+    here = Plan(capacity=Capacity(nodes=(capacity_here(resolve_device(device)),)))
+    missing = () if errors else prepare_judge(project, cases, here).missing_goldens
     for family in missing:
         click.echo(f"missing: {family}")
     changed = sum(each.provenance.commit.endswith("-dirty") for each in sound)

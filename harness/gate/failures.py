@@ -8,7 +8,7 @@ from harness.checks import divergence
 from harness.document import CaseDocument
 from harness.gate.reason import Kind, Reason
 from harness.gate.sides import Sides
-from harness.verdict import Finding, Verdict
+from harness.verdict import Verdict
 
 
 def failures(sides: Sides, *, strict: bool) -> Iterable[Reason]:
@@ -27,10 +27,9 @@ def _of_case(before: CaseDocument | None, after: CaseDocument, *, strict: bool) 
         yield from _good(before, after)
     elif before is not None and not before.good and before.verdict is not Verdict.INFRA:
         yield _failed_before(before, after, strict=strict)
-    elif after.verdict is Verdict.UNEXPECTED_PASS:
-        yield _reason(Kind.UNEXPECTED_PASS, before, after, what=_first(after) or after.verdict.phrase)
     else:
-        yield _reason(Kind.NEW_FAILURE, before, after, what=_first(after) or after.verdict.phrase)
+        kind = Kind.UNEXPECTED_PASS if after.verdict is Verdict.UNEXPECTED_PASS else Kind.NEW_FAILURE
+        yield _reason(kind, before, after, what=_first(after))
 
 
 def _known(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
@@ -52,13 +51,13 @@ def _good(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
         what = f"{', '.join(_faults(before))} does not show, and no record expects it"
         yield _reason(Kind.FAULT_GONE, before, after, what=what, gates=False)
     else:
-        yield _reason(Kind.FIXED, before, after, what=_first(before) or before.verdict.phrase, gates=False)
+        yield _reason(Kind.FIXED, before, after, what=_first(before), gates=False)
 
 
 def _failed_before(before: CaseDocument, after: CaseDocument, *, strict: bool) -> Reason:
     alike = (before.verdict, before.failure_signature) == (after.verdict, after.failure_signature)
     kind = Kind.STILL_FAILING if alike else Kind.OTHER_FAILURE
-    return _reason(kind, before, after, what=_first(after) or after.verdict.phrase, gates=strict or not alike)
+    return _reason(kind, before, after, what=_first(after), gates=strict or not alike)
 
 
 def _reason(kind: Kind, before: CaseDocument | None, after: CaseDocument, *, what: str, gates: bool = True) -> Reason:
@@ -84,24 +83,19 @@ def _details(before: CaseDocument | None, after: CaseDocument) -> Iterable[str]:
         yield f"before: {was.text}"
     diverged = next((each for each in after.findings if each.check == divergence.NAME), None)
     if diverged is not None:
-        yield _line(diverged)
+        yield diverged.first_line
 
 
 def _first(case: CaseDocument) -> str:
-    return _words(case.findings[0]) if case.findings else ""
-
-
-def _words(finding: Finding) -> str:
-    """The check and the first line of the message of a finding, with its place where the message does not name it."""
+    """The check and the first line of the first finding, with its place where the message does not name it."""
+    if not case.findings:
+        return case.verdict.phrase
+    finding = case.findings[0]
     parts = (("step", finding.step), ("rank", finding.rank), ("module", finding.module))
     place = ", ".join(f"{name} {value}" for name, value in parts if value is not None)
-    is_named = finding.module is not None and finding.module in _line(finding)
+    is_named = finding.module is not None and finding.module in finding.first_line
     where = f" [{place}]" if place and not is_named else ""
-    return f"{finding.check}{where}: {_line(finding)}"
-
-
-def _line(finding: Finding) -> str:
-    return finding.message.partition("\n")[0]
+    return f"{finding.check}{where}: {finding.first_line}"
 
 
 def _faults(case: CaseDocument) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -27,7 +27,6 @@ from harness.plural import counted
 
 SCHEMA = 1
 _SHOWN_TWINS = 4
-_WITHOUT_EXCUSE = (Kind.REQUIRED,)
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,18 +139,14 @@ def _judged(reason: Reason, terms: Terms) -> Reason:
     allowed = next((each for each in terms.allowed if each.kind is reason.kind), None)
     if allowed is not None:
         return msgspec.structs.replace(reason, gates=False, pardon=f"allowed: {allowed.reason}")
-    entry = _quarantine(reason, terms.quarantine)
+    if reason.case is None or reason.kind is Kind.REQUIRED:  # which nothing excuses
+        return reason
+    entry = quarantine_of(terms.quarantine, parse_case_id(reason.case))
     if entry is None:
         return reason
     if entry.holds(terms.now.date()):
         return msgspec.structs.replace(reason, gates=False, pardon=entry.text)
     return msgspec.structs.replace(reason, details=(entry.expired_text, *reason.details))
-
-
-def _quarantine(reason: Reason, entries: Sequence[Quarantine]) -> Quarantine | None:
-    if reason.case is None or reason.kind in _WITHOUT_EXCUSE:
-        return None
-    return quarantine_of(entries, parse_case_id(reason.case))
 
 
 def _side(name: str, run: RunDocument) -> Side:

@@ -32,7 +32,7 @@ def _why_not(sides: Sides, name: str) -> str:
     if after is None:
         return "left out, beyond the budget" if name in sides.candidate.left_out else "not selected"
     if after.verdict is Verdict.INFRA:
-        return f"could not be run: {after.findings[0].message.partition(chr(10))[0] if after.findings else 'infra'}"
+        return f"could not be run: {after.findings[0].first_line if after.findings else 'infra'}"
     return "" if after.ran else "not run"
 
 

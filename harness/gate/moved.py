@@ -48,11 +48,11 @@ def movements(pair: Pair, *, exact: bool) -> list[str]:
         return []
     share = loss_share(pair)
     if not exact:
-        return [_loss_text(pair, share)] if share > 1 else []
+        return [_loss_text(before, after, share)] if share > 1 else []
     names = moved(before, after)
     digests = [name for name in DIGESTS if name in names]
     return [
-        *([_loss_text(pair, share)] if LOSSES in names else []),
+        *([_loss_text(before, after, share)] if LOSSES in names else []),
         *([_norm_text(before.curves["case"], after.curves["case"])] if GRADIENT_NORMS in names else []),
         *_cast_texts(before.casts, after.casts),
         *([f"other bits in {', '.join(digests)}"] if digests else []),
@@ -84,9 +84,7 @@ def _first_change(old: tuple[float, ...], new: tuple[float, ...]) -> int:
     return next((step for step, each in enumerate(pairs, 1) if not same_number(*each)), shorter + 1)
 
 
-def _loss_text(pair: Pair, share: float) -> str:
-    before, after = pair.baseline.measured, pair.candidate.measured
-    assert before is not None and after is not None
+def _loss_text(before: Measured, after: Measured, share: float) -> str:
     old, new = before.curves["case"].losses, after.curves["case"].losses
     largest = max((abs(b - a) for a, b in zip(old, new, strict=False)), default=0.0)
     allowed = f", {share:.2g} of what is allowed" if after.allowed_loss else ""
@@ -105,8 +103,10 @@ def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> 
     others = []
     for cast in after:
         was = old.get((cast.step, cast.fqn, cast.role))
-        names = [] if was is None else [name for name in _RANGES if not _same(was, cast, name)]
-        if was is not None and names:
+        if was is None:
+            continue
+        names = [name for name in _RANGES if not same_number(getattr(was, name), getattr(cast, name))]
+        if names:
             others.append((was, cast, names[0]))
     only = len({(cast.step, cast.fqn, cast.role) for cast in after} ^ old.keys())
     texts = [f"casts that only one run has: {only}"] if only else []
@@ -117,10 +117,6 @@ def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> 
             f"{len(others)} of {len(after)} casts; first {name} of {cast.fqn} {cast.role}, step {cast.step}: {change}"
         )
     return texts
-
-
-def _same(first: CastRange, second: CastRange, name: str) -> bool:
-    return same_number(getattr(first, name), getattr(second, name))
 
 
 def _loss(found: Measured | None) -> str:

@@ -41,9 +41,9 @@ from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.matrix.known import PACKAGES, KnownFault, known_with_shipped, matching
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
+from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
 from harness.sources import installed_version
 from harness.trace import Run
@@ -201,36 +201,32 @@ Evidence = TypeVar("Evidence", Golden, Tolerance)
 class _EvidenceReader:
     """Reads each golden and each tolerance of a project once."""
 
-    def __init__(self, root: Path, hardware: tuple[str, ...], numerics: Numerics, *, signatures: bool) -> None:
-        self._root = root
-        self.numerics = numerics
-        self._hardware = hardware
+    def __init__(self, root: Path, plan: Plan, *, signatures: bool) -> None:
+        self.root = root
+        self.plan = plan
         self._signatures = signatures
         self._goldens: dict[object, Golden | None] = {}
         self._tolerances: dict[object, Tolerance | None] = {}  # of the loss and of parity
 
     def golden(self, case: Case) -> Golden | None:
         family = family_id(case)
-        return _kept(self._goldens, family, lambda: find_golden(self._root, self._hardware, family))
+        return _kept(self._goldens, family, lambda: find_golden(self.root, self.plan.hardware, family))
 
     def signature(self, case: Case) -> Signature | None:
         if not self._signatures or not needs_signature(case):
             return None
         try:
-            return load_signature(self._root, case_id(case))
+            return load_signature(self.root, case_id(case))
         except SignatureMissing:
             return None
 
-    def update_signature(self, case: Case) -> str:
-        return update_signature(case_id(case), root=self._root)
-
     def parity_tolerance(self, case: Case) -> Tolerance | None:
-        key = ("parity", parity_key(case, self.numerics), case.train.steps)
-        return _kept(self._tolerances, key, lambda: parity_tolerance_for(case, self._root, self.numerics))
+        key = ("parity", parity_key(case, self.plan.numerics), case.train.steps)
+        return _kept(self._tolerances, key, lambda: parity_tolerance_for(case, self.root, self.plan.numerics))
 
     def tolerance(self, case: Case) -> Tolerance | None:
         key = ("loss", tolerance_key(case), case.train.steps, case.checks.loss_tolerance)
-        return _kept(self._tolerances, key, lambda: tolerance_for(case, self._root))
+        return _kept(self._tolerances, key, lambda: tolerance_for(case, self.root))
 
 
 def _kept(kept: dict[object, Evidence | None], key: object, read: Callable[[], Evidence]) -> Evidence | None:
@@ -243,26 +239,18 @@ def _kept(kept: dict[object, Evidence | None], key: object, read: Callable[[], E
     return kept[key]
 
 
-def prepare_judge(  # noqa: PLR0913  what is judged, by what, and what is asked of ranks
-    project: Project,
-    cases: Iterable[Case],
-    *,
-    hardware: tuple[str, ...],
-    numerics: Numerics = VIRTUAL_DEVICE,
-    records: tuple[str, ...] = (),
-    signatures: bool = True,
-    explained: bool = True,
+def prepare_judge(
+    project: Project, cases: Iterable[Case], plan: Plan, *, signatures: bool = True, explained: bool = True
 ) -> CaseJudge:
-    """The judge of these cases on a device of these hardware classes, whose ranks must leave these records.
+    """The judge of these cases, run by this plan.
 
-    `numerics`: which bits the runs promise. `signatures`: it compares with those that are recorded. `explained`:
-    recorded faults explain what they cause. Raises `HarnessError` for a damaged golden or signature, an unfounded
-    tolerance or an unreadable record of known faults.
+    `signatures`: it compares with those that are recorded. `explained`: recorded faults explain what they cause. Raises
+    `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable record of known faults.
     """
-    evidence = _EvidenceReader(project.root, hardware, numerics, signatures=signatures)
+    evidence = _EvidenceReader(project.root, plan, signatures=signatures)
     known = known_here(project) if explained else ()
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
-    return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes, records) for case in cases})
+    return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes) for case in cases})
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
@@ -277,16 +265,15 @@ def _judged_by(
     evidence: _EvidenceReader,
     known: tuple[KnownFault, ...],
     fixes: Mapping[str, Injection],
-    records: tuple[str, ...],
 ) -> JudgedBy:
-    expect = Expectations(case, numerics=evidence.numerics)
+    expect = Expectations(case, numerics=evidence.plan.numerics)
     trains = expect.refusal is None
     witnesses = Witnesses(
         expect=expect,
-        records=records,
+        records=evidence.plan.records,
         golden=evidence.golden(case) if trains else None,
         signature=evidence.signature(case),
-        update_signature=evidence.update_signature(case),
+        update_signature=update_signature(case_id(case), root=evidence.root),
         tolerance=evidence.tolerance(case) if trains else None,
         parity_tolerance=evidence.parity_tolerance(case) if trains else None,
     )

@@ -66,7 +66,7 @@ def python_with(package: str, version: str, source: Source, folder: Path) -> Pat
         venv.create(home, with_pip=False, symlinks=True)
         _install(package, version, source, python)
         done.touch()
-    _look_at(home, [str(_HARNESS), *site.getsitepackages()])  # another checkout may have made it
+    _add_paths(home, [str(_HARNESS), *site.getsitepackages()])  # another checkout may have made it
     return python
 
 
@@ -80,14 +80,14 @@ def python_over(path: Path, folder: Path) -> Path:
     home = folder / f"over-{sha256(repr(lines).encode()).hexdigest()[:16]}"
     if not (home / ".ready").exists():
         venv.create(home, with_pip=False, symlinks=True, clear=True)
-        _look_at(home, lines)
+        _add_paths(home, lines)
         (home / ".ready").touch()
     theirs, ours = _origins(path / "bin" / "python"), _origins(home / "bin" / "python")
     for name, origin in theirs.items():
         if origin and ours[name] != origin:
             what = f"{name} would be imported from {ours[name]}, not from {origin}."
-            raise HarnessError(what, where=where, fix=f"install {name} there without -e, or --config-settings "
-                               "editable_mode=compat.")  # fmt: skip
+            fix = f"install {name} there without -e, or --config-settings editable_mode=compat."
+            raise HarnessError(what, where=where, fix=fix)
     return home / "bin" / "python"
 
 
@@ -109,7 +109,7 @@ def run_at(place: Place, words: Sequence[str], folder: Path) -> RunDocument:
     return read_document(file)
 
 
-def _look_at(home: Path, lines: Sequence[str]) -> None:
+def _add_paths(home: Path, lines: Sequence[str]) -> None:
     """Write what else the environment at `home` imports from, in this order, after its own packages."""
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
     (packages / "of_the_harness.pth").write_text("".join(f"{line}\n" for line in lines))

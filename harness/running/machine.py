@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 
-from harness.engine.capacity import capacity_here
 from harness.engine.devices import cuda_devices
 from harness.engine.hardware import Device
 from harness.errors import HarnessError
-from harness.evidence.hardware import hardware_classes
 
 
 def resolve_device(asked: str) -> Device:
@@ -23,12 +21,6 @@ def resolve_device(asked: str) -> Device:
     if asked == "cuda":
         raise HarnessError("there is no CUDA device here.", where="--device cuda", fix="use --device cpu.")
     return "cpu"
-
-
-def all_hardware(device: Device) -> tuple[str, ...]:
-    """All hardware classes of that device, the most specific first: goldens of each serve."""
-    here = capacity_here(device)
-    return hardware_classes(here.device_name, here.architecture)
 
 
 def check_rank_packages() -> None:

@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 # After a stop the engine kills every rank and the threads only have to notice; this bounds the wait for them.
-_LAST_WORDS_S = 5.0
+_STOP_WAIT_S = 5.0
 _UNSEEN_SIGNAL_S = 0.5
 
 
@@ -217,6 +217,6 @@ def _keep(event: _Finished[Result], results: list[Result | None], observer: Obse
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
-    deadline = time.monotonic() + _LAST_WORDS_S
+    deadline = time.monotonic() + _STOP_WAIT_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -141,9 +141,7 @@ class _TrialWork:
         self._plan = plan
         self._executor = executor
         self._progress = progress
-        self._judge = prepare_judge(
-            project, cases, hardware=plan.hardware, numerics=plan.numerics, records=plan.records
-        )
+        self._judge = prepare_judge(project, cases, plan)
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
         self._cache = open_witnesses(project, plan, executor, progress.note, failing=True)
 

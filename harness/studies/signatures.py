@@ -91,9 +91,7 @@ def record_signatures(
     """Run the cases and return their signatures with the stored ones. Stores nothing."""
     check_fits(cases, plan)
     check_targets((case.target for case in cases), project.root)
-    others = prepare_judge(
-        project, cases, hardware=plan.hardware, numerics=plan.numerics, records=plan.records, signatures=False
-    )
+    others = prepare_judge(project, cases, plan, signatures=False)
     judge = RecordingJudge(others, command=command, reason=reason, commit=source_commit(project.root))
     result = run_cases(project, cases, plan, judge, progress)
     return Signatures(

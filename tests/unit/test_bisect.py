@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.bugs.bisect import Bisected, Told, answers_in, bisect
+from harness.bugs.bisect import Bisected, VersionAnswer, answers_in, bisect
 from harness.bugs.releases import versions_between
 from harness.errors import HarnessError
 from harness.report.bugs import bisected_text
@@ -29,13 +29,13 @@ class Versions:
     def bad(self) -> str:
         return self.names[0 if self._fixed else -1]
 
-    def ask(self, version: str) -> Told:
+    def ask(self, version: str) -> VersionAnswer:
         self.asked.append(version)
         at = self.names.index(version)
         if at in self._mute:
-            return Told(version=version, answer="skipped", why="not installed")
+            return VersionAnswer(version=version, answer="skipped", why="not installed")
         answer = "bad" if (at >= self._change) != self._fixed else "good"
-        return Told(version=version, answer=answer, why=f"answer {at}")  # type: ignore[arg-type]
+        return VersionAnswer(version=version, answer=answer, why=f"answer {at}")  # type: ignore[arg-type]
 
     def found(self, folder: Path) -> Bisected:
         return bisect(self.names, self.bad, self.ask, answers_in(folder / "answers.jsonl"), package="toy")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.capacity import capacity_here
+from harness.engine.capacity import Capacity, capacity_here
 from harness.engine.devices import open_leases
 from harness.errors import HarnessError
-from harness.running.machine import all_hardware, resolve_device
+from harness.running.machine import resolve_device
+from harness.running.plan import Plan
 from tests.nvidia import put_nvidia_smi
 
 
@@ -32,12 +33,13 @@ def test_the_classes_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: dict[str, str], classes: tuple[str, ...]
 ) -> None:
     pretend(monkeypatch, tmp_path, **answers)
-    assert all_hardware("cuda") == classes
+    assert Plan(capacity=Capacity(nodes=(capacity_here("cuda"),))).hardware == classes
 
 
 def test_a_cpu_has_no_architecture_and_borrows_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path, gpu="0, 9.0\n")
-    assert all_hardware("cpu") == ("cpu",) and capacity_here("cpu").architecture == ""
+    here = capacity_here("cpu")
+    assert Plan(capacity=Capacity(nodes=(here,))).hardware == ("cpu",) and here.architecture == ""
 
 
 def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from harness.bugs import trials
 from harness.cli.main import main
-from harness.project import Project
 from harness.running.plan import Plan
 from harness.running.progress import SilentProgress
 from harness.running.schedule import Ended
@@ -17,12 +16,12 @@ from harness.verdict import ExitCode
 from tests.builders import make_capacity, make_case
 
 
-def test_ctrl_c_ends_trials_as_an_interruption(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ctrl_c_ends_trials_as_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: Ended[Any] = Ended(results=(None,), interrupted=True)
     monkeypatch.setattr(trials, "run_schedule", lambda *args, **options: stopped)
     runner: Any = None
     plan = Plan(capacity=make_capacity(2))
-    running = trials.Trials(Project(root=tmp_path, state=tmp_path), plan, runner, SilentProgress())
+    running = trials.Trials(plan, runner, SilentProgress())
     with pytest.raises(KeyboardInterrupt):
         running.run([make_case()])
 

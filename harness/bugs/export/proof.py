@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-Told = Literal["FAULT", "fixed", "cannot tell"]
+Outcome = Literal["FAULT", "fixed", "cannot tell"]
 
 _TIMEOUT_S = 300.0
 _TOLD = re.compile(r"^rank \d+: (FAULT|fixed|cannot tell)(?:.*\n)(?:  (?:expected|found) .*\n?)*", flags=re.MULTILINE)
@@ -19,7 +19,7 @@ _TOLD = re.compile(r"^rank \d+: (FAULT|fixed|cannot tell)(?:.*\n)(?:  (?:expecte
 class Proof(NamedTuple):
     """What a script told: its first rank that told, or the end of its output where none did."""
 
-    told: Told
+    told: Outcome
     text: str
 
 
