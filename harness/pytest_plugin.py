@@ -284,17 +284,10 @@ def _plan(config: pytest.Config) -> Plan:
 
     from harness.running.plan import make_plan
 
+    names = ("device", "fabric", "engine", "arithmetic", "address", "slots", "timeout_s")
+    options = {name: config.getoption(f"fp8_{name}") for name in names}
     with _usage_errors():
-        plan = make_plan(
-            device=config.getoption("--fp8-device"),
-            fabric=config.getoption("--fp8-fabric"),
-            engine=config.getoption("--fp8-engine"),
-            arithmetic=config.getoption("--fp8-arithmetic"),
-            address=config.getoption("--fp8-address"),
-            slots=config.getoption("--fp8-slots"),
-            timeout_s=config.getoption("--fp8-timeout-s"),
-            injections=tuple(config.getoption("--fp8-inject")),
-        )
+        plan = make_plan(**options, injections=tuple(config.getoption("--fp8-inject")))
     logs: Path | None = config.getoption("--fp8-keep-logs")
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)

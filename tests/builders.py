@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -53,6 +54,18 @@ def run_script(code: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def run_git(folder: Path, *words: str) -> None:
+    """Run git in a folder, whatever the configuration of the user says."""
+    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
+
+
+def make_commit(folder: Path, *names: str) -> None:
+    """Make the folder a git repository with one commit of these files and folders."""
+    for words in (("init",), ("add", *names), ("commit", "-m", "first")):
+        run_git(folder, *words)
 
 
 def make_capacity(*slots: int) -> Capacity:

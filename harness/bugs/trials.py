@@ -7,26 +7,22 @@ for.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from harness.checks.judge import Judgement
-from harness.engine.messages import JobStatus
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
 from harness.result import CaseResult
-from harness.running.case_judge import CaseJudge, prepare_judge
+from harness.running.case_judge import judge_of_any_case
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import open_executor
 from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
-from harness.running.witnesses import WitnessCache, open_witnesses
-from harness.trace import Run
+from harness.running.witnesses import open_witnesses
 from harness.verdict import FailureSignature, Verdict
 from harness.workflow import check_fits
 
@@ -93,7 +89,7 @@ def open_trials(
     plan = msgspec.structs.replace(plan.serving([first]), injections=tuple(injections))
     with open_executor(plan, project) as executor:
         cache = open_witnesses(project, plan, executor, progress.note)
-        runner = CaseRunner(plan, executor, _AnyCaseJudge(project, plan), cache, progress.note)
+        runner = CaseRunner(plan, executor, judge_of_any_case(project, plan), cache, progress.note)
         yield Trials(plan, runner, progress)
 
 
@@ -104,34 +100,6 @@ def run_once(
     with open_trials(project, plan, progress, case, injections) as trials:
         (result,) = trials.run([case])
     return result
-
-
-class _AnyCaseJudge:
-    """Judges cases that nobody knew before: what each is judged by is read when it comes. It is a `Judge`."""
-
-    def __init__(self, project: Project, plan: Plan) -> None:
-        self._project = project
-        self._plan = plan
-        self._lock = threading.Lock()
-        self._judges: dict[str, CaseJudge] = {}
-
-    def expectation(self, case: Case) -> str | None:
-        return self._of(case).expectation(case)
-
-    def fixes(self, case: Case) -> tuple[Injection, ...]:
-        return ()
-
-    def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
-    ) -> Judgement:
-        return self._of(case).judge(case, run, status, cache, fixes)
-
-    def _of(self, case: Case) -> CaseJudge:
-        with self._lock:
-            name = case_id(case)
-            if name not in self._judges:
-                self._judges[name] = prepare_judge(self._project, [case], self._plan, explained=False)
-            return self._judges[name]
 
 
 class _Observer:

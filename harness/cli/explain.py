@@ -135,8 +135,7 @@ def _print_fusion_candidates(case: Case) -> None:
 
 def _print_unverified() -> None:
     """Print the formulas that were not verified with the installed versions: their checks are not judged here."""
-    installed = {name: installed_version(name) for name in ("torch", "torchao")}
-    software = {name: version for name, version in installed.items() if version is not None}
+    software = {name: version for name in ("torch", "torchao") if (version := installed_version(name)) is not None}
     gaps = [gap for gap in (version_gap(formula, software) for formula in FORMULAS) if gap is not None]
     if gaps:
         click.echo("\nnot judged here")

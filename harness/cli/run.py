@@ -141,7 +141,7 @@ def run_command(  # noqa: PLR0913  one parameter an option
     outputs: list[tuple[Path, Callable[[RunResult], bytes]]] = [
         *([(json_file, json_report)] if json_file else []),
         *([(junit_file, junit_report)] if junit_file else []),
-        *([(markdown_file, _markdown)] if markdown_file else []),
+        *([(markdown_file, lambda result: markdown_report(result).encode())] if markdown_file else []),
         *([(html_file, lambda result: page_of(project, run_document(result)))] if html_file else []),
     ]
     options.check_folders(*(path for path, _ in outputs))
@@ -255,7 +255,3 @@ def _log_folder(folder: Path) -> Path:
         what = f"cannot make this folder: {error.strerror}."
         raise HarnessError(what, where=f"--keep-logs {folder}", fix="name another one.") from error
     return folder.resolve()
-
-
-def _markdown(result: RunResult) -> bytes:
-    return markdown_report(result).encode()

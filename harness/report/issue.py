@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from harness.bugs.export.exporting import Exported, Neighbour
+from harness.bugs.export.exporting import Exported
 from harness.bugs.export.proof import Proof
+from harness.bugs.shrink import Attempt
 from harness.matrix.axes import own_axes, shown_value
 from harness.matrix.caseid import parse_case_id
 
@@ -32,7 +33,7 @@ def issue_text(
     *,
     versions: Mapping[str, str],
     device: str,
-    neighbours: Sequence[Neighbour] = (),
+    neighbours: Sequence[Attempt] = (),
 ) -> str:
     """The draft: environment, what was run, expected and found, the script, what else fails and what does not."""
     name = exported.file.name
@@ -79,7 +80,7 @@ def _divergence(exported: Exported) -> Iterable[str]:
         yield f"Raised in {', '.join(f'`{each}`' for each in exported.signature.where)}."
 
 
-def _table(exported: Exported, neighbours: Sequence[Neighbour]) -> Iterable[str]:
+def _table(exported: Exported, neighbours: Sequence[Attempt]) -> Iterable[str]:
     yield "| changed | fails by |"
     yield "|---|---|"
     yield f"| nothing | {_cell(exported.signature.text)} |"

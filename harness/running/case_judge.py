@@ -39,7 +39,7 @@ from harness.expect.expectations import Expectations
 from harness.expect.model import accumulates, found_model
 from harness.hints import update_signature
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, family_id, reference_case
+from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
 from harness.matrix.known import PACKAGES, KnownFault, known_with_shipped, matching
 from harness.project import Project
 from harness.running.injection import Injection, parse_injection
@@ -251,6 +251,23 @@ def prepare_judge(
     known = known_here(project) if explained else ()
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
     return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes) for case in cases})
+
+
+def judge_of_any_case(project: Project, plan: Plan) -> CaseJudge:
+    """The judge of cases that come one by one, run by this plan. Recorded faults explain nothing."""
+    evidence = _EvidenceReader(project.root, plan, signatures=True)
+    return CaseJudge(_AsTheyCome(lambda name: _judged_by(parse_case_id(name), evidence, (), {})))
+
+
+class _AsTheyCome(dict[str, JudgedBy]):
+    """What each case is judged by, by its id, made when it is asked for."""
+
+    def __init__(self, make: Callable[[str], JudgedBy]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> JudgedBy:
+        return self.setdefault(name, self._make(name))
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:

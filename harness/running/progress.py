@@ -43,17 +43,9 @@ class Progress(Protocol):
 class SilentProgress:
     """Says nothing: `--quiet`, and callers that report in their own way."""
 
-    def begin(self, total: int) -> None:
-        """Say nothing."""
+    def _say_nothing(self, *told: object, **remarkable: object) -> None: ...
 
-    def started(self, name: str, ranks: int) -> None:
-        """Say nothing."""
-
-    def finished(self, name: str, line: str, *, remarkable: bool) -> None:
-        """Say nothing."""
-
-    def note(self, text: str) -> None:
-        """Say nothing."""
+    begin = started = finished = note = _say_nothing
 
 
 class PlainProgress:

@@ -77,12 +77,6 @@ def test_damaged_golden_is_named_before_anything_runs(project: Command) -> None:
     assert golden.name in check.stdout
 
 
-def test_truncated_golden(project: Command) -> None:
-    golden = next((project.folder / "golden" / "cpu").glob("*.json"))
-    golden.write_text(golden.read_text()[:100])
-    check_line(project, ("run", "smoke", "--device", "cpu"), golden.name)
-
-
 def test_inject_function_that_is_not_there(project: Command) -> None:
     (project.folder / "patch.py").write_text("def apply():\n    pass\n")
     check_line(project, ("run", "smoke", "--inject", "patch.py:aply"), "it defines apply")

@@ -6,22 +6,17 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import sysconfig
 import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from harness.bugs.export.script import exported_case, script
 from harness.matrix.caseid import parse_case_id
 from harness.verdict import FailureSignature
-from tests.acceptance.conftest import REPOSITORY
-
-if TYPE_CHECKING:
-    from tests.acceptance.conftest import Command
+from tests.acceptance.conftest import REPOSITORY, Command
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 CASE = "fsdp2-tp2-tensorwise-ag.fp8-dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s1"
@@ -116,9 +111,7 @@ def run(python: Path) -> Iterator[Run]:
 
 def bug_export(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     words = ("bug", "export", *arguments, "--root", str(REPOSITORY), "--device", "cpu", "--quiet")
-    return subprocess.run(
-        [sys.executable, "-m", "harness", *words], cwd=folder, capture_output=True, text=True, timeout=400, check=False
-    )
+    return Command(folder, {"FP8_HARNESS_PROGRAM": ""}).run(*words, timeout_s=400)
 
 
 def test_the_script_fails_without_this_project_and_passes_with_the_fix(python: Path, run: Run, tmp_path: Path) -> None:

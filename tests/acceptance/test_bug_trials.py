@@ -82,8 +82,3 @@ def test_a_failure_is_made_small_and_what_it_needs_is_told(project: Command) -> 
     assert found["case"] in project.call("list", "small.toml").stdout
     again = project.call(*words, "-q")
     assert f"smallest case: {found['case']}" in again.stdout and " 0 run now" in again.stdout
-
-
-def test_what_does_not_fail_is_not_made_small(project: Command) -> None:
-    clean = project.call("bug", "shrink", GOOD, "-q")
-    assert clean.returncode == 2 and "it does not fail, so there is nothing to shrink" in clean.stderr

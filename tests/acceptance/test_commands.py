@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from harness.evidence.golden import load_golden, write_golden
 from harness.tables import save_tables
-from tests.builders import make_trace, run_of
+from tests.builders import make_commit, make_trace, run_of
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -101,17 +101,10 @@ def test_golden_update_shows_old_and_new(project: Command) -> None:
     assert "7.5" in shown.stdout
 
 
-def git(project: Command, *words: str) -> None:
-    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", "-C", str(project.folder), *identity, *words], check=True, capture_output=True)
-
-
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_goldens_are_not_made_from_a_changed_tree_unless_asked(project: Command) -> None:
     update = ("golden", "update", "smoke", "--device", "cpu", "--reason", "again")
-    git(project, "init")
-    git(project, "add", "cases", "golden")
-    git(project, "commit", "-m", "first")
+    make_commit(project.folder, "cases", "golden")
     assert project.call(*update).returncode == 0
     assert project.call(*update).returncode == 0, "goldens that are not committed yet are no reason"
     tier = project.folder / "cases" / "smoke.toml"
@@ -132,9 +125,7 @@ def test_goldens_are_not_made_from_a_changed_tree_unless_asked(project: Command)
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_golden_diff_and_the_text_of_the_commit_say_what_changed(project: Command) -> None:
-    git(project, "init")
-    git(project, "add", "cases", "golden")
-    git(project, "commit", "-m", "first")
+    make_commit(project.folder, "cases", "golden")
     assert project.call("golden", "diff").stdout == "1 golden unchanged against HEAD\n"
     family = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
     stored = load_golden(project.folder, "cpu", family)

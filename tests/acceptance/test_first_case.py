@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -42,13 +41,3 @@ def test_the_document_is_what_happens(tmp_path: Path) -> None:
             assert said.pop(text, "") in done.stdout
             assert text != FAILS or all(number in done.stdout for number in re.findall(r"\d+\.\d{6,}", DOCUMENT))
     assert said == {}, "the document lost a command"
-
-
-@pytest.mark.parametrize(
-    "command", [text for kind, text in steps(DOCUMENT) if kind == "sh" and text.startswith("fp8-harness")]
-)
-def test_every_command_of_the_document_is_understood(shared: Command, command: str) -> None:
-    """What it starts is not run: the options exist, and files that are missing are what it complains about."""
-    words = [word for word in shlex.split(command)[1:] if word != "--rerun-failed"]
-    done = shared.call(*words, "--help")
-    assert done.returncode == 0, done.stderr

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.acceptance.conftest import REPOSITORY, Command
+
 CASE = "atp2-rowwise-graph-v2048-s3-b16"
 
 
@@ -18,7 +17,7 @@ def judged(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and result of the case, run on real ranks with this project's cases and goldens."""
     out = folder / "result.json"
     words = ("run", "--root", str(REPOSITORY), "--device", "cpu", "--case", CASE, "--json", str(out), *arguments)
-    done = subprocess.run([sys.executable, "-m", "harness", *words], cwd=folder, check=False, timeout=400)
+    done = Command(folder, {"FP8_HARNESS_PROGRAM": ""}).run(*words, timeout_s=400)
     (case,) = json.loads(out.read_text())["cases"]
     return done.returncode, case
 

@@ -10,12 +10,12 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from tests.acceptance.conftest import REPOSITORY
+from tests.acceptance.conftest import REPOSITORY, Command
 
 EXAMPLE = REPOSITORY / "examples" / "tiny_gpt"
 QUICK = """
@@ -40,29 +40,20 @@ FSDP = "target.fp8_target-fsdp2-tensorwise-ag.fp8-v2048-gb4-s2-f64-tol.0.05"
 
 
 @dataclass
-class User:
+class User(Command):
     """A user's environment with `tiny_gpt`, and a project with cases and the target module."""
 
-    python: Path
-    project: Path
-    environment: dict[str, str] = field(default_factory=dict)
+    python: Path = Path(sys.executable)
 
-    def run(self, *words: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
-        """`fp8-harness WORDS` in the project."""
-        return self.execute("-m", "harness", *words, timeout_s=timeout_s)
+    def run(self, *arguments: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
+        return self.execute("-m", "harness", *arguments, timeout_s=timeout_s)
 
     def execute(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run the user's interpreter in the project."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
-            "FP8_HARNESS_STATE": str(self.project.parent / "state"),
-            **self.environment,
-        }
         return subprocess.run(
             [self.python, *words],
-            cwd=self.project,
-            env=environment,
+            cwd=self.folder,
+            env=self.environment_of_runs(),
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -76,7 +67,8 @@ class User:
         text = (package / file).read_text()
         assert text.count(right) == 1, f"{file} has no {right}"
         (package / file).write_text(text.replace(right, wrong))
-        return User(self.python, self.project, {"PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"})
+        paths = {"PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"}
+        return replace(self, environment=self.environment | paths)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +86,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
         shutil.copytree(EXAMPLE / name, project / name)
     shutil.copy(EXAMPLE / "fp8_target.py", project)
     (project / "cases" / "quick.toml").write_text(QUICK)
-    yield User(python, project)
+    yield User(project, {"FP8_HARNESS_PROGRAM": ""}, python=python)
 
 
 def make_environment(folder: Path) -> Path:
@@ -113,7 +105,7 @@ def test_a_sound_trainer_passes_and_planted_faults_are_found(user: User) -> None
     faults = ("--fault", "amax_not_reduced_over_tp", "--fault", "fp8_all_gather_flag_lost")
     done = user.run("power", "quick", *faults, "--carriers", "1", "--json", "power.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    power = json.loads((user.project / "power.json").read_text())
+    power = json.loads((user.folder / "power.json").read_text())
     assert {(each["case_id"], each["verdict"]) for each in power["clean"]} == {(TP, "passed"), (FSDP, "passed")}
     assert [(each["case_id"], each["verdict"]) for each in power["trials"]] == [(TP, "invariant"), (FSDP, "invariant")]
     told = "scale does not match the amax: first in blocks.0.attention.query at step 1 on rank 0"
@@ -212,7 +204,7 @@ def test_every_case_of_the_example_passes(user: User, tier: str) -> None:
 
 
 def test_it_trains_without_the_harness(user: User) -> None:
-    alone = User(user.python, user.project, {"OMP_NUM_THREADS": "1"})
+    alone = replace(user, environment={"OMP_NUM_THREADS": "1"})
     done = alone.execute("-m", "tiny_gpt", "--steps", "6", timeout_s=120)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from pathlib import Path
 
@@ -51,11 +50,3 @@ def test_the_document_is_what_happens(tmp_path: Path) -> None:
             assert words in done.stdout, done.stdout
             assert "cannot be judged" not in done.stdout
     assert runs == [], "the document lost a command"
-
-
-@pytest.mark.parametrize(
-    "command", [text for kind, text in steps(DOCUMENT) if kind == "sh" and text.startswith("fp8-harness")]
-)
-def test_every_command_of_the_document_is_understood(shared: Command, command: str) -> None:
-    done = shared.call(*shlex.split(command)[1:], "--help")
-    assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ DOCS = REPOSITORY / "docs"
 WALKED = {"on-your-gpus.md", "first-case.md", "your-own-trainer.md", "from-report-to-case.md", "reading-a-report.md"}
 HERE = ("index.md", "concepts.md", "tolerances.md", "ci.md", "release.md", "performance.md")
 ELSEWHERE = ("on-a-cluster.md",)  # commands that need a cluster: understood, and run by tests of their own
+BY_NIGHT = ("first-case.md", "your-own-trainer.md", "from-report-to-case.md")  # walked by tests with the mark `sweep`
 
 # Commands that are understood only, and why they are not run here.
 NOT_RUN = {
@@ -66,7 +67,7 @@ def test_the_fault_of_the_first_page_is_found(tmp_path: Path) -> None:
     assert done.returncode == 1 and "scales [step 1, rank 0, module layers.0.attention.wq]" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("page", ELSEWHERE)
+@pytest.mark.parametrize("page", (*ELSEWHERE, *BY_NIGHT))
 def test_the_commands_of_a_page_are_understood(page: str) -> None:
     found = [text for text in commands(page) if text.startswith("fp8-harness")]
     assert found

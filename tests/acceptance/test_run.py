@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from harness.checks.judge import CHECKS
+from tests.acceptance.fake_program import EXITS, FAR, HANGS, NAN, RAISES, UNVERIFIED
 from tests.acceptance.inside import Inside, Warm
 
 if TYPE_CHECKING:
@@ -75,46 +76,36 @@ def failing(project: Inside, seed: int, *arguments: str) -> tuple[int, dict[str,
     return done.returncode, json.loads(out.read_text())["cases"][0], done.stdout + done.stderr
 
 
-def test_rank_raises(project: Inside) -> None:
-    code, case, text = failing(project, 1)
-    assert (code, case["verdict"]) == (1, "crash")
-    assert "ValueError: planted failure" in text
+@pytest.mark.parametrize(
+    ("seed", "verdict", "says"),
+    [
+        (RAISES, "crash", "ValueError: planted failure"),
+        (NAN, "numeric", "step 2"),
+        (FAR, "numeric", "from the golden at step 1"),
+        (EXITS, "crash", "7"),
+    ],
+)
+def test_what_goes_wrong_on_ranks_is_told(project: Inside, seed: int, verdict: str, says: str) -> None:
+    code, case, text = failing(project, seed)
+    assert (code, case["verdict"]) == (1, verdict) and says in text
     assert "reproduce: FP8_HARNESS_PROGRAM=tests.acceptance.fake_program fp8-harness run --case" in text
+    assert ("NaN" in case["losses"]) is (seed == NAN)
 
 
 def test_rank_hangs(project: Inside) -> None:
-    code, case, text = failing(project, 2, "--timeout-s", "2")
+    code, case, text = failing(project, HANGS, "--timeout-s", "2")
     assert (code, case["verdict"]) == (1, "hang")
     assert "rank 0 stuck: in _behave (" in case["findings"][0]["message"]
     assert "in no collective" in text and "most recent call first" not in text
     assert "in rank_main" in case["failures"][0]["traceback"]
 
 
-def test_nan_loss_is_reported_as_nan(project: Inside) -> None:
-    code, case, text = failing(project, 3)
-    assert (code, case["verdict"]) == (1, "numeric")
-    assert case["losses"][1] == "NaN"
-    assert "step 2" in text
-
-
-def test_loss_far_from_golden(project: Inside) -> None:
-    code, case, text = failing(project, 4)
-    assert (code, case["verdict"]) == (1, "numeric")
-    assert "from the golden at step 1" in text
-
-
 def test_formulas_do_not_judge_a_torch_that_they_were_not_verified_for(project: Inside) -> None:
-    code, case, _ = failing(project, 7)
+    code, case, _ = failing(project, UNVERIFIED)
     assert (code, case["verdict"]) == (0, "passed")
     assert {"finite", "loss_vs_golden", "fp8_on"} <= set(case["checks"])
     (reason,) = [each["reason"] for each in case["not_judged"] if each["check"] == "matmuls"]
     assert reason.startswith("the formula for matmuls was not verified: torch 2.99.0 is installed")
-
-
-def test_rank_exits(project: Inside) -> None:
-    code, case, text = failing(project, 5)
-    assert (code, case["verdict"]) == (1, "crash")
-    assert "7" in text
 
 
 def test_without_a_golden_the_reference_is_run_and_named(project: Inside) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from harness.environment import Environment
 from harness.running import fingerprint
 from harness.running.fingerprint import environment
 from harness.running.plan import Plan, make_plan
+from tests.builders import make_commit
 
 HERE = Environment(
     packages={"torch": "2.13.0", "torchao": "0.18.0"},
@@ -67,11 +67,6 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
     return make_plan(device="cpu")
 
 
-def git(folder: Path, *words: str) -> None:
-    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
-
-
 def test_it_is_the_same_twice_and_names_what_is_there(plan: Plan, tmp_path: Path) -> None:
     found = environment(plan, tmp_path)
     assert found == environment(plan, tmp_path)
@@ -84,9 +79,7 @@ def test_it_is_the_same_twice_and_names_what_is_there(plan: Plan, tmp_path: Path
 def test_the_commit_and_every_change_of_it_count(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "case.toml"
     file.write_text("a")
-    git(tmp_path, "init")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-m", "first")
+    make_commit(tmp_path, ".")
     clean = environment(plan, tmp_path)
     assert len(clean.commit) == 40 and clean.changes == ""
     found = []

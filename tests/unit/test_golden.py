@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from harness.evidence.hardware import hardware_class, hardware_classes
 from harness.evidence.sealed import write_sealed
 from harness.evidence.tree import changed_files, goldens_of, source_commit, tree_commit
 from harness.trace import RankTrace, Run
-from tests.builders import make_failure, make_trace, run_of
+from tests.builders import make_commit, make_failure, make_trace, run_git, run_of
 from tests.builders import make_golden as sound_golden
 
 FAMILY = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
@@ -256,17 +256,13 @@ def test_without_git_the_commit_is_unknown(tmp_path: Path) -> None:
 def committed(folder: Path, *names: str) -> Callable[..., None]:
     """Make `folder` a git repository with one commit of these files; returns a function that runs git there."""
 
-    def git(*words: str) -> None:
-        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
-        subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
-
-    git("init")
     for name in names:
         (folder / name).write_text(name)
     if names:
-        git("add", *names)
-        git("commit", "-m", "first")
-    return git
+        make_commit(folder, *names)
+    else:
+        run_git(folder, "init")
+    return functools.partial(run_git, folder)
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

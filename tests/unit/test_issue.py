@@ -27,9 +27,11 @@ EXPORTED = Exported(
 )
 VERSIONS = {"torch": "2.13.0", "torchao": "0.18.0"}
 SHRUNK = b"""{"case": "x", "needed": [
-  {"changes": {"tp": 1}, "same": false, "result": {"case_id": "single", "message": "", "signature": null}},
+  {"changes": {"tp": 1}, "same": false,
+   "result": {"case_id": "single", "verdict": "passed", "signature": null, "message": "", "cpu_s": 1.0}},
   {"changes": {"dp_shard": 1}, "same": false,
-   "result": {"case_id": "tp2", "message": "m", "signature": {"kind": "crash", "what": "a | b"}}}]}"""
+   "result": {"case_id": "tp2", "verdict": "crash", "signature": {"kind": "crash", "what": "a | b"}, "message": "m",
+              "cpu_s": 1.0}}]}"""
 
 
 def test_the_draft_says_versions_expected_found_and_the_command() -> None:

@@ -152,7 +152,6 @@ class _Bundle:
         self._constants = {name: value for name, value in given.items() if not isinstance(value, bool)}
         self._flags = {name: value for name, value in given.items() if isinstance(value, bool)}
         self._limits = limits
-        self._sources: dict[str, _Source] = {}
         self._plain: set[tuple[str, str]] = set()
         self._from: dict[str, set[str]] = {}
         self._used: set[str] = set()
@@ -188,12 +187,10 @@ class _Bundle:
                 raise Reached(f"it needs {each.module}, which is a part of the harness.")
 
     def _source(self, module: str) -> _Source:
-        if module not in self._sources:
-            if any(module == limit or module.startswith(f"{limit}.") for limit in self._limits):
-                raise Reached(f"it needs {module}, which is a part of the harness.")
-            text = _text(module)
-            self._sources[module] = _read(module, tuple(each for each in self._flags.items() if each[0] in text))
-        return self._sources[module]
+        if any(module == limit or module.startswith(f"{limit}.") for limit in self._limits):
+            raise Reached(f"it needs {module}, which is a part of the harness.")
+        text = _text(module)
+        return _read(module, tuple(each for each in self._flags.items() if each[0] in text))
 
     def _import(self, module: str, name: str | None, alias: str, bound: str) -> None:
         if module.partition(".")[0] == PACKAGE:

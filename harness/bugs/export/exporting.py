@@ -11,6 +11,7 @@ import msgspec
 from harness.bugs.asked import Asked
 from harness.bugs.export.fault import exported_fault
 from harness.bugs.export.script import Script, script
+from harness.bugs.shrink import Attempt
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id
@@ -32,23 +33,8 @@ class Exported(NamedTuple):
     patches: tuple[str, ...]  # FILE.py:FUNCTION of what makes the case fail
 
 
-class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
-    """A case that was tried next to the exported one."""
-
-    changes: dict[str, object]
-    result: Seen
-
-
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a neighbour showed, as `bug shrink` writes it. `message` is empty where nothing failed."""
-
-    case_id: str
-    message: str
-    signature: FailureSignature | None
-
-
 class _Shrunk(msgspec.Struct, frozen=True, kw_only=True):
-    needed: tuple[Neighbour, ...]
+    needed: tuple[Attempt, ...]
 
 
 def export(asked: Asked, result: CaseResult, injections: Sequence[Injection], folder: Path) -> Exported:
@@ -69,7 +55,7 @@ def export(asked: Asked, result: CaseResult, injections: Sequence[Injection], fo
     return Exported(title, case_id(case), signature, next(iter(result.findings), None), made, file, patches)
 
 
-def read_neighbours(path: Path) -> tuple[Neighbour, ...]:
+def read_neighbours(path: Path) -> tuple[Attempt, ...]:
     """The cases next to the smallest one in the JSON of `bug shrink`. HarnessError for another file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Shrunk, strict=False).needed
