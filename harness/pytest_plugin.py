@@ -90,13 +90,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in elsewhere]
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Close the engine of this process, if a case started one."""
-    bench = config.stash.get(_BENCH, None)
-    if bench is not None:
-        bench.close()
-
-
 class CaseFileNode(pytest.File):
     """One TOML file with cases."""
 
@@ -227,7 +220,7 @@ class _Results:
 
 
 class _Bench:
-    """What this process runs cases with: made for the first case, closed at the end of the session."""
+    """What this process runs cases with: made for the first case, stopped at the end of the session."""
 
     def __init__(self, project: Project, plan: Plan) -> None:
         from harness.running.executor import open_executor
@@ -236,6 +229,7 @@ class _Bench:
         self._project = project
         self._plan = plan
         self._executor = open_executor(plan, project)
+        self.stop = self._executor.stop
         self._witnesses = open_witnesses(project, plan, self._executor, _silent)
 
     def run(self, case: Case) -> CaseResult:
@@ -251,10 +245,6 @@ class _Bench:
         work = CaseRunner(plan, self._executor, judge, self._witnesses, _silent)
         return work.run(case) or work.not_run(case)
 
-    def close(self) -> None:
-        """End the engine and remove its files."""
-        self._executor.close()
-
 
 def _silent(text: str) -> None:
     """Pytest tells of cases alone."""
@@ -269,6 +259,7 @@ def _bench(session: pytest.Session) -> _Bench:
     if bench is None:
         plan = _plan(config).serving(item.case for item in session.items if isinstance(item, CaseItem))
         bench = config.stash[_BENCH] = _Bench(_project(config), plan)
+        config.add_cleanup(bench.stop)
     return bench
 
 

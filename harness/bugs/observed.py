@@ -124,7 +124,7 @@ def _id(repository: str, number: str) -> str:
 def _date(text: str) -> datetime.date | None:
     found = _ISO.search(text)
     if found is not None:
-        return _day(int(found[1]), int(found[2]), int(found[3]))
+        return _day(*map(int, found.groups()))
     english = _ENGLISH.search(text)
     if english is not None and english[1].lower() in _MONTHS:
         return _day(int(english[3]), _MONTHS.index(english[1].lower()) + 1, int(english[2]))
@@ -133,7 +133,7 @@ def _date(text: str) -> datetime.date | None:
 
 def _nightly(text: str) -> datetime.date | None:
     found = _NIGHTLY.search(text)
-    return None if found is None else _day(int(found[1]), int(found[2]), int(found[3]))
+    return None if found is None else _day(*map(int, found.groups()))
 
 
 def _day(year: int, month: int, day: int) -> datetime.date | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import re
 from collections.abc import Iterator
 
@@ -84,7 +83,7 @@ def _specific(found: list[Statement]) -> bool:
 
 
 def _found(row: Prose, clause: Clause) -> Iterator[Statement]:
-    for match in _compiled(row.pattern).finditer(clause.text):
+    for match in re.finditer(row.pattern, clause.text, re.IGNORECASE):
         value = _value(match[1] if match.re.groups else row.value)
         if is_negated(clause.text, match.start(), match.end()):
             if value is not True:
@@ -107,8 +106,3 @@ def _value(text: str) -> Value:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     return int(text) if text.isascii() and text.isdigit() else text
-
-
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.IGNORECASE)

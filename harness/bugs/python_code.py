@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 
@@ -50,16 +51,12 @@ def attributes(text: str) -> frozenset[str]:
 
 def _tree(text: str) -> ast.Module | None:
     code = _PROMPT.sub("", text[:_MAX_CODE])
-    try:
-        return ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        pass
-    try:
-        lines = code.split("\n")
-        indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-        return ast.parse("\n".join(line[indent:] for line in lines)) if indent else None
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+    lines = code.split("\n")
+    indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    for each in dict.fromkeys((code, "\n".join(line[indent:] for line in lines))):
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            return ast.parse(each)
+    return None
 
 
 def _assignments(tree: ast.Module) -> Iterator[tuple[str, object]]:

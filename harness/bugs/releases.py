@@ -35,20 +35,17 @@ def versions_between(package: str, good: str, bad: str, source: Source) -> tuple
 
 
 def _in_index(package: str, source: Source) -> Iterable[Version]:
+    where = f"--package {package}"
     command = [sys.executable, "-m", "pip", "index", "versions", "--pre", *source.options, package]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_S, check=False)
     except subprocess.TimeoutExpired as error:
         what = f"pip named no versions in {_LIST_S:.0f} s."
-        raise HarnessError(
-            what, where=f"--package {package}", fix="give another --index-url, or --find-links."
-        ) from error
+        raise HarnessError(what, where=where, fix="give another --index-url, or --find-links.") from error
     found = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
     if found is None:
         what = f"pip names no versions: {last_line(done.stderr) or 'it says nothing'}."
-        raise HarnessError(
-            what, where=f"--package {package}", fix="check the name, or give --index-url or --find-links."
-        )
+        raise HarnessError(what, where=where, fix="check the name, or give --index-url or --find-links.")
     return [_version(text) for text in found[1].split(", ")]
 
 

@@ -218,13 +218,10 @@ def check_committed(project: Project, made: str, *, allowed: bool) -> None:
     what = f"{counted(len(changed), 'tracked file')} {differ} from the commit: {names}."
     why = f"nobody can check out what made these {made}"
     if not allowed:
-        fix = f"commit the changes, put them aside by `{_stash(project)}`, or give --allow-dirty."
+        stash = shlex.join(["git", "-C", str(project.root), "stash"])
+        fix = f"commit the changes, put them aside by `{stash}`, or give --allow-dirty."
         raise HarnessError(f"{what} So {why}.", where=str(project.root), fix=fix)
     click.echo(f'fp8-harness: warning: {project.root}: {what} The provenance ends in "-dirty": {why}.', err=True)
-
-
-def _stash(project: Project) -> str:
-    return shlex.join(["git", "-C", str(project.root), "stash"])
 
 
 def failing_losses(project: Project, query: Query) -> Query:

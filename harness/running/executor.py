@@ -103,19 +103,15 @@ class Executor:
         return None if self.stopped else outcome
 
     def stop(self) -> None:
-        """Start nothing any more and kill every rank."""
+        """Start nothing any more and kill every rank. Job folders are removed unless logs are kept."""
         self._stopped.set()
         self._cluster.close()
-
-    def close(self) -> None:
-        """Stop. Job folders are removed unless logs are kept."""
-        self.stop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.close()
+        self.stop()
 
 
 def _kind(request: RunRequest) -> str:

@@ -202,13 +202,18 @@ def test_shards_of_two_machines_become_one_run_and_are_imported(project: Command
     assert project.call("results", "remove", "v1").returncode == 0 and len(listed(project)) == 1
 
 
-def test_shards_that_contradict_are_refused(project: Command) -> None:
+def contradiction(project: Command, **changes: str) -> Any:
+    """Results in good.json, and others of the same case in bad.json, which are returned."""
     project.planted("bad", 0)
     assert project.call("run", "bad", *CPU, "--json", "good.json").returncode == 0
-    document = read(project.folder / "good.json")
+    document = read(project.folder / "good.json") | changes
     document["cases"][0]["verdict"] = "hang"
-    document["started"] = "2999-01-01T00:00:00+00:00"
     (project.folder / "bad.json").write_text(json.dumps(document))
+    return document
+
+
+def test_shards_that_contradict_are_refused(project: Command) -> None:
+    document = contradiction(project, started="2999-01-01T00:00:00+00:00")
     done = project.call("results", "merge", "all.json", "good.json", "bad.json")
     assert (
         done.returncode == 2 and "good.json and bad.json have different results of it: passed and hang" in done.stderr
@@ -237,13 +242,8 @@ def test_what_cannot_be_merged_or_imported_is_one_clear_error(project: Command) 
 
 
 def test_history_of_a_flaky_case(project: Command) -> None:
-    project.planted("bad", 0)
-    assert project.call("run", "bad", *CPU, "--json", "good.json").returncode == 0
-    document = read(project.folder / "good.json")
-    document["cases"][0]["verdict"] = "hang"
-    (project.folder / "bad.json").write_text(json.dumps(document))
+    name = contradiction(project)["cases"][0]["id"]
     assert project.call("results", "import", "bad.json").returncode == 0
-    name = document["cases"][0]["id"]
     assert "FLAKY" in project.call("history", name).stdout
     summary = project.call("history", "--select", "dp_shard=2")
     assert summary.stdout.startswith(f"{name}  2 runs  1 ") and "  FLAKY  last change 20" in summary.stdout
