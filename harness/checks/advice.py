@@ -82,16 +82,16 @@ _KNOWN = (
 )
 
 
-class Told(NamedTuple):
+class Advised(NamedTuple):
     """An error without its advice, and the advice; None where there is none."""
 
     what: str
     fix: str | None
 
 
-def advice(error: str) -> Told:
+def advice(error: str) -> Advised:
     """What an error of a rank or of the engine says, and what to do about it."""
     misfit = _MISFIT.search(error)
     if misfit:
-        return Told(what=f"{error[: misfit.start()]}{misfit['what']}", fix=misfit["fix"])
-    return Told(what=error, fix=next((each.fix for each in _KNOWN if re.search(each.pattern, error)), None))
+        return Advised(what=f"{error[: misfit.start()]}{misfit['what']}", fix=misfit["fix"])
+    return Advised(what=error, fix=next((each.fix for each in _KNOWN if re.search(each.pattern, error)), None))

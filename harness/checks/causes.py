@@ -40,7 +40,7 @@ from harness.checks import (
 from harness.verdict import Finding, Verdict
 
 
-class Told(NamedTuple):
+class Pattern(NamedTuple):
     """Findings of one check, or those of them whose message has these words, or this verdict."""
 
     check: str
@@ -58,7 +58,7 @@ class Stage(NamedTuple):
 
     what: str
     why: str
-    told: tuple[Told, ...]
+    patterns: tuple[Pattern, ...]
 
 
 CAUSES = (
@@ -66,40 +66,40 @@ CAUSES = (
         "ranks and data",
         "of other tokens or weights every number is another, and without all steps nothing is complete",
         (
-            Told(finite.NAME, verdict=Verdict.INVARIANT),
-            Told(loss_vs_golden.NAME, " than the golden"),
-            Told(parity.NAME, "wrong tokens"),
-            Told(tokens.NAME),
-            Told(model.NAME, "buffer "),
-            Told(resume.NAME),
+            Pattern(finite.NAME, verdict=Verdict.INVARIANT),
+            Pattern(loss_vs_golden.NAME, " than the golden"),
+            Pattern(parity.NAME, "wrong tokens"),
+            Pattern(tokens.NAME),
+            Pattern(model.NAME, "buffer "),
+            Pattern(resume.NAME),
         ),
     ),
     Stage(
         "the model that was built",
         "what is not converted, checkpointed, sharded or compiled as asked casts, sends and keeps something else",
         (
-            Told(model.NAME),
-            Told(fp8_on.NAME),
-            Told(alignment.NAME),
-            Told(recompute.NAME, "was not recomputed"),
-            Told(recompute.NAME, "repeat nothing of forward"),
-            Told(memory.NAME, "marks of checkpointing"),
-            Told(memory.NAME, "is that of checkpointing"),
-            Told(traffic.NAME, "gathered in high precision"),
-            Told(graphs.NAME, "no graph was compiled"),
-            Told(graphs.NAME, "nothing was fused"),
+            Pattern(model.NAME),
+            Pattern(fp8_on.NAME),
+            Pattern(alignment.NAME),
+            Pattern(recompute.NAME, "was not recomputed"),
+            Pattern(recompute.NAME, "repeat nothing of forward"),
+            Pattern(memory.NAME, "marks of checkpointing"),
+            Pattern(memory.NAME, "is that of checkpointing"),
+            Pattern(traffic.NAME, "gathered in high precision"),
+            Pattern(graphs.NAME, "no graph was compiled"),
+            Pattern(graphs.NAME, "nothing was fused"),
         ),
     ),
     Stage(
         "casts and scales",
         "a scale decides the float8 values that are made with it; a missing amax reduction shows in the scale too",
-        (Told(scales.NAME), Told(graph_scales.NAME)),
+        (Pattern(scales.NAME), Pattern(graph_scales.NAME)),
     ),
     Stage(
         "float8 values and operands",
         "values saturate or differ where a scale is wrong; alone they are the fault of the cast or of the matmul",
         tuple(
-            Told(check, words)
+            Pattern(check, words)
             for check in (scales.NAME, graph_scales.NAME)
             for words in (
                 "float8 data does not match",
@@ -113,34 +113,34 @@ CAUSES = (
     Stage(
         "collectives",
         "what ranks send decides what they compute next",
-        (Told(traffic.NAME), Told(stated.NAME), Told(signature.NAME)),
+        (Pattern(traffic.NAME), Pattern(stated.NAME), Pattern(signature.NAME)),
     ),
     Stage(
         "matmuls, graphs and recomputation",
         "how a result is computed decides its numbers",
-        (Told(graphs.NAME), Told(matmuls.NAME), Told(recompute.NAME)),
+        (Pattern(graphs.NAME), Pattern(matmuls.NAME), Pattern(recompute.NAME)),
     ),
 )
 
 _MEMORY = (
-    Told(memory.NAME),
-    Told(live_memory.NAME),
-    Told(live_memory.LEAKS),
-    Told(stated.NAME, " saved for backward"),
-    Told(signature.NAME, " saved for backward"),
-    Told(signature.NAME, " alive "),
+    Pattern(memory.NAME),
+    Pattern(live_memory.NAME),
+    Pattern(live_memory.LEAKS),
+    Pattern(stated.NAME, " saved for backward"),
+    Pattern(signature.NAME, " saved for backward"),
+    Pattern(signature.NAME, " alive "),
 )
 
 # What is wrong because something else is, or the only sign of a fault that no rule above describes.
 EFFECTS = (
-    Stage("a module", "it had the right operands", (Told(local_parity.NAME),)),
+    Stage("a module", "it had the right operands", (Pattern(local_parity.NAME),)),
     Stage(
         "the first operand that differs",
         "it names the module behind the fault",
-        (Told(divergence.NAME), Told(scales.NAME, "replicas of a tensor have different float8 data")),
+        (Pattern(divergence.NAME), Pattern(scales.NAME, "replicas of a tensor have different float8 data")),
     ),
     Stage(
-        "a loss that is no number", "gradients of such a loss are no numbers either", (Told(finite.NAME, "loss is"),)
+        "a loss that is no number", "gradients of such a loss are no numbers either", (Pattern(finite.NAME, "loss is"),)
     ),
     Stage(
         "memory",
@@ -151,12 +151,12 @@ EFFECTS = (
         "results of the whole model",
         "compared with the same layout, then with one rank in FP8, then with BF16: ever more explains a difference",
         (
-            Told(clipping.NAME),
-            Told(evaluation.NAME),
-            Told(metamorphic.NAME),
-            Told(parity.NAME),
-            Told(finite.NAME),
-            Told(loss_vs_golden.NAME),
+            Pattern(clipping.NAME),
+            Pattern(evaluation.NAME),
+            Pattern(metamorphic.NAME),
+            Pattern(parity.NAME),
+            Pattern(finite.NAME),
+            Pattern(loss_vs_golden.NAME),
         ),
     ),
 )
@@ -189,10 +189,10 @@ def first_effect(findings: Sequence[Finding]) -> int | None:
 def _place(finding: Finding) -> tuple[int, int]:
     """The index of the stage of a finding, and of the kind in it. Kinds with words are matched before whole checks."""
     places = [
-        (not told.words, stage, within)
+        (not pattern.words, stage, within)
         for stage, (_, _, kinds) in enumerate(_STAGES)
-        for within, told in enumerate(kinds)
-        if told.matches(finding)
+        for within, pattern in enumerate(kinds)
+        if pattern.matches(finding)
     ]
     _, stage, within = min(places, default=(False, 0, 0))  # of the judge and the engine: about the whole run
     return stage, within
@@ -205,5 +205,5 @@ def _may_be_cause(finding: Finding, wrong_from: float) -> bool:
 def _first_wrong_number(findings: Iterable[Finding]) -> float:
     """The first step in which a number is wrong; infinite where none is. What is kept in memory is no number."""
     effects = (each for each in findings if each.judged and _place(each)[0] >= len(CAUSES))
-    numbers = (each for each in effects if not any(told.matches(each) for told in _MEMORY))
+    numbers = (each for each in effects if not any(pattern.matches(each) for pattern in _MEMORY))
     return min((each.step for each in numbers if each.step is not None), default=math.inf)

@@ -24,7 +24,7 @@ from harness.engine.remote import (
     Join,
     Refused,
     RemoteNode,
-    Told,
+    Reported,
     ToNode,
     keep_alive,
     node_name,
@@ -244,7 +244,7 @@ class _Server:
 
     def _run(self, asked: Asked) -> ShareOutcome:
         assert asked.share is not None
-        return self._node.run(asked.share, lambda event: self._send(Told(number=asked.number, event=event)))
+        return self._node.run(asked.share, lambda event: self._send(Reported(number=asked.number, event=event)))
 
     def _send(self, message: Message) -> None:
         with self._sending, suppress(OSError):  # `serve` sees the same end

@@ -67,7 +67,7 @@ class Answered(Message, frozen=True, tag="answered"):
     error: str = ""
 
 
-class Told(Message, frozen=True, tag="told"):
+class Reported(Message, frozen=True, tag="reported"):
     """Node to controller: what `run` reports while it runs."""
 
     number: int
@@ -75,7 +75,7 @@ class Told(Message, frozen=True, tag="told"):
 
 
 ToNode = Refused | Asked | Bye
-FromNode = Join | Answered | Told
+FromNode = Join | Answered | Reported
 
 
 def node_name(node_rank: int, host: str) -> str:
@@ -192,7 +192,7 @@ class RemoteNode:
             return
         with self._lock:
             future, report = self._pending.get(message.number, (None, None))
-        if isinstance(message, Told) and report is not None:
+        if isinstance(message, Reported) and report is not None:
             report(message.event)
         elif isinstance(message, Answered) and future is not None:
             with self._lock:

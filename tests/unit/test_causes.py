@@ -115,7 +115,7 @@ def test_nothing_is_lost_and_the_order_is_stable(found: list[Finding]) -> None:
 
 
 def test_every_check_has_a_stage_and_every_word_is_one_of_a_check() -> None:
-    told = [each for stage in (*CAUSES, *EFFECTS) for each in stage.told]
+    told = [each for stage in (*CAUSES, *EFFECTS) for each in stage.patterns]
     assert {each.check for each in told} == {check.name for check in CHECKS} | {"divergence"}
     sources = "".join(path.read_text() for path in Path(causes.__file__).parent.glob("*.py") if path.stem != "causes")
     for each in told:

@@ -27,7 +27,7 @@ from harness.report.html.page import html_report
 from harness.report.html.sections import Listing, Section, conformance_section, coverage_section, kill_section
 from harness.report.wording import printable
 from harness.result import CaseResult, RunResult
-from harness.studies.conformance.table import ConformanceDocument, Told
+from harness.studies.conformance.table import ConformanceDocument, ShownCheck
 from harness.studies.kill_matrix import UNFINISHED, Power, Trial
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import make_cast_range, make_document, make_failure, make_measured, make_result, run_of
@@ -324,7 +324,7 @@ def test_a_kill_matrix_lists_what_was_not_detected_first() -> None:
 
 
 def test_conformance_counts_by_operator_and_placement() -> None:
-    checks = tuple(Told(op="amax", placement="S0", status=status) for status in ("passed", "passed", "failed"))
+    checks = tuple(ShownCheck(op="amax", placement="S0", status=status) for status in ("passed", "passed", "failed"))
     told = ConformanceDocument(software={"torch": "2.13.0"}, counts={"passed": 2, "failed": 1}, checks=checks)
     (listing,) = conformance_section(told).listings
     assert (listing.columns, listing.rows) == (("operator", "S0"), (("amax", "2 1F"),))

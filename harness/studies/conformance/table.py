@@ -19,7 +19,7 @@ deviation, 1F failed, 1U passed although a known deviation should show; - means 
 _MARKS = {"passed": "", "known": "k", "failed": "F", "unexpected_pass": "U"}
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class ShownCheck(msgspec.Struct, frozen=True, kw_only=True):
     """A check in the JSON document, as far as the table shows it."""
 
     op: str  # its row
@@ -32,7 +32,7 @@ class ConformanceDocument(msgspec.Struct, frozen=True, kw_only=True):
 
     software: dict[str, str | None]
     counts: dict[str, int]
-    checks: tuple[Told, ...]
+    checks: tuple[ShownCheck, ...]
 
 
 def column(check: OperatorCheck) -> str:
@@ -57,7 +57,7 @@ def row(check: OperatorCheck) -> str:
 
 def lines(conclusions: Sequence[Conclusion]) -> Iterator[str]:
     """The table; `LEGEND` explains it."""
-    told = (Told(op=row(each.check), placement=column(each.check), status=each.status) for each in conclusions)
+    told = (ShownCheck(op=row(each.check), placement=column(each.check), status=each.status) for each in conclusions)
     (head, *names), *rows = grid(told)
     width = max((len(name) for name, *_ in rows), default=0)
     yield f"{head:<{width}} " + " ".join(f"{name:>8}" for name in names)
@@ -65,7 +65,7 @@ def lines(conclusions: Sequence[Conclusion]) -> Iterator[str]:
         yield f"{name:<{width}} " + " ".join(f"{cell:>8}" for cell in found)
 
 
-def grid(checks: Iterable[Told]) -> list[tuple[str, ...]]:
+def grid(checks: Iterable[ShownCheck]) -> list[tuple[str, ...]]:
     """The rows of the table, the first one with the names of the columns."""
     counts: dict[str, dict[str, Counter[str]]] = {}
     for each in checks:
