@@ -48,7 +48,8 @@ def conformance_command(
     from harness.running.machine import check_rank_packages
     from harness.running.selection import NothingSelected
     from harness.studies.conformance.fixed import select_checks
-    from harness.studies.conformance.runner import PROGRAM, RanksFailed, run_checks
+    from harness.studies.conformance.runner import PROGRAM, run_checks
+    from harness.studies.surviving import RanksFailed
 
     checks = select_checks(globs)
     if not checks:

@@ -139,9 +139,9 @@ def possible_rings(rings: tuple[Ring, ...], facts: TorchFacts | None, visible: i
 def _collect(rings: list[Ring], work: Work, query: Query, *, to_stderr: bool) -> tuple[list[RingReport], int]:
     """The evidence of these rings, each stored as soon as it is there, and the exit code."""
     from harness.running.selection import NothingSelected
-    from harness.studies.kernels.runner import RankFailed
     from harness.studies.rings.collect import collect
     from harness.studies.rings.work import Interrupted
+    from harness.studies.surviving import RanksFailed
 
     made: list[RingReport] = []
     for ring in rings:
@@ -154,7 +154,7 @@ def _collect(rings: list[Ring], work: Work, query: Query, *, to_stderr: bool) ->
                 raise
             click.echo(f"fp8-harness: note: {error.text}", err=True)
             continue
-        except RankFailed as error:
+        except RanksFailed as error:
             click.echo(f"fp8-harness: error: {error.text}", err=True)
             return made, ExitCode.INFRA
         click.echo(_stored(work.project, report), err=to_stderr)

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from harness.engine.messages import JobOutcome
+from harness.engine.apart import RunsJobs
+from harness.engine.messages import Job, JobOutcome
+from harness.errors import HarnessError
 
 MAX_LOST = 8  # checks that may bring their ranks down before the rest is given up
+
+
+class RanksFailed(HarnessError):
+    """The ranks failed outside of any check, because of the machine or an injection."""
 
 
 class Check(Protocol):
@@ -22,32 +28,35 @@ AnyCheck = TypeVar("AnyCheck", bound=Check)
 Concluded = TypeVar("Concluded")
 
 
-def conclude_all(
+def conclude_all(  # noqa: PLR0913  what two studies do differently
+    engine: RunsJobs,
     checks: Sequence[AnyCheck],
     *,
-    run: Callable[[tuple[AnyCheck, ...]], JobOutcome],
+    job_of: Callable[[tuple[AnyCheck, ...]], Job],
     judge: Callable[[tuple[AnyCheck, ...], JobOutcome], Sequence[Concluded]],
     lose: Callable[[AnyCheck, str], Concluded],
-    fail: Callable[[JobOutcome], Exception],
-    ranks: str = "ranks",
+    where: str,
+    fix: str,
 ) -> list[Concluded]:
     """The conclusions on all checks, in order.
 
-    `judge` concludes on the checks of a job that ended well, `lose` on one that brought its ranks down. Raises what
-    `fail` makes of a job whose ranks failed outside of any check. `ranks`: what a job has, in words.
+    `job_of` makes the job that runs some of them, `judge` concludes on those of a job that ended well, `lose` on one
+    that brought its ranks down. Raises RanksFailed, with `where` and `fix`, when ranks fail outside of any check.
     """
     lost: dict[str, Concluded] = {}
     while True:
         pending = tuple(check for check in checks if check.id not in lost)
         if not pending:
             return [lost[check.id] for check in checks]
-        outcome = run(pending)
+        job = job_of(pending)
+        outcome = engine.run(job)
         if outcome.status == "ok":
             judged = dict(zip((check.id for check in pending), judge(pending, outcome), strict=True))
             return [lost[check.id] if check.id in lost else judged[check.id] for check in checks]
         culprit = _culprit(outcome, pending)
+        ranks = "rank" if job.world_size == 1 else "ranks"
         if culprit is None:
-            raise fail(outcome)
+            raise RanksFailed(f"the {ranks} failed outside of any check: {outcome.message}", where=where, fix=fix)
         lost[culprit.id] = lose(culprit, f"{outcome.status}: {outcome.message}")
         if len(lost) > MAX_LOST:
             message = f"not run: more than {MAX_LOST} other checks brought their {ranks} down"

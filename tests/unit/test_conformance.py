@@ -15,8 +15,9 @@ from harness.studies.conformance.cost import cheapest_bytes
 from harness.studies.conformance.fixed import fixed_checks, select_checks
 from harness.studies.conformance.judge import Conclusion, conclude, conclude_lost
 from harness.studies.conformance.known import KNOWN
-from harness.studies.conformance.runner import RanksFailed, run_checks
+from harness.studies.conformance.runner import run_checks
 from harness.studies.conformance.table import column, document, lines
+from harness.studies.surviving import RanksFailed
 from harness.trace.operator_checks import MESHES, Batch, Observation, OperatorCheck, Output, chunk_sizes, local_shape
 
 

@@ -16,7 +16,8 @@ from harness.running.injection import parse_injection
 from harness.studies.kernels.bound import Accumulator
 from harness.studies.kernels.fixed import refusal_checks, value_checks
 from harness.studies.kernels.judge import KernelConclusion, reason_of
-from harness.studies.kernels.runner import PROGRAM, RankFailed, run_kernel_checks
+from harness.studies.kernels.runner import PROGRAM, run_kernel_checks
+from harness.studies.surviving import RanksFailed
 from harness.trace.kernel_checks import KernelCheck
 from harness.worker.kernels.main import observe
 
@@ -86,7 +87,7 @@ def test_a_check_that_kills_its_rank_is_lost_alone(run: Run) -> None:
 
 
 def test_a_fault_outside_of_any_check_is_no_result(run: Run) -> None:
-    with pytest.raises(RankFailed, match="outside of any check"):
+    with pytest.raises(RanksFailed, match="outside of any check"):
         run(FEW[:2], fault="cannot_be_planted")
 
 

@@ -8,7 +8,6 @@ import msgspec
 
 from harness.engine.apart import RunsJobs
 from harness.engine.messages import Job, JobOutcome
-from harness.errors import HarnessError
 from harness.studies.conformance.judge import Conclusion, conclude, conclude_lost
 from harness.studies.surviving import conclude_all
 from harness.trace.operator_checks import WORLD_SIZE, Batch, Observation, OperatorCheck
@@ -21,35 +20,22 @@ _BASE_DEADLINE_S = 45.0
 _DEADLINE_PER_CHECK_S = 0.1
 
 
-class RanksFailed(HarnessError):
-    """The ranks failed outside of any check, because of the machine or an injection."""
-
-
 def run_checks(engine: RunsJobs, checks: Sequence[OperatorCheck], injections: Sequence[Patch] = ()) -> list[Conclusion]:
     """Run and judge all checks, in order. Raises RanksFailed when the ranks fail outside of any check."""
     return conclude_all(
+        engine,
         checks,
-        run=lambda pending: _submit(engine, Batch(checks=pending, injections=tuple(injections))),
-        judge=lambda pending, outcome: [conclude(*each) for each in zip(pending, _observations(outcome), strict=True)],
-        lose=conclude_lost,
-        fail=_failed,
-    )
-
-
-def _failed(outcome: JobOutcome) -> RanksFailed:
-    what = f"the ranks failed outside of any check: {outcome.message}"
-    return RanksFailed(what, where="conformance", fix="check the memory of this machine, and --inject.")
-
-
-def _submit(engine: RunsJobs, batch: Batch) -> JobOutcome:
-    return engine.run(
-        Job(
+        job_of=lambda pending: Job(
             job_id="conformance",
             world_size=WORLD_SIZE,
-            payload=msgspec.msgpack.encode(batch),
-            deadline_s=_BASE_DEADLINE_S + _DEADLINE_PER_CHECK_S * len(batch.checks),
+            payload=msgspec.msgpack.encode(Batch(checks=pending, injections=tuple(injections))),
+            deadline_s=_BASE_DEADLINE_S + _DEADLINE_PER_CHECK_S * len(pending),
             one_node=True,
-        )
+        ),
+        judge=lambda pending, outcome: [conclude(*each) for each in zip(pending, _observations(outcome), strict=True)],
+        lose=conclude_lost,
+        where="conformance",
+        fix="check the memory of this machine, and --inject.",
     )
 
 

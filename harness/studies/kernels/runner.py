@@ -9,7 +9,6 @@ import msgspec
 
 from harness.engine.apart import RunsJobs
 from harness.engine.messages import Job, JobOutcome
-from harness.errors import HarnessError
 from harness.studies.kernels.bound import Accumulator
 from harness.studies.kernels.judge import KernelConclusion, conclude, conclude_lost
 from harness.studies.surviving import conclude_all
@@ -21,10 +20,6 @@ _BASE_DEADLINE_S = 120.0  # a GPU loads its libraries in the first check
 _DEADLINE_PER_CHECK_S = 0.5
 
 
-class RankFailed(HarnessError):
-    """The rank failed outside of any check, because of the machine or an injection."""
-
-
 def run_kernel_checks(
     cluster: RunsJobs,
     checks: Sequence[KernelCheck],
@@ -33,32 +28,22 @@ def run_kernel_checks(
     accumulator: Accumulator,
     injections: Sequence[Patch] = (),
 ) -> list[KernelConclusion]:
-    """Run and judge all checks, in order. Raises `RankFailed` when the rank fails outside of any check."""
+    """Run and judge all checks, in order. Raises RanksFailed when the rank fails outside of any check."""
     return conclude_all(
+        cluster,
         checks,
-        run=lambda pending: _submit(cluster, KernelBatch(checks=pending, device=device, injections=tuple(injections))),
+        job_of=lambda pending: Job(
+            job_id="kernels",
+            world_size=1,
+            payload=msgspec.msgpack.encode(KernelBatch(checks=pending, device=device, injections=tuple(injections))),
+            deadline_s=_BASE_DEADLINE_S + _DEADLINE_PER_CHECK_S * len(pending),
+        ),
         judge=lambda pending, outcome: [
             conclude(check, seen, accumulator) for check, seen in zip(pending, _observations(outcome), strict=True)
         ],
         lose=conclude_lost,
-        fail=_failed,
-        ranks="rank",
-    )
-
-
-def _failed(outcome: JobOutcome) -> RankFailed:
-    what = f"the rank failed outside of any check: {outcome.message}"
-    return RankFailed(what, where="evidence kernel", fix="check the driver and the memory of this machine.")
-
-
-def _submit(cluster: RunsJobs, batch: KernelBatch) -> JobOutcome:
-    return cluster.run(
-        Job(
-            job_id="kernels",
-            world_size=1,
-            payload=msgspec.msgpack.encode(batch),
-            deadline_s=_BASE_DEADLINE_S + _DEADLINE_PER_CHECK_S * len(batch.checks),
-        )
+        where="evidence kernel",
+        fix="check the driver and the memory of this machine.",
     )
 
 

@@ -34,7 +34,7 @@ _READ_BY_DEVICES = ("NCCL_", "CUBLAS", "NVIDIA_TF32", "TORCH_NCCL", "CUDA_DEVICE
 def collect(ring: Ring, work: Work, query: Query) -> RingReport:
     """The evidence of this ring, not stored; goldens and noise of the ring `native` are.
 
-    Raises `Interrupted` after Ctrl-C, `RankFailed`, and HarnessError for bad input.
+    Raises `Interrupted` after Ctrl-C, RanksFailed, and HarnessError for bad input.
     """
     started_s = time.monotonic()
     work = work._replace(plan=msgspec.structs.replace(work.plan, arithmetic=ARITHMETIC[ring]))

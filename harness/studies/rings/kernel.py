@@ -19,7 +19,7 @@ NO_REFUSALS = "refusals: torch's kernel of a CPU refuses less than that of a GPU
 
 
 def kernel_ring(work: Work) -> Found:
-    """What this ring finds on a device that is free. Raises `RankFailed` where the rank fails outside of any check."""
+    """What this ring finds on a device that is free. Raises RanksFailed where the rank fails outside of any check."""
     facts, plan = work.facts, work.plan
     refusals = () if facts is None else refusal_checks(facts.devices[0].capability)
     checks = (*value_checks(), *refusals)
