@@ -28,7 +28,7 @@ from harness.evidence.tolerance import (
     tolerance_key,
 )
 from harness.matrix.case import Case, Layout
-from harness.matrix.caseid import case_id, family_id, reference_case
+from harness.matrix.caseid import case_id, family_id, layout_id, reference_case
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.rules import expected_refusal
@@ -181,11 +181,10 @@ def _distances(trace: RankTrace, losses: tuple[float, ...]) -> tuple[float, ...]
 
 
 def _sample(case: Case, key: str, per_step: tuple[float, ...]) -> Sample:
-    layout = msgspec.structs.replace(Case(), layout=case.layout)
     return Sample(
         key=key,
         case_id=case_id(case),
-        layout=case_id(layout).split("-bf16", maxsplit=1)[0],
+        layout=layout_id(case.layout),
         seed=case.train.seed,
         per_step=per_step,
         environment=environment(),

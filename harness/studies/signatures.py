@@ -57,17 +57,11 @@ class RecordingJudge:
     """Judges runs by every other check and makes signatures of those that pass. The `Judge` of `case_runner.py`."""
 
     def __init__(self, judge: CaseJudge, *, command: str, reason: str, commit: str) -> None:
+        self.expectation = judge.expectation
+        self.fixes = judge.fixes  # of a case with a recorded fault its run with the fix is recorded
         self.made: dict[str, Signature] = {}
         self._judge = judge
         self._provenance = {"command": command, "reason": reason, "commit": commit}
-
-    def expectation(self, case: Case) -> str | None:
-        """As in any run."""
-        return self._judge.expectation(case)
-
-    def fixes(self, case: Case) -> tuple[Injection, ...]:
-        """As in any run: of a case with a recorded fault its run with the fix is recorded."""
-        return self._judge.fixes(case)
 
     def judge(
         self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()

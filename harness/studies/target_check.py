@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +22,7 @@ from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Dtype, Float8, Layout, Train
-from harness.matrix.caseid import case_id, id_words
+from harness.matrix.caseid import case_id, id_words, layout_id
 from harness.matrix.recipes import Recipe
 from harness.matrix.rules import exclusions
 from harness.matrix.words import WORDS, hint, values_of
@@ -161,7 +161,7 @@ def check_target(project: Project, asked: Asked, plan: Plan, progress: Progress)
     check_targets([asked.target], project.root)
     cases = cases_of(asked, device=plan.device)
     check_fits(cases, plan)
-    judge = _TargetJudge(prepare_judge(project, cases, plan), progress.note)
+    judge = _TargetJudge(prepare_judge(project, cases, plan))
     plan = msgspec.structs.replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
     result = run_cases(project, cases, plan, judge, progress)
     runs = tuple(_ran(case, each, judge) for case, each in zip(cases, result.results, strict=True))
@@ -189,19 +189,12 @@ class _Seen(NamedTuple):
 class _TargetJudge:
     """The judge of any run, which also asks the questions of this study. It is a `Judge` of `case_runner.py`."""
 
-    def __init__(self, inner: CaseJudge, note: Callable[[str], None]) -> None:
-        self._inner = inner
-        self._note = note
-        self._lock = threading.Lock()
+    def __init__(self, inner: CaseJudge) -> None:
+        self.expectation = inner.expectation
+        self.fixes = inner.fixes
         self.seen: dict[str, _Seen] = {}
-
-    def expectation(self, case: Case) -> str | None:
-        """As in any run."""
-        return self._inner.expectation(case)
-
-    def fixes(self, case: Case) -> tuple[Injection, ...]:
-        """As in any run."""
-        return self._inner.fixes(case)
+        self._inner = inner
+        self._lock = threading.Lock()
 
     def judge(
         self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
@@ -272,7 +265,7 @@ def _ran(case: Case, result: CaseResult, judge: _TargetJudge) -> Ran:
     seen = judge.seen.get(result.case_id)
     return Ran(
         case_id=result.case_id,
-        layout=layout_name(case),
+        layout=layout_id(case.layout),
         recipe=case.float8.recipe,
         dtype=case.train.dtype,
         verdict=result.verdict,
@@ -284,12 +277,6 @@ def _ran(case: Case, result: CaseResult, judge: _TargetJudge) -> Ran:
         command=result.command,
         seconds=result.seconds,
     )
-
-
-def layout_name(case: Case) -> str:
-    """The words of its id for the layout of a case."""
-    bare = Case(layout=case.layout)
-    return case_id(bare).split("-bf16", maxsplit=1)[0]
 
 
 def _without_unsupported(runs: tuple[Ran, ...], recorded: Sequence[Run | None]) -> tuple[Ran, ...]:
@@ -321,7 +308,7 @@ def _built(cases: Sequence[Case], judge: _TargetJudge) -> tuple[Built, ...]:
         seen = judge.seen.get(case_id(case))
         model = seen.models[0] if seen is not None else None
         if model is not None and case.float8.enabled:
-            found.setdefault(layout_name(case), _facts(layout_name(case), model))
+            found.setdefault(layout_id(case.layout), _facts(layout_id(case.layout), model))
     return tuple(found.values())
 
 
