@@ -15,6 +15,7 @@ from harness.trace.operator_checks import Batch, Mesh, Observation, OperatorChec
 from harness.worker.conformance import layout, operators
 from harness.worker.conformance.meter import Meter, resynchronize
 from harness.worker.injection import inject
+from harness.worker.probes.scales import dtype_name
 from harness.worker.process_group import join
 from harness.worker.virtual import device
 from harness.worker.virtual.fabric import CollectiveMismatch
@@ -124,9 +125,9 @@ def _output(check: OperatorCheck, found: torch.Tensor, expected: torch.Tensor, f
         placements=placements,
         shape=tuple(found.shape),
         local_shape=tuple(local.shape),
-        dtype=str(whole.dtype).removeprefix("torch."),
+        dtype=dtype_name(whole.dtype),
         expected_shape=tuple(expected.shape),
-        expected_dtype=str(expected.dtype).removeprefix("torch."),
+        expected_dtype=dtype_name(expected.dtype),
         wrong=wrong,
         largest_error=largest,
         example=example,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +11,8 @@ import torch
 from harness.trace.kernel_checks import KernelBatch, KernelCheck, KernelObservation
 from harness.worker.injection import inject
 from harness.worker.kernels.operands import Arguments, arguments
-from harness.worker.virtual.scaled_mm import scaled_mm
+from harness.worker.probes.scales import dtype_name
+from harness.worker.virtual.scaled_mm import require_allowed, scaled_mm
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
@@ -48,9 +49,9 @@ def observe(check: KernelCheck, device: torch.device) -> KernelObservation:
     rounded = exact.to(given.out_dtype)
     observation = KernelObservation(
         shape=tuple(found.shape),
-        dtype=_name(found.dtype),
+        dtype=dtype_name(found.dtype),
         expected_shape=tuple(exact.shape),
-        expected_dtype=_name(given.out_dtype),
+        expected_dtype=dtype_name(given.out_dtype),
     )
     if found.shape != exact.shape or found.dtype != rounded.dtype or not found.numel():
         return observation
@@ -71,12 +72,11 @@ def _of_device(given: Arguments) -> torch.Tensor:
 
 def _exact(given: Arguments) -> torch.Tensor:
     """The result in float64, for arguments that the contract allows with their real output dtype."""
-    scaled_mm(given.a, given.b, given.scale_a, given.scale_b, given.bias, out_dtype=given.out_dtype)
-    return scaled_mm(given.a, given.b, given.scale_a, given.scale_b, given.bias, out_dtype=torch.float64)
+    require_allowed(*given[:5], out_dtype=given.out_dtype)
+    return scaled_mm(*given[:5], out_dtype=torch.float64)
 
 
-def _attempt(call: object) -> tuple[torch.Tensor | None, str]:
-    assert callable(call)
+def _attempt(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:
     try:
         return call(), ""
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -113,7 +113,3 @@ def _sum_of_magnitudes(given: Arguments) -> torch.Tensor:
     products = given.a.double().abs() @ given.b.double().abs()
     scaled = products * (given.scale_a.double() * given.scale_b.double()).abs()
     return scaled if given.bias is None else scaled + given.bias.double().abs()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

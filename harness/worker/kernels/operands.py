@@ -26,24 +26,21 @@ class Arguments(NamedTuple):
 
     def on(self, device: torch.device) -> Arguments:
         """The same on a device, with the same strides."""
-        return self._replace(
-            a=self.a.to(device),
-            b=self.b.to(device),
-            scale_a=self.scale_a.to(device),
-            scale_b=self.scale_b.to(device),
-            bias=None if self.bias is None else self.bias.to(device),
-        )
+        return Arguments._make(each.to(device) if isinstance(each, torch.Tensor) else each for each in self)
 
 
 def arguments(check: KernelCheck) -> Arguments:
     """The arguments, on the CPU: the same on every machine."""
     draw = torch.Generator().manual_seed(int(hashlib.sha256(check.id.encode()).hexdigest()[:12], 16))
     rowwise = check.scaling == "rowwise"
-    small = check.values == "integers"
-    made = _integers if small else _as_torchao_casts
-    positive = check.values == "positive"
-    a, scale_a = made((check.m, check.k), FLOAT8[check.a], draw, low=-1, rowwise=rowwise, positive=positive)
-    b, scale_b = made((check.n, check.k), FLOAT8[check.b], draw, low=0, rowwise=rowwise, positive=positive)
+
+    def made(shape: tuple[int, int], dtype: torch.dtype, *, low: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if check.values == "integers":
+            return _integers(shape, dtype, draw, low=low, rowwise=rowwise)
+        return _as_torchao_casts(shape, dtype, draw, rowwise=rowwise, positive=check.values == "positive")
+
+    a, scale_a = made((check.m, check.k), FLOAT8[check.a], low=-1)
+    b, scale_b = made((check.n, check.k), FLOAT8[check.b], low=0)
     bias = torch.randint(-8, 9, (check.n,), generator=draw).to(OUT[check.out]) if check.bias else None
     _special(check, a, b, scale_a)
     whole = Arguments(a, b.t(), scale_a, scale_b.t() if rowwise else scale_b, bias, OUT[check.out], check.fast)
@@ -51,7 +48,7 @@ def arguments(check: KernelCheck) -> Arguments:
 
 
 def _integers(
-    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, low: int, rowwise: bool, positive: bool
+    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, low: int, rowwise: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers from `low` to 1 or 2, mostly positive so that sums grow, with scales that are powers of two."""
     values = torch.randint(low, 3, shape, generator=draw).clamp(max=2 + low).float()
@@ -60,7 +57,7 @@ def _integers(
 
 
 def _as_torchao_casts(
-    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, low: int, rowwise: bool, positive: bool
+    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, rowwise: bool, positive: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normal values scaled so that the largest, of a row or of all, is the largest of the dtype; inverse scales."""
     values = torch.randn(shape, generator=draw)

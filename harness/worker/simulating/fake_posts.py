@@ -5,7 +5,6 @@ Under tensor subclasses, above fake tensors: it sees the operators of one rank, 
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +19,10 @@ from harness.worker.posts import collectives
 from harness.worker.posts.post import POSTS, observed, unobserved
 from harness.worker.posts.products import precision_of
 from harness.worker.simulating.storages import Storages
-from harness.worker.virtual.contract import Signature, operand, refusal
-from harness.worker.virtual.scaled_mm import scaled_mm
+from harness.worker.virtual.scaled_mm import require_allowed
 
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
-_SCALED_MM = inspect.signature(scaled_mm)
 _MATMULS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten._scaled_mm.default: 0}
 
 # Functional collectives call those of c10d in kernels, which fake tensors have none of: kind, and whether it reduces.
@@ -61,7 +58,8 @@ class FakePosts(TorchDispatchMode):
 
     def _tell(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is _aten._scaled_mm.default:
-            _require_allowed(*args, **kwargs)
+            with _disable_current_modes():
+                require_allowed(*args, **kwargs)
         if func in _MATMULS:
             first, second = args[_MATMULS[func] : _MATMULS[func] + 2]
             self._matmuls[precision_of(first.dtype), first.shape[0], second.shape[1], first.shape[1]] += 1
@@ -86,23 +84,6 @@ def _tell_functional(func: Any, args: Any) -> None:
     kind, reduces = _FUNCTIONAL[func]
     tensor, group = args[0], collectives.resolve_group(args[-1])
     collectives.tell(kind, args[1] if reduces else "", tensor.dtype, tensor.numel(), group)
-
-
-def _require_allowed(*args: Any, **kwargs: Any) -> None:
-    given = _SCALED_MM.bind(*args, **kwargs).arguments
-    signature = Signature(
-        operand(given["a"]),
-        operand(given["b"]),
-        operand(given["scale_a"]),
-        operand(given["scale_b"]),
-        given.get("out_dtype") or torch.bfloat16,
-        bias=None if given.get("bias") is None else given["bias"].dtype,
-        has_scale_result=given.get("scale_result") is not None,
-    )
-    with _disable_current_modes():
-        message = refusal(signature)
-    if message is not None:
-        raise RuntimeError(message)
 
 
 def silent_propagation() -> Callable[..., Any]:

@@ -31,26 +31,39 @@ def scaled_mm(
     `a` is [M, K] row-major, `b` [K, N] column-major; scales are scalars, or [M, 1] and [1, N]. Raises RuntimeError with
     the message of torch where a GPU would.
     """
-    dtype = out_dtype or torch.bfloat16
+    require_allowed(a, b, scale_a, scale_b, bias, scale_result, out_dtype)
+    with unobserved():
+        product = a.to(torch.float64) @ b.to(torch.float64)
+    product *= scale_a.to(torch.float64) * scale_b.to(torch.float64)
+    if bias is not None:
+        product += bias.to(torch.float64)
+    return product.to(out_dtype or torch.bfloat16)
+
+
+def require_allowed(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> None:
+    """Raises RuntimeError with the message of torch where a GPU would refuse these arguments of `scaled_mm`."""
     message = refusal(
         Signature(
             operand(a),
             operand(b),
             operand(scale_a),
             operand(scale_b),
-            dtype,
+            out_dtype or torch.bfloat16,
             bias=None if bias is None else bias.dtype,
             has_scale_result=scale_result is not None,
         )
     )
     if message is not None:
         raise RuntimeError(message)
-    with unobserved():
-        product = a.to(torch.float64) @ b.to(torch.float64)
-    product *= scale_a.to(torch.float64) * scale_b.to(torch.float64)
-    if bias is not None:
-        product += bias.to(torch.float64)
-    return product.to(dtype)
 
 
 _SIGNATURE = inspect.signature(scaled_mm)
