@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from harness.engine.messages import Job, JobOutcome, Share
 from harness.engine.node import Runner
 from harness.engine.outcome import conclude
+from harness.request import RunRequest
+from harness.trace import RankTrace
 
 
 def make_share(
@@ -25,3 +29,15 @@ def make_share(
 def run_alone(runner: Runner, share: Share) -> JobOutcome:
     """The outcome of a job that is one share."""
     return conclude(share.job, [runner.run(share, lambda _: None)])
+
+
+def run_request(runner: Runner, folder: Path, request: RunRequest, *, deadline_s: float = 120.0) -> JobOutcome:
+    """The outcome of a case on real ranks, whatever it is."""
+    payload = msgspec.msgpack.encode(request)
+    return run_alone(runner, make_share(folder, request.world_size, payload, deadline_s=deadline_s))
+
+
+def traces_of(outcome: JobOutcome) -> tuple[RankTrace, ...]:
+    """The trace of every rank; a job that did not end well fails the test."""
+    assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback if outcome.ranks else ''}"
+    return tuple(msgspec.msgpack.decode(rank.payload or b"", type=RankTrace) for rank in outcome.ranks)

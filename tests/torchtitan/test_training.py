@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from harness.engine.zygote_engine import ZygoteEngine
@@ -13,7 +12,7 @@ from harness.matrix.case import Case
 from harness.request import RunRequest
 from harness.trace import RankTrace
 from tests.builders import make_case
-from tests.jobs import make_share, run_alone
+from tests.jobs import run_request, traces_of
 
 Train = Callable[..., RankTrace]
 # torchtitan rotates queries and keys in float32, the reference target in float64: measured 4.3e-10 nats, 1.6e-8 of a
@@ -30,13 +29,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
     }
 
     def run(case: Case, **asked: Any) -> RankTrace:
-        folder = tmp_path_factory.mktemp("job")
         request = RunRequest(case=case, **asked)
-        payload = msgspec.msgpack.encode(request)
-        share = make_share(folder, request.world_size, payload, deadline_s=120.0)
-        outcome = run_alone(engines[case.target], share)
-        assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback if outcome.ranks else ''}"
-        return msgspec.msgpack.decode(outcome.ranks[0].payload or b"", type=RankTrace)
+        return traces_of(run_request(engines[case.target], tmp_path_factory.mktemp("job"), request))[0]
 
     yield run
     for engine in engines.values():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
 from harness.engine.messages import JobOutcome
@@ -17,9 +16,8 @@ from harness.running.injection import parse_injection
 from harness.trace import RankTrace, Run
 from harness.trace.patch import Patch
 from tests.builders import run_of
-from tests.jobs import make_share, run_alone
+from tests.jobs import run_request, traces_of
 
-DEADLINE_S = 120.0
 Submit = Callable[..., JobOutcome]
 Train = Callable[..., tuple[RankTrace, ...]]
 Trained = Callable[..., Run]
@@ -43,10 +41,7 @@ def submit(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Su
     """Run a case as a job and return its outcome, whatever it is. The keywords are those of `make_request`."""
 
     def run(case: Case, **asked: Any) -> JobOutcome:
-        folder = tmp_path_factory.mktemp("job")
-        request = make_request(case, **asked)
-        payload = msgspec.msgpack.encode(request)
-        return run_alone(engine, make_share(folder, request.world_size, payload, deadline_s=DEADLINE_S))
+        return run_request(engine, tmp_path_factory.mktemp("job"), make_request(case, **asked))
 
     return run
 
@@ -54,13 +49,7 @@ def submit(engine: ZygoteEngine, tmp_path_factory: pytest.TempPathFactory) -> Su
 @pytest.fixture(scope="session")
 def train(submit: Submit) -> Train:
     """Train a case and return the trace of every rank; a case that does not finish fails the test."""
-
-    def run(case: Case, **asked: Any) -> tuple[RankTrace, ...]:
-        outcome = submit(case, **asked)
-        assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback if outcome.ranks else ''}"
-        return tuple(msgspec.msgpack.decode(rank.payload or b"", type=RankTrace) for rank in outcome.ranks)
-
-    return run
+    return lambda case, **asked: traces_of(submit(case, **asked))
 
 
 @pytest.fixture(scope="module")

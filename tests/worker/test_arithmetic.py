@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import msgspec
 import pytest
 import torch
 
@@ -19,21 +15,20 @@ from harness.studies.rings.possible import ask_torch
 from harness.trace import RankTrace
 from harness.worker.virtual import device
 from tests.builders import run_of
-from tests.jobs import make_share, run_alone
-from tests.worker.conftest import DEADLINE_S, Train
+from tests.jobs import run_request, traces_of
+from tests.worker.conftest import Train
 
 CASE = parse_case_id("single-rowwise-v2048-s2-b16")
 
 
 @pytest.fixture(scope="module")
-def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankTrace]:
+def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> RankTrace:
     """The case on ranks whose zygote left torch's kernel where it is."""
     options = {"device": "cpu", "arithmetic": "kernel", "warmup": "off"}
-    payload = msgspec.msgpack.encode(RunRequest(case=CASE, arithmetic="kernel"))
     with ZygoteEngine("harness.worker.main", options) as engine:
-        share = make_share(tmp_path_factory.mktemp("job"), 1, payload, deadline_s=DEADLINE_S)
-        (rank,) = run_alone(engine, share).ranks
-    yield msgspec.msgpack.decode(rank.payload or b"", type=RankTrace)
+        request = RunRequest(case=CASE, arithmetic="kernel")
+        (trace,) = traces_of(run_request(engine, tmp_path_factory.mktemp("job"), request))
+    return trace
 
 
 def findings(trace: RankTrace) -> list[str]:
@@ -61,7 +56,7 @@ def test_torch_is_asked_about_devices_in_a_process_that_ends() -> None:
     assert len(facts.devices) == (torch.cuda.device_count() if facts.cuda else 0)
 
 
-def test_cuda_gets_the_exact_matmul_and_nothing_else_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_cuda_gets_the_exact_matmul_and_nothing_else_where_it_is_asked_for() -> None:
     before = set(device.install("nccl", device="cuda", arithmetic="kernel"))
     assert set(device.install("nccl", device="cuda", arithmetic="exact")) == before | {"scaled_mm"}
     for name in ("aten::_scaled_mm", "aten::_scaled_mm.out"):

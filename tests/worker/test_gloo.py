@@ -14,7 +14,7 @@ from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.caseid import parse_case_id
 from harness.running.plan import PROBES
 from harness.trace import RankTrace, Run
-from tests.jobs import make_share, run_alone
+from tests.jobs import run_request
 from tests.worker.conftest import make_request
 from tests.worker.runs import sweep
 
@@ -98,8 +98,7 @@ def failing(engine: ZygoteEngine, plant, tmp_path: Path):
     def run(way: str, *, deadline_s: float = 60.0) -> JobOutcome:
         case = parse_case_id("tp4-bf16-v2048-gb4-s1-f32")
         request = make_request(case, fabric="gloo", injections=plant(WAYS, way))
-        payload = msgspec.msgpack.encode(request)
-        return run_alone(engine, make_share(tmp_path, 4, payload, deadline_s=deadline_s))
+        return run_request(engine, tmp_path, request, deadline_s=deadline_s)
 
     return run
 
