@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -15,15 +14,9 @@ from hypothesis import strategies as st
 
 from harness.engine.slots import SlotTable, TableClosed, check_fits, place
 from harness.errors import HarnessError
+from tests.worker.processes import wait_until
 
 TOTALS = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 8), min_size=1)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 5
-    while not true():
-        assert time.monotonic() < until_s, "did not happen in time"
-        time.sleep(0.0005)
 
 
 @given(TOTALS, st.data())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 import threading
@@ -22,6 +21,9 @@ from harness.engine.node import LocalNode, Node, NodeLost, Reservation
 from harness.engine.storeprocess import StoreProcess
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
+from tests.worker.processes import nothing_is_left, wait_until
+
+__all__ = ["nothing_is_left"]  # after every test
 
 TOY = "tests.worker.toyprogram"
 STORE = "tests.worker.storeprogram"
@@ -94,13 +96,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(autouse=True)
-def _no_rank_is_left() -> Iterator[None]:
-    yield
-    left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    assert [child for child in left if child.ppid() != os.getpid()] == [], "no rank outlives its job"
-
-
 def job(ways: dict[str, str], *, ranks: int = 5, deadline_s: float = 20.0, one_node: bool = False) -> Job:
     payload = json.dumps(ways).encode()
     return Job(job_id="toy", world_size=ranks, payload=payload, deadline_s=deadline_s, one_node=one_node)
@@ -111,8 +106,8 @@ def sleeping(cluster: Cluster, change: Callable[[], None], *, way: str = "sleep"
 
     def change_later() -> None:
         me = psutil.Process()
-        while sum(child.ppid() != me.pid for child in me.children(recursive=True)) < sum(SLOTS.values()):
-            time.sleep(0.02)
+        ranks = sum(SLOTS.values())
+        wait_until(lambda: sum(child.ppid() != me.pid for child in me.children(recursive=True)) >= ranks, 30)
         time.sleep(0.1)
         change()
 
@@ -259,28 +254,16 @@ def test_folders_are_removed_unless_logs_are_kept(tmp_path: Path) -> None:
 def test_ranks_get_the_devices_that_were_leased(tmp_path: Path) -> None:
     shares: list[Share] = []
 
-    class Recording:
+    class Recording(ZygoteEngine):
         """Starts nothing."""
-
-        def warm(self) -> None:
-            return
 
         def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
             shares.append(share)
             return ShareOutcome(ranks=tuple(RankOutcome(rank=rank, status="returned") for rank in share.ranks))
 
-        def end(self, job_id: str) -> None:
-            return
-
-        def release(self, job_id: str) -> None:
-            return
-
-        def close(self) -> None:
-            return
-
     capacity = NodeCapacity(host="gpus", slots=4, device="cuda", device_name="NVIDIA H200")
     leases = Leases(tmp_path / "leases", 4)
-    with Cluster([LocalNode(lambda _: Recording(), leases, capacity)]) as mine, leases.acquire(1) as others:
+    with Cluster([LocalNode(lambda _: Recording(TOY), leases, capacity)]) as mine, leases.acquire(1) as others:
         assert mine.run(job({}, ranks=2)).status == "ok"
     assert others == (0,), "another process holds the first device"
     assert shares[0].devices == (1, 2)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +16,10 @@ from harness.checks.advice import advice
 from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import ZygoteEngine
 from tests.jobs import make_share, run_alone
-from tests.worker.processes import nothing_is_left, wait_until
+from tests.worker.processes import nothing_is_left, start_python, wait_until
 
 __all__ = ["nothing_is_left"]  # after every test
 
-ROOT = Path(__file__).parents[2]
 TOY = "tests.worker.toyprogram"
 DEADLINE_S = 0.6
 
@@ -271,13 +267,6 @@ def test_a_missing_program_is_a_crash_that_names_it(tmp_path: Path) -> None:
         assert "No module named 'no_such_program'" in Runner(broken, tmp_path)({}).message
 
 
-def test_missing_interpreter_is_infra(tmp_path: Path) -> None:
-    with ZygoteEngine(TOY, python="/no/such/python") as broken:
-        outcome = Runner(broken, tmp_path)({})
-    assert outcome.status == "infra"
-    assert "/no/such/python" in outcome.message
-
-
 def test_threads_in_the_zygote_process_are_infra(tmp_path: Path) -> None:
     with own_engine(thread="yes") as threaded:
         outcome = Runner(threaded, tmp_path)({})
@@ -351,7 +340,6 @@ import json, sys
 from pathlib import Path
 from harness.engine.zygote_engine import ZygoteEngine
 from tests.jobs import make_share, run_alone
-from tests.worker.processes import nothing_is_left, wait_until
 options = json.loads(sys.argv[2])
 engine = ZygoteEngine("{TOY}", options)
 ways = json.dumps({{"0": "spin", "*": "children_then_sleep"}}).encode()
@@ -360,13 +348,12 @@ run_alone(engine, make_share(Path(sys.argv[1]), 3, ways))
 
 
 def start_controller(folder: Path, options: dict[str, str]) -> subprocess.Popen[bytes]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", CONTROLLER, str(folder), json.dumps(options)], env=environ)
+    return start_python("-c", CONTROLLER, str(folder), json.dumps(options))
 
 
 def kill_and_wait_for_family(controller: subprocess.Popen[bytes], timeout_s: float) -> None:
     family = psutil.Process(controller.pid).children(recursive=True)
-    controller.send_signal(signal.SIGKILL)
+    controller.kill()
     controller.wait()
     wait_until(lambda: not any(member.is_running() and member.status() != "zombie" for member in family), timeout_s)
 

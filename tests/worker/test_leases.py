@@ -13,6 +13,7 @@ import pytest
 from harness.engine.devices import default_cpu_slots
 from harness.engine.leases import Leases
 from harness.errors import HarnessError
+from tests.worker.processes import start_python
 
 HOLDER = """
 import sys, time
@@ -25,9 +26,7 @@ with Leases(Path(sys.argv[1]), 4).acquire(int(sys.argv[2])) as slots:
 
 
 def start_holder(folder: Path, count: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", HOLDER, str(folder), str(count)]
-    root = Path(__file__).parents[2]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env={"PYTHONPATH": str(root)})
+    holder = start_python("-c", HOLDER, str(folder), str(count), stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline(), "the holder has its slots"
     return holder

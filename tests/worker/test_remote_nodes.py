@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +24,8 @@ from harness.engine.storeprocess import StoreProcess
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
+from tests.worker.processes import start_python
 
-ROOT = Path(__file__).parents[2]
 TOY = "tests.worker.toyprogram"
 SLOTS = 2  # of every node
 FACTS = {"torch": "2.13.0"}
@@ -138,7 +136,7 @@ def test_a_node_that_dies_makes_its_jobs_infra(pair: Callable[..., Pair]) -> Non
 
 def test_a_controller_that_dies_ends_the_ranks_of_other_nodes(tmp_path: Path) -> None:
     port = free_port()
-    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(port), str(tmp_path / "0")], cwd=ROOT)
+    controller = start_python("-c", CONTROLLER, str(port), str(tmp_path / "0"))
     node = local_node(ZygoteEngine, tmp_path / "1")
     with ThreadPoolExecutor(1) as threads:
         served = threads.submit(join, meeting(port, 1, timeout_s=60), node, FACTS)
@@ -180,7 +178,7 @@ def test_a_node_that_does_not_fit_is_refused_on_both_sides(
             served.result(5)
 
 
-def test_a_stranger_at_the_port_does_no_harm(tmp_path: Path) -> None:
+def test_a_stranger_at_the_port_does_no_harm() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as threads:
         gathered = threads.submit(gather, meeting(port, 0, timeout_s=1), FACTS)

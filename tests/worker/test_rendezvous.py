@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +14,8 @@ from harness.engine.program import RankContext, rank_context
 from harness.engine.storeprocess import StoreProcess
 from harness.worker.rendezvous import open_store
 from tests.jobs import make_share
-from tests.worker.processes import wait_until
+from tests.worker.processes import start_python, wait_until
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = "harness.worker.rendezvous"
 
 
@@ -50,14 +46,13 @@ def test_ranks_of_one_node_meet_in_their_folder(tmp_path: Path) -> None:
     assert other.get("key") == b"value"
 
 
-def test_it_ends_with_a_controller_that_is_killed(tmp_path: Path) -> None:
+def test_it_ends_with_a_controller_that_is_killed() -> None:
     code = (
         "import sys, time; from harness.engine.storeprocess import StoreProcess; "
         "print(StoreProcess('tests.worker.storeprogram').address('x'), flush=True); time.sleep(60)"
     )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE) as controller:
+    with start_python("-c", code, stdout=subprocess.PIPE) as controller:
         assert controller.stdout is not None and controller.stdout.readline() == b"tcp://127.0.0.1:4711/x\n"
         (child,) = psutil.Process(controller.pid).children()
-        os.kill(controller.pid, signal.SIGKILL)
+        controller.kill()
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 from harness.engine.scratch import Scratch
+from tests.worker.processes import start_python
 
 OWNER = """
 import sys, time
@@ -15,15 +15,12 @@ from harness.engine.scratch import Scratch
 print(Scratch(Path(sys.argv[1])).path, flush=True)
 time.sleep(60)
 """
-ROOT = Path(__file__).parents[2]
 
 
 def test_only_folders_of_killed_runs_are_removed(tmp_path: Path) -> None:
     others = tmp_path / "fp8-harness-jobs-of-nobody"
     others.mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT)}
-    ) as owner:
+    with start_python("-c", OWNER, str(tmp_path), stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         left = Path(owner.stdout.readline().strip())
         (left / "0001").mkdir()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +12,8 @@ import pytest
 
 from harness.engine.messages import Finished, FrameReader, FromZygote, Hello, Message, Share, Submit, encode_frame
 from tests.jobs import make_share
+from tests.worker.processes import start_python
 
-ROOT = Path(__file__).parents[2]
 GARBAGE = b"\x00\x00\x00\x04oops"
 
 
@@ -31,12 +29,10 @@ class Zygote:
         self.socket, far = socket.socketpair()
         self.socket.settimeout(30)
         self._reader: FrameReader[FromZygote] = FrameReader(FromZygote)
-        command = [sys.executable, "-m", "harness.engine.zygote", "--fd", str(far.fileno()), "tests.worker.toyprogram"]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        fd = far.fileno()
         with far:
-            self.process = subprocess.Popen(
-                command, pass_fds=(far.fileno(),), env=environ, stderr=subprocess.PIPE, text=True
-            )
+            words = ("-m", "harness.engine.zygote", "--fd", str(fd), "tests.worker.toyprogram")
+            self.process = start_python(*words, pass_fds=(fd,), stderr=subprocess.PIPE, text=True)
 
     def send(self, message: Message) -> None:
         self.socket.sendall(encode_frame(message))
