@@ -35,6 +35,7 @@ from harness.matrix.numerics import VIRTUAL_DEVICE
 from harness.matrix.rule import Refusal
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
 from harness.result import Attempt, CaseResult, RunResult
+from harness.studies.kill_matrix import BaselineDetection, Trial
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.graphs import FusedCall, GraphTrace, PartitionRecord
 from harness.trace.modules import ModuleDistance
@@ -480,6 +481,23 @@ def make_result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, **changes
         command=f"fp8-harness run --case {case_id}",
     )
     return replace(result, **changes)
+
+
+def make_trial(fault: str | None = "amax_without_abs", **changes: Any) -> Trial:
+    """The run of a planted fault that a check found in step 1; None: a clean run."""
+    trial = Trial(
+        fault=fault,
+        group="A" if fault else None,
+        equivalent=False,
+        case_id="single-tensorwise-v2048-f64",
+        verdict=Verdict.NUMERIC,
+        checks=("parity",),
+        first_step=1,
+        excess=None,
+        message="gradients are off",
+        baseline=BaselineDetection(loss_gap=0.0, sqnr_db=math.inf),
+    )
+    return replace(trial, **changes)
 
 
 def make_cast_range(step: int = 1, fqn: str = WQ, **changes: Any) -> CastRange:

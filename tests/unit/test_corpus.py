@@ -22,9 +22,9 @@ from harness.matrix.rules import expected_refusal
 from harness.project import Project, find_project
 from harness.report.corpus import corpus_text
 from harness.running.selection import recorded_faults
-from harness.studies.kill_matrix import UNFINISHED, Power, Trial
+from harness.studies.kill_matrix import Power, Trial
 from harness.verdict import ExitCode, Verdict
-from tests.builders import make_known
+from tests.builders import make_known, make_trial
 
 TRAINS = parse_case_id("single-tensorwise-v2048-s2-f64")
 REFUSED = parse_case_id("tp2-tensorwise-head.fp8-v2256-s2-f64")
@@ -39,19 +39,8 @@ def bug(case: Case = TRAINS, **changes: Any) -> BugFile:
 
 
 def trial(verdict: Verdict, *checks: str, fault: str | None = None, not_reached: str = "") -> Trial:
-    return Trial(
-        fault=fault,
-        group="A" if fault else None,
-        equivalent=False,
-        case_id="",
-        verdict=verdict,
-        checks=checks,
-        first_step=1,
-        excess=None,
-        message="it says so" if checks else "",
-        baseline=UNFINISHED,
-        not_reached=not_reached,
-    )
+    message = "it says so" if checks else ""
+    return make_trial(fault, verdict=verdict, checks=checks, message=message, not_reached=not_reached)
 
 
 def check(file: BugFile, *trials: Trial, known: tuple[KnownFault, ...] = (), interrupted: bool = False) -> Corpus:

@@ -28,9 +28,17 @@ from harness.report.html.sections import Listing, Section, conformance_section, 
 from harness.report.wording import printable
 from harness.result import CaseResult, RunResult
 from harness.studies.conformance.table import ConformanceDocument, ShownCheck
-from harness.studies.kill_matrix import UNFINISHED, Power, Trial
+from harness.studies.kill_matrix import Power
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_cast_range, make_document, make_failure, make_measured, make_result, run_of
+from tests.builders import (
+    make_cast_range,
+    make_document,
+    make_failure,
+    make_measured,
+    make_result,
+    make_trial,
+    run_of,
+)
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;"
 
@@ -302,21 +310,7 @@ def test_coverage_lists_the_rules_that_exclude_with_their_reasons() -> None:
 
 
 def test_a_kill_matrix_lists_what_was_not_detected_first() -> None:
-    trials = tuple(
-        Trial(
-            fault=name,
-            group="A",
-            equivalent=False,
-            case_id="tp2-rowwise-v2048-b16",
-            verdict=verdict,
-            checks=checks,
-            first_step=1,
-            excess=None,
-            message="",
-            baseline=UNFINISHED,
-        )
-        for name, verdict, checks in (("found", Verdict.NUMERIC, ("parity",)), ("missed", Verdict.PASSED, ()))
-    )
+    trials = (make_trial("found"), make_trial("missed", verdict=Verdict.PASSED, checks=()))
     section = kill_section(Power(trials=trials, clean=(), wall_s=1.0, interrupted=False))
     missed, every = section.listings
     assert [row[1] for row in missed.rows] == ["missed"] and [row[1] for row in every.rows] == ["found", "missed"]

@@ -16,25 +16,7 @@ from harness.studies.power import baseline_detection
 from harness.studies.reach import NO_EFFECT, reached_in
 from harness.trace import Run
 from harness.verdict import Verdict
-from tests.builders import make_failure, make_golden, make_sketch, make_trace, run_of
-
-SEES_NOTHING = BaselineDetection(loss_gap=0.0, sqnr_db=math.inf)
-
-
-def trial(fault: str | None = "amax_without_abs", **changes: object) -> Trial:
-    sound = Trial(
-        fault=fault,
-        group="A" if fault else None,
-        equivalent=False,
-        case_id="single-tensorwise-v2048-f64",
-        verdict=Verdict.NUMERIC,
-        checks=("parity",),
-        first_step=1,
-        excess=100.0,
-        message="gradients are off",
-        baseline=SEES_NOTHING,
-    )
-    return replace(sound, **changes)
+from tests.builders import make_failure, make_golden, make_sketch, make_trace, make_trial, run_of
 
 
 def power(*trials: Trial, clean: tuple[Trial, ...] = (), not_planted: dict[str, str] | None = None) -> Power:
@@ -46,7 +28,7 @@ def run(losses: list[float], gradient: float) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "caught"),
+    ("verdict", "detected"),
     [
         (Verdict.NUMERIC, True),
         (Verdict.INVARIANT, True),
@@ -58,28 +40,28 @@ def run(losses: list[float], gradient: float) -> Run:
         (Verdict.NOT_RUN, False),
     ],
 )
-def test_only_a_verdict_on_the_case_catches(verdict, caught):
-    assert trial(verdict=verdict).detected is caught
+def test_only_a_verdict_on_the_case_counts_as_detected(verdict, detected):
+    assert make_trial(verdict=verdict).detected is detected
 
 
-def test_a_check_that_cries_in_the_clean_run_too_catches_nothing():
-    assert not trial(checks=()).detected
+def test_a_check_that_fails_in_the_clean_run_too_detects_nothing():
+    assert not make_trial(checks=()).detected
 
 
-def test_what_escaped_and_what_is_no_proof():
-    escaped = trial(verdict=Verdict.PASSED, checks=())
-    equivalent = replace(escaped, equivalent=True)
-    unsound = trial(None)
-    matrix = power(trial(), escaped, equivalent, clean=(unsound, trial(None, verdict=Verdict.PASSED)))
-    assert matrix.undetected == (escaped,)
+def test_what_is_not_detected_and_what_is_no_proof():
+    missed = make_trial(verdict=Verdict.PASSED, checks=())
+    equivalent = replace(missed, equivalent=True)
+    unsound = make_trial(None)
+    matrix = power(make_trial(), missed, equivalent, clean=(unsound, make_trial(None, verdict=Verdict.PASSED)))
+    assert matrix.undetected == (missed,)
     assert matrix.false_positives == (unsound,)
 
 
 def test_what_did_not_reach_the_target_is_neither_detected_nor_missed():
-    idle = trial(not_reached=NO_EFFECT, verdict=Verdict.PASSED, checks=())
-    broken = trial(not_reached="AssertionError: no norm", verdict=Verdict.CRASH, checks=("engine",))
+    idle = make_trial(not_reached=NO_EFFECT, verdict=Verdict.PASSED, checks=())
+    broken = make_trial(not_reached="AssertionError: no norm", verdict=Verdict.CRASH, checks=("engine",))
     foreign = replace(idle, case_id="target.my_pkg.net-single-tensorwise-v2048-f64")
-    matrix = power(trial(), idle, broken, foreign)
+    matrix = power(make_trial(), idle, broken, foreign)
     assert not broken.detected
     assert matrix.undetected == ()
     assert matrix.not_reached == (idle, broken, foreign)
@@ -91,7 +73,7 @@ def test_what_did_not_reach_the_target_is_neither_detected_nor_missed():
 
 
 def test_a_fault_that_cannot_be_planted_is_named_with_what_it_needs():
-    text = power_text(power(trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]}))
+    text = power_text(power(make_trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]}))
     assert "rope_base_of_another_model: base of RoPE" in text
     assert "(needs the reference target" in text
 
@@ -137,18 +119,18 @@ def test_what_the_code_of_a_fault_raises_is_told_from_what_it_causes(failure, sa
 
 
 @pytest.mark.parametrize(("gap", "seen"), [(0.0, False), (0.01, False), (0.0101, True), (math.nan, True)])
-def test_the_loss_watcher_sees_more_than_a_hundredth(gap, seen):
+def test_losses_differ_by_more_than_a_hundredth_of_a_nat(gap, seen):
     assert BaselineDetection(loss_gap=gap, sqnr_db=None).by_loss is seen
 
 
 @pytest.mark.parametrize(
     ("sqnr", "seen"), [(math.inf, False), (20.1, False), (20.0, True), (math.nan, True), (None, False)]
 )
-def test_the_sqnr_watcher_wants_more_than_twenty_decibels(sqnr, seen):
+def test_gradients_differ_below_twenty_decibels(sqnr, seen):
     assert BaselineDetection(loss_gap=0.0, sqnr_db=sqnr).by_sqnr is seen
 
 
-def test_everybody_sees_a_run_that_does_not_finish():
+def test_both_baselines_detect_a_run_that_does_not_finish():
     assert UNFINISHED.by_loss
     assert UNFINISHED.by_sqnr
 
@@ -161,28 +143,28 @@ def test_a_run_is_compared_with_the_loss_of_the_golden_and_the_gradient_of_the_s
     assert (same.loss_gap, same.sqnr_db) == (0.0, math.inf)
 
 
-def test_nan_is_seen_by_both():
+def test_both_baselines_detect_nan():
     found = baseline_detection(run([math.nan], math.nan), make_golden(losses=(8.0,)), run([8.0], 1.0))
     assert found.by_loss
     assert found.by_sqnr
 
 
-def test_the_report_names_what_escaped_and_counts_a_fault_once():
-    escaped = trial("scale_margin", verdict=Verdict.PASSED, checks=(), case_id="fsdp2-tensorwise-v2048-f64")
-    text = power_text(power(trial(), trial("scale_margin"), escaped))
+def test_the_report_names_what_is_not_detected_and_counts_a_fault_once():
+    missed = make_trial("scale_margin", verdict=Verdict.PASSED, checks=(), case_id="fsdp2-tensorwise-v2048-f64")
+    text = power_text(power(make_trial(), make_trial("scale_margin"), missed))
     assert "undetected (1)\n  scale_margin in fsdp2-tensorwise-v2048-f64: passed" in text
     assert "all" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  all"))
     assert line.split()[1] == "1/2"
 
 
-def test_the_report_argues_equivalents_and_names_unsound_carriers():
-    quiet = trial("clamp_dropped", equivalent=True, verdict=Verdict.PASSED, checks=())
-    text = power_text(power(quiet, clean=(trial(None),)))
+def test_the_report_gives_reasons_for_equivalents_and_names_carriers_that_fail_clean():
+    quiet = make_trial("clamp_dropped", equivalent=True, verdict=Verdict.PASSED, checks=())
+    text = power_text(power(quiet, clean=(make_trial(None),)))
     assert "clamp_dropped: Under dynamic scaling" in text
     assert "prove nothing (1)" in text
 
 
 def test_the_json_keeps_infinity():
-    document = json.loads(to_json(power(trial(baseline=UNFINISHED))))
+    document = json.loads(to_json(power(make_trial(baseline=UNFINISHED))))
     assert document["trials"][0]["sight"]["loss_gap"] == "Infinity"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -27,13 +28,15 @@ from harness.evidence.ring import (
 )
 from harness.matrix.faults import all_faults
 from harness.report.evidence import headline, ring_markdown
-from harness.studies.kill_matrix import BaselineDetection, Power, Trial
+from harness.studies.kill_matrix import Power
 from harness.studies.rings.possible import doubts, memory_words, obstacle
 from harness.studies.rings.proof import items_of, usual_faults
 from harness.trace.facts import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
+from tests.builders import make_trial
 
 GIB = 1 << 30
+PASSED: dict[str, Any] = {"verdict": Verdict.PASSED, "checks": ()}
 
 
 def device(index: int = 0, *, capability: tuple[int, int] = (9, 0), free: int = 80, name: str = "H100") -> DeviceFacts:
@@ -190,30 +193,14 @@ def test_the_summary_says_what_is_wrong_first_and_where_it_was_made() -> None:
     assert "## Changed\n\n- nothing" in ring_markdown(REPORT, ())
 
 
-def trial(fault: str | None, verdict: Verdict, **fields: object) -> Trial:
-    usual: dict[str, object] = {
-        "fault": fault,
-        "group": None,
-        "equivalent": False,
-        "case_id": "tp2-rowwise-v2048-f64",
-        "verdict": verdict,
-        "checks": (),
-        "first_step": None,
-        "excess": None,
-        "message": "",
-        "baseline": BaselineDetection(loss_gap=0.0, sqnr_db=None),
-    }
-    return Trial(**{**usual, **fields})  # type: ignore[arg-type]
-
-
 def test_a_fault_must_be_found_where_it_can_be_and_clean_runs_must_pass() -> None:
     power = Power(
-        clean=(trial(None, Verdict.PASSED, parity=3e-15), trial(None, Verdict.NUMERIC, message="off")),
+        clean=(make_trial(None, **PASSED, parity=3e-15), make_trial(None, message="off")),
         trials=(
-            trial("found", Verdict.NUMERIC, checks=("parity",)),
-            trial("missed", Verdict.PASSED),
-            trial("equal", Verdict.PASSED, equivalent=True),
-            trial("broken", Verdict.CRASH, checks=("completion",), not_reached="it raises when planted"),
+            make_trial("found"),
+            make_trial("missed", **PASSED),
+            make_trial("equal", **PASSED, equivalent=True),
+            make_trial("broken", verdict=Verdict.CRASH, not_reached="it raises when planted"),
         ),
         wall_s=1.0,
         interrupted=False,
