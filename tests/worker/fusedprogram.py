@@ -86,12 +86,12 @@ def _worst(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((rows[0] - rows[1]).norm(dim=-1) / rows[1].norm(dim=-1)).max())
 
 
-def _gather(tensor: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+def _gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     gathered: torch.Tensor = funcol.wait_tensor(funcol.all_gather_tensor(tensor, dim, dist.group.WORLD))
     return gathered
 
 
-def _scatter(tensor: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+def _scatter(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     scattered: torch.Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(tensor, "sum", dim, dist.group.WORLD))
     return scattered
 
@@ -109,7 +109,7 @@ def _gathered_mm(group: str, dim: int) -> float:
     columns = [_random(n, INNER, COLUMNS).bfloat16() for n in (98, 99)]
     given = {"A": a, "Bs": columns, "gather_dim": dim, "group_name": group}
     whole, results = _run("fused_all_gather_matmul", given)
-    expected = _gather(a, dim, group)
+    expected = _gather(a, dim)
     assert torch.equal(whole, expected)
     return max(_worst(found, expected @ b) for found, b in zip(results, columns, strict=True))
 
@@ -123,9 +123,7 @@ def _gathered_scaled(group: str, dim: int, scales: Callable[[torch.Tensor], torc
     given |= {"group_name": group, "biases": [None], "result_scales": [None]}
     given |= {"out_dtypes": [torch.bfloat16], "use_fast_accum": [False]}
     _, (found,) = _run("fused_all_gather_scaled_matmul", given)
-    high = a.float() * scale if not rowwise or scale.shape[:-1] == a.shape[:-1] else None
-    assert high is not None
-    return _worst(found, _gather(high, dim, group) @ b.float() * 0.5)
+    return _worst(found, _gather(a.float() * scale, dim) @ b.float() * 0.5)
 
 
 def _scattered_mm(group: str, dim: int) -> float:
@@ -133,7 +131,7 @@ def _scattered_mm(group: str, dim: int) -> float:
     b = _random(99, INNER, COLUMNS).bfloat16()
     given = {"A": a, "B": b, "reduce_op": "sum", "scatter_dim": dim, "group_name": group}
     found = _run("fused_matmul_reduce_scatter", given)
-    return _worst(found, _scatter((a.float() @ b.float()), dim, group))
+    return _worst(found, _scatter(a.float() @ b.float(), dim))
 
 
 def _scattered_scaled(group: str, dim: int, *, rowwise: bool, collapsed: bool) -> float:
@@ -142,7 +140,7 @@ def _scattered_scaled(group: str, dim: int, *, rowwise: bool, collapsed: bool) -
     rows = 1.0 + (torch.arange(4 * SEQUENCE).view(4, SEQUENCE, 1) + 5 * rank) % 13
     a, b = _random(rank, 4, SEQUENCE, INNER).to(F8), _random(99, COLUMNS, INNER).to(F8).t()
     scale = rows.float() if rowwise else torch.tensor(2.0 + rank)
-    expected = _scatter((a.float() * scale) @ b.float() * 0.5, dim, group)
+    expected = _scatter((a.float() * scale) @ b.float() * 0.5, dim)
     shape = [4, SEQUENCE, COLUMNS]
     if collapsed:
         a, scale = a.flatten(0, 1), scale.flatten(0, 1) if rowwise else scale

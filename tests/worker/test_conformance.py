@@ -11,27 +11,21 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.engine.cluster import Cluster
-from harness.engine.leases import Leases
-from harness.engine.node import LocalNode
-from harness.engine.zygote_engine import ZygoteEngine
+from harness.engine.apart import apart
 from harness.running.injection import parse_injection
 from harness.studies.conformance.fixed import select_checks
 from harness.studies.conformance.judge import Conclusion
 from harness.studies.conformance.runner import PROGRAM, run_checks
 from harness.trace.operator_checks import MESHES, PARTIALS, OperatorCheck
-from tests.builders import make_capacity
 
 FAULTS = Path(__file__).with_name("conformancefaults.py")
 Run = Callable[..., dict[str, Conclusion]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run() -> Iterator[Run]:
     """Ask checks, with a fault planted or not; conclusions by id."""
-    folder = tmp_path_factory.mktemp("leases")
-    node = LocalNode(lambda options: ZygoteEngine(PROGRAM, options), Leases(folder, 4), *make_capacity(4).nodes)
-    with Cluster([node]) as engine:
+    with apart(PROGRAM, 4) as engine:
 
         def ask(checks: Sequence[OperatorCheck], fault: str | None = None) -> dict[str, Conclusion]:
             injections = [parse_injection(f"{FAULTS}:{fault}").patch] if fault else []

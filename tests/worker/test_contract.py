@@ -17,26 +17,34 @@ from tests.builders import make_case
 WORLD = World(device=torch.device("cpu"), fsdp=False, dp_rank=0, microbatches=1, local_batch=8)
 
 
-def built(monkeypatch, step, **axes):
-    module = ModuleType("labelled_target")
+def built(monkeypatch, step=lambda microbatches: (0.0, None), methods=(), **axes):
+    """The target with this step, with more methods of these names, for a case with these axes."""
+    module = ModuleType("a_target_of_tests")
     target = SimpleNamespace(model=nn.Linear(1, 1), step=step, evaluate=lambda microbatches: 0.0)
+    vars(target).update(dict.fromkeys(methods, step))
     module.build = lambda case, world: target  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "labelled_target", module)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(contract, "require_process_group", lambda where: None)
-    return build_target(make_case(target="labelled_target", **axes), WORLD)
+    return build_target(make_case(target=module.__name__, **axes), WORLD)
 
 
 def test_a_step_without_labels_trains_cases_that_ignore_none(monkeypatch):
-    assert built(monkeypatch, lambda microbatches: (0.0, None)).model is not None
+    assert built(monkeypatch).model is not None
 
 
 def test_a_step_without_labels_is_told_by_cases_that_ignore_some(monkeypatch):
     with pytest.raises(
         TargetMisfit, match=r"step\(\) takes no labels.*Fix: give it `def step\(self, microbatches, labels"
     ):
-        built(monkeypatch, lambda microbatches: (0.0, None), ignored_tokens="half")
+        built(monkeypatch, ignored_tokens="half")
 
 
 def test_an_evaluation_without_labels_is_told_too(monkeypatch):
     with pytest.raises(TargetMisfit, match=r"evaluate\(\) takes no labels"):
         built(monkeypatch, lambda microbatches, labels=None: (0.0, None), ignored_tokens="half", evaluate=True)
+
+
+@pytest.mark.parametrize(("methods", "missing"), [((), "save"), (("save",), "load")])
+def test_a_target_that_cannot_be_resumed_is_told(monkeypatch, methods, missing):
+    with pytest.raises(TargetMisfit, match=f"without a method `{missing}`, and the case is resumed"):
+        built(monkeypatch, methods=methods, resume="same")

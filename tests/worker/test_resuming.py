@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import pytest
-import torch
-import torch.distributed as dist
 
 from harness.matrix.resumed import resumed_in
-from harness.worker.targets.contract import TargetMisfit, build_target
-from harness.worker.targets.target import World
 from tests.builders import make_case
 from tests.worker.runs import numbers, sweep
 
@@ -52,25 +45,3 @@ def test_the_state_is_that_of_model_and_optimizer(trained):
     assert {"norm.weight", "norm.weight exp_avg", "norm.weight exp_avg_sq", "norm.weight step"} <= state.keys()
     assert state["norm.weight lr"] == "0.001"
     assert state["output.weight exp_avg"].startswith("float64 [2048, 128] ")
-
-
-@pytest.mark.parametrize("given", [(), ("save",)])
-def test_a_target_without_the_methods_is_told(monkeypatch, given):
-    class Unfinished:
-        model = torch.nn.Linear(1, 1)
-
-        def step(self, microbatches):
-            raise AssertionError("it is never trained")
-
-    for name in given:
-        setattr(Unfinished, name, Unfinished.step)
-    module = ModuleType("unfinished")
-    module.build = lambda case, world: Unfinished()
-    monkeypatch.setitem(sys.modules, "unfinished", module)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    world = World(device=torch.device("cpu"), fsdp=False, dp_rank=0, microbatches=1, local_batch=1)
-    build_target(make_case(target="unfinished"), world)
-    with pytest.raises(
-        TargetMisfit, match=f"without a method `{'load' if given else 'save'}`, and the case is resumed"
-    ):
-        build_target(make_case(target="unfinished", resume="same"), world)
