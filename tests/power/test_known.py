@@ -1,4 +1,4 @@
-"""A fault planted into a case with a recorded upstream fault is never `known`: the run with the fix has every sight."""
+"""A fault planted into a case with a recorded upstream fault is never `known`: its run is judged with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signatures: what is recorded is what is read, a restless run makes none, and every change has a line."""
+"""Signatures: what is recorded is what is read, a run whose steps differ makes none, and every change has a line."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_a_power_of_two_moved_from_wk_to_wq_changes_no_bit_of_the_loss(trained, 
 
 
 def test_rescaling_shows_where_it_should(trained, plant):
-    """The test above has teeth: with a factor on wq alone the loss is another one."""
+    """The test above can fail: with a factor on wq alone the loss is another one."""
     here = trained(parse_case_id(RESCALED_TP), probes=("sketches", "operands"))
     planted = plant(RESCALED.replace('"attention.wk.weight": 0.5', ""))
     there = trained(parse_case_id(RESCALED_TP), injections=planted)
