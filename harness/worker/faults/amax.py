@@ -25,13 +25,12 @@ from harness.matrix.mesh import axis_of_group
 from harness.worker.discovery import converted_linears
 from harness.worker.faults.hooks import (
     after_build,
-    float8_part,
+    after_casts,
+    in_forward_of,
     layout_of_run,
     local,
     on_odd_rank,
-    role_of,
     wrap,
-    wrap_casts,
     wrap_everywhere,
 )
 from harness.worker.faults.parts import narrowing_linear
@@ -44,31 +43,25 @@ Change = Callable[..., torch.Tensor]
 def _amax(change: Change) -> None:
     """Replace `tensor_to_amax` by `change(stock, x, reduce_amax, device_mesh, *rest)`."""
 
-    def make(stock: Any) -> Any:
-        def tensor_to_amax(
-            x: torch.Tensor, reduce_amax: bool = False, device_mesh: Any = None, *rest: Any
-        ) -> torch.Tensor:
-            with torch.no_grad():
-                return change(stock, x, reduce_amax, device_mesh, *rest)
+    def tensor_to_amax(
+        stock: Any, x: torch.Tensor, reduce_amax: bool = False, device_mesh: Any = None, *rest: Any
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            return change(stock, x, reduce_amax, device_mesh, *rest)
 
-        return tensor_to_amax
-
-    wrap(float8_utils, "tensor_to_amax", make)
+    wrap(float8_utils, "tensor_to_amax", tensor_to_amax)
 
 
 def _scale(change: Callable[[Any, torch.Tensor, torch.dtype, bool], torch.Tensor]) -> None:
     """Replace `amax_to_scale` by `change(stock, amax, dtype, power_of_two)`."""
 
-    def make(stock: Any) -> Any:
-        def amax_to_scale(
-            amax: torch.Tensor, float8_dtype: torch.dtype, round_scales_to_power_of_2: bool = False
-        ) -> torch.Tensor:
-            with torch.no_grad():
-                return change(stock, amax, float8_dtype, round_scales_to_power_of_2)
+    def amax_to_scale(
+        stock: Any, amax: torch.Tensor, float8_dtype: torch.dtype, round_scales_to_power_of_2: bool = False
+    ) -> torch.Tensor:
+        with torch.no_grad():
+            return change(stock, amax, float8_dtype, round_scales_to_power_of_2)
 
-        return amax_to_scale
-
-    wrap(float8_utils, "amax_to_scale", make)
+    wrap(float8_utils, "amax_to_scale", amax_to_scale)
 
 
 def amax_not_reduced_over_tp() -> None:
@@ -92,19 +85,16 @@ def _unreduced(amax: torch.Tensor) -> torch.Tensor:
 def gathered_input_has_local_scale() -> None:
     """Float8 TP styles quantize a shard with its own scale and gather it: every rank dequantizes all with its own."""
 
-    def make(stock: Any) -> Any:
-        def cast(hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if not isinstance(hp_tensor, DTensor):
-                return stock(hp_tensor, *args, **kwargs)
-            done = stock(hp_tensor.to_local(), *args, **kwargs)
-            mesh, placements = hp_tensor.device_mesh, hp_tensor.placements
-            return DTensor.from_local(
-                done, mesh, placements, run_check=False, shape=hp_tensor.shape, stride=hp_tensor.stride()
-            )
+    def cast(stock: Any, hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(hp_tensor, DTensor):
+            return stock(hp_tensor, *args, **kwargs)
+        done = stock(hp_tensor.to_local(), *args, **kwargs)
+        mesh, placements = hp_tensor.device_mesh, hp_tensor.placements
+        return DTensor.from_local(
+            done, mesh, placements, run_check=False, shape=hp_tensor.shape, stride=hp_tensor.stride()
+        )
 
-        return cast
-
-    wrap(float8_tensor_parallel, "hp_tensor_to_float8_dynamic", make)
+    wrap(float8_tensor_parallel, "hp_tensor_to_float8_dynamic", cast)
 
 
 def amax_reduced_over_dp() -> None:
@@ -166,17 +156,14 @@ def weight_amax_not_reduced_over_shards() -> None:
 def precomputed_amax_not_reduced() -> None:
     """Precomputed scales are those of the local shard."""
 
-    def make(stock: Any) -> Any:
-        def precompute(model: torch.nn.Module) -> None:
-            stock(model)
-            for linear in converted_linears(model).values():
-                shard: Any = local(linear.weight)
-                amax = shard._tensor.abs().max()
-                shard._precomputed_scale = float8_utils.amax_to_scale(amax, shard._dtype)
+    def precompute(stock: Any, model: torch.nn.Module) -> None:
+        stock(model)
+        for linear in converted_linears(model).values():
+            shard: Any = local(linear.weight)
+            amax = shard._tensor.abs().max()
+            shard._precomputed_scale = float8_utils.amax_to_scale(amax, shard._dtype)
 
-        return precompute
-
-    wrap_everywhere(fsdp_utils, "precompute_float8_dynamic_scale_for_fsdp", make)
+    wrap_everywhere(fsdp_utils, "precompute_float8_dynamic_scale_for_fsdp", precompute)
 
 
 def amax_reduction_missing_on_one_rank() -> None:
@@ -237,26 +224,15 @@ def scale_margin() -> None:
 
 def one_linear_scaled_with_margin() -> None:
     """A margin of one bit in one linear alone: the last that narrows maps its amax to half of the maximum."""
-    state: dict[str, Any] = {"linear": None, "running": False}
+    chosen: list[float8_linear.Float8Linear | None] = [None]
 
     def choose(target: Target) -> None:
         found = converted_linears(target.model)
-        state["linear"] = found[narrowing_linear(found)]
+        chosen[0] = found[narrowing_linear(found)]
 
     after_build(choose)
-
-    def make(stock: Any) -> Any:
-        def forward(linear: float8_linear.Float8Linear, x: torch.Tensor) -> torch.Tensor:
-            state["running"] = linear is state["linear"]
-            try:
-                return stock(linear, x)
-            finally:
-                state["running"] = False
-
-        return forward
-
-    wrap(float8_linear.Float8Linear, "forward", make)
-    _scale(lambda stock, *args: stock(*args) * (0.5 if state["running"] else 1.0))
+    inside = in_forward_of(lambda linear: linear is chosen[0])
+    _scale(lambda stock, *args: stock(*args) * (0.5 if inside() else 1.0))
 
 
 def scale_in_float32() -> None:
@@ -288,62 +264,56 @@ def power_of_two_rounded_up() -> None:
 
 def clamp_dropped() -> None:
     """Values are not clamped before the cast."""
-    wrap(float8_training_tensor, "to_fp8_saturated", lambda stock: lambda x, float8_dtype: x.to(float8_dtype))
+    wrap(float8_training_tensor, "to_fp8_saturated", lambda stock, x, float8_dtype: x.to(float8_dtype))
 
 
 def rowwise_weight_scaled_tensorwise() -> None:
     """The weight of a rowwise recipe is scaled tensorwise."""
 
-    def make(stock: Any) -> Any:
-        def cast(hp_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if kwargs.get("gemm_input_role") is GemmInputRole.WEIGHT:
-                kwargs |= {"scaling_granularity": ScalingGranularity.TENSORWISE, "axiswise_dim": None}
-            return stock(hp_tensor, *args, **kwargs)
+    def cast(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("gemm_input_role") is GemmInputRole.WEIGHT:
+            kwargs |= {"scaling_granularity": ScalingGranularity.TENSORWISE, "axiswise_dim": None}
+        return stock(*args, **kwargs)
 
-        return cast
-
-    wrap(float8_linear, "hp_tensor_to_float8_dynamic", make)
+    wrap(float8_linear, "hp_tensor_to_float8_dynamic", cast)
 
 
 def rowwise_axis_swapped() -> None:
     """Rowwise scales are computed along the wrong dim, so their shape does not match their tensor."""
-
-    def make(stock: Any) -> Any:
-        return lambda axiswise_dim, granularity: stock(0 if axiswise_dim == -1 else -1, granularity)
-
-    wrap(float8_linear, "get_maybe_axiswise_dim", make)
+    wrap(
+        float8_linear,
+        "get_maybe_axiswise_dim",
+        lambda stock, axiswise_dim, granularity: stock(0 if axiswise_dim == -1 else -1, granularity),
+    )
 
 
 def _scales_after_cast(change: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]) -> None:
-    """Replace the rowwise scales of a cast result by `change(scale, result, role)`; its data are unchanged."""
+    """Replace the rowwise scales of a cast result by `change(scale, hp_tensor, role)`; its data are unchanged."""
 
-    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
-        part = float8_part(result)
+    def replace(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
         if part._scale.numel() > 1:
-            part._scale = change(part._scale, result, role_of(rest, kwargs))
-        return result
+            part._scale = change(part._scale, hp_tensor, role)
 
-    wrap_casts(cast)
+    after_casts(replace)
 
 
 def row_scales_shifted() -> None:
     """Every row is dequantized with the scale of its neighbour."""
-    _scales_after_cast(lambda scale, result, role: scale.reshape(-1).roll(1).view(scale.shape))
+    _scales_after_cast(lambda scale, *_: scale.reshape(-1).roll(1).view(scale.shape))
 
 
 def first_row_scale_for_all() -> None:
     """Every row is dequantized with the scale of the first, as by a kernel that assumes tensorwise scales."""
-    _scales_after_cast(lambda scale, result, role: scale.reshape(-1)[:1].expand(scale.numel()).reshape(scale.shape))
+    _scales_after_cast(lambda scale, *_: scale.reshape(-1)[:1].expand(scale.numel()).reshape(scale.shape))
 
 
 def row_scales_of_another_rank() -> None:
     """Weight shards are dequantized with the row scales of the next TP rank."""
 
-    def change(scale: torch.Tensor, result: torch.Tensor, role: Any) -> torch.Tensor:
-        if role is not GemmInputRole.WEIGHT or not isinstance(result, DTensor):
+    def change(scale: torch.Tensor, hp_tensor: torch.Tensor, role: Any) -> torch.Tensor:
+        if role is not GemmInputRole.WEIGHT or not isinstance(hp_tensor, DTensor):
             return scale
-        group = result.device_mesh.get_group()
+        group = hp_tensor.device_mesh.get_group()
         return gathered_copies(scale, group)[(group.rank() + 1) % group.size()]
 
     _scales_after_cast(change)

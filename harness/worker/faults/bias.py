@@ -18,28 +18,21 @@ from harness.worker.faults.hooks import after_backward, after_build, layout_of_r
 def bias_lost_in_conversion() -> None:
     """A converted linear has no bias."""
 
-    def make(stock: Any) -> Any:
-        def from_float(kind: type[Float8Linear], *args: Any, **kwargs: Any) -> Float8Linear:
-            converted: Float8Linear = stock(kind, *args, **kwargs)
-            converted.bias = None
-            return converted
+    def from_float(stock: Any, *args: Any, **kwargs: Any) -> Float8Linear:
+        converted: Float8Linear = stock(*args, **kwargs)
+        converted.bias = None
+        return converted
 
-        return from_float
-
-    wrap(Float8Linear, "from_float", make)
+    wrap(Float8Linear, "from_float", from_float)
 
 
 def bias_added_by_every_tp_rank() -> None:
     """Every TP rank adds the whole bias to its part of a sum."""
 
-    def make(stock: Any) -> Any:
-        def parts(partial: Partial, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-            kept: torch.Tensor = tensor if partial.reduce_op == "sum" else stock(partial, tensor, *args)
-            return kept
+    def parts(stock: Any, partial: Partial, tensor: torch.Tensor, *args: Any) -> Any:
+        return tensor if partial.reduce_op == "sum" else stock(partial, tensor, *args)
 
-        return parts
-
-    wrap(Partial, "_partition_value", make)
+    wrap(Partial, "_partition_value", parts)
 
 
 def bias_gradient_divided_by_tp() -> None:

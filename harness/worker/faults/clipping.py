@@ -14,35 +14,32 @@ from harness.worker.faults.hooks import layout_of_run, local, wrap_everywhere
 
 def gradients_not_clipped() -> None:
     """The norm of all gradients is taken and reported, and no gradient is scaled."""
-    wrap_everywhere(clip_grad, "_clip_grads_with_norm_", lambda stock: lambda *args, **kwargs: None)
+    wrap_everywhere(clip_grad, "_clip_grads_with_norm_", lambda stock, *args, **kwargs: None)
 
 
 def clipped_by_norm_of_own_shards() -> None:
     """Every rank clips by the norm of the gradients that it holds."""
 
-    def make(stock: Any) -> Any:
-        return lambda grads, *args, **kwargs: stock([local(grad) for grad in grads], *args, **kwargs)
+    def total(stock: Any, grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return stock([local(grad) for grad in grads], *args, **kwargs)
 
-    wrap_everywhere(clip_grad, "_get_total_norm", make)
+    wrap_everywhere(clip_grad, "_get_total_norm", total)
 
 
 def replicated_gradients_counted_by_every_rank() -> None:
     """Gradients that all TP ranks hold alike count once for every rank in the global norm."""
     layout = layout_of_run()
 
-    def make(stock: Any) -> Any:
-        def total(grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-            grads = list(grads)
-            alike = [grad for grad in grads if isinstance(grad, DTensor) and not grad.placements[-1].is_shard()]
-            whole: torch.Tensor = stock(grads, *args, **kwargs)
-            if not alike or layout().tp == 1:
-                return whole
-            whole, extra = (_whole(norm) for norm in (whole, stock(alike, *args, **kwargs)))
-            return (whole.square() + (layout().tp - 1) * extra.square()).sqrt()
+    def total(stock: Any, grads: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        grads = list(grads)
+        alike = [grad for grad in grads if isinstance(grad, DTensor) and not grad.placements[-1].is_shard()]
+        whole: torch.Tensor = stock(grads, *args, **kwargs)
+        if not alike or layout().tp == 1:
+            return whole
+        whole, extra = (_whole(norm) for norm in (whole, stock(alike, *args, **kwargs)))
+        return (whole.square() + (layout().tp - 1) * extra.square()).sqrt()
 
-        return total
-
-    wrap_everywhere(clip_grad, "_get_total_norm", make)
+    wrap_everywhere(clip_grad, "_get_total_norm", total)
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchao.float8 import float8_linear, float8_ops, fsdp_utils
 from torchao.float8.float8_tensor_parallel import (
@@ -21,6 +21,7 @@ from torchao.float8.float8_tensor_parallel import (
 )
 
 from harness.worker.faults.hooks import (
+    after_all_gather,
     after_backward,
     around_evaluation,
     counted_steps,
@@ -65,30 +66,21 @@ def weights_left_gathered_by_evaluation() -> None:
 def gathered_shards_swapped() -> None:
     """The FSDP all-gather returns the shards in the wrong order."""
 
-    def make(stock: Any) -> Any:
-        def foreach_all_gather(params: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-            result = stock(params, group, *args, **kwargs)
-            if result is not None:
-                shards = result.all_gather_output.view(group.size(), -1)
-                shards.copy_(shards.roll(1, 0))
-            return result
+    def swap(output: torch.Tensor, group: dist.ProcessGroup) -> None:
+        shards = output.view(group.size(), -1)
+        shards.copy_(shards.roll(1, 0))
 
-        return foreach_all_gather
-
-    wrap(_fsdp_param_group, "foreach_all_gather", make)
+    after_all_gather(swap)
 
 
 def sequence_shards_swapped() -> None:
     """The all-gather of sequence shards returns them in the wrong order."""
 
-    def make(stock: Any) -> Any:
-        def to_replicate(self: Any, local: torch.Tensor, mesh: Any, mesh_dim: int, shape: Any) -> torch.Tensor:
-            full: torch.Tensor = stock(self, local, mesh, mesh_dim, shape)
-            return full.roll(full.size(self.dim) // mesh.size(mesh_dim), self.dim)
+    def to_replicate(stock: Any, self: Any, local: Any, mesh: Any, mesh_dim: int, shape: Any) -> torch.Tensor:
+        full: torch.Tensor = stock(self, local, mesh, mesh_dim, shape)
+        return full.roll(full.size(self.dim) // mesh.size(mesh_dim), self.dim)
 
-        return to_replicate
-
-    wrap(Shard, "_to_replicate_tensor", make)
+    wrap(Shard, "_to_replicate_tensor", to_replicate)
 
 
 def _partial_activations(reduced: Callable[..., torch.Tensor], scattered: Callable[..., torch.Tensor]) -> None:
@@ -97,23 +89,19 @@ def _partial_activations(reduced: Callable[..., torch.Tensor], scattered: Callab
     `chunk` takes the part of a tensor that this rank keeps.
     """
 
-    def in_all_reduce(stock: Any) -> Any:
-        def reduce_value(self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int) -> torch.Tensor:
-            total = functools.partial(stock, self, mesh=mesh, mesh_dim=mesh_dim)
-            is_activation = self.reduce_op == "sum" and tensor.dim() > 1
-            return reduced(total, tensor, mesh.size(mesh_dim)) if is_activation else total(tensor)
+    def in_all_reduce(stock: Any, self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int) -> torch.Tensor:
+        total = functools.partial(stock, self, mesh=mesh, mesh_dim=mesh_dim)
+        is_activation = self.reduce_op == "sum" and tensor.dim() > 1
+        return reduced(total, tensor, mesh.size(mesh_dim)) if is_activation else total(tensor)
 
-        return reduce_value
-
-    def in_reduce_scatter(stock: Any) -> Any:
-        def reduce_shard_value(self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int, shard: Any) -> torch.Tensor:
-            total = functools.partial(stock, self, mesh=mesh, mesh_dim=mesh_dim, shard_spec=shard)
-            if self.reduce_op != "sum":
-                return total(tensor)
-            size, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-            return scattered(total, tensor, size, lambda whole: whole.chunk(size, shard.dim)[rank])
-
-        return reduce_shard_value
+    def in_reduce_scatter(
+        stock: Any, self: Any, tensor: torch.Tensor, mesh: Any, mesh_dim: int, shard: Any
+    ) -> torch.Tensor:
+        total = functools.partial(stock, self, mesh=mesh, mesh_dim=mesh_dim, shard_spec=shard)
+        if self.reduce_op != "sum":
+            return total(tensor)
+        size, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+        return scattered(total, tensor, size, lambda whole: whole.chunk(size, shard.dim)[rank])
 
     wrap(Partial, "_reduce_value", in_all_reduce)
     wrap(Partial, "_reduce_shard_value", in_reduce_scatter)
@@ -150,38 +138,36 @@ def norm_gradients_not_reduced() -> None:
     after_backward(change)
 
 
+def _before_reduction(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every gradient that FSDP2 reduces by `change(grad)`."""
+
+    def foreach_reduce(stock: Any, params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        grads[:] = map(change, grads)
+        return stock(params, grads, *args, **kwargs)
+
+    wrap(_fsdp_param_group, "foreach_reduce", foreach_reduce)
+
+
 def gradients_divided_by_world() -> None:
     """Gradients are divided by the data-parallel degree although the loss is already that of the global batch."""
     layout = layout_of_run()
-
-    def make(stock: Any) -> Any:
-        def foreach_reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-            grads[:] = [grad / layout().dp for grad in grads]
-            return stock(params, grads, *args, **kwargs)
-
-        return foreach_reduce
-
-    wrap(_fsdp_param_group, "foreach_reduce", make)
+    _before_reduction(lambda grad: grad / layout().dp)
 
 
 def _all_reduce_of_replicas(change: Callable[[Any, dict[str, Any]], Any]) -> None:
     """Replace the all-reduce of HSDP over replicas by `change(stock, arguments of foreach_reduce)`."""
+    signature = inspect.signature(_fsdp_collectives.foreach_reduce)
 
-    def make(stock: Any) -> Any:
-        signature = inspect.signature(stock)
+    def foreach_reduce(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        all_reduce = dist.all_reduce
+        dist.all_reduce = change(all_reduce, arguments)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            dist.all_reduce = all_reduce
 
-        def foreach_reduce(*args: Any, **kwargs: Any) -> Any:
-            arguments = dict(signature.bind(*args, **kwargs).arguments)
-            all_reduce = dist.all_reduce
-            dist.all_reduce = change(all_reduce, arguments)
-            try:
-                return stock(*args, **kwargs)
-            finally:
-                dist.all_reduce = all_reduce
-
-        return foreach_reduce
-
-    wrap(_fsdp_param_group, "foreach_reduce", make)
+    wrap(_fsdp_param_group, "foreach_reduce", foreach_reduce)
 
 
 def replicas_not_reduced() -> None:
@@ -202,29 +188,28 @@ def replicas_reduced_over_shards() -> None:
 def gradients_reduced_in_another_dtype() -> None:
     """The reduce dtype of the mixed-precision policy is not the one that was asked for, but the other one."""
 
-    def make(stock: Any) -> Any:
-        def init(policy: Any, param_dtype: Any = None, reduce_dtype: Any = None, *rest: Any, **kwargs: Any) -> None:
-            other = torch.bfloat16 if reduce_dtype == torch.float32 else torch.float32
-            stock(policy, param_dtype, other, *rest, **kwargs)
+    def init(
+        stock: Any, policy: Any, param_dtype: Any = None, reduce_dtype: Any = None, *rest: Any, **kwargs: Any
+    ) -> None:
+        other = torch.bfloat16 if reduce_dtype == torch.float32 else torch.float32
+        stock(policy, param_dtype, other, *rest, **kwargs)
 
-        return init
-
-    wrap(MixedPrecisionPolicy, "__init__", make)
+    wrap(MixedPrecisionPolicy, "__init__", init)
 
 
 def weights_kept_after_forward() -> None:
     """FSDP2 frees no gathered weight after forward, whatever `reshard_after_forward` says."""
-    wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock: lambda asked, mesh_info: None)
+    wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock, asked, mesh_info: None)
 
 
 def weights_freed_after_forward() -> None:
     """FSDP2 frees all gathered weights after forward and gathers them again, whatever was asked for."""
-    wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock: lambda asked, mesh_info: mesh_info)
+    wrap_everywhere(_fsdp_init, "_get_post_forward_mesh_info", lambda stock, asked, mesh_info: mesh_info)
 
 
 def gradients_reduced_after_every_microbatch() -> None:
     """Asking FSDP2 not to reduce gradients has no effect."""
-    wrap(FSDPModule, "set_requires_gradient_sync", lambda stock: lambda *_, **__: None)
+    wrap(FSDPModule, "set_requires_gradient_sync", lambda stock, *_, **__: None)
 
 
 def amax_strategy_missing() -> None:
@@ -242,52 +227,24 @@ def float8_operator_missing() -> None:
 
 def cast_seen_as_high_precision() -> None:
     """The check for float8 inputs ignores DTensors, so float8 inputs are cast again."""
-
-    def make(stock: Any) -> Any:
-        return lambda tensor: not isinstance(tensor, DTensor) and stock(tensor)
-
-    wrap(float8_linear, "tensor_already_casted_to_fp8", make)
+    wrap(
+        float8_linear,
+        "tensor_already_casted_to_fp8",
+        lambda stock, tensor: not isinstance(tensor, DTensor) and stock(tensor),
+    )
 
 
 def one_rank_reduces_twice() -> None:
     """One rank contributes its gradients twice to every reduction."""
-
-    def make(stock: Any) -> Any:
-        def foreach_reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-            if on_odd_rank():
-                grads[:] = [grad * 2 for grad in grads]
-            return stock(params, grads, *args, **kwargs)
-
-        return foreach_reduce
-
-    wrap(_fsdp_param_group, "foreach_reduce", make)
+    _before_reduction(lambda grad: grad * 2 if on_odd_rank() else grad)
 
 
 def last_rank_lost_in_one_step() -> None:
     """In the second step alone, the last rank contributes zeros to every reduction of gradients."""
     step = counted_steps()
-
-    def make(stock: Any) -> Any:
-        def foreach_reduce(params: Any, grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-            if on_last_rank() and step() == 2:
-                grads[:] = [torch.zeros_like(grad) for grad in grads]
-            return stock(params, grads, *args, **kwargs)
-
-        return foreach_reduce
-
-    wrap(_fsdp_param_group, "foreach_reduce", make)
+    _before_reduction(lambda grad: torch.zeros_like(grad) if on_last_rank() and step() == 2 else grad)
 
 
 def end_of_last_shard_lost() -> None:
     """The FSDP all-gather takes the last eight elements of the last shard for padding."""
-
-    def make(stock: Any) -> Any:
-        def foreach_all_gather(params: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-            result = stock(params, group, *args, **kwargs)
-            if result is not None:
-                result.all_gather_output.view(group.size(), -1)[-1, -8:] = 0
-            return result
-
-        return foreach_all_gather
-
-    wrap(_fsdp_param_group, "foreach_all_gather", make)
+    after_all_gather(lambda output, group: output.view(group.size(), -1)[-1, -8:].zero_())

@@ -23,7 +23,7 @@ from harness.worker.virtual import graph_backend
 
 def symmetric_memory_not_enabled() -> None:
     """The fusion pass is on, but symmetric memory is not enabled for the TP group."""
-    wrap(symm_mem, "enable_symm_mem_for_group", lambda _: lambda group_name: None)
+    wrap(symm_mem, "enable_symm_mem_for_group", lambda stock, group_name: None)
 
 
 def fusion_pass_off() -> None:
@@ -34,27 +34,21 @@ def fusion_pass_off() -> None:
 def scatters_not_recognized() -> None:
     """The pass does not find the matmul over [batch, sequence] behind a reduce-scatter."""
 
-    def make(stock: Any) -> Any:
-        def find(node: torch.fx.Node) -> Any:
-            return None if node.target is torch.ops.aten.reshape.default else stock(node)
+    def find(stock: Any, node: torch.fx.Node) -> Any:
+        return None if node.target is torch.ops.aten.reshape.default else stock(node)
 
-        return find
-
-    wrap(micro_pipeline_tp, "_find_producer_matmul", make)
+    wrap(micro_pipeline_tp, "_find_producer_matmul", find)
 
 
 def _after_match(change: Callable[[Any], None]) -> None:
     """Call `change(matmul)` on every scaled matmul that the pass has matched."""
 
-    def make(stock: Any) -> Any:
-        def from_match(kind: Any, match: list[torch.fx.Node]) -> Any:
-            matmul = stock(kind, match)
-            change(matmul)
-            return matmul
+    def from_match(stock: Any, kind: Any, match: list[torch.fx.Node]) -> Any:
+        matmul = stock(kind, match)
+        change(matmul)
+        return matmul
 
-        return from_match
-
-    wrap(micro_pipeline_tp._ScaledMatmul, "from_match", make)
+    wrap(micro_pipeline_tp._ScaledMatmul, "from_match", from_match)
 
 
 def operand_taken_before_its_reshape() -> None:
@@ -75,85 +69,69 @@ def output_shape_forgotten() -> None:
 def scattered_dim_not_moved_back() -> None:
     """The scattered dim is not moved back from the front, so batch and sequence are swapped."""
 
-    def make(stock: Any) -> Any:
-        def impl(scatter_dim: int, **rest: Any) -> torch.Tensor:
-            result: torch.Tensor = stock(scatter_dim=scatter_dim, **rest)
-            return result.movedim(scatter_dim, 0).reshape(result.shape)
+    def impl(stock: Any, scatter_dim: int, **rest: Any) -> torch.Tensor:
+        result: torch.Tensor = stock(scatter_dim=scatter_dim, **rest)
+        return result.movedim(scatter_dim, 0).reshape(result.shape)
 
-        return impl
-
-    wrap(symm_mem, "_fused_matmul_reduce_scatter_impl", make)
+    wrap(symm_mem, "_fused_matmul_reduce_scatter_impl", impl)
 
 
 def scatter_dim_of_the_flat_operand() -> None:
     """The fused operator scatters the output along the dim of the collapsed (2-D) operand."""
 
-    def make(stock: Any) -> Any:
-        def insert(graph: Any, matmul: Any, op: str, dim: int, *rest: Any) -> Any:
-            group, flat_dim, shape = rest
-            return stock(graph, matmul, op, flat_dim, group, flat_dim, shape)
+    def insert(stock: Any, graph: Any, matmul: Any, op: str, dim: int, *rest: Any) -> Any:
+        group, flat_dim, shape = rest
+        return stock(graph, matmul, op, flat_dim, group, flat_dim, shape)
 
-        return insert
-
-    wrap(micro_pipeline_tp, "_insert_fused_matmul_reduce_scatter", make)
+    wrap(micro_pipeline_tp, "_insert_fused_matmul_reduce_scatter", insert)
 
 
 def scatter_averages() -> None:
     """The fused operator averages over the TP ranks instead of summing."""
-
-    def make(stock: Any) -> Any:
-        return lambda graph, matmul, op, *rest: stock(graph, matmul, "avg", *rest)
-
-    wrap(micro_pipeline_tp, "_insert_fused_matmul_reduce_scatter", make)
+    wrap(
+        micro_pipeline_tp,
+        "_insert_fused_matmul_reduce_scatter",
+        lambda stock, graph, matmul, op, *rest: stock(graph, matmul, "avg", *rest),
+    )
 
 
 def row_scales_of_the_first_chunk() -> None:
     """Every chunk of the pipelined operator is dequantized with the row scales of the first."""
 
-    def make(stock: Any) -> Any:
-        def impl(**given: Any) -> Any:
-            scale = given["A_scale"]
-            if scale.numel() > 1:
-                ranks = resolve_group(given["group_name"]).size()
-                first = scale.flatten(0, -2).chunk(ranks)[0]
-                given["A_scale"] = first.repeat(ranks, 1).view(scale.shape)
-            return stock(**given)
+    def impl(stock: Any, **given: Any) -> Any:
+        scale = given["A_scale"]
+        if scale.numel() > 1:
+            ranks = resolve_group(given["group_name"]).size()
+            first = scale.flatten(0, -2).chunk(ranks)[0]
+            given["A_scale"] = first.repeat(ranks, 1).view(scale.shape)
+        return stock(**given)
 
-        return impl
-
-    wrap(symm_mem, "_fused_scaled_matmul_reduce_scatter_impl", make)
+    wrap(symm_mem, "_fused_scaled_matmul_reduce_scatter_impl", impl)
 
 
 def gathered_chunks_swapped() -> None:
     """The pipelined all-gather uses the chunk of one rank as that of the next."""
 
-    def make(stock: Any) -> Any:
-        def gather_and_consume(shard: Any, consume: Any, output: Any, group_name: Any, needed: bool = True) -> None:
-            ranks = resolve_group(group_name).size()
-            stock(shard, lambda chunk, rank: consume(chunk, (rank + 1) % ranks), output, group_name, needed)
+    def gather_and_consume(stock: Any, shard: Any, consume: Any, output: Any, group_name: str, *needed: bool) -> None:
+        ranks = resolve_group(group_name).size()
+        stock(shard, lambda chunk, rank: consume(chunk, (rank + 1) % ranks), output, group_name, *needed)
 
-        return gather_and_consume
-
-    wrap(symm_mem, "_pipelined_multi_all_gather_and_consume", make)
+    wrap(symm_mem, "_pipelined_multi_all_gather_and_consume", gather_and_consume)
 
 
 def produced_chunks_swapped() -> None:
     """The pipelined reduce-scatter sends every rank the chunk of the next one."""
 
-    def make(stock: Any) -> Any:
-        def produce_and_exchange(produce: Any, output: Any, group_name: Any, dim: int = 0) -> None:
-            ranks = resolve_group(group_name).size()
-            stock(lambda rank, chunk: produce((rank + 1) % ranks, chunk), output, group_name, dim)
+    def produce_and_exchange(stock: Any, produce: Any, output: Any, group_name: str, *dim: int) -> None:
+        ranks = resolve_group(group_name).size()
+        stock(lambda rank, chunk: produce((rank + 1) % ranks, chunk), output, group_name, *dim)
 
-        return produce_and_exchange
-
-    wrap(symm_mem, "_pipelined_produce_and_all2all", make)
+    wrap(symm_mem, "_pipelined_produce_and_all2all", produce_and_exchange)
 
 
 def blocks_not_compiled() -> None:
     """Blocks stay eager although the case compiles them."""
-    eager: Callable[..., Any] = lambda block=None, **_: eager if block is None else block  # noqa: E731
-    wrap_everywhere(torch, "compile", lambda _: eager)
+    wrap_everywhere(torch, "compile", lambda stock, block=None, **_: (lambda each: each) if block is None else block)
 
 
 def compiled_gradients_in_e4m3() -> None:
@@ -164,15 +142,12 @@ def compiled_gradients_in_e4m3() -> None:
 def _after_passes(change: Callable[[torch.fx.Graph], int]) -> None:
     """Call `change(graph)` after the passes over every graph. It returns how many nodes it changed, which are some."""
 
-    def make(stock: Any) -> Any:
-        def post_grad_passes(module: torch.fx.GraphModule, **kwargs: Any) -> None:
-            stock(module, **kwargs)
-            if not change(module.graph):
-                raise RuntimeError("the graph has nothing that this fault changes")
+    def post_grad_passes(stock: Any, module: torch.fx.GraphModule, **kwargs: Any) -> None:
+        stock(module, **kwargs)
+        if not change(module.graph):
+            raise RuntimeError("the graph has nothing that this fault changes")
 
-        return post_grad_passes
-
-    wrap(post_grad, "post_grad_passes", make)
+    wrap(post_grad, "post_grad_passes", post_grad_passes)
 
 
 def _clamps(graph: torch.fx.Graph) -> list[Any]:
@@ -248,7 +223,7 @@ def compiled_checkpointing_lost() -> None:
     wrap(
         torch._higher_order_ops.wrap,
         "_always_prefer_recompute",
-        lambda _: lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE,
+        lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE,
     )
 
 
@@ -256,16 +231,13 @@ def compiled_matmul_outputs_kept() -> None:
     """The partitioner saves the outputs of matmuls, also of those that checkpointing marks to be computed again."""
     matmuls = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}
 
-    def make(stock: Any) -> Any:
-        def partition(module: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
-            for node in module.graph.nodes:
-                if node.target in matmuls and must_recompute(node):
-                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            return stock(module, inputs, **given)
+    def partition(stock: Any, module: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
+        for node in module.graph.nodes:
+            if node.target in matmuls and must_recompute(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return stock(module, inputs, **given)
 
-        return partition
-
-    wrap(graph_backend, "min_cut_rematerialization_partition", make)
+    wrap(graph_backend, "min_cut_rematerialization_partition", partition)
 
 
 def _in_repeated(change: Callable[[torch.fx.Graph, set[str]], int]) -> None:

@@ -24,13 +24,10 @@ Filter = Callable[[nn.Module, str], bool]
 def _conversion(convert: Callable[..., nn.Module]) -> None:
     """Replace the conversion by `convert(stock, model, from_float, filter)`."""
 
-    def make(stock: Any) -> Any:
-        def swap(module: nn.Module, from_float: Any, *, module_filter_fn: Filter | None = None) -> nn.Module:
-            return convert(stock, module, from_float, module_filter_fn or (lambda *_: True))
+    def swap(stock: Any, module: nn.Module, from_float: Any, *, module_filter_fn: Filter | None = None) -> nn.Module:
+        return convert(stock, module, from_float, module_filter_fn or (lambda *_: True))
 
-        return swap
-
-    wrap_everywhere(float8_linear_utils, "swap_linear_layers", make)
+    wrap_everywhere(float8_linear_utils, "swap_linear_layers", swap)
 
 
 def _filter(change: Callable[[Filter, dict[str, nn.Linear]], Filter]) -> None:
@@ -46,13 +43,10 @@ def _config(change: Callable[[Float8LinearConfig], Float8LinearConfig]) -> None:
     """Replace the torchao configuration of every linear by `change(config)`."""
     changed = functools.cache(change)  # one object for all linears, as it was
 
-    def make(stock: Any) -> Any:
-        def from_float(cls: Any, linear: nn.Linear, config: Float8LinearConfig | None = None) -> Any:
-            return stock(cls, linear, changed(config or Float8LinearConfig()))
+    def from_float(stock: Any, cls: Any, linear: nn.Linear, config: Float8LinearConfig | None = None) -> Any:
+        return stock(cls, linear, changed(config or Float8LinearConfig()))
 
-        return from_float
-
-    wrap(Float8Linear, "from_float", make)
+    wrap(Float8Linear, "from_float", from_float)
 
 
 def nothing_converted() -> None:
@@ -118,14 +112,11 @@ def _module_name(fqn: str) -> str:
 def linear_bypasses_float8() -> None:
     """A Float8Linear multiplies in high precision because its forward is bypassed."""
 
-    def make(stock: Any) -> Any:
-        def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
-            narrows = module.out_features < module.in_features
-            return F.linear(x, module.weight, module.bias) if narrows else stock(module, x)
+    def forward(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
+        narrows = module.out_features < module.in_features
+        return F.linear(x, module.weight, module.bias) if narrows else stock(module, x)
 
-        return forward
-
-    wrap(Float8Linear, "forward", make)
+    wrap(Float8Linear, "forward", forward)
 
 
 def recipe_lost() -> None:

@@ -16,14 +16,12 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
 
 from harness.worker.faults.hooks import (
-    Recomputing,
     after_build,
-    float8_part,
+    after_casts,
+    in_forward_of,
     local,
     on_last_rank,
-    role_of,
     wrap,
-    wrap_casts,
     wrap_everywhere,
 )
 from harness.worker.faults.parts import last_block, norms
@@ -34,12 +32,12 @@ _aten = torch.ops.aten
 
 
 def _scale_recomputed_times(factor: float) -> None:
-    recomputing = Recomputing()
+    recomputing = in_forward_of(lambda _: in_backward())
 
-    def make(stock: Any) -> Any:
-        return lambda *args, **kwargs: stock(*args, **kwargs) * (factor if recomputing.active else 1.0)
+    def amax_to_scale(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs) * (factor if recomputing() else 1.0)
 
-    wrap(float8_utils, "amax_to_scale", make)
+    wrap(float8_utils, "amax_to_scale", amax_to_scale)
 
 
 def recompute_scale_changed() -> None:
@@ -68,44 +66,35 @@ def recompute_rounds_norms() -> None:
 def recompute_in_high_precision() -> None:
     """Recomputation runs outside the FP8 context."""
 
-    def make(stock: Any) -> Any:
-        def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, module.weight, module.bias) if in_backward() else stock(module, x)
+    def forward(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
+        return F.linear(x, module.weight, module.bias) if in_backward() else stock(module, x)
 
-        return forward
-
-    wrap(Float8Linear, "forward", make)
+    wrap(Float8Linear, "forward", forward)
 
 
 def checkpointing_lost() -> None:
     """What is checkpointed runs like everything else, so nothing is recomputed."""
 
-    def make(stock: Any) -> Any:
-        options = {*inspect.signature(stock).parameters, "preserve_rng_state"}
+    options = {*inspect.signature(torch.utils.checkpoint.checkpoint).parameters, "preserve_rng_state"}
 
-        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
+    def checkpoint(stock: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
-        return checkpoint
-
-    wrap_everywhere(torch.utils.checkpoint, "checkpoint", make)
+    wrap_everywhere(torch.utils.checkpoint, "checkpoint", checkpoint)
 
 
 def abs_saved_for_backward() -> None:
     """Selective checkpointing saves the full-size result of abs in addition to its maximum."""
 
-    def make(stock: Any) -> Any:
-        def contexts(saved: Any, *args: Any, **kwargs: Any) -> Any:
-            def policy(context: Any, operator: Any, *given: Any, **named: Any) -> Any:
-                if operator is _aten.abs.default:
-                    return CheckpointPolicy.MUST_SAVE
-                return saved(context, operator, *given, **named)
+    def contexts(stock: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
+        def policy(context: Any, operator: Any, *given: Any, **named: Any) -> Any:
+            if operator is _aten.abs.default:
+                return CheckpointPolicy.MUST_SAVE
+            return saved(context, operator, *given, **named)
 
-            return stock(policy if callable(saved) else [*saved, _aten.abs.default], *args, **kwargs)
+        return stock(policy if callable(saved) else [*saved, _aten.abs.default], *args, **kwargs)
 
-        return contexts
-
-    wrap_everywhere(torch.utils.checkpoint, "create_selective_checkpoint_contexts", make)
+    wrap_everywhere(torch.utils.checkpoint, "create_selective_checkpoint_contexts", contexts)
 
 
 class _Keep(torch.autograd.Function):
@@ -124,95 +113,78 @@ class _Keep(torch.autograd.Function):
 def float8_weight_kept_for_backward() -> None:
     """The FP8 copy of every weight is saved for backward."""
 
-    def make(stock: Any) -> Any:
-        def forward(module: Float8Linear, x: torch.Tensor) -> torch.Tensor:
-            copy = local(module.weight).detach().float().to(torch.float8_e4m3fn)
-            return _Keep.apply(stock(module, x), copy)
+    def forward(stock: Any, module: Float8Linear, x: torch.Tensor) -> Any:
+        return _Keep.apply(stock(module, x), local(module.weight).detach().float().to(torch.float8_e4m3fn))
 
-        return forward
-
-    wrap(Float8Linear, "forward", make)
+    wrap(Float8Linear, "forward", forward)
 
 
 def kernel_reads_first_row_scale() -> None:
     """A rowwise kernel applies the first scale of the second operand to all its columns."""
 
-    def make(stock: Any) -> Any:
-        def addmm(a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: torch.Tensor, *args: Any, **kw: Any) -> Any:
-            if b_scale.numel() > 1:
-                b_scale = b_scale.reshape(-1)[:1].expand(b_scale.numel()).reshape(b_scale.shape).contiguous()
-            return stock(a, a_scale, b, b_scale, *args, **kw)
+    def addmm(stock: Any, a: Any, a_scale: Any, b: Any, b_scale: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if b_scale.numel() > 1:
+            b_scale = b_scale.reshape(-1)[:1].expand(b_scale.numel()).reshape(b_scale.shape).contiguous()
+        return stock(a, a_scale, b, b_scale, *args, **kwargs)
 
-        return addmm
-
-    wrap(float8_ops, "addmm_float8_unwrapped", make)
+    wrap(float8_ops, "addmm_float8_unwrapped", addmm)
 
 
 def cast_breaks_one_lane() -> None:
     """A miscompiled cast overwrites every 16th element with its neighbour."""
 
-    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
-        part = float8_part(result)
+    def change(part: Any, *_: Any) -> None:
         bits = part._data.view(torch.uint8).clone()
         bits[..., 15::16] = bits[..., 14::16][..., : bits[..., 15::16].size(-1)]
         part._data = bits.view(part._data.dtype)
-        return result
 
-    wrap_casts(cast)
+    after_casts(change)
 
 
 def cast_flushes_small_values() -> None:
     """The cast flushes subnormal float8 values of gradients to zero."""
 
-    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
-        if role_of(rest, kwargs) is GemmInputRole.GRAD_OUTPUT:
-            part = float8_part(result)
+    def change(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
+        if role is GemmInputRole.GRAD_OUTPUT:
             tiny = torch.finfo(part._data.dtype).smallest_normal
             values = part._data.float()
             part._data = torch.where(values.abs() < tiny, 0.0, values).to(part._data.dtype)
-        return result
 
-    wrap_casts(cast)
+    after_casts(change)
 
 
 def axiswise_dim_compared_instead_of_assigned() -> None:
     """Transposing a rowwise tensor does not swap its `axiswise_dim`."""
 
-    def make(stock: Any) -> Any:
-        def transpose(operator: Any, args: Any, kwargs: Any = None) -> Any:
-            result = stock(operator, args, kwargs or {})
-            result._axiswise_dim = args[0]._axiswise_dim
-            return result
-
-        return transpose
-
     table = float8_ops.FLOAT8_OPS_TABLE
-    table[_aten.t.default] = make(table[_aten.t.default])
+    stock = table[_aten.t.default]
+
+    def transpose(operator: Any, args: Any, kwargs: Any = None) -> Any:
+        result = stock(operator, args, kwargs or {})
+        result._axiswise_dim = args[0]._axiswise_dim
+        return result
+
+    table[_aten.t.default] = transpose
 
 
 def scale_result_ignored() -> None:
     """A kernel ignores `scale_result`, which training never passes."""
-
-    def make(stock: Any) -> Any:
-        return lambda *args, output_scale=None, **kwargs: stock(*args, output_scale=None, **kwargs)
-
-    wrap(float8_ops, "addmm_float8_unwrapped", make)
+    wrap(
+        float8_ops,
+        "addmm_float8_unwrapped",
+        lambda stock, *args, output_scale=None, **kwargs: stock(*args, output_scale=None, **kwargs),
+    )
 
 
 def _attention(change: Callable[..., torch.Tensor]) -> None:
     """Replace attention by `change(stock, q, k, v, **options)`; all are [batch, heads, seq, head_dim]."""
 
-    def make(stock: Any) -> Any:
-        names = ("attn_mask", "dropout_p", "is_causal")
+    names = ("attn_mask", "dropout_p", "is_causal")
 
-        def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return change(stock, query, key, value, **dict(zip(names, args, strict=False)), **kwargs)
+    def attend(stock: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return change(stock, query, key, value, **dict(zip(names, args, strict=False)), **kwargs)
 
-        return attend
-
-    wrap(F, "scaled_dot_product_attention", make)
+    wrap(F, "scaled_dot_product_attention", attend)
 
 
 def _attention_of_last_block(change: Callable[..., torch.Tensor]) -> None:

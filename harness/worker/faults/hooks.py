@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torchao.float8 import float8_scaling_utils, fsdp_utils
@@ -21,28 +21,31 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case, Layout
 from harness.worker import train
-from harness.worker.probes.probe import in_backward
 
 ODD_RANK = 1  # the rank of single-rank faults
 
 
-def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the attribute `name` by `make(stock attribute)`; static and class methods stay what they are."""
+def wrap(owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """Replace a function or method by `change(stock, *args, **kwargs)`; static and class methods stay what they are."""
     found = vars(owner).get(name)
     if isinstance(found, (staticmethod, classmethod)):
-        setattr(owner, name, type(found)(make(found.__func__)))
+        setattr(owner, name, type(found)(_around(found.__func__, change)))
     else:
-        setattr(owner, name, make(getattr(owner, name)))
+        setattr(owner, name, _around(getattr(owner, name), change))
 
 
-def wrap_everywhere(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def wrap_everywhere(owner: Any, name: str, change: Callable[..., Any]) -> None:
     """`wrap` a function of a module under every name by which a module has imported it: a target may have, long ago."""
     stock = getattr(owner, name)
-    made = make(stock)
+    changed = _around(stock, change)
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         for alias in [alias for alias, value in names.items() if value is stock]:
-            names[alias] = made
+            names[alias] = changed
+
+
+def _around(stock: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: change(stock, *args, **kwargs)
 
 
 def on_odd_rank() -> bool:
@@ -60,63 +63,77 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def float8_part(tensor: torch.Tensor) -> Any:
-    """The local Float8TrainingTensor of a cast result."""
-    inner = local(tensor)
-    assert isinstance(inner, Float8TrainingTensor), f"a cast returned {type(inner)}"
-    return inner
-
-
-def wrap_casts(change: Callable[..., torch.Tensor]) -> None:
-    """Replace every cast to float8 by `change(stock, hp_tensor, scale, *rest)`."""
-
-    def make(stock: Any) -> Any:
-        return lambda hp_tensor, s, *rest, **kwargs: change(stock, hp_tensor, s, *rest, **kwargs)
-
+def _wrap_casts(cast: Callable[..., torch.Tensor]) -> None:
+    """Replace every cast to float8 by `cast(stock, hp_tensor, scale, *rest)`."""
     for module in (float8_scaling_utils, fsdp_utils):
-        wrap(module, "hp_tensor_and_scale_to_float8", make)
+        wrap(module, "hp_tensor_and_scale_to_float8", cast)
 
 
-def role_of(rest: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def before_casts(change: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]) -> None:
+    """Let every cast to float8 use the scale `change(scale, hp_tensor, role)`. The role is a GemmInputRole."""
+
+    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = stock(hp_tensor, change(s, hp_tensor, _role_of(rest, kwargs)), *rest, **kwargs)
+        return result
+
+    _wrap_casts(cast)
+
+
+def after_casts(change: Callable[[Any, torch.Tensor, Any], object]) -> None:
+    """Call `change(part, hp_tensor, role)` after every cast to float8, whose local Float8TrainingTensor is `part`."""
+
+    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
+        part = local(result)
+        assert isinstance(part, Float8TrainingTensor), f"a cast returned {type(part)}"
+        change(part, hp_tensor, _role_of(rest, kwargs))
+        return result
+
+    _wrap_casts(cast)
+
+
+def _role_of(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The GemmInputRole in the arguments of a cast after tensor and scale."""
     return kwargs.get("gemm_input_role", rest[2] if len(rest) > 2 else None)
 
 
-class Recomputing:
-    """Tracks whether the forward of a Float8Linear runs as recomputation under activation checkpointing."""
+def in_forward_of(wanted: Callable[[Float8Linear], bool]) -> Callable[[], bool]:
+    """Returns a function that says whether the forward of a Float8Linear runs that was `wanted` when it began."""
+    running = [False]
 
-    def __init__(self) -> None:
-        self.active = False
-        wrap(Float8Linear, "forward", self._make)
-
-    def _make(self, stock: Any) -> Any:
-        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            with self._while(in_backward()):
-                return stock(module, x)
-
-        return forward
-
-    @contextlib.contextmanager
-    def _while(self, active: bool) -> Iterator[None]:
-        self.active = active
+    def forward(stock: Any, linear: Float8Linear, x: torch.Tensor) -> torch.Tensor:
+        running[0] = wanted(linear)
         try:
-            yield
+            output: torch.Tensor = stock(linear, x)
         finally:
-            self.active = False
+            running[0] = False
+        return output
+
+    wrap(Float8Linear, "forward", forward)
+    return lambda: running[0]
+
+
+def after_all_gather(change: Callable[[torch.Tensor, dist.ProcessGroup], object]) -> None:
+    """Call `change(output, group)` after every FSDP2 all-gather: the shards of all ranks of the group in one tensor."""
+
+    def foreach_all_gather(stock: Any, params: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(params, group, *args, **kwargs)
+        if result is not None:
+            change(result.all_gather_output, group)
+        return result
+
+    wrap(_fsdp_param_group, "foreach_all_gather", foreach_all_gather)
 
 
 def after_build(change: Callable[[Any], object]) -> None:
     """Call `change(target)` when a target is built and has its weights, before the first step."""
 
-    def make(stock: Any) -> Any:
-        def prepare(*args: Any, **kwargs: Any) -> Any:
-            prepared = stock(*args, **kwargs)
-            change(prepared.target)
-            return prepared
+    def prepare(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = stock(*args, **kwargs)
+        change(prepared.target)
+        return prepared
 
-        return prepare
-
-    wrap(train, "prepare", make)
+    wrap(train, "prepare", prepare)
 
 
 Around = Callable[[Callable[[], Any], nn.Module], Any]
@@ -157,14 +174,11 @@ def counted_steps() -> Callable[[], int]:
     """Returns a function that says which step is trained: 1 in the first, 0 before it."""
     state = {"step": 0}
 
-    def make(stock: Any) -> Any:
-        def train_step(prepared: train.Prepared, step: int, *rest: Any) -> Any:
-            state["step"] = step
-            return stock(prepared, step, *rest)
+    def train_step(stock: Any, prepared: train.Prepared, step: int, *rest: Any) -> Any:
+        state["step"] = step
+        return stock(prepared, step, *rest)
 
-        return train_step
-
-    wrap(train, "train_step", make)
+    wrap(train, "train_step", train_step)
     return lambda: state["step"]
 
 
@@ -173,32 +187,26 @@ def around_update(change: Callable[[Callable[[], object], nn.Module, int], objec
     step, models, running = counted_steps(), list[nn.Module](), list[Any]()
     after_build(lambda target: models.append(target.model))
 
-    def make(stock: Any) -> Any:
-        @torch.no_grad()
-        def update(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            stepping = functools.partial(stock, optimizer, *args, **kwargs)
-            if running:  # one of several that another one steps
-                stepping()
-                return
-            running.append(optimizer)
-            try:
-                change(stepping, models[-1], step())
-            finally:
-                running.clear()
-
-        return update
+    @torch.no_grad()
+    def update(stock: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        stepping = functools.partial(stock, optimizer, *args, **kwargs)
+        if running:  # one of several that another one steps
+            stepping()
+            return
+        running.append(optimizer)
+        try:
+            change(stepping, models[-1], step())
+        finally:
+            running.clear()
 
     changed: set[type] = set()
 
-    def in_class(stock: Any) -> Any:  # of every optimizer, when the first one of this class is made
-        def patch_step_function(optimizer: Optimizer) -> None:
-            kind = type(optimizer)
-            if changed.isdisjoint(kind.__mro__):
-                changed.add(kind)
-                wrap(kind, "step", make)
-            stock(optimizer)
-
-        return patch_step_function
+    def in_class(stock: Any, optimizer: Optimizer) -> None:  # when the first optimizer of a class is made
+        kind = type(optimizer)
+        if changed.isdisjoint(kind.__mro__):
+            changed.add(kind)
+            wrap(kind, "step", update)
+        stock(optimizer)
 
     wrap(Optimizer, "_patch_step_function", in_class)
 
@@ -206,44 +214,35 @@ def around_update(change: Callable[[Callable[[], object], nn.Module, int], objec
 def in_parameter_groups(change: Callable[[dict[str, Any]], object]) -> None:
     """Call `change(group)` on every parameter group that an optimizer gets, with its options."""
 
-    def make(stock: Any) -> Any:
-        def add_param_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
-            stock(optimizer, group)
-            change(optimizer.param_groups[-1])
+    def add_param_group(stock: Any, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        stock(optimizer, group)
+        change(optimizer.param_groups[-1])
 
-        return add_param_group
-
-    wrap(Optimizer, "add_param_group", make)
+    wrap(Optimizer, "add_param_group", add_param_group)
 
 
 def around_loss(change: Callable[..., torch.Tensor]) -> None:
     """Replace cross entropy by `change(stock, logits, labels, **options)`."""
 
-    def make(stock: Any) -> Any:
-        signature = inspect.signature(stock)
+    signature = inspect.signature(F.cross_entropy)
 
-        def cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = signature.bind(*args, **kwargs).arguments
-            logits, labels = (given.pop(name) for name in ("input", "target"))
-            return change(stock, logits, labels, **given)
+    def cross_entropy(stock: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        logits, labels = (given.pop(name) for name in ("input", "target"))
+        return change(stock, logits, labels, **given)
 
-        return cross_entropy
-
-    wrap_everywhere(F, "cross_entropy", make)
+    wrap_everywhere(F, "cross_entropy", cross_entropy)
 
 
 def case_of_run() -> Callable[[], Case]:
     """Returns a function that says which case it is, once it is being built."""
     cases: list[Case] = []
 
-    def make(stock: Any) -> Any:
-        def prepare(case: Case, *args: Any, **kwargs: Any) -> Any:
-            cases.append(case)
-            return stock(case, *args, **kwargs)
+    def prepare(stock: Any, case: Case, *args: Any, **kwargs: Any) -> Any:
+        cases.append(case)
+        return stock(case, *args, **kwargs)
 
-        return prepare
-
-    wrap(train, "prepare", make)
+    wrap(train, "prepare", prepare)
     return lambda: cases[-1]
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-from harness.worker.faults.hooks import after_build, around_loss, float8_part, role_of, wrap, wrap_casts
+from harness.worker.faults.hooks import after_all_gather, after_build, after_casts, around_loss
 from harness.worker.faults.parts import blocks
 
 
@@ -53,28 +52,16 @@ def logits_kept_of_every_step() -> None:
 
 def float8_weights_kept_in_cache() -> None:
     """A cache of FP8 weights gets a new entry at every cast and never loses one."""
-    cache: dict[int, torch.Tensor] = {}
+    cache: list[torch.Tensor] = []
 
-    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
-        if role_of(rest, kwargs) is GemmInputRole.WEIGHT:
-            cache[len(cache)] = float8_part(result)._data
-        return result
+    def keep(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
+        if role is GemmInputRole.WEIGHT:
+            cache.append(part._data)
 
-    wrap_casts(cast)
+    after_casts(keep)
 
 
 def gathered_weights_kept() -> None:
     """The buffers of every FSDP all-gather stay alive after the weights are sharded again."""
     buffers: list[torch.Tensor] = []
-
-    def make(stock: Any) -> Any:
-        def foreach_all_gather(*args: Any, **kwargs: Any) -> Any:
-            result = stock(*args, **kwargs)
-            if result is not None:
-                buffers.append(result.all_gather_output)
-            return result
-
-        return foreach_all_gather
-
-    wrap(_fsdp_param_group, "foreach_all_gather", make)
+    after_all_gather(lambda output, group: buffers.append(output))

@@ -15,15 +15,12 @@ from harness.worker.targets.target import IGNORED
 def _sum_of_counts(change: Callable[..., torch.Tensor]) -> None:
     """Replace every sum over ranks of whole numbers by `change(stock, number, *where)`."""
 
-    def make(stock: Any) -> Any:
-        def all_reduce(number: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
-            reduced = stock if number.is_floating_point() else lambda *given, **named: change(stock, *given, **named)
-            found: torch.Tensor = reduced(number, *where, **options)
-            return found
+    def all_reduce(stock: Any, number: torch.Tensor, *where: Any, **options: Any) -> Any:
+        if number.is_floating_point():
+            return stock(number, *where, **options)
+        return change(stock, number, *where, **options)
 
-        return all_reduce
-
-    wrap_everywhere(funcol, "all_reduce", make)
+    wrap_everywhere(funcol, "all_reduce", all_reduce)
 
 
 def token_count_not_reduced() -> None:

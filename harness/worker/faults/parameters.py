@@ -22,11 +22,8 @@ def parameters_sharded_in_bfloat16() -> None:
 
 
 def _sharded_as(dtype: torch.dtype) -> None:
-    def make(stock: Any) -> Any:
-        def init(sharded: FSDPParam, param: nn.Parameter, *args: Any, **kwargs: Any) -> None:
-            cast = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
-            stock(sharded, cast, *args, **kwargs)
+    def init(stock: Any, sharded: FSDPParam, param: nn.Parameter, *args: Any, **kwargs: Any) -> None:
+        cast = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+        stock(sharded, cast, *args, **kwargs)
 
-        return init
-
-    wrap(FSDPParam, "_init_sharded_param", make)
+    wrap(FSDPParam, "_init_sharded_param", init)

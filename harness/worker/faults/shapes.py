@@ -11,9 +11,9 @@ from torchao.float8 import float8_ops
 from torchao.float8.float8_utils import _get_min_alignment
 
 from harness.matrix.case import Case
-from harness.worker import train
-from harness.worker.faults.hooks import wrap
+from harness.worker.faults.hooks import after_build, case_of_run, wrap
 from harness.worker.probes.places import held, place_of
+from harness.worker.targets.target import Target
 from harness.worker.virtual import scaled_mm
 from harness.worker.weights import unpadded_rows
 
@@ -21,71 +21,58 @@ from harness.worker.weights import unpadded_rows
 def padding_not_zeroed() -> None:
     """The padding of the contraction dim is uninitialized memory: here, NaN bytes."""
 
-    def pad(tensor: torch.Tensor, dims: int) -> torch.Tensor:
+    def pad(stock: Any, tensor: torch.Tensor, dims: int) -> torch.Tensor:
         extra = _get_min_alignment(tensor.size(dims), 16) - tensor.size(dims)
         widths = (0, extra) if dims == 1 else (0, 0, 0, extra)
         return F.pad(tensor.view(torch.uint8), widths, value=0x7F).view(tensor.dtype)
 
-    wrap(float8_ops, "pad_tensor_for_matmul", lambda stock: pad)
+    wrap(float8_ops, "pad_tensor_for_matmul", pad)
 
 
 def padding_on_one_operand_shifted() -> None:
     """One operand is padded in front instead of at the end."""
 
-    def make(stock: Any) -> Any:
-        def pad(tensor: torch.Tensor, dims: int) -> torch.Tensor:
-            padded: torch.Tensor = stock(tensor, dims)
-            extra = padded.size(dims) - tensor.size(dims)
-            return padded.view(torch.uint8).roll(extra, dims).view(tensor.dtype) if dims == 1 else padded
+    def pad(stock: Any, tensor: torch.Tensor, dims: int) -> torch.Tensor:
+        padded: torch.Tensor = stock(tensor, dims)
+        extra = padded.size(dims) - tensor.size(dims)
+        return padded.view(torch.uint8).roll(extra, dims).view(tensor.dtype) if dims == 1 else padded
 
-        return pad
-
-    wrap(float8_ops, "pad_tensor_for_matmul", make)
+    wrap(float8_ops, "pad_tensor_for_matmul", pad)
 
 
 def alignment_rule_ignored() -> None:
     """The kernel accepts shapes that a GPU rejects, like the stock CPU kernel."""
-    wrap(scaled_mm, "refusal", lambda stock: lambda signature: None)
+    wrap(scaled_mm, "refusal", lambda stock, signature: None)
 
 
 def padded_vocabulary_not_masked() -> None:
     """The softmax includes the padding rows of the vocabulary."""
     from harness.worker.targets.reference import loss
 
-    wrap(loss, "mask_padded_vocab", lambda stock: lambda logits, case: logits)
+    wrap(loss, "mask_padded_vocab", lambda stock, logits, case: logits)
 
 
 def padded_vocabulary_masked_short() -> None:
     """The mask of the padded vocabulary starts one row late."""
     from harness.worker.targets.reference import loss
 
-    def make(stock: Any) -> Any:
-        def mask(logits: torch.Tensor, case: Case) -> torch.Tensor:
-            return stock(logits, _with_vocabulary(case, case.model.vocab_size + 1))
+    def mask(stock: Any, logits: torch.Tensor, case: Case) -> Any:
+        return stock(logits, replace(case, model=replace(case.model, vocab_size=case.model.vocab_size + 1)))
 
-        return mask
-
-    wrap(loss, "mask_padded_vocab", make)
-
-
-def _with_vocabulary(case: Case, vocab_size: int) -> Case:
-    return replace(case, model=replace(case.model, vocab_size=vocab_size))
+    wrap(loss, "mask_padded_vocab", mask)
 
 
 def padded_weight_rows_not_zeroed() -> None:
     """The padding rows of the vocabulary are uninitialized, so they determine the scale of the weight."""
 
-    def make(stock: Any) -> Any:
-        def prepare(*args: Any, **kwargs: Any) -> train.Prepared:
-            prepared: train.Prepared = stock(*args, **kwargs)
-            with torch.no_grad():
-                for weight in prepared.target.model.parameters():
-                    place = place_of(weight)
-                    rows = unpadded_rows(place.shape, prepared.case.model)
-                    if rows != place.shape[:1]:
-                        held(weight)[max(0, rows[0] - place.offset[0]) :].fill_(100.0)
-            return prepared
+    case = case_of_run()
 
-        return prepare
+    @torch.no_grad()
+    def change(target: Target) -> None:
+        for weight in target.model.parameters():
+            place = place_of(weight)
+            rows = unpadded_rows(place.shape, case().model)
+            if rows != place.shape[:1]:
+                held(weight)[max(0, rows[0] - place.offset[0]) :].fill_(100.0)
 
-    wrap(train, "prepare", make)
+    after_build(change)

@@ -14,16 +14,14 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from harness.worker.discovery import converted_linears, linears
 from harness.worker.faults.hooks import (
     after_backward,
+    after_casts,
     around_evaluation,
     around_load,
+    before_casts,
     counted_steps,
-    float8_part,
     local,
     on_last_rank,
     on_odd_rank,
-    role_of,
-    wrap,
-    wrap_casts,
     wrap_everywhere,
 )
 from harness.worker.faults.parts import first_weight
@@ -36,14 +34,11 @@ def _precompute(change: Callable[[Any, nn.Module, int], None]) -> None:
     """Replace the precomputation of scales by `change(stock, model, call)`; calls count from 1."""
     calls = [0]
 
-    def make(stock: Any) -> Any:
-        def precompute(model: nn.Module) -> None:
-            calls[0] += 1
-            change(stock, model, calls[0])
+    def precompute(stock: Any, model: nn.Module) -> None:
+        calls[0] += 1
+        change(stock, model, calls[0])
 
-        return precompute
-
-    wrap_everywhere(fsdp_utils, "precompute_float8_dynamic_scale_for_fsdp", make)
+    wrap_everywhere(fsdp_utils, "precompute_float8_dynamic_scale_for_fsdp", precompute)
 
 
 def _weight_shards(model: nn.Module) -> list[Any]:
@@ -69,8 +64,7 @@ def precomputed_scale_one_step_late() -> None:
         stock(model)
         shards = _weight_shards(model)
         fresh = [shard._precomputed_scale for shard in shards]
-        for shard, scale in zip(shards, late or fresh, strict=True):
-            shard._precomputed_scale = scale
+        _set_scales(shards, late or fresh)
         late[:] = fresh
 
     _precompute(change)
@@ -174,17 +168,14 @@ def _cached_weights(*, data: bool, scale: bool) -> None:
     """Make every cast of a weight return the data, the scale or both of its first cast."""
     first: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = stock(hp_tensor, s, *rest, **kwargs)
-        if role_of(rest, kwargs) is GemmInputRole.WEIGHT:
-            part = float8_part(result)
+    def change(part: Any, hp_tensor: torch.Tensor, role: Any) -> None:
+        if role is GemmInputRole.WEIGHT:
             key = (local(hp_tensor).data_ptr(), part._axiswise_dim, tuple(part._scale.shape))
             old_data, old_scale = first.setdefault(key, (part._data.clone(), part._scale.clone()))
             part._data = old_data if data else part._data
             part._scale = old_scale if scale else part._scale
-        return result
 
-    wrap_casts(cast)
+    after_casts(change)
 
 
 def weight_data_stale() -> None:
@@ -202,20 +193,22 @@ def weight_scale_stale() -> None:
     _cached_weights(data=False, scale=True)
 
 
+def _gathered_shards(change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Replace every FP8 shard that this rank contributes to an all-gather by `change(shard, address of its weight)`."""
+    kind: Any = WeightWithDynamicFloat8CastTensor
+    stock = kind.fsdp_pre_all_gather
+
+    def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:  # FSDP2 looks at the number of parameters
+        (data,), metadata = stock(self, mesh)
+        return (change(data, self._tensor.data_ptr()),), metadata
+
+    kind.fsdp_pre_all_gather = fsdp_pre_all_gather
+
+
 def gathered_shard_of_one_rank_stale() -> None:
     """One rank contributes its FP8 shard of the first step to every all-gather."""
     first: dict[int, torch.Tensor] = {}
-
-    def make(stock: Any) -> Any:
-        def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:
-            (data,), metadata = stock(self, mesh)
-            if on_odd_rank():
-                data = first.setdefault(self._tensor.data_ptr(), data.clone())
-            return (data,), metadata
-
-        return fsdp_pre_all_gather
-
-    wrap(WeightWithDynamicFloat8CastTensor, "fsdp_pre_all_gather", make)
+    _gathered_shards(lambda data, weight: first.setdefault(weight, data.clone()) if on_odd_rank() else data)
 
 
 def last_rank_gathers_old_weights_in_one_step() -> None:
@@ -223,45 +216,37 @@ def last_rank_gathers_old_weights_in_one_step() -> None:
     first: dict[int, torch.Tensor] = {}
     step = counted_steps()
 
-    def make(stock: Any) -> Any:
-        def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:
-            (data,), metadata = stock(self, mesh)
-            if on_last_rank() and step() == 1:
-                first[self._tensor.data_ptr()] = data.clone()
-            if on_last_rank() and step() == 2:
-                data = first[self._tensor.data_ptr()]
-            return (data,), metadata
+    def change(data: torch.Tensor, weight: int) -> torch.Tensor:
+        if on_last_rank() and step() == 1:
+            first[weight] = data.clone()
+        return first[weight] if on_last_rank() and step() == 2 else data
 
-        return fsdp_pre_all_gather
-
-    wrap(WeightWithDynamicFloat8CastTensor, "fsdp_pre_all_gather", make)
+    _gathered_shards(change)
 
 
 def backward_uses_latest_scale() -> None:
     """All weights share one scale buffer, so backward reads the scale that the last forward wrote."""
     latest: list[torch.Tensor] = []
 
-    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        if role_of(rest, kwargs) is GemmInputRole.WEIGHT:
-            if in_backward():
-                s = latest[0]
-            else:
-                latest[:] = [s]
-        return stock(hp_tensor, s, *rest, **kwargs)
+    def change(scale: torch.Tensor, hp_tensor: torch.Tensor, role: Any) -> torch.Tensor:
+        if role is not GemmInputRole.WEIGHT:
+            return scale
+        if not in_backward():
+            latest[:] = [scale]
+        return latest[0]
 
-    wrap_casts(cast)
+    before_casts(change)
 
 
 def scale_buffer_shared_by_inputs() -> None:
     """Input scales are cached under a key that other modules share, so later modules get the scale of the first."""
     kept: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def cast(stock: Any, hp_tensor: torch.Tensor, s: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        if role_of(rest, kwargs) is GemmInputRole.INPUT:
-            s = kept.setdefault(tuple(hp_tensor.shape), s)
-        return stock(hp_tensor, s, *rest, **kwargs)
-
-    wrap_casts(cast)
+    before_casts(
+        lambda scale, hp_tensor, role: (
+            kept.setdefault(tuple(hp_tensor.shape), scale) if role is GemmInputRole.INPUT else scale
+        )
+    )
 
 
 def gradient_buffer_polluted() -> None:

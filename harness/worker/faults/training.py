@@ -46,13 +46,13 @@ from harness.worker.targets.target import StepResult, Target
 
 def gradients_doubled() -> None:
     """Gradients are scaled twice."""
+    after_backward(lambda model, step: _scale_gradients(model, 2))
 
-    def change(model: nn.Module, step: int) -> None:
-        for param in model.parameters():
-            if param.grad is not None:
-                local(param.grad).mul_(2)
 
-    after_backward(change)
+def _scale_gradients(model: nn.Module, factor: float) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            local(param.grad).mul_(factor)
 
 
 def one_gradient_lost() -> None:
@@ -82,19 +82,13 @@ def _one_gradient(change: Callable[[torch.Tensor, int], object]) -> None:
 def gradients_accumulate() -> None:
     """Gradients are not zeroed after the optimizer step."""
     for owner in (Optimizer, nn.Module):
-        wrap(owner, "zero_grad", lambda stock: lambda *_, **__: None)
+        wrap(owner, "zero_grad", lambda stock, *_, **__: None)
 
 
 def microbatches_summed() -> None:
     """Gradients are summed over the microbatches of a step instead of averaged."""
     case = case_of_run()
-
-    def change(model: nn.Module, step: int) -> None:
-        for param in model.parameters():
-            if param.grad is not None:
-                local(param.grad).mul_(case().train.accumulation)
-
-    after_backward(change)
+    after_backward(lambda model, step: _scale_gradients(model, case().train.accumulation))
 
 
 def gradients_zeroed_between_microbatches() -> None:
@@ -145,7 +139,7 @@ def weight_decay_lost() -> None:
 
 def norm_counts_replicas() -> None:
     """The gradient norm counts the share of every rank once for every rank."""
-    wrap(train, "squared_norm_share", lambda stock: lambda model: stock(model) * dist.get_world_size())
+    wrap(train, "squared_norm_share", lambda stock, model: stock(model) * dist.get_world_size())
 
 
 def loss_over_local_tokens() -> None:
@@ -155,7 +149,7 @@ def loss_over_local_tokens() -> None:
 
 
 def _batch(change: Callable[[slice, Case], slice]) -> None:
-    wrap(data, "batch_slice", lambda stock: lambda case, dp_rank: change(stock(case, dp_rank), case))
+    wrap(data, "batch_slice", lambda stock, case, dp_rank: change(stock(case, dp_rank), case))
 
 
 def same_batch_on_every_dp_rank() -> None:
@@ -175,7 +169,7 @@ def batches_rotated() -> None:
 
 def _tokens_on_odd_rank(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     if on_odd_rank():
-        wrap(train, "given_tokens", lambda stock: lambda tokens, device: change(stock(tokens, device)).contiguous())
+        wrap(train, "given_tokens", lambda stock, *args: change(stock(*args)).contiguous())
 
 
 def one_rank_repeats_its_batch() -> None:
@@ -190,12 +184,12 @@ def one_tp_rank_reads_other_tokens() -> None:
 
 def one_rank_has_another_seed() -> None:
     """One rank generates its data from another seed."""
+
+    def change(stock: Any, case: Case) -> Any:
+        return stock(replace(case, train=replace(case.train, seed=case.train.seed + 1)))
+
     if on_odd_rank():
-        wrap(data, "global_tokens", lambda stock: lambda case: stock(_with_seed(case, case.train.seed + 1)))
-
-
-def _with_seed(case: Case, seed: int) -> Case:
-    return replace(case, train=replace(case.train, seed=seed))
+        wrap(data, "global_tokens", change)
 
 
 def one_rank_starts_from_other_weights() -> None:
@@ -211,11 +205,7 @@ def one_rank_starts_from_other_weights() -> None:
 
 def weight_frozen() -> None:
     """Wrapping changes `requires_grad`: here it freezes one weight, which a full run can detect."""
-
-    def change(target: Target) -> None:
-        first_weight(target.model).requires_grad_(False)
-
-    after_build(change)
+    after_build(lambda target: first_weight(target.model).requires_grad_(False))
 
 
 def one_row_of_a_gradient_scaled() -> None:
@@ -295,9 +285,8 @@ def update_clipped_in_one_step() -> None:
     """Gradients are halved before the second update, after their norm was reported. AdamW hides most of it."""
 
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
-        for param in model.parameters():
-            if step == 2 and param.grad is not None:
-                local(param.grad).mul_(0.5)
+        if step == 2:
+            _scale_gradients(model, 0.5)
         stock()
 
     around_update(change)
@@ -375,20 +364,17 @@ def master_weights_in_bfloat16() -> None:
 def _reported(change: Callable[[torch.Tensor | float], torch.Tensor | float]) -> None:
     """Replace the loss that the target reports by `change(loss)`; training is right."""
 
-    def make(stock: Any) -> Any:
-        def train_step(prepared: train.Prepared, *rest: Any) -> Any:
-            target = prepared.target
+    def train_step(stock: Any, prepared: train.Prepared, *rest: Any) -> Any:
+        target = prepared.target
 
-            def step(*batches: Sequence[torch.Tensor]) -> StepResult:
-                loss, norm = target.step(*batches)
-                return change(loss.detach() if isinstance(loss, torch.Tensor) else loss), norm
+        def step(*batches: Sequence[torch.Tensor]) -> StepResult:
+            loss, norm = target.step(*batches)
+            return change(loss.detach() if isinstance(loss, torch.Tensor) else loss), norm
 
-            reporting = SimpleNamespace(model=target.model, step=step, evaluate=getattr(target, "evaluate", None))
-            return stock(prepared._replace(target=reporting), *rest)
+        reporting = SimpleNamespace(model=target.model, step=step, evaluate=getattr(target, "evaluate", None))
+        return stock(prepared._replace(target=reporting), *rest)
 
-        return train_step
-
-    wrap(train, "train_step", make)
+    wrap(train, "train_step", train_step)
 
 
 def loss_of_first_rank_reported() -> None:
@@ -431,41 +417,30 @@ def norm_of_local_shards() -> None:
     """Every rank reports the norm of its own shards of the gradients."""
     shares: list[float] = []
 
-    def share(stock: Any) -> Any:
-        def squared_norm_share(model: nn.Module) -> torch.Tensor:
-            grads = [local(param.grad).double() for param in model.parameters() if param.grad is not None]
-            shares.append(sum(grad.square().sum().item() for grad in grads))
-            found: torch.Tensor = stock(model)
-            return found
+    def squared_norm_share(stock: Any, model: nn.Module) -> Any:
+        grads = [local(param.grad).double() for param in model.parameters() if param.grad is not None]
+        shares.append(sum(grad.square().sum().item() for grad in grads))
+        return stock(model)
 
-        return squared_norm_share
+    def gradient_norm(stock: Any, squared_share: torch.Tensor) -> float:
+        stock(squared_share)
+        return math.sqrt(shares[-1])
 
-    def norm(stock: Any) -> Any:
-        def gradient_norm(squared_share: torch.Tensor) -> float:
-            stock(squared_share)
-            return math.sqrt(shares[-1])
-
-        return gradient_norm
-
-    wrap(train, "squared_norm_share", share)
-    wrap(train, "gradient_norm", norm)
+    wrap(train, "squared_norm_share", squared_norm_share)
+    wrap(train, "gradient_norm", gradient_norm)
 
 
 def norm_leaves_out_a_parameter() -> None:
     """The reported norm leaves out the gradient of one norm."""
 
-    def make(stock: Any) -> Any:
-        def squared_norm_share(model: nn.Module) -> torch.Tensor:
-            left_out = norm_weights(model)[-2:][0]  # the last one of the blocks
-            others = [param for param in model.parameters() if param is not left_out]
-            found: torch.Tensor = stock(SimpleNamespace(parameters=lambda: iter(others)))
-            return found
+    def squared_norm_share(stock: Any, model: nn.Module) -> Any:
+        left_out = norm_weights(model)[-2:][0]  # the last one of the blocks
+        others = [param for param in model.parameters() if param is not left_out]
+        return stock(SimpleNamespace(parameters=lambda: iter(others)))
 
-        return squared_norm_share
-
-    wrap(train, "squared_norm_share", make)
+    wrap(train, "squared_norm_share", squared_norm_share)
 
 
 def norm_in_bfloat16() -> None:
     """The gradient norm is summed in bfloat16."""
-    wrap(train, "squared_norm_share", lambda stock: lambda model: stock(model).bfloat16().double())
+    wrap(train, "squared_norm_share", lambda stock, model: stock(model).bfloat16().double())
