@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,11 +28,16 @@ from harness.worker.virtual import collectives
 @functools.cache
 def import_torchtitan() -> None:
     """Import torchtitan with every shim that its import needs, once per process."""
-    require_version(TORCHTITAN)
+    import_version_of(TORCHTITAN, "torchtitan.train", without_triton)
+
+
+def import_version_of(target: str, trainer: str, without_triton: Callable[[], None]) -> None:
+    """Import the torchtitan of a target with the shims that the import of any version needs, and with its own."""
+    require_version(target)
     without_arrow_thread()
     without_triton()
     with device_named("cpu" if on_virtual_device() else "cuda"):
-        importlib.import_module("torchtitan.train")
+        importlib.import_module(trainer)
         importlib.import_module("torchtitan.models.llama3")
     if on_virtual_device():
         float8_capability()

@@ -1,4 +1,4 @@
-"""One `train_step` of torchtitan, whatever its version: what it is given, and what it logs."""
+"""torchtitan's `train_step`, whatever its version: what it is given, and what it logs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
+from torch import nn
 from torchtitan.tools.utils import NoColor
 from torchtitan.tools.utils import device_type as torchtitan_device
 
@@ -31,17 +32,22 @@ def register_graph_backend() -> None:
         torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)
 
 
-def train_step(
-    trainer: Any, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None
-) -> StepResult:
-    """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
-    trainer.step += 1
-    labels = labels or [tokens[:, 1:] for tokens in microbatches]
-    # A batch as torchtitan's data loaders give it: named inputs, and labels, each [local_batch, seq_len].
-    batches = [({"input": tokens[:, :-1]}, label) for tokens, label in zip(microbatches, labels, strict=True)]
-    trainer.train_step(trainer.batch_generator(batches))
-    logged: Logged = trainer.metrics_processor.logged
-    return logged.loss, logged.grad_norm
+class TrainedByTorchtitan:
+    """What a Trainer of torchtitan trains: its model, and its `train_step` on the microbatches of the harness."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.model: nn.Module = trainer.model_parts[0]
+
+    def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
+        """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
+        self._trainer.step += 1
+        labels = labels or [tokens[:, 1:] for tokens in microbatches]
+        # A batch as torchtitan's data loaders give it: named inputs, and labels, each [local_batch, seq_len].
+        batches = [({"input": tokens[:, :-1]}, label) for tokens, label in zip(microbatches, labels, strict=True)]
+        self._trainer.train_step(self._trainer.batch_generator(batches))
+        logged: Logged = self._trainer.metrics_processor.logged
+        return logged.loss, logged.grad_norm
 
 
 class Logged(NamedTuple):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
@@ -17,33 +16,26 @@ from torchtitan.train import Trainer
 from harness.worker.targets.reference.loss import mask_padded_vocab, summed_loss
 from harness.worker.targets.torchtitan import shims
 from harness.worker.targets.torchtitan.config import FLAVOR, job_config, model_args
-from harness.worker.targets.torchtitan.step import Metrics, register_graph_backend, require_device, train_step
+from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, register_graph_backend, require_device
 
 if TYPE_CHECKING:
     from torchtitan.config import JobConfig
 
     from harness.matrix.case import Case
-    from harness.worker.targets.target import StepResult, World
+    from harness.worker.targets.target import World
 
 _spec_numbers = itertools.count(1)
 
 
-class TrainedByTorchtitan:
-    """A case that torchtitan trains: its model, and its `train_step` on the microbatches of the harness."""
-
-    def __init__(self, case: Case, world: World) -> None:
-        require_device(world.device)
-        config = job_config(case, world)
-        config.model.name = _registered_spec(case)
-        if case.compile == "graph":
-            register_graph_backend()
-        with shims.local_rank(world.device), shims.garbage_collected():
-            self._trainer = _StepTrainer(config, one_rank_fsdp=world.fsdp and case.world_size == 1)
-        self.model: nn.Module = self._trainer.model_parts[0]
-
-    def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
-        """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
-        return train_step(self._trainer, microbatches, labels)
+def trained(case: Case, world: World) -> TrainedByTorchtitan:
+    """The case as torchtitan trains it. Raises ValueError where torchtitan cannot do what it asks."""
+    require_device(world.device)
+    config = job_config(case, world)
+    config.model.name = _registered_spec(case)
+    if case.compile == "graph":
+        register_graph_backend()
+    with shims.local_rank(world.device), shims.garbage_collected():
+        return TrainedByTorchtitan(_StepTrainer(config, one_rank_fsdp=world.fsdp and case.world_size == 1))
 
 
 class _StepTrainer(Trainer):  # type: ignore[misc]  # torchtitan is not installed where mypy runs

@@ -23,6 +23,6 @@ def preload() -> None:
 def build(case: Case, world: World) -> Target:
     """Build the case with torchtitan's own Trainer. Raises ValueError where torchtitan cannot do what a case asks."""
     shims.import_torchtitan()
-    from harness.worker.targets.torchtitan_0_3.trainer import TrainedByTorchtitan
+    from harness.worker.targets.torchtitan_0_3.trainer import trained
 
-    return TrainedByTorchtitan(case, world)
+    return trained(case, world)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import importlib
 import importlib.util
 import sys
 import types
@@ -15,22 +13,13 @@ from typing import Any
 import torch
 
 from harness.matrix.targets import TORCHTITAN_0_3
-from harness.worker.targets.torchtitan import shims as shared
+from harness.worker.targets.torchtitan.shims import import_version_of
 
 
 @functools.cache
 def import_torchtitan() -> None:
     """Import torchtitan with every shim that its import needs, once per process."""
-    shared.require_version(TORCHTITAN_0_3)
-    shared.without_arrow_thread()
-    without_triton()
-    with shared.device_named("cpu" if shared.on_virtual_device() else "cuda"):
-        importlib.import_module("torchtitan.trainer")
-        importlib.import_module("torchtitan.models.llama3")
-    if shared.on_virtual_device():
-        shared.float8_capability()
-    shared.float64_dtype()
-    gc.enable()
+    import_version_of(TORCHTITAN_0_3, "torchtitan.trainer", without_triton)
 
 
 def without_triton() -> None:

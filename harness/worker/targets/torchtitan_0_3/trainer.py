@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,39 +14,33 @@ from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN
 from harness.worker.targets.torchtitan.shims import garbage_collected, local_rank
-from harness.worker.targets.torchtitan.step import Metrics, register_graph_backend, require_device, train_step
+from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, register_graph_backend, require_device
 from harness.worker.targets.torchtitan_0_3.config import trainer_config
 from harness.worker.targets.torchtitan_0_3.shims import float64_kept
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case
-    from harness.worker.targets.target import StepResult, World
+    from harness.worker.targets.target import World
 
 
-class TrainedByTorchtitan:
-    """A case that torchtitan trains: its model, and its `train_step` on the microbatches of the harness."""
-
-    def __init__(self, case: Case, world: World) -> None:
-        require_device(world.device)
-        if case.compile == "graph":
-            register_graph_backend()
-        loss = _Loss.Config(global_vocab_size=case.model.padded_vocab_size, vocab_size=case.model.vocab_size)
-        config = trainer_config(
-            case,
-            world,
-            loss,
-            tokenizer=_Nothing.Config(),
-            dataloader=_Nothing.Config(),
-            metrics=_KeptMetrics.Config(),
-        )
-        with local_rank(world.device), garbage_collected():
-            self._trainer = Trainer(config)
-        self.model: nn.Module = self._trainer.model_parts[0]
-        add_names(self.model)
-
-    def step(self, microbatches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor] | None = None) -> StepResult:
-        """One `train_step`; returns the loss and the gradient norm that torchtitan logs."""
-        return train_step(self._trainer, microbatches, labels)
+def trained(case: Case, world: World) -> TrainedByTorchtitan:
+    """The case as torchtitan trains it. Raises ValueError where torchtitan cannot do what it asks."""
+    require_device(world.device)
+    if case.compile == "graph":
+        register_graph_backend()
+    loss = _Loss.Config(global_vocab_size=case.model.padded_vocab_size, vocab_size=case.model.vocab_size)
+    config = trainer_config(
+        case,
+        world,
+        loss,
+        tokenizer=_Nothing.Config(),
+        dataloader=_Nothing.Config(),
+        metrics=_KeptMetrics.Config(),
+    )
+    with local_rank(world.device), garbage_collected():
+        target = TrainedByTorchtitan(Trainer(config))
+    add_names(target.model)
+    return target
 
 
 class _Nothing(Configurable):  # type: ignore[misc]  # torchtitan is not installed where mypy runs
