@@ -37,7 +37,7 @@ class Cluster:
     def __init__(self, nodes: Sequence[Node], store: StoreProcess | None = None) -> None:
         self._nodes = {node.name: node for node in nodes}
         assert len(self._nodes) == len(nodes) > 0, "nodes have different names"
-        self._has = {node.name: node.capacity() for node in nodes}
+        self._has = {node.name: node.capacity for node in nodes}
         self._slots = SlotTable(
             {name: has.slots for name, has in self._has.items()},
             spread=all(has.device == "cpu" for has in self._has.values()),

@@ -159,7 +159,7 @@ def join(meeting: Meeting, node: Node, facts: Mapping[str, str]) -> int:
         version=NODE_PROTOCOL_VERSION,
         node_rank=meeting.node_rank,
         nnodes=meeting.nnodes,
-        capacity=node.capacity(),
+        capacity=node.capacity,
         facts=facts,
     )
     try:

@@ -33,9 +33,7 @@ class Node(Protocol):
     """One machine. Methods are called from several threads; each may raise NodeLost. Ids of running jobs differ."""
 
     name: str
-
-    def capacity(self) -> NodeCapacity:
-        """What there is; the same in every call."""
+    capacity: NodeCapacity
 
     def reserve(self, job_id: str, count: int) -> Reservation:
         """Hold slots and a folder until `free`. Waits for slots that other processes hold. Raises OSError."""
@@ -93,9 +91,9 @@ class LocalNode:
         logs: Path | None = None,
     ) -> None:
         self.name = capacity.host
+        self.capacity = capacity
         self._make = make
         self._leases = leases
-        self._capacity = capacity
         self._keeps = logs is not None
         self._scratch = Scratch()
         self._folder = logs or self._scratch.path
@@ -104,10 +102,6 @@ class LocalNode:
         self._runners: dict[tuple[tuple[str, str], ...], Runner] = {}
         self._held: dict[str, ExitStack] = {}
         self._closed = False
-
-    def capacity(self) -> NodeCapacity:
-        """What this machine has."""
-        return self._capacity
 
     def reserve(self, job_id: str, count: int) -> Reservation:
         """Hold slots and a folder until `free`. Raises OSError, and HarnessError when leases cannot be had."""

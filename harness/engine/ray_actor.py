@@ -78,7 +78,7 @@ class NodeActor:
 
     def slots(self) -> int:
         """How many slots there are. The first answer of an actor."""
-        return self._node.capacity().slots
+        return self._node.capacity.slots
 
     def reserve(self, job_id: str, count: int) -> bytes:
         """`Held` or `Refused`."""

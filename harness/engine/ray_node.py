@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from harness.engine.capacity import NodeCapacity
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.node import NodeLost, Reservation
 from harness.engine.ray_actor import ANSWERS, TOLD, NodeActor, NodeSpec, Refused
@@ -28,9 +27,9 @@ class RayNode:
 
     def __init__(self, ray: Any, group: Group, index: int, spec: NodeSpec) -> None:
         self.name = spec.capacity.host
+        self.capacity = spec.capacity
         self._ray = ray
         self._group = group
-        self._capacity = spec.capacity
         self._actor = (
             ray.remote(NodeActor)
             .options(
@@ -53,16 +52,12 @@ class RayNode:
             slots = self._ray.get(self._slots, timeout=_START_S)
         except self._ray.exceptions.RayError as error:
             raise not_started(self.name, error) from error
-        if slots != self._capacity.slots:
+        if slots != self.capacity.slots:
             raise HarnessError(
-                f"Ray reserved {self._capacity.slots} GPUs, but its actor sees {slots}.",
+                f"Ray reserved {self.capacity.slots} GPUs, but its actor sees {slots}.",
                 where=f"node {self.name}",
                 fix="see CUDA_VISIBLE_DEVICES and nvidia-smi on that node.",
             )
-
-    def capacity(self) -> NodeCapacity:
-        """What the node has."""
-        return self._capacity
 
     def reserve(self, job_id: str, count: int) -> Reservation:
         """Hold slots and a folder on the node. Raises OSError where it cannot."""

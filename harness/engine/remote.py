@@ -98,7 +98,7 @@ class RemoteNode:
 
     def __init__(self, connection: socket.socket, joined: Join, reader: FrameReader[FromNode]) -> None:
         self.name = node_name(joined.node_rank, joined.capacity.host)
-        self._capacity = joined.capacity
+        self.capacity = joined.capacity
         self._connection = connection
         self._reader = reader
         self._numbers = itertools.count(1)
@@ -107,10 +107,6 @@ class RemoteNode:
         self._pending: dict[int, tuple[Future[Answered], Callable[[ShareEvent], None]]] = {}
         self._lost = ""
         threading.Thread(target=self._listen, name=f"fp8-harness-{self.name}", daemon=True).start()
-
-    def capacity(self) -> NodeCapacity:
-        """What it has, as it said when it joined."""
-        return self._capacity
 
     def reserve(self, job_id: str, count: int) -> Reservation:
         """Hold slots and a folder there. Raises OSError for what kept it from that."""

@@ -61,7 +61,7 @@ def joined(plan: Plan, project: Project, note: Callable[[str], None]) -> Iterato
         raise HarnessError("a Ray cluster has nodes of its own.", where="--nnodes", fix="drop it, or --engine ray.")
     note(f"waits at {plan.meeting.endpoint} for {counted(plan.meeting.nnodes - 1, 'other node')}.")
     others = gather(plan.meeting, _facts(plan, project))
-    capacity = Capacity(nodes=(*plan.capacity.nodes, *(node.capacity() for node in others)))
+    capacity = Capacity(nodes=(*plan.capacity.nodes, *(node.capacity for node in others)))
     have = ", ".join(f"{each.host} with {counted(each.slots, 'slot')}" for each in capacity.nodes)
     note(f"{counted(len(capacity.nodes), 'node')}: {have}.")
     found = Joined(plan=msgspec.structs.replace(plan, capacity=capacity), others=others)

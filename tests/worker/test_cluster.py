@@ -35,7 +35,7 @@ class LosableNode:
     """A node that is gone once `lose` was called, like one whose machine has lost its power."""
 
     def __init__(self, node: LocalNode) -> None:
-        self.name = node.name
+        self.name, self.capacity = node.name, node.capacity
         self._node = node
         self._gone = threading.Event()
 
@@ -46,9 +46,6 @@ class LosableNode:
     def _check(self) -> None:
         if self._gone.is_set():
             raise NodeLost(f"node {self.name} is gone.")
-
-    def capacity(self) -> NodeCapacity:
-        return self._node.capacity()
 
     def reserve(self, job_id: str, count: int) -> Reservation:
         self._check()
