@@ -149,18 +149,23 @@ def _block(title: str, texts: Sequence[str]) -> str:
 
 
 def _unfolded(text: str) -> Iterable[str]:
-    """The lines of a text, wrapped; the rows of a table in it with columns as narrow as they can be."""
+    """The lines of a text, wrapped; the rows of a table in it with columns as narrow as they can be, where they fit."""
     for is_table, group in itertools.groupby(text.splitlines(), lambda line: len(_cells(line)) > 2):
         lines = list(group)
         indents = [len(line) - len(line.lstrip()) for line in lines]
-        if is_table:
-            rows = [_cells(line) for line in lines]
-            most = max(map(len, rows))
-            table = aligned([(*row, *[""] * (most - len(row))) for row in rows], right=range(most))
-            yield from (" " * min(indents) + line for line in table.splitlines())
+        table = _narrowed(lines, min(indents)) if is_table else []
+        if table and max(map(len, table)) <= WIDTH - 2:
+            yield from table
         else:
             for line, indent in zip(lines, indents, strict=True):
                 yield from _wrapped(line.strip(), indent, room=WIDTH - 2)
+
+
+def _narrowed(lines: Sequence[str], indent: int) -> list[str]:
+    rows = [_cells(line) for line in lines]
+    most = max(map(len, rows))
+    table = aligned([(*row, *[""] * (most - len(row))) for row in rows], right=range(most))
+    return [" " * indent + line for line in table.splitlines()]
 
 
 def _cells(line: str) -> list[str]:

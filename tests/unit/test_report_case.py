@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.document import CaseDocument, run_document
@@ -92,6 +92,7 @@ def test_a_case_of_which_nothing_was_measured_says_what_is_known() -> None:
 
 
 @given(st.lists(st.text("ab \n", max_size=200)).map(" ".join))
+@example(" a aaaaa  aaaaa aaaaa  aaa")  # like a table, and too wide for one
 def test_lines_are_at_most_so_long(message: str) -> None:
     words = " ".join(word[:20] for word in message.split(" "))
     long = [line for line in case_text(full(words)).splitlines() if len(line) > WIDTH]
