@@ -38,6 +38,14 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _MESHES = frozenset({DeviceMesh, FakeScriptObject})
 
 
+class _Searched(dict[type, bool]):
+    """By type, whether its objects are searched: tensors and meshes. Objects are many, their types are few."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, torch.Tensor) or kind in _MESHES
+        return self[kind]
+
+
 class _Live(NamedTuple):
     """One storage, as the tensor with the most dims that holds it."""
 
@@ -126,8 +134,9 @@ def _alive(explained: Collection[int]) -> list[_Live]:
 
     The tensors in a compiler's description of a graph are fake: their storages are of the device `meta`.
     """
-    objects = gc.get_objects()
-    tensors = [each for each in objects if issubclass(type(each), torch.Tensor)]
+    searched = _Searched()
+    objects = [each for each in gc.get_objects() if searched[type(each)]]
+    tensors = [each for each in objects if type(each) not in _MESHES]
     hidden = {id(plain) for each in tensors if is_own(each) for plain in plain_tensors(each)}
     hidden |= {id(held) for each in objects if type(each) in _MESHES for held in vars(each).values()}
     found: dict[int, _Live] = {}
@@ -155,19 +164,22 @@ def _holders(model: nn.Module) -> dict[int, str]:
     for fqn, module in model.named_modules():
         grads = {f"{name}.grad": param.grad for name, param in module._parameters.items() if param is not None}
         for name, value in (*module._parameters.items(), *grads.items(), *vars(module).items()):
-            place = clean_fqn(f"{fqn}.{name}" if fqn else name)
-            for storage in _storages(_tensors_in(value)):
-                holders.setdefault(storage, place)
+            tensors = _tensors_in(value)
+            if tensors:
+                place = clean_fqn(f"{fqn}.{name}" if fqn else name)
+                for storage in _storages(tensors):
+                    holders.setdefault(storage, place)
     return holders
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any) -> Collection[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif type(value) in (list, tuple, set):
-        yield from (each for each in value if isinstance(each, torch.Tensor))
-    elif type(value) is dict:
-        yield from (each for each in value.values() if isinstance(each, torch.Tensor))
+        return (value,)
+    if type(value) in (list, tuple, set):
+        return [each for each in value if isinstance(each, torch.Tensor)]
+    if type(value) is dict:
+        return [each for each in value.values() if isinstance(each, torch.Tensor)]
+    return ()
 
 
 def _record(live: _Live, holders: dict[int, str]) -> LiveTensor:
