@@ -211,5 +211,5 @@ class _Own(torch.autograd.Function):
 
 def is_wide(tensor: torch.Tensor) -> bool:
     """False for tokens, and for an operand that was cast to float8 already: its module casts nothing."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return tensor.is_floating_point() and not isinstance(local, Float8TrainingTensor)
