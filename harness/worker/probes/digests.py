@@ -40,7 +40,7 @@ def fingerprint(memory: memoryview | bytes) -> str:
     total = 0
     for begin in range(0, len(words), _BLOCK):
         block = words[begin : begin + _BLOCK].astype(np.uint64)
-        total = (total * _NEXT_BLOCK + int(np.dot(block, _FACTORS[: len(block)]))) % 2**64
+        total = (total * _NEXT_BLOCK + int(np.einsum("i,i->", block, _FACTORS[: len(block)]))) % 2**64
     return f"{total:016x}"
 
 
