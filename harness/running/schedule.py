@@ -19,7 +19,7 @@ import msgspec
 
 # After a stop the engine kills every rank and the threads only have to notice; this bounds the wait for them.
 _STOP_WAIT_S = 5.0
-_UNSEEN_SIGNAL_S = 0.5
+_UNSEEN_SIGNAL_S = 0.1
 
 
 class HasRanks(Protocol):

@@ -85,15 +85,17 @@ def read(path: Path) -> Module:
 
 
 def everything(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node, three times as fast as by `ast.walk`."""
-    found: list[object] = [tree]
+    """Every node, several times as fast as by `ast.walk`."""
+    found = [tree]
     while found:
         node = found.pop()
-        if isinstance(node, list):
-            found += node
-        elif isinstance(node, ast.AST):
-            yield node
-            found += vars(node).values()
+        yield node
+        for name in node._fields:
+            value = getattr(node, name)
+            if isinstance(value, ast.AST):
+                found.append(value)
+            elif isinstance(value, list):
+                found += (each for each in value if isinstance(each, ast.AST))
 
 
 def imported(node: ast.AST) -> Iterator[str]:
