@@ -9,7 +9,7 @@ import click
 
 from harness.cli.axes import configuration_options
 from harness.cli.machine import machine_options
-from harness.cli.options import FILE, json_or_stdout_option, write_output
+from harness.cli.options import OUTPUT, json_option, write_output
 from harness.matrix.case import Case
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ Exit codes: 0 answered, 2 usage error or bad input, such as a device that is not
 @configuration_options
 @machine_options
 @click.option("--eager", is_flag=True, help="Tables of eager blocks, for a case that does not compile them.")
-@json_or_stdout_option("the advice")
-@click.option("--html", "html_file", metavar="FILE", type=FILE, help="Write one HTML file with plots.")
+@json_option("the advice")
+@click.option("--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file with plots.")
 def advise_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
     """Say whether FP8 pays for a case or a model, with which recipe, and which linears to convert. Runs nothing."""
     from harness.jsonform import to_json

@@ -86,7 +86,7 @@ _trial_options = options.together(
     click.argument("case", metavar="CASE"),
     click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help=_INJECT),
     click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back."),
-    options.json_option,
+    options.json_option("the results"),
     options.quiet_option,
     options.plan_parameter,
     options.root_option,
@@ -160,7 +160,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
 @bug.command("shrink", epilog=_SHRINK_EPILOG)
 @_trial_options
 @click.option("--budget-s", type=options.ABOVE_0, help="Start no new case after so many seconds.")
-@click.option("--output", metavar="FILE.toml", type=options.FILE, help="Write a case file.")
+@click.option("--output", metavar="FILE.toml", type=options.OUTPUT, help="Write a case file.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
 def shrink_command(  # noqa: PLR0913  one parameter per option
     *,

@@ -40,7 +40,7 @@ version is not good or the bad one not bad, 130 interrupted.
     help="Take versions from the wheels in this folder, and from no index.",
 )
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank. Repeatable.")
-@json_option
+@json_option("what was tried")
 @quiet_option
 @root_option
 def bisect_command(  # noqa: PLR0913  one parameter per option

@@ -25,7 +25,7 @@ failed, 130 interrupted.
 
 @click.command("check", epilog=_EPILOG)
 @click.argument("names", metavar="[ID]...", nargs=-1)
-@json_option
+@json_option("the proofs")
 @quiet_option
 @plan_parameter
 @root_option

@@ -49,7 +49,7 @@ one, 2 usage error or bad input.
 )
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
 @click.option("--dry-run", is_flag=True, help="Print the bug file, write nothing.")
-@json_option
+@json_option("what was understood")
 @root_option
 def import_command(  # noqa: PLR0913  one parameter per option
     *,

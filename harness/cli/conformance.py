@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import msgspec
 
-from harness.cli.options import json_option
+from harness.cli.options import json_option, write_output
 from harness.hints import list_checks
 from harness.plural import counted
 from harness.studies.conformance.judge import Conclusion
@@ -32,7 +34,7 @@ Exit codes: 0 good, 1 a check failed or a known deviation no longer occurs, 2 us
 @click.option("--select", "globs", metavar="GLOB", multiple=True, help="Only checks with a matching id. Repeatable.")
 @click.option("--list", "listed", is_flag=True, help="Print the ids of the checks and exit.")
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this first in every rank. Repeatable.")
-@json_option
+@json_option("the table")
 @click.option("-v", "--verbose", is_flag=True, help="Also print the problems that known deviations explain.")
 def conformance_command(
     globs: tuple[str, ...], listed: bool, inject: tuple[str, ...], json_file: Path | None, verbose: bool
@@ -49,6 +51,7 @@ def conformance_command(
     from harness.running.selection import NothingSelected
     from harness.studies.conformance.fixed import select_checks
     from harness.studies.conformance.runner import PROGRAM, run_checks
+    from harness.studies.conformance.table import document
     from harness.studies.surviving import RanksFailed
 
     checks = select_checks(globs)
@@ -70,40 +73,30 @@ def conformance_command(
             click.echo(f"fp8-harness: error: {error.text}", err=True)
             return ExitCode.INFRA
         seconds = time.perf_counter() - started
-    _print(conclusions, seconds, verbose=verbose)
-    if json_file is not None:
-        _write(json_file, conclusions)
+    click.echo("\n".join(_text(conclusions, seconds, verbose=verbose)), err=str(json_file) == "-")
+    write_output(json_file, lambda: msgspec.json.format(msgspec.json.encode(document(conclusions, _software()))))
     return ExitCode.GOOD if all(each.good for each in conclusions) else ExitCode.FAILED
 
 
-def _print(conclusions: list[Conclusion], seconds: float, *, verbose: bool) -> None:
+def _text(conclusions: list[Conclusion], seconds: float, *, verbose: bool) -> Iterator[str]:
+    """The lines that people read."""
     from harness.studies.conformance.table import LEGEND, deviation_lines, lines
 
-    click.echo("\n".join([*lines(conclusions), "", LEGEND]))
+    yield from (*lines(conclusions), "", LEGEND)
     deviations = list(deviation_lines(conclusions))
     if deviations:
-        click.echo("\n".join(["\nknown deviations, with the number of checks that show them", *deviations]))
+        yield from ("", "known deviations, with the number of checks that show them", *deviations)
     for each in conclusions:
         if not each.good or (verbose and each.problems):
-            click.echo(f"\n{each.check.id}: {each.status} {' '.join(each.deviations)}")
-            for problem in each.problems:
-                click.echo(f"  {problem}")
+            yield from ("", f"{each.check.id}: {each.status} {' '.join(each.deviations)}")
+            yield from (f"  {problem}" for problem in each.problems)
     counts = Counter(each.status for each in conclusions)
     summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     software = ", ".join(f"{name} {version or 'missing'}" for name, version in _software().items())
-    click.echo(f"\n{counted(len(conclusions), 'check')} in {seconds:.1f} s ({software}): {summary}")
+    yield from ("", f"{counted(len(conclusions), 'check')} in {seconds:.1f} s ({software}): {summary}")
 
 
 def _software() -> dict[str, str | None]:
     from harness.sources import installed_version
 
     return {name: installed_version(name) for name in ("torch", "torchao")}
-
-
-def _write(path: Path, conclusions: list[Conclusion]) -> None:
-    import msgspec
-
-    from harness.durable import write_whole
-    from harness.studies.conformance.table import document
-
-    write_whole(path, msgspec.json.format(msgspec.json.encode(document(conclusions, _software()))))

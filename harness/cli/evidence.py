@@ -74,7 +74,7 @@ def _add(name: str, rings: tuple[Ring, ...], text: str) -> None:
     @options.query_parameter
     @click.option("--fault", "faults", metavar="NAME", multiple=True, help="Of proof: only this fault. Repeatable.")
     @click.option("--seeds", type=click.IntRange(min=0), default=4, show_default=True, help="Of native: of the noise.")
-    @click.option("--json", "json_file", metavar="FILE|-", type=options.FILE)
+    @options.json_option("the results")
     @options.allow_dirty_option
     @options.plan_parameter
     @options.root_option
@@ -105,7 +105,6 @@ def _make(  # noqa: PLR0913  one parameter per option
 
     if getattr(plan_for, "keywords", {}).get("arithmetic"):
         raise HarnessError("each ring has its own.", where="--arithmetic", fix="leave it out.")
-    options.check_folders(json_file)
     project = find_project(root)
     project.check_writable()
     check_committed(project, "goldens", allowed=allow_dirty)

@@ -53,8 +53,8 @@ _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
 @click.option("--allow", "allowed", metavar="KIND=WHY", multiple=True, help="Accept a kind of change. Repeatable.")
 @click.option("--strict", is_flag=True, help="What failed before gates too.")
 @click.option("--gate-times", is_flag=True, help="A slower candidate gates on a CPU too.")
-@options.json_or_stdout_option("the answer")
-@click.option("--markdown", "markdown_file", metavar="FILE", type=options.FILE, help="Write the answer as markdown.")
+@options.json_option("the answer")
+@click.option("--markdown", "markdown_file", metavar="FILE", type=options.OUTPUT, help="Write the answer as markdown.")
 @options.html_option
 @options.select_option
 @options.jobs_option
@@ -87,7 +87,6 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     from harness.project import find_project
     from harness.report.gate import gate_markdown, gate_text
 
-    options.check_folders(json_file, markdown_file, html_file)
     project = find_project(root)
     terms = Terms(
         now=datetime.datetime.now(datetime.UTC),

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from harness.cli.axes import configuration_options
-from harness.cli.options import ABOVE_0, FILE, check_folders, root_option, write_output
+from harness.cli.options import ABOVE_0, json_option, root_option, write_output
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Case
@@ -40,7 +40,7 @@ Exit codes: 0 good, 1 a number is not as its formula says, or the case failed, 2
 @click.option(
     "--tokens-per-s", type=ABOVE_0, help="Tokens a second of one device, of a run elsewhere: TFLOP/s and MFU of it."
 )
-@click.option("--json", "json_file", metavar="FILE|-", type=FILE, help="Write as JSON.")
+@json_option("the metrics")
 @root_option
 def metrics_command(  # noqa: PLR0913  one parameter an option
     *,
@@ -56,7 +56,6 @@ def metrics_command(  # noqa: PLR0913  one parameter an option
 
     A case by its id or a model by name; options of axes change it.
     """
-    check_folders(json_file)
     if run_it and tokens_per_s is not None:
         raise HarnessError("--run measures the speed.", where="--tokens-per-s", fix="drop one of them.")
     if run_it:

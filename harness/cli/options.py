@@ -17,7 +17,21 @@ from harness.running.plan import DEFAULT_JOBS
 
 Command = Callable[..., Any]
 
+
+class _Output(click.Path):
+    """A file to write, "-" for stdout. A folder that is not there is told before the work, not after it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path. HarnessError where its folder is not there."""
+        path = Path(str(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            fix = f"make {path.parent} or name another file."
+            raise HarnessError("there is no such folder.", where=str(path), fix=fix)
+        return path
+
+
 FILE = click.Path(path_type=Path, dir_okay=False)
+OUTPUT = _Output(path_type=Path, dir_okay=False)
 EXISTING_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 ABOVE_0 = click.FloatRange(min=0, min_open=True)
@@ -91,12 +105,11 @@ allow_dirty_option = click.option(
     is_flag=True,
     help="Store although tracked files differ from the commit, so that nobody can check out what made these.",
 )
-json_option = click.option("--json", "json_file", metavar="FILE", type=FILE, help="Write the results as JSON.")
 markdown_option = click.option(
-    "--markdown", "markdown_file", metavar="FILE", type=FILE, help="Write a summary as markdown."
+    "--markdown", "markdown_file", metavar="FILE", type=OUTPUT, help="Write a summary as markdown."
 )
 html_option = click.option(
-    "--html", "html_file", metavar="FILE", type=FILE, help="Write one HTML file that needs no network."
+    "--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file that needs no network."
 )
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 
@@ -114,10 +127,10 @@ query_options = together(
 )
 
 
-def json_or_stdout_option(what: str) -> Callable[[Command], Command]:
-    """`--json FILE|-`: where to write something."""
+def json_option(what: str) -> Callable[[Command], Command]:
+    """`--json FILE|-`: where to write something. What people read goes to stderr with "-"."""
     text = f"Write {what} as JSON; -: to stdout."
-    return click.option("--json", "json_file", metavar="FILE|-", type=FILE, help=text)
+    return click.option("--json", "json_file", metavar="FILE|-", type=OUTPUT, help=text)
 
 
 def shard_option(command: Command) -> Command:
@@ -206,16 +219,7 @@ def write_output(path: Path | None, content: Callable[[], bytes]) -> None:
     if str(path) == "-":
         click.echo(content().decode(), nl=False)
     elif path is not None:
-        check_folders(path)
         write_whole(path, content())
-
-
-def check_folders(*paths: Path | None) -> None:
-    """HarnessError for a file in a folder that is not there: a mistyped path is found before the work, not after it."""
-    for path in filter(None, paths):
-        if not path.parent.is_dir():
-            fix = f"make {path.parent} or name another file."
-            raise HarnessError("there is no such folder.", where=str(path), fix=fix)
 
 
 def typed_command() -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import json_option, plan_parameter, query_parameter, root_option
-from harness.durable import write_whole
+from harness.cli.options import json_option, plan_parameter, query_parameter, root_option, write_output
 from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -43,7 +42,7 @@ target, or a clean run failed, 2 usage error or bad input, 3 no fault applies to
 @click.option("--class", "groups", type=click.Choice(list(FAULT_CLASSES)), multiple=True, help="A class of faults.")
 @click.option("--carriers", type=click.IntRange(min=1), default=2, show_default=True, help="Cases per fault.")
 @click.option("--list", "listed", is_flag=True, help="List the faults and the cases they are planted in, and exit.")
-@json_option
+@json_option("the kill matrix")
 @query_parameter
 @plan_parameter
 @root_option
@@ -74,9 +73,8 @@ def power_command(  # noqa: PLR0913  one parameter per option
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress() as progress:
         power = run_power(project, faults, found, plan, progress)
-    click.echo(power_text(power), nl=False)
-    if json_file is not None:
-        write_whole(json_file, to_json(power, indent=2))
+    click.echo(power_text(power), nl=False, err=str(json_file) == "-")
+    write_output(json_file, lambda: to_json(power, indent=2))
     if power.interrupted:
         return ExitCode.INTERRUPTED
     if len(power.trials) == len(power.not_reached):

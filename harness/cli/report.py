@@ -40,8 +40,8 @@ _HISTORY_RUNS = 20  # that a page tells of, at most
 @click.command("report", epilog=_EPILOG)
 @click.argument("run", metavar="[RUN|FILE.json]", default="last")
 @options.html_option
-@options.json_or_stdout_option("the results")
-@click.option("--junit", "junit_file", metavar="FILE", type=options.FILE, help="Write JUnit XML.")
+@options.json_option("the results")
+@click.option("--junit", "junit_file", metavar="FILE", type=options.OUTPUT, help="Write JUnit XML.")
 @options.markdown_option
 @click.option(
     "--power", metavar="FILE", type=options.EXISTING_FILE, help="Add the kill matrix that `power --json` wrote."

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import FILE, root_option
+from harness.cli.options import OUTPUT, root_option
 from harness.document import RunDocument, document_json
 from harness.durable import write_whole
 from harness.plural import counted
@@ -67,7 +67,7 @@ def list_command(*, root: str | None, as_json: bool) -> None:
 
 
 @results.command("merge", epilog=_MERGE_EPILOG)
-@click.argument("out", metavar="OUT.json", type=FILE)
+@click.argument("out", metavar="OUT.json", type=OUTPUT)
 @click.argument("sources", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True)
 @root_option
 @click.option("--latest", is_flag=True, help="Where results of a case differ, keep that of the run that started last.")

@@ -88,8 +88,8 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option(
     "--env", "environments", metavar="NAME=VENV", multiple=True, help="Run in this virtual environment. Repeatable."
 )
-@options.json_or_stdout_option("the results")
-@click.option("--junit", "junit_file", metavar="FILE", type=options.FILE, help="Write the results as JUnit XML.")
+@options.json_option("the results")
+@click.option("--junit", "junit_file", metavar="FILE", type=options.OUTPUT, help="Write the results as JUnit XML.")
 @options.markdown_option
 @options.html_option
 @click.option(
@@ -144,7 +144,6 @@ def run_command(  # noqa: PLR0913  one parameter an option
         *([(markdown_file, lambda result: markdown_report(result).encode())] if markdown_file else []),
         *([(html_file, lambda result: page_of(project, run_document(result)))] if html_file else []),
     ]
-    options.check_folders(*(path for path, _ in outputs))
     query = msgspec.structs.replace(query, budget_s=budget_s, shard=shard)
     given = _given_options()
     stopped = _stopped(project, query, given, alone=not (rerun_failed or name)) if resume else None

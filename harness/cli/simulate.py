@@ -9,7 +9,7 @@ import click
 
 from harness.cli.axes import configuration_options
 from harness.cli.machine import machine_options
-from harness.cli.options import FILE, check_folders, write_output
+from harness.cli.options import json_option, write_output
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.verdict import ExitCode
@@ -43,7 +43,7 @@ input, such as a case that a rule excludes, 4 infrastructure.
 @machine_options
 @click.option("--sweep", "sweep_it", is_flag=True, help="Rank all layouts of these ranks, for the same global batch.")
 @click.option("--verify", "verify_it", is_flag=True, help="Hold the formulas against simulated ranks, 0 and the last.")
-@click.option("--json", "json_file", metavar="FILE|-", type=FILE, help="Write as JSON.")
+@json_option("the ranks and their costs")
 def simulate_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool, json_file: Path | None) -> int:
     """Say what a case does on up to 4,096 ranks before it takes them: shapes, wire, memory, and what refuses it."""
     from harness.project import find_project
@@ -51,7 +51,6 @@ def simulate_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool
 
     if sweep_it and verify_it:
         raise HarnessError("a sweep is of many layouts.", where="--verify", fix="leave out --sweep or --verify.")
-    check_folders(json_file)
     known = known_here(find_project())
     return _swept(case, on, known, json_file) if sweep_it else _simulated(case, on, known, verify_it, json_file)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import AT_LEAST_1, FILE, check_folders, plan_parameter, root_option, write_output
+from harness.cli.options import AT_LEAST_1, json_option, plan_parameter, root_option, write_output
 from harness.errors import HarnessError
 from harness.running.plan import Plan
 from harness.verdict import ExitCode
@@ -37,7 +37,7 @@ Exit codes: 0 every case was timed, 1 a job failed, 2 usage error or bad input, 
 @click.option("--steps", type=AT_LEAST_1, default=10, show_default=True, help="Timed steps of a job.")
 @click.option("--warmup", type=AT_LEAST_1, default=3, show_default=True, help="Steps of a job before those.")
 @click.option("--name", default="speed", show_default=True, metavar="NAME", help="A name for the stored run.")
-@click.option("--json", "json_file", metavar="FILE|-", type=FILE, help="Write as JSON.")
+@json_option("the speeds")
 @plan_parameter
 @root_option
 def speed_command(  # noqa: PLR0913  one parameter an option
@@ -61,7 +61,6 @@ def speed_command(  # noqa: PLR0913  one parameter an option
     from harness.running.progress import open_progress
     from harness.studies.speed import measure_speed, timed_case
 
-    check_folders(json_file)
     if len(set(case_ids)) < len(case_ids):
         raise HarnessError("a case is given twice.", where="speed", fix="give every case once.")
     cases = [timed_case(parse_case_id(each), warmup=warmup, steps=steps) for each in case_ids]

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from harness.cli.new import write_new_case
-from harness.cli.options import AT_LEAST_1, FILE, json_option, plan_parameter, quiet_option, root_option, write_output
+from harness.cli.options import AT_LEAST_1, OUTPUT, json_option, plan_parameter, quiet_option, root_option, write_output
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
 from harness.matrix.targets import MODULES, NAME
@@ -64,7 +64,7 @@ def target() -> None:
     help="A layout as in case ids: fsdp2, tp2, fsdp2-tp2, hsdp2x2. Repeatable. Default: fsdp2, tp2 and hsdp2x2.",
 )
 @click.option("--case", "given", metavar="ID|FILE", help="Take model, training and options from this case.")
-@json_option
+@json_option("the answer")
 @quiet_option
 @plan_parameter
 @root_option
@@ -109,7 +109,7 @@ def check_command(  # noqa: PLR0913  one parameter per option
 @target.command("import-config", epilog=_IMPORT_EPILOG, context_settings={"ignore_unknown_options": True})
 @click.argument("words", metavar="FILE.toml|--FLAGS…", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--ranks", type=AT_LEAST_1, help="Ranks of the job, where FSDP2 takes all that are left.")
-@click.option("--output", metavar="FILE.toml", type=FILE, help="Write a case file.")
+@click.option("--output", metavar="FILE.toml", type=OUTPUT, help="Write a case file.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
 def import_command(*, words: tuple[str, ...], ranks: int | None, output: Path | None, force: bool) -> None:
     """The case of a torchtitan job: its TOML file or its flags. The model is small, and what else differs is listed."""

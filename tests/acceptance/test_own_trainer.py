@@ -103,9 +103,10 @@ def test_a_sound_trainer_passes_and_planted_faults_are_found(user: User) -> None
     where = user.execute("-c", "import tiny_gpt; print(tiny_gpt.__file__)").stdout
     assert str(user.python.parents[1]) in where, "the package is the installed one"
     faults = ("--fault", "amax_not_reduced_over_tp", "--fault", "fp8_all_gather_flag_lost")
-    done = user.run("power", "quick", *faults, "--carriers", "1", "--json", "power.json")
+    done = user.run("power", "quick", *faults, "--carriers", "1", "--json", "-")
     assert done.returncode == 0, done.stdout + done.stderr
-    power = json.loads((user.folder / "power.json").read_text())
+    assert "detected faults by dtype" in done.stderr
+    power = json.loads(done.stdout)
     assert {(each["case_id"], each["verdict"]) for each in power["clean"]} == {(TP, "passed"), (FSDP, "passed")}
     assert [(each["case_id"], each["verdict"]) for each in power["trials"]] == [(TP, "invariant"), (FSDP, "invariant")]
     told = "scale does not match the amax: first in blocks.0.attention.query at step 1 on rank 0"

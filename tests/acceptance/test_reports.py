@@ -103,6 +103,7 @@ def test_show_lists_what_it_may_mean(ran: Inside) -> None:
         (("report", "--html", "x.html", "--power", "run.json"), "not written by `power --json`"),
         (("report", "--html", "x.html", "--conformance", "run.json"), "not written by `conformance --json`"),
         (("run", "smoke", "--html", "no/such/out.html"), "there is no such folder"),
+        (("power", "--json", "no/such/power.json"), "there is no such folder"),
     ],
     ids=" ".join,
 )
