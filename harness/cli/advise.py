@@ -34,11 +34,11 @@ Exit codes: 0 answered, 2 usage error or bad input, such as a device that is not
 @click.command("advise", epilog=_EPILOG)
 @configuration_options
 @machine_options
-@click.option("--eager", is_flag=True, help="Tables of eager blocks, for a case that does not compile them.")
+@click.option("--eager", is_flag=True, help="Print tables for eager blocks, for a case without compiled blocks.")
 @json_option("the advice")
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file with plots.")
 def advise_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
-    """Say whether FP8 pays for a case or a model, with which recipe, and which linears to convert. Runs nothing."""
+    """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
     from harness.jsonform import to_json
     from harness.performance.advice import advise
     from harness.project import find_project

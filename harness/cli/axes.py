@@ -97,8 +97,12 @@ def configuration_options(command: Command) -> Command:
         click.argument("case_name", metavar="[CASE-ID]", required=False),
         click.option("--case", "case_id", metavar="ID", help="The same as CASE-ID."),
         click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
-        click.option("--tokens", type=AT_LEAST_1, help="Tokens of a data-parallel rank and step."),
-        click.option("--world", type=click.IntRange(min=1, max=MAX_WORLD), help="Ranks: FSDP has what others leave."),
+        click.option("--tokens", type=AT_LEAST_1, help="Tokens per data-parallel rank and step."),
+        click.option(
+            "--world",
+            type=click.IntRange(min=1, max=MAX_WORLD),
+            help="Total ranks; FSDP takes those that TP and replicas leave.",
+        ),
         axis_options(_OF_COST, defaults=False),
     )(with_case)
 

@@ -21,8 +21,8 @@ _EPILOG = """\b
 Examples:
   fp8-harness bug import report.md                from the text of a report to a bug file
   fp8-harness bug list                            the bugs in cases/bugs
-  fp8-harness bug repro ao-1938                   does it still fail, and alike?
-  fp8-harness bug shrink ao-1938 --output ao.toml the smallest case that fails alike
+  fp8-harness bug repro ao-1938                   does it still fail, in the same way?
+  fp8-harness bug shrink ao-1938 --output ao.toml the smallest case that fails in the same way
   fp8-harness bug bisect ao-1938 --package torchao --good 0.6.1 --bad 0.18.0
   fp8-harness bug check                           are they all still found?
   fp8-harness bug export ao-1938                  a script and the draft of an issue
@@ -47,7 +47,7 @@ Examples:
   fp8-harness bug shrink ao-1938 --budget-s 300 --output smallest.toml
 
 \b
-A shrink that was stopped goes on where it was: what cases showed is kept
+An interrupted shrink continues where it stopped: results of cases are kept
 in the state folder.
 
 \b
@@ -59,7 +59,7 @@ _INJECT = "FILE.py:FUNCTION, or fault:NAME: what makes the case fail. Repeatable
 
 @click.group(epilog=_EPILOG)
 def bug() -> None:
-    """Turn a bug report into a case that reproduces, shrinks and stays."""
+    """Turn a bug report into a case: import, reproduce, shrink, export, bisect, check."""
 
 
 bug.add_command(import_command)
@@ -159,7 +159,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
 
 @bug.command("shrink", epilog=_SHRINK_EPILOG)
 @_trial_options
-@click.option("--budget-s", type=options.ABOVE_0, help="Start no new case after so many seconds.")
+@click.option("--budget-s", type=options.ABOVE_0, help="Start no new case after this many seconds.")
 @click.option("--output", metavar="FILE.toml", type=options.OUTPUT, help="Write a case file.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
 def shrink_command(  # noqa: PLR0913  one parameter per option

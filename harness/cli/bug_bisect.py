@@ -18,7 +18,7 @@ Examples:
 
 \b
 Every version is installed once, into an environment in the state folder
-that sees all other packages of this one; what it showed is kept. Over
+that sees all other packages of this one; its results are kept. Over
 commits: git bisect run fp8-harness bug repro CASE --exit-code
 
 \b
@@ -56,7 +56,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     quiet: bool,
     root: str | None,
 ) -> None:
-    """Find the released version of a package with which CASE starts to fail, or stops to.
+    """Find the released version of a package with which CASE starts or stops to fail.
 
     Where --good is older than --bad, the first version that fails; otherwise the first one without the failure.
 

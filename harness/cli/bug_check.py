@@ -32,9 +32,9 @@ failed, 130 interrupted.
 def check_command(
     *, names: tuple[str, ...], json_file: Path | None, quiet: bool, plan_for: Callable[..., Plan], root: str | None
 ) -> int:
-    """Prove bug files: live bugs fail as recorded, fixed ones pass, and fail with their planted faults.
+    """Verify bug files: live bugs fail as recorded; fixed ones pass, and fail with their planted faults.
 
-    ID is the name of a bug file. A finding that counts is of a check in its `detected_by`.
+    ID is the name of a bug file. Only findings of checks in its `detected_by` count.
     """
     from harness.bugs.corpus import check_corpus, provable_bugs
     from harness.jsonform import to_json

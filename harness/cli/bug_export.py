@@ -33,7 +33,7 @@ script can tell, 130 interrupted.
 @click.argument("case", metavar="CASE")
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="What makes the case fail. Repeatable.")
 @click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back.")
-@click.option("--shrunk", metavar="FILE.json", type=FILE, help="Of bug shrink.")
+@click.option("--shrunk", metavar="FILE.json", type=FILE, help="The JSON of `bug shrink`.")
 @click.option("--output", metavar="DIR", type=FOLDER, default=Path())
 @click.option("--run/--no-run", "proved", default=True, help="Run the script once, to see that it shows the fault.")
 @quiet_option

@@ -38,7 +38,7 @@ one, 2 usage error or bad input.
     "--date",
     "day",
     type=click.DateTime(["%Y-%m-%d"]),
-    help="The day that decides what spellings and defaults mean. Default: that of the report, else today.",
+    help="The date that decides what spellings and defaults mean. Default: that of the report, else today.",
 )
 @click.option("--full-size", is_flag=True, help="Keep sizes and ranks as reported.")
 @click.option(

@@ -12,8 +12,8 @@ from harness.project import find_project
 
 _EPILOG = """\b
 Examples:
-  fp8-harness cache list    what is kept, where, and how large it is
-  fp8-harness cache clear   remove kept witnesses: the next run makes those that it needs
+  fp8-harness cache list    what is stored, where, and how large it is
+  fp8-harness cache clear   remove cached witnesses: the next run makes those that it needs
 """
 
 
@@ -21,7 +21,7 @@ Examples:
 @root_option
 @click.pass_context
 def cache(context: click.Context, *, root: str | None) -> None:
-    """Show or clear what is kept between runs. Witnesses of other packages, or of edited ones, are never used."""
+    """Show what is kept between runs, or clear it. Witnesses from other or edited packages are never used."""
     context.obj = find_project(root)
     if context.invoked_subcommand is None:
         context.invoke(list_command)
@@ -30,7 +30,7 @@ def cache(context: click.Context, *, root: str | None) -> None:
 @cache.command("list")
 @click.pass_context
 def list_command(context: click.Context) -> None:
-    """List the kept witnesses and the results of runs."""
+    """List the cached witnesses and the results of runs."""
     for name, folder in (("witnesses", context.obj.witness_folder()), ("runs", context.obj.runs)):
         files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
         megabytes = sum(map(_size, files)) / 1e6
@@ -41,7 +41,7 @@ def list_command(context: click.Context) -> None:
 @cache.command("clear")
 @click.pass_context
 def clear_command(context: click.Context) -> None:
-    """Remove the kept witnesses. Results of runs stay."""
+    """Remove the cached witnesses. Results of runs stay."""
     folder: Path = context.obj.witness_folder()
     count = sum(1 for _ in folder.glob("*.msgpack")) if folder.is_dir() else 0
     if folder.is_dir():

@@ -50,7 +50,7 @@ Examples:
 """,
     "all": """\b
 Examples:
-  fp8-harness evidence all --device cuda        what these GPUs can prove; says what is left
+  fp8-harness evidence all --device cuda        all rings that these GPUs support; lists the rest
   fp8-harness evidence all smoke --device cpu   a rehearsal of all three
 """,
 }
@@ -60,7 +60,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @click.group(epilog="\b\nExamples:\n  fp8-harness evidence all --device cuda\n  fp8-harness evidence show")
 def evidence() -> None:
-    """Show on GPUs what the harness says of them, and store it with their goldens.
+    """Verify on GPUs what the harness assumes of them, and store the evidence with their goldens.
 
     kernel: the float8 matmul of a GPU beside the exact one. proof: the exact matmul with real collectives. native: the
     real kernels in bfloat16. On a CPU each is a rehearsal.
@@ -72,8 +72,10 @@ def _add(name: str, rings: tuple[Ring, ...], text: str) -> None:
 
     @evidence.command(name, epilog=_EPILOGS[name] + _CODES, help=text)
     @options.query_parameter
-    @click.option("--fault", "faults", metavar="NAME", multiple=True, help="Of proof: only this fault. Repeatable.")
-    @click.option("--seeds", type=click.IntRange(min=0), default=4, show_default=True, help="Of native: of the noise.")
+    @click.option("--fault", "faults", metavar="NAME", multiple=True, help="For proof: only this fault. Repeatable.")
+    @click.option(
+        "--seeds", type=click.IntRange(min=0), default=4, show_default=True, help="For native: seeds for the noise."
+    )
     @options.json_option("the results")
     @options.allow_dirty_option
     @options.plan_parameter
@@ -82,10 +84,12 @@ def _add(name: str, rings: tuple[Ring, ...], text: str) -> None:
         return _make(rings, **given)
 
 
-_add("kernel", ("kernel",), "Compare the float8 matmul of one GPU with the exact one, over all that a GPU takes.")
+_add(
+    "kernel", ("kernel",), "Compare the float8 matmul of one GPU with the exact one, for all inputs that a GPU accepts."
+)
 _add("proof", ("proof",), "Train float64 cases with the exact matmul, clean and with every planted fault.")
 _add("native", ("native",), "Judge bfloat16 cases on real kernels; store their goldens and noise.")
-_add("all", RINGS, "Make the evidence of every ring that the devices here can prove, and say what is left.")
+_add("all", RINGS, "Collect the evidence of every ring that these devices support, and list the remaining rings.")
 
 
 def _make(  # noqa: PLR0913  one parameter per option
@@ -180,7 +184,7 @@ def _json(reports: list[RingReport]) -> bytes:
 @evidence.command("show", epilog="\b\nExample:\n  fp8-harness evidence show --root ../release-1")
 @options.root_option
 def show_command(root: str | None) -> int:
-    """Show which evidence is stored, of which class of hardware."""
+    """List the stored evidence by hardware class."""
     from harness.evidence.ring import list_rings, read_ring
     from harness.report.evidence import headline
 

@@ -42,7 +42,7 @@ Examples:
 @click.option("--tier", default="pr", show_default=True, metavar="TIER|FILE", help="Matrix to search for AXIS=VALUE.")
 @root_option
 def explain(words: tuple[str, ...], *, ids: bool, tier: str, root: str | None) -> None:
-    """Describe a case: its words, what it will cost and its rules. Or the rules that forbid cells with AXIS=VALUE."""
+    """Describe a case: the words of its id, its cost and its rules. Or list the rules for AXIS=VALUE."""
     if ids:
         _print_words()
         return

@@ -44,14 +44,17 @@ _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
 
 @click.command("gate", epilog=_EPILOG)
 @click.argument("sources", metavar="[TIER|FILE]...", nargs=-1)
-@click.option("--baseline", metavar="A", help="The results that are good enough.")
+@click.option("--baseline", metavar="A", help="The results to compare with.")
 @click.option("--candidate", metavar="B", help="The results to decide about.")
 @click.option("--matrix", metavar="PACKAGE=V1,V2", help="Run the tiers with each version; gate the last against V1.")
 @click.option(
-    "--required", metavar="FILE", type=options.FILE, help="What the candidate must have shown, and how lately."
+    "--required",
+    metavar="FILE",
+    type=options.FILE,
+    help="The cases that the candidate must have passed, and how recently.",
 )
 @click.option("--allow", "allowed", metavar="KIND=WHY", multiple=True, help="Accept a kind of change. Repeatable.")
-@click.option("--strict", is_flag=True, help="What failed before gates too.")
+@click.option("--strict", is_flag=True, help="Cases that failed before gate too.")
 @click.option("--gate-times", is_flag=True, help="A slower candidate gates on a CPU too.")
 @options.json_option("the answer")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=options.OUTPUT, help="Write the answer as markdown.")
@@ -75,7 +78,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     root: str | None,
     **_of_the_runs: object,
 ) -> int:
-    """Say GO or NO-GO: is the candidate B as good as the baseline A? With every reason, the heaviest first.
+    """Say GO or NO-GO: is the candidate B as good as the baseline A? Lists every reason, most severe first.
 
     With --matrix the tiers are run, and --select, -j and --timeout-s are as in `run`.
     """

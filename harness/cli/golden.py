@@ -121,7 +121,13 @@ golden.add_command(check_command, "verify")
 
 
 @golden.command("diff", epilog=_DIFF_EPILOG)
-@click.option("--against", default="HEAD", show_default=True, metavar="REV|ROOT", help="What they are compared with.")
+@click.option(
+    "--against",
+    default="HEAD",
+    show_default=True,
+    metavar="REV|ROOT",
+    help="The git revision or project root to compare with.",
+)
 @root_option
 def diff_command(against: str, root: str | None) -> None:
     """Show how the stored goldens differ from those of a git revision or of another project root."""

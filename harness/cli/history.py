@@ -34,7 +34,7 @@ Exit codes: 0 there is a history, 2 usage or bad input, 3 no run of such a case 
 @click.command("history", epilog=_EPILOG)
 @click.argument("case", metavar="[CASE]", required=False)
 @click.option("--select", "expressions", metavar="EXPR", multiple=True, help="Cases that match, as in `run`.")
-@click.option("--runs", "most", type=click.IntRange(min=1), metavar="N", help="The last N runs of each case alone.")
+@click.option("--runs", "most", type=click.IntRange(min=1), metavar="N", help="Show only the last N runs of each case.")
 @root_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def history_command(

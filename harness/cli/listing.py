@@ -18,8 +18,8 @@ _EPILOG = """\b
 Examples:
   fp8-harness list                        the smoke tier
   fp8-harness list pr --select 'tp=4,8'   cases of tier pr with TP 4 or 8
-  fp8-harness list pr --shard 1/4         the first of four parts that take as long as each other
-  fp8-harness list pr --why               what every case of a chosen tier is there for
+  fp8-harness list pr --shard 1/4         the first of four shards of about equal duration
+  fp8-harness list pr --why               why each case is in a chosen tier
   fp8-harness list my/cases.toml --json   a file of your own, for a program
 """
 
@@ -28,7 +28,7 @@ Examples:
 @query_parameter
 @shard_option
 @root_option
-@click.option("--why", is_flag=True, help="Print also what each case is expected to cost and what it is there for.")
+@click.option("--why", is_flag=True, help="Also print the expected cost of each case and why it is in the tier.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def list_command(*, query: Query, shard: Shard | None, root: str | None, why: bool, as_json: bool) -> None:
     """List the cases of tiers or files: world size and id."""

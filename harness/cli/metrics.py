@@ -23,23 +23,21 @@ from harness.verdict import ExitCode
 _EPILOG = """\b
 Examples:
   fp8-harness metrics fsdp2-tp2-rowwise-v2048-s2-clip0.25-f64   FLOPs, bytes and casts of a case, by formula
-  fp8-harness metrics tp2-rowwise-v2048-s2-b16 --run            the same measured, and held against the formula
+  fp8-harness metrics tp2-rowwise-v2048-s2-b16 --run            the same measured, and compared with the formula
   fp8-harness metrics --model llama3-8b --tp 8 --dp-shard 64 --recipe tensorwise
   fp8-harness metrics --model llama3-8b --recipe tensorwise --device h100 --tokens-per-s 7773   which MFU is that?
 
 \b
-Exit codes: 0 good, 1 a number is not as its formula says, or the case failed, 2 usage error or bad input.
+Exit codes: 0 good, 1 a number differs from its formula, or the case failed, 2 usage error or bad input.
 """
 
 
 @click.command("metrics", epilog=_EPILOG)
 @configuration_options
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose numbers.")
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to show.")
 @click.option("--run", "run_it", is_flag=True, help="Run the case, store the result, and compare it with the formulas.")
-@click.option("--device", "device_name", metavar="NAME", help="The device that MFU is of: h100, h200, b200, …")
-@click.option(
-    "--tokens-per-s", type=ABOVE_0, help="Tokens a second of one device, of a run elsewhere: TFLOP/s and MFU of it."
-)
+@click.option("--device", "device_name", metavar="NAME", help="The device for MFU: h100, h200, b200, …")
+@click.option("--tokens-per-s", type=ABOVE_0, help="Measured tokens/s of one device: print its TFLOP/s and MFU.")
 @json_option("the metrics")
 @root_option
 def metrics_command(  # noqa: PLR0913  one parameter an option
@@ -52,7 +50,7 @@ def metrics_command(  # noqa: PLR0913  one parameter an option
     json_file: Path | None,
     root: str | None,
 ) -> int:
-    """FLOPs, casts, wire and saved bytes of one step, by formula or measured; TFLOP/s and MFU of a speed.
+    """Show FLOPs, casts, communicated and saved bytes of one step, by formula or measured, and MFU of a speed.
 
     A case by its id or a model by name; options of axes change it.
     """

@@ -62,13 +62,13 @@ jobs_option = click.option(
     type=AT_LEAST_1,
     default=DEFAULT_JOBS,
     show_default=True,
-    help="Cases run at the same time, as far as slots allow; of a cluster, for each node.",
+    help="Cases to run at the same time, as far as slots allow; on a cluster, per node.",
 )
 timeout_option = click.option(
     "--timeout-s",
     type=ABOVE_0,
-    help="Seconds one attempt at a case may take. Default: 120, for every rank one a step "
-    "and 20 to compile a graph or 120 to generate code, and more for large models.",
+    help="Seconds per attempt at a case. Default: 120, plus per rank 1 for each step and "
+    "20 to compile a graph or 120 to generate code, and more for large models.",
 )
 # The same command on several machines.
 nodes_options = together(
@@ -84,15 +84,15 @@ nodes_options = together(
         type=click.IntRange(min=0),
         default=0,
         show_default=True,
-        help="Which of them this is. Node 0 judges and stores; the others exit as it does.",
+        help="Number of this machine. Node 0 judges and stores; the others exit with its exit code.",
     ),
-    click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where they meet: node 0, and a free port of it."),
+    click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Rendezvous: the host of node 0, and a free port on it."),
     click.option(
         "--rdzv-timeout-s",
         type=ABOVE_0,
         default=600,
         show_default=True,
-        help="Seconds until all of them must have come.",
+        help="Seconds to wait for all machines.",
     ),
 )
 root_option = click.option(
@@ -103,7 +103,7 @@ root_option = click.option(
 allow_dirty_option = click.option(
     "--allow-dirty",
     is_flag=True,
-    help="Store although tracked files differ from the commit, so that nobody can check out what made these.",
+    help="Store although tracked files differ from the commit, so the commit cannot reproduce what is stored.",
 )
 markdown_option = click.option(
     "--markdown", "markdown_file", metavar="FILE", type=OUTPUT, help="Write a summary as markdown."
@@ -122,7 +122,7 @@ query_options = together(
     click.option(
         "--target",
         metavar="NAME",
-        help="Train every case by this target: torchtitan, or a module of your own such as my_pkg.my_target.",
+        help="Train every case with this target: torchtitan, or your own module such as my_pkg.my_target.",
     ),
 )
 
@@ -153,8 +153,8 @@ plan_options = together(
         type=click.Choice(["auto", "shared", "gloo", "nccl"]),
         default="auto",
         show_default=True,
-        help="What collectives run on. CPU: shared memory, or gloo over TCP, which sums in another order as "
-        "NCCL does. CUDA: nccl. auto: shared, nccl.",
+        help="Transport of collectives. CPU: shared memory, or gloo over TCP, which sums in another order, "
+        "like NCCL. CUDA: nccl. auto: shared, nccl.",
     ),
     click.option(
         "--engine",
@@ -167,7 +167,7 @@ plan_options = together(
     click.option(
         "--address",
         metavar="auto|HOST:PORT",
-        help="The cluster of --engine ray. Default: auto, the one that this machine is a node of.",
+        help="The cluster for --engine ray. Default: auto, the cluster of this machine.",
     ),
     click.option(
         "--arithmetic",
@@ -180,8 +180,8 @@ plan_options = together(
     click.option(
         "--slots",
         type=AT_LEAST_1,
-        help="Ranks at the same time on this machine, over all jobs that share it; of a cluster, on each node. "
-        "Default on CPU: one a core, at least 10; on CUDA: the visible devices.",
+        help="Ranks at the same time on this machine, in all jobs that share it; on a cluster, per node. "
+        "Default on CPU: one per core, at least 10; on CUDA: the visible devices.",
     ),
     timeout_option,
 )

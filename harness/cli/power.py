@@ -27,7 +27,7 @@ Examples:
   fp8-harness power --list                             list the faults and their cases
   fp8-harness power pr --carriers 1                    all faults, each in the cheapest case of tier pr
   fp8-harness power pr --select dtype=bfloat16         in bfloat16 cases only
-  fp8-harness power --target my_pkg.my_target          which of them reach a target of your own
+  fp8-harness power --target my_pkg.my_target          which of them reach your own target
   fp8-harness run pr --inject fault:amax_without_abs   plant a fault in every case of a tier
 
 \b

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\b
 Examples:
-  fp8-harness report                                 what the last run printed at its end
+  fp8-harness report                                 print the report of the last run again
   fp8-harness report --html out.html                 a page of it that a browser opens from disk
   fp8-harness report last~2 --html before.html       of the run two before
   fp8-harness report release --junit out.xml         of a run by its name
@@ -61,7 +61,7 @@ def report_command(  # noqa: PLR0913  one parameter an option
     conformance: Path | None,
     root: str | None,
 ) -> None:
-    """Write reports of a run that ended: the last one, RUN by its name or its folder, or a file of `run --json`."""
+    """Write reports of a finished run: the last one, RUN by its name or folder, or a file of `run --json`."""
     if html_file is None and (power or conformance):
         raise click.UsageError("--power and --conformance add to --html.")
     project = find_project(root)

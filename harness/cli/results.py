@@ -70,7 +70,7 @@ def list_command(*, root: str | None, as_json: bool) -> None:
 @click.argument("out", metavar="OUT.json", type=OUTPUT)
 @click.argument("sources", metavar="FILE|FOLDER|RUN...", nargs=-1, required=True)
 @root_option
-@click.option("--latest", is_flag=True, help="Where results of a case differ, keep that of the run that started last.")
+@click.option("--latest", is_flag=True, help="If results of a case differ, keep that of the run that started last.")
 @click.option("--mixed", is_flag=True, help="Merge results of different environments.")
 def merge_command(*, out: Path, sources: tuple[str, ...], root: str | None, latest: bool, mixed: bool) -> None:
     """Write the results of several shards of one run as `run --json` writes those of one.
@@ -92,7 +92,7 @@ def merge_command(*, out: Path, sources: tuple[str, ...], root: str | None, late
 @root_option
 @click.option("--name", default="", metavar="NAME", help="A name for the runs, such as a release.")
 def import_command(*, files: tuple[str, ...], root: str | None, name: str) -> None:
-    """Add results that `run --json` wrote elsewhere to the stored runs. Results that are there are not added again.
+    """Add results that `run --json` wrote elsewhere to the stored runs. Results already stored are skipped.
 
     The files of a folder are the shards of one run.
     """

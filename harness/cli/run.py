@@ -45,10 +45,10 @@ Examples:
   fp8-harness run pr --html report.html         results as a page that opens from disk
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run --case tp4-rowwise-v2256-f32  one case
-  fp8-harness run pr --budget-s 60              what covers most in a minute
+  fp8-harness run pr --budget-s 60              the best coverage in a minute
   fp8-harness run pr --shard 1/4 --json 1.json  the first of four parts, for `results merge`
-  fp8-harness run pr --target my_pkg.my_target  by a trainer of your own
-  fp8-harness run smoke --fabric gloo           with the collectives of torch's gloo
+  fp8-harness run pr --target my_pkg.my_target  with your own trainer
+  fp8-harness run smoke --fabric gloo           with torch's gloo collectives
   fp8-harness run --rerun-failed                what was not good in the last run
   fp8-harness run --resume                      the rest of a run that was interrupted or killed
   fp8-harness run pr --inject fix.py:apply      with a patch of yours in every rank
@@ -74,16 +74,22 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @options.plan_parameter
 @options.nodes_options
 @options.root_option
-@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank before it builds.")
+@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank before `build`.")
 @click.option(
-    "--budget-s", type=options.ABOVE_0, help="Run the cases that cover most in so many seconds; the others are named."
+    "--budget-s",
+    type=options.ABOVE_0,
+    help="Run the cases with the best coverage in this many seconds; the others are listed.",
 )
-@click.option("--maxfail", type=options.AT_LEAST_1, help="Stop after so many cases that are not good, as pytest does.")
+@click.option("--maxfail", type=options.AT_LEAST_1, help="Stop after this many cases that are not good, as in pytest.")
 @click.option("-x", "first_failure", is_flag=True, help="Stop after the first: --maxfail 1.")
 @click.option(
-    "--rerun-failed", is_flag=True, help="Run what was not good, or never ran, in the last run, in the same way."
+    "--rerun-failed",
+    is_flag=True,
+    help="Run the cases that were not good or never ran in the last run, with the same options.",
 )
-@click.option("--resume", is_flag=True, help="Finish the last run that was interrupted or killed, in the same way.")
+@click.option(
+    "--resume", is_flag=True, help="Finish the last run that was interrupted or killed, with the same options."
+)
 @click.option("--name", default="", metavar="NAME", help="A name for the stored run, such as a release.")
 @click.option(
     "--env", "environments", metavar="NAME=VENV", multiple=True, help="Run in this virtual environment. Repeatable."
@@ -95,7 +101,7 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 @click.option(
     "--github/--no-github",
     envvar="GITHUB_ACTIONS",
-    help="Annotate cases that are not good, and write the summary of the job. Default: in GitHub Actions.",
+    help="Annotate cases that are not good, and write the job summary. Default: in GitHub Actions.",
 )
 @click.option(
     "--save-trace",
@@ -103,9 +109,11 @@ _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
     type=options.FOLDER,
     help="Write scales, amaxes, matmuls, collectives and norms of every case as DIR/ID.npz, for `diff` and numpy.",
 )
-@click.option("--keep-logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep output and dumps of ranks.")
-@click.option("-q", "--quiet", is_flag=True, help="Say nothing while cases run; only the totals and what failed.")
-@click.option("-v", "--verbose", is_flag=True, help="Say when a case starts, and what was not judged and why.")
+@click.option(
+    "--keep-logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep output and stack dumps of ranks."
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing while cases run, only the totals and failures.")
+@click.option("-v", "--verbose", is_flag=True, help="Also print when a case starts, and what was not judged and why.")
 def run_command(  # noqa: PLR0913  one parameter an option
     *,
     query: Query,

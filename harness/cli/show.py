@@ -21,7 +21,7 @@ Examples:
 
 @click.command("show", epilog=_EPILOG)
 @click.argument("case", metavar="CASE")
-@click.option("--run", default="last", show_default=True, metavar="RUN|FILE.json", help="The run that it is of.")
+@click.option("--run", default="last", show_default=True, metavar="RUN|FILE.json", help="The run to read.")
 @root_option
 def show_command(case: str, run: str, root: str | None) -> None:
     """Show one case of a run: what is wrong, its curves and numbers, what judged it, and how to run it again.

@@ -44,7 +44,7 @@ Examples:
 def signature() -> None:
     """Manage records of what runs of your own targets send, multiply, keep and fuse.
 
-    Formulas say it of the built-in Llamas. Runs of any other model are compared with the signature of their case.
+    The built-in Llamas have formulas for these. Runs of any other model are compared with the signature of their case.
     """
 
 
@@ -64,7 +64,7 @@ def list_command(root: str | None) -> None:
 @query_parameter
 @root_option
 def check_command(*, query: Query, root: str | None) -> int:
-    """Check that no signature is damaged, and that each given case has one of these versions (default: all tiers)."""
+    """Check that no signature is damaged, and that each given case has one for these versions (default: all tiers)."""
     project = find_project(root)
     sound, errors = _stored(project)
     software = {name: version for name in ("torch", "torchao") if (version := installed_version(name)) is not None}
@@ -97,7 +97,7 @@ def update_command(  # noqa: PLR0913  one parameter an option
     plan_for: Callable[..., Plan],
     root: str | None,
 ) -> int:
-    """Run the cases, show what changed, and store their signatures. Nothing is stored of a case that fails a check."""
+    """Run the cases, show what changed, and store their signatures. A case that fails a check is not stored."""
     reason = require_reason(reason, "signature update", "signatures")
     project, plan = find_project(root), plan_for()
     if plan.device != "cpu":

@@ -41,11 +41,15 @@ input, such as a case that a rule excludes, 4 infrastructure.
 @click.command("simulate", epilog=_EPILOG)
 @configuration_options
 @machine_options
-@click.option("--sweep", "sweep_it", is_flag=True, help="Rank all layouts of these ranks, for the same global batch.")
-@click.option("--verify", "verify_it", is_flag=True, help="Hold the formulas against simulated ranks, 0 and the last.")
+@click.option(
+    "--sweep", "sweep_it", is_flag=True, help="Sort all layouts of this world size, for the same global batch."
+)
+@click.option(
+    "--verify", "verify_it", is_flag=True, help="Compare the formulas with simulated ranks, the first and the last."
+)
 @json_option("the ranks and their costs")
 def simulate_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool, json_file: Path | None) -> int:
-    """Say what a case does on up to 4,096 ranks before it takes them: shapes, wire, memory, and what refuses it."""
+    """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
     from harness.project import find_project
     from harness.running.case_judge import known_here
 

@@ -21,7 +21,7 @@ Examples:
   fp8-harness speed CASE --device cuda --name v2 --json speed.json   stored as run v2, which `gate` compares
 
 \b
-On a CPU float8 is computed by the virtual device: seconds there are simulated, and nothing gates them.
+On a CPU the virtual device computes float8: its seconds are simulated, and do not gate.
 Jobs run one at a time. The result is stored like that of `run`, and is then the last run.
 
 \b
@@ -32,10 +32,14 @@ Exit codes: 0 every case was timed, 1 a job failed, 2 usage error or bad input, 
 @click.command("speed", epilog=_EPILOG)
 @click.argument("case_ids", metavar="CASE-ID...", nargs=-1, required=True)
 @click.option(
-    "--pairs", type=click.IntRange(min=3), default=6, show_default=True, help="Jobs of the case, each with one of BF16."
+    "--pairs",
+    type=click.IntRange(min=3),
+    default=6,
+    show_default=True,
+    help="Pairs of jobs, one of the case and one of its BF16 twin.",
 )
-@click.option("--steps", type=AT_LEAST_1, default=10, show_default=True, help="Timed steps of a job.")
-@click.option("--warmup", type=AT_LEAST_1, default=3, show_default=True, help="Steps of a job before those.")
+@click.option("--steps", type=AT_LEAST_1, default=10, show_default=True, help="Timed steps per job.")
+@click.option("--warmup", type=AT_LEAST_1, default=3, show_default=True, help="Warm-up steps per job.")
 @click.option("--name", default="speed", show_default=True, metavar="NAME", help="A name for the stored run.")
 @json_option("the speeds")
 @plan_parameter
@@ -51,7 +55,7 @@ def speed_command(  # noqa: PLR0913  one parameter an option
     plan_for: Callable[..., Plan],
     root: str | None,
 ) -> int:
-    """Time FP8 cases against their BF16 twins of the same layout, in turns: does FP8 pay?"""
+    """Time FP8 cases against their BF16 twins of the same layout, alternately."""
     from harness.cli.report import print_result
     from harness.hints import rerun_failed
     from harness.jsonform import to_json

@@ -25,7 +25,7 @@ Examples:
   fp8-harness target check my_target --json - | jq .problems
 
 \b
-Exit codes: 0 it works, 1 something to mend, 2 usage error or bad
+Exit codes: 0 it works, 1 something to fix, 2 usage error or bad
 input, 130 interrupted.
 """
 
@@ -46,7 +46,7 @@ Exit codes: 0 there is a case, 2 usage error, or no case has what is asked.
     "  fp8-harness target import-config llama3_8b.toml"
 )
 def target() -> None:
-    """Put training code of your own under the harness."""
+    """Check your own training code, or turn a torchtitan job into a case."""
 
 
 @target.command("check", epilog=_CHECK_EPILOG)
@@ -79,7 +79,7 @@ def check_command(  # noqa: PLR0913  one parameter per option
     plan_for: Callable[..., Plan],
     root: str | None,
 ) -> int:
-    """Check whether the target MODULE works, what can be judged of it, and how to mend what does not work.
+    """Check whether the target MODULE works, what can be judged of it, and how to fix what does not work.
 
     MODULE is the dotted name of a module with `build(case, world)`, or the name of a built-in target. It is trained for
     a few steps on one rank, with FSDP2, TP and HSDP, in BF16 and in FP8; a run may take 60 s.
@@ -108,11 +108,11 @@ def check_command(  # noqa: PLR0913  one parameter per option
 
 @target.command("import-config", epilog=_IMPORT_EPILOG, context_settings={"ignore_unknown_options": True})
 @click.argument("words", metavar="FILE.toml|--FLAGS…", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--ranks", type=AT_LEAST_1, help="Ranks of the job, where FSDP2 takes all that are left.")
+@click.option("--ranks", type=AT_LEAST_1, help="Ranks of the job, if FSDP2 takes all that remain.")
 @click.option("--output", metavar="FILE.toml", type=OUTPUT, help="Write a case file.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
 def import_command(*, words: tuple[str, ...], ranks: int | None, output: Path | None, force: bool) -> None:
-    """The case of a torchtitan job: its TOML file or its flags. The model is small, and what else differs is listed."""
+    """Convert a torchtitan job, a TOML file or flags, to a case. The model is small; other differences are listed."""
     from harness.matrix.caseid import case_id
     from harness.matrix.job_config import import_flags, import_toml
 

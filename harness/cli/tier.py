@@ -15,7 +15,7 @@ _CHOOSE_EPILOG = """\b
 Examples:
   fp8-harness tier choose pr                  write cases/chosen/pr.toml
   fp8-harness tier choose pr --rounds 20      a quick look: a worse choice in seconds
-  fp8-harness list pr --why                   what every chosen case is there for
+  fp8-harness list pr --why                   why each case was chosen
 """
 
 _FIT_EPILOG = """\b
@@ -27,7 +27,7 @@ Example:
 
 @click.group(epilog="\b\nExamples:\n  fp8-harness tier choose pr\n  fp8-harness tier fit result.json")
 def tier() -> None:
-    """Which cases a tier runs, chosen by what they cover and what they cost."""
+    """Choose the cases that a tier runs, by coverage and cost."""
 
 
 @tier.command("choose", epilog=_CHOOSE_EPILOG)

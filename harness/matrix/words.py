@@ -130,12 +130,12 @@ WORDS: tuple[Word, ...] = (
     Word(
         part="FP8 options",
         example="casts.go.e4m3",
-        meaning="operands cast otherwise than by the recipe: {0}",
+        meaning="operands whose cast differs from the recipe: {0}",
         pattern=re.compile(r"casts\.([a-z0-9_]+\.[a-z0-9]+(?:\+[a-z0-9_]+\.[a-z0-9]+)*)"),
         read=lambda found: {"casts": found[1].replace(".", ":").split("+")},
     ),
     _flag("checkpointing", "ac.full", "every block is checkpointed whole", checkpointing="full"),
-    _flag("checkpointing", "ac.op", "every second matmul of a block is computed again", checkpointing="selective_op"),
+    _flag("checkpointing", "ac.op", "every second matmul of a block is recomputed", checkpointing="selective_op"),
     _numbered(
         "checkpointing",
         "ac.layer",
@@ -158,10 +158,10 @@ WORDS: tuple[Word, ...] = (
     _flag("model", "bias", "the linears of blocks have a bias", bias=True),
     _numbered("vocabulary", "v", "2048", "vocabulary of {0} tokens", "vocab_size"),
     _numbered("vocabulary", "vpad", "128", "padded to a multiple of {0}", "pad_vocab_to_multiple_of"),
-    _numbered("training", "gb", "8", "{0} sequences a step, over all ranks", "global_batch"),
+    _numbered("training", "gb", "8", "{0} sequences per step, over all ranks", "global_batch"),
     _numbered("training", "sl", "32", "sequences of {0} tokens", "seq_len"),
     _numbered("training", "s", "5", "{0} steps", "steps"),
-    _numbered("training", "accum", "2", "{0} microbatches of every rank for an update", "accumulation"),
+    _numbered("training", "accum", "2", "{0} microbatches per rank and optimizer step", "accumulation"),
     _flag(
         "training",
         "reduce.last",
