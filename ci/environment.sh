@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with the versions that were verified together, unless a cache has brought it: `ci/environment.sh cpu|cuda`.
-# In a project of your own, name its file of pinned versions, and install 'fp8-harness[train]' in the last line.
+# Creates .venv with the versions that were verified together, unless it was restored from a cache: `ci/environment.sh cpu|cuda`.
+# In your own project, set `pins` to its file of pinned versions, and install 'fp8-harness[train]' instead of '.[train]'.
 set -euo pipefail
 build=${1:?cpu or cuda}
 pins=ci/constraints.txt

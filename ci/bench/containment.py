@@ -1,4 +1,4 @@
-"""Prints the containment table: what a rank does, how its job ends, how soon that is seen, what is left behind.
+"""Prints the containment table: what a rank does, how its job ends, how soon that is detected, what is left behind.
 
     python ci/bench/containment.py [--ranks 4] [--deadline-s 2]
 

@@ -1,4 +1,4 @@
-"""CPU seconds per case: ranks forked from one zygote against one torchrun per case. Same cases, same run.
+"""CPU seconds per case: ranks forked from one zygote, or one torchrun per case, in one run of the same cases.
 
     python ci/bench/engines.py [--repeats 3]
 

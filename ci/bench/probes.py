@@ -1,7 +1,7 @@
-"""How much CPU the probes add to the ranks: over a tier as it is run, and for every case.
+"""How much CPU time the probes add to the ranks, over a tier and for every case.
 
     python ci/bench/probes.py                                  a sample of all kinds of cases
-    python ci/bench/probes.py pr --rounds 3 --sort             the whole tier, the dearest cases last
+    python ci/bench/probes.py pr --rounds 3 --sort             the whole tier, the most expensive cases last
     python ci/bench/probes.py --probes operands --case ID      one probe, one case
 
 Every round runs a case without and with probes, one right after the other, on ranks forked from one zygote, and takes
@@ -85,7 +85,7 @@ class Cost(NamedTuple):
 
 
 def measure(ask: Callable[[Case, tuple[str, ...]], float], case: Case, probes: tuple[str, ...], rounds: int) -> Cost:
-    """Run one case in turns without and with probes. The ways take turns in going first, too."""
+    """Run one case alternately without and with probes; the order alternates too."""
     pairs = []
     for number in range(rounds):
         ways = [(), probes] if number % 2 == 0 else [probes, ()]
@@ -119,7 +119,7 @@ def training_cases(names: list[str], case_ids: list[str]) -> tuple[Case, ...]:
 
 
 def summary(costs: list[Cost]) -> str:
-    """One line. Cases weigh what they cost: their seconds are added up, round by round, before they are divided."""
+    """One line. Cases are weighted by cost: their seconds are summed, round by round, before they are divided."""
     rounds = zip(*(cost.pairs for cost in costs), strict=True)
     weighted = [sum(pair[1] for pair in pairs) / sum(pair[0] for pair in pairs) - 1 for pairs in rounds]
     worst = max(costs, key=lambda cost: statistics.median(cost.ratios))

@@ -1,7 +1,7 @@
-"""The rank program of `stages.py`: the real one, with its CPU time sampled by what the rank is doing.
+"""The rank program of `stages.py`: the real one, with its CPU time sampled by stage.
 
-A timer interrupts a rank every few milliseconds of CPU time. The time since the last interrupt goes to the stage that
-the innermost frame of the Python stack with a known file belongs to. Every rank writes its sums into `FOLDER_VARIABLE`.
+A timer interrupts a rank every few milliseconds of CPU time. The time since the last interrupt is added to the stage
+of the innermost Python frame whose file is known. Every rank writes its sums into `FOLDER_VARIABLE`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FOLDER_VARIABLE = "FP8_HARNESS_STAGES"
 _INTERVAL_S = 0.004
 
-# The first part of a file's path that is found decides. "" is everything else: operators called by the model itself.
+# The first entry that is part of a file's path decides. "" is everything else: operators called by the model itself.
 STAGES = {
     "harness/worker/probes/": "probes",
     "harness/worker/virtual/fabric.py": "collectives",
