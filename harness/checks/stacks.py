@@ -22,7 +22,7 @@ _COLLECTIVES = re.compile(r"(^|/)torch/distributed/(_functional_collectives|dist
 _KERNELS = re.compile(r"(^|/)harness/worker/virtual/(collectives|symm_mem)\.py$")
 # How a call gets to what it calls, which does not tell where a rank is.
 _PLUMBING = re.compile(
-    r"(^|/)(harness/worker/(virtual|probes|posts)/"
+    r"(^|/)(harness/worker/(virtual|probes|dispatch_hooks)/"
     r"|torch/(_ops|_library/.*|nn/modules/module|autograd/.*|utils/_contextlib|distributed/c10d_logger|_dynamo/eval_frame)\.py$)"
 )
 _FIELD = re.compile(r"(^|/)(torch|torchao)/")

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.worker.posts.post import unobserved
+from harness.worker.dispatch_hooks.hook import unobserved
 
 
 @unobserved()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from harness.trace.resumed import Resumed, State
-from harness.worker.posts.post import unobserved
+from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.digests import ordered_digest
 from harness.worker.probes.optimizers import optimizers_of
 from harness.worker.probes.places import held

@@ -26,7 +26,7 @@ FABRIC = [
     ("/src/harness/worker/virtual/collectives.py", 87, "_exchange"),
     ("/src/harness/worker/virtual/collectives.py", 181, "_allreduce_"),
     (f"{SITE}/torch/_ops.py", 882, "redispatch"),
-    ("/src/harness/worker/posts/post.py", 45, "post"),
+    ("/src/harness/worker/dispatch_hooks/hook.py", 45, "hook"),
 ]
 REDUCES = [
     *FABRIC,

@@ -1,6 +1,6 @@
 """A rank program that runs every collective the virtual device touches and reports which results are right.
 
-Posts must have told of each.
+The hooks must have reported each.
 """
 
 from __future__ import annotations

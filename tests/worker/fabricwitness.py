@@ -1,4 +1,4 @@
-"""What passes the fabric, by `Group.exchange`, held against what posts told of: kind, bytes and ranks, in order."""
+"""What passes the fabric, by `Group.exchange`, held against what hooks reported: kind, bytes and ranks, in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.worker.posts import collectives, post
+from harness.worker.dispatch_hooks import collectives, hook
 from harness.worker.virtual.fabric import Group
 
 Told = tuple[str, int, tuple[int, ...]]
@@ -25,7 +25,7 @@ def watch() -> None:
     stock = Group.exchange
 
     def exchange(group: Group, kind: str, payload: torch.Tensor, **given: Any) -> list[torch.Tensor]:
-        if kind != "open" and not post._paused[0]:
+        if kind != "open" and not hook._paused[0]:
             table_bytes = 8 * group.size if kind == "all_to_all" else 0
             _sent.append((kind, payload.numel() - table_bytes, group.ranks))
             assert _told[len(_sent) - 1 : len(_sent)] == _sent[-1:], f"sent {_sent[-1]}, told {_told[len(_sent) - 1 :]}"

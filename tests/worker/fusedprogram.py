@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from harness.engine.program import RankContext
 from harness.request import Fabric
-from harness.worker.posts import collectives, fused
+from harness.worker.dispatch_hooks import collectives, fused
 from harness.worker.process_group import join
 from harness.worker.virtual import device, symm_mem
 
@@ -47,7 +47,7 @@ def rank_main(context: RankContext) -> bytes:
 
 
 def _run(operator: str, given: dict[str, Any]) -> Any:
-    """Runs the operator. What it sends by collectives must be what its post tells of on CUDA."""
+    """Runs the operator. What it sends by collectives must be what its hook reports on CUDA."""
     told: list[fused.Sent] = []
 
     def observe(seen: collectives.Exchange) -> None:
@@ -67,11 +67,11 @@ def check_transport_on_cuda(group: str) -> None:
     collectives.observers.append(told.append)
     with FakeTensorMode():
         given = {"A": torch.empty(4, 8, INNER, device="cuda"), "gather_dim": 0, "group_name": group}
-        fused.tell_of_transport(given | {"A": torch.empty(4, 8, INNER)})
+        fused.notify_of_transport(given | {"A": torch.empty(4, 8, INNER)})
         with symm_mem.reference():
-            fused.tell_of_transport(given)
+            fused.notify_of_transport(given)
         assert told == []
-        fused.tell_of_transport(given)
+        fused.notify_of_transport(given)
     assert told == [collectives.Exchange("all_gather", "", torch.float32, 4 * 8 * INNER, (0, 1, 2, 3))]
     collectives.observers.clear()
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FakeWork, HashStore, Work
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from harness.worker.posts import collectives
+from harness.worker.dispatch_hooks import collectives
 from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.contents import Contents
@@ -83,8 +83,8 @@ def check_casts() -> None:
         assert here == there and digest(source) == digest(other(source))
 
 
-def check_posts() -> None:
-    """The posts are told once of what runs on this device, and its own kernels run."""
+def check_hooks() -> None:
+    """The hooks see once what runs on this device, and its own kernels run."""
     one = torch.tensor(1.0)
     a, b = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 16).to(torch.float8_e4m3fn).t()
     with ScaledMMCounter() as counted:

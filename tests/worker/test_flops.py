@@ -12,7 +12,7 @@ from harness.gate.gate import gate
 from harness.gate.reason import Kind
 from harness.matrix.caseid import parse_case_id
 from harness.measured import Measured
-from harness.worker.posts import products
+from harness.worker.dispatch_hooks import products
 from tests.builders import make_document, make_result, make_witnesses, run_of
 from tests.unit.test_gate import TERMS
 from tests.worker.runs import sweep

@@ -19,7 +19,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import gemms
 from harness.trace import Run
 from harness.verdict import Finding
-from harness.worker.posts import scaled_mm
+from harness.worker.dispatch_hooks import scaled_mm
 from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast, measure_cast
 from harness.worker.probes.contents import Contents

@@ -15,7 +15,7 @@ _LIMITS = (
     "harness.matrix",
     "harness.trace",
     "harness.worker.discovery",
-    "harness.worker.posts",
+    "harness.worker.dispatch_hooks",
     "harness.worker.probes",
     "harness.worker.targets",
     "harness.worker.virtual",

@@ -15,9 +15,9 @@ from torch._functorch.partitioners import must_recompute
 from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 from torch.utils.checkpoint import CheckpointPolicy
 
+from harness.worker.dispatch_hooks.collectives import resolve_group
 from harness.worker.faults import conversion
 from harness.worker.faults.hooks import after_build, counted_steps, wrap, wrap_everywhere
-from harness.worker.posts.collectives import resolve_group
 from harness.worker.virtual import graph_backend
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.trace.flops import FlopsRecord
-from harness.worker.posts import products, scaled_mm
-from harness.worker.posts.products import Product, matmul_flops, precision_of
+from harness.worker.dispatch_hooks import products, scaled_mm
+from harness.worker.dispatch_hooks.products import Product, matmul_flops, precision_of
 from harness.worker.probes.probe import Probe
 
 

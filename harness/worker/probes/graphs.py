@@ -18,9 +18,9 @@ import torch.distributed._symmetric_memory as symm_mem
 from harness.matrix.case import Case
 from harness.matrix.mesh import axis_of_group
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
-from harness.worker.posts import fused
-from harness.worker.posts.collectives import resolve_group
-from harness.worker.posts.post import unobserved
+from harness.worker.dispatch_hooks import fused
+from harness.worker.dispatch_hooks.collectives import resolve_group
+from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.graph_casts import GraphCastWatcher
 from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import Probe, in_backward

@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from harness.worker.posts import scaled_mm
+from harness.worker.dispatch_hooks import scaled_mm
 
 
 class ScaledMMCounter:

@@ -3,7 +3,7 @@
 The seams are those of torchao 0.18: every cast ends in `hp_tensor_and_scale_to_float8`, every matmul of a linear runs
 in `matmul_with_hp_or_float8_args`, FSDP2 casts in `FSDPParam.all_gather_inputs`. The wrappers only say where the run
 is and look at what comes out; they are the outermost, so that they see what a patch under them did. The operands of a
-matmul are those that its post is told of.
+matmul are those that its dispatcher hook reports.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torchao.float8 import float8_linear, float8_scaling_utils, float8_training_
 
 from harness.matrix.case import Case
 from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord, OperandTrace, Role
+from harness.worker.dispatch_hooks import scaled_mm
 from harness.worker.evaluation import evaluating
-from harness.worker.posts import scaled_mm
 from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.contents import Contents

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness.matrix.case import Case
-from harness.worker.posts.post import unobserved
+from harness.worker.dispatch_hooks.hook import unobserved
 
 
 class Probe:

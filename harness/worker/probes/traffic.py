@@ -1,6 +1,6 @@
 """Counts the collectives that the target calls. See `harness/trace/traffic.py`.
 
-What the harness itself sends to measure a run is left out: it runs inside `unobserved()` (`posts/post.py`).
+What the harness itself sends to measure a run is left out: it runs inside `unobserved()` (`dispatch_hooks/hook.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.matrix.mesh import axis_of_group
 from harness.trace.traffic import TrafficRecord
-from harness.worker.posts import collectives
-from harness.worker.posts.collectives import Exchange
+from harness.worker.dispatch_hooks import collectives
+from harness.worker.dispatch_hooks.collectives import Exchange
 from harness.worker.probes.probe import Probe
 
 

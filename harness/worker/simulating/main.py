@@ -30,7 +30,7 @@ from harness.worker.probes.gathered import fsdp_params
 from harness.worker.probes.live_memory import plain_tensors
 from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.traffic import TrafficProbe
-from harness.worker.simulating.fake_posts import FakePosts, silent_propagation
+from harness.worker.simulating.fake_tensor_hooks import FakeTensorHooks, silent_propagation
 from harness.worker.simulating.storages import Storages
 from harness.worker.targets.reference.build import ReferenceTarget, build_optimizer, distributed_model
 from harness.worker.targets.reference.parallel import build_meshes
@@ -68,13 +68,13 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
     meshes = build_meshes(case.layout, world)
     model = distributed_model(case, meshes, torch.device("meta"))
     storages = Storages()
-    posts = FakePosts(storages)
+    hooks = FakeTensorHooks(storages)
     traffic, flops, saved = TrafficProbe(case, _CPU), FlopsProbe(case, _CPU), _Turn(case, storages)
     with ExitStack() as stack:
         for probe in (traffic, flops, saved):
             stack.enter_context(probe)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(posts)
+        stack.enter_context(hooks)
         traffic.replace(ShardingPropagator, "_propagate_tensor_meta_non_cached", silent_propagation())
         for name in ("alloc_storage", "free_storage"):
             traffic.replace(_fsdp_param, name, _noting(getattr(_fsdp_param, name), storages))
@@ -84,7 +84,7 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
         saved.attach(model)
         target.optimizer.register_step_pre_hook(saved.before_update)
         for step in range(1, _STEPS + 1):
-            posts.start()
+            hooks.start()
             for probe in (traffic, flops, saved):
                 probe.begin_step(step)
             target.step([_tokens(case) for _ in range(case.train.accumulation)])
@@ -94,7 +94,7 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
         return SimulatedRank(
             rank=rank,
             traffic=tuple(record for record in traffic.result() if record.step == _STEPS),
-            matmuls=posts.matmuls(),
+            matmuls=hooks.matmuls(),
             flops=tuple(record for record in flops.result() if record.step == _STEPS),
             memory=_memory(target, saved, storages.peak),
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from harness.worker.posts.post import unobserved
+from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.virtual.contract import Signature, operand, refusal
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 
-from harness.worker.posts.collectives import resolve_group
-from harness.worker.posts.fused import OPERATORS
+from harness.worker.dispatch_hooks.collectives import resolve_group
+from harness.worker.dispatch_hooks.fused import OPERATORS
 
 
 def run(operator: str, given: dict[str, Any]) -> Any:

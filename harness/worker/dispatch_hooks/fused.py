@@ -1,8 +1,8 @@
-"""The posts of the fused operators of async TP (`symm_mem`), and of what they send past c10d.
+"""Hooks on the fused operators of async TP (`symm_mem`), and on what they send without c10d.
 
-On CUDA a fused operator reads the symmetric memory of its peers, unless torch's reference (`fallback`) is asked for. No
-collective is called then, so its post tells the observers of collectives what the operator exchanges: the same that
-the transport of the virtual device sends by collectives.
+On CUDA a fused operator reads the symmetric memory of its peers, unless torch's reference (`fallback`) is enabled. No
+collective is called then, so the hook reports to the observers of collectives what the operator exchanges: the same
+that the transport of the virtual device sends by collectives.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from harness.worker.posts import collectives
-from harness.worker.posts.post import put_post
+from harness.worker.dispatch_hooks import collectives
+from harness.worker.dispatch_hooks.hook import install_hook
 
 # Called with (operator, arguments by name, result) after every fused operator. Probes append themselves; they must not
 # write to tensors.
@@ -49,15 +49,15 @@ def sent_by(given: dict[str, Any]) -> Iterator[Sent]:
         yield Sent("all_to_all", given.get("out_dtype") or a.dtype, partial_sums)
 
 
-def tell_of_transport(given: dict[str, Any]) -> None:
-    """Tell the observers of collectives what the fused operator with these arguments sends past c10d."""
+def notify_of_transport(given: dict[str, Any]) -> None:
+    """Notify the observers of collectives of what the fused operator with these arguments sends without c10d."""
     if collectives.observers and given["A"].is_cuda and not symm_mem._is_test_mode:
         group = collectives.resolve_group(given["group_name"])
         for sent in sent_by(given):
-            collectives.tell(sent.kind, "", sent.dtype, sent.elements, group)
+            collectives.notify(sent.kind, "", sent.dtype, sent.elements, group)
 
 
-def _put(name: str) -> None:
+def _install(name: str) -> None:
     operator = getattr(torch.ops.symm_mem, name).default
     names = [argument.name for argument in operator._schema.arguments]
 
@@ -68,8 +68,8 @@ def _put(name: str) -> None:
         for observe in observers:
             observe(name, given(args, kwargs), result)
 
-    put_post(operator, before=lambda *args, **kwargs: tell_of_transport(given(args, kwargs)), after=after)
+    install_hook(operator, before=lambda *args, **kwargs: notify_of_transport(given(args, kwargs)), after=after)
 
 
 for _name in OPERATORS:
-    _put(_name)
+    _install(_name)

@@ -1,6 +1,6 @@
-"""The posts of what multiplies in high precision: matmuls, batched ones among them, and fused attention.
+"""Hooks on the operators that multiply in high precision: matmuls, batched matmuls and fused attention.
 
-Scaled matmuls have a post of their own. A kernel of the virtual device that multiplies by calling one of these
+Scaled matmuls have a hook of their own. A kernel of the virtual device that multiplies by calling one of these
 operators hides it (`unobserved`), so that a product counts once.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.worker.posts.post import put_post
+from harness.worker.dispatch_hooks.hook import install_hook
 
 Tensor = torch.Tensor
 
@@ -54,7 +54,7 @@ def precision_of(dtype: torch.dtype) -> str:
     return "float8" if name.startswith("float8") else name
 
 
-def _tell(part: str, first: Tensor, flops: int) -> None:
+def _notify(part: str, first: Tensor, flops: int) -> None:
     for observe in observers:
         observe(Product(part, first.dtype, flops))
 
@@ -63,7 +63,7 @@ def _multiplying(at: int) -> Callable[..., None]:
     def before(*args: Any, **_: Any) -> None:
         if observers:
             first, second = args[at : at + 2]
-            _tell("matmuls", first, matmul_flops(first, second))
+            _notify("matmuls", first, matmul_flops(first, second))
 
     return before
 
@@ -72,18 +72,18 @@ def _attending(at: int, products: int) -> Callable[..., None]:
     def before(*args: Any, **_: Any) -> None:
         if observers:
             queries, keys = args[at : at + 2]
-            _tell("attention", queries, 2 * products * queries.numel() * keys.shape[-2])
+            _notify("attention", queries, 2 * products * queries.numel() * keys.shape[-2])
 
     return before
 
 
-def _put(name: str, before: Callable[..., None]) -> None:
+def _install(name: str, before: Callable[..., None]) -> None:
     packet = getattr(torch.ops.aten, name)
     for overload in {"default", "out"} & set(packet.overloads()):
-        put_post(getattr(packet, overload), before=before)
+        install_hook(getattr(packet, overload), before=before)
 
 
 for _name, _at in _MATMULS.items():
-    _put(_name, _multiplying(_at))
+    _install(_name, _multiplying(_at))
 for _name, (_at, _products) in _ATTENTION.items():
-    _put(_name, _attending(_at, _products))
+    _install(_name, _attending(_at, _products))

@@ -1,6 +1,6 @@
-"""Tells observers what fake tensors would do: posts stand below fake tensors, where nothing runs.
+"""A dispatch mode that notifies the observers of fake tensors, under which the kernels with dispatcher hooks never run.
 
-Under tensor subclasses, above fake tensors: it sees the operators of one rank, with the shapes of its shards.
+It is below tensor subclasses and above fake tensors: it sees the operators of one rank, with the shapes of its shards.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from harness.trace.simulated import SimulatedMatmul
-from harness.worker.posts import collectives
-from harness.worker.posts.post import POSTS, observed, unobserved
-from harness.worker.posts.products import precision_of
+from harness.worker.dispatch_hooks import collectives
+from harness.worker.dispatch_hooks.hook import HOOKS, observed, unobserved
+from harness.worker.dispatch_hooks.products import precision_of
 from harness.worker.simulating.storages import Storages
 from harness.worker.virtual.scaled_mm import require_allowed
 
@@ -35,8 +35,8 @@ _FUNCTIONAL = {
 }
 
 
-class FakePosts(TorchDispatchMode):
-    """Tells the observers of all posts, counts matmuls by their shapes, and tells `storages` of every result.
+class FakeTensorHooks(TorchDispatchMode):
+    """Notifies the observers of all hooks, counts matmuls by shape, and notes every result in `storages`.
 
     Raises RuntimeError for a scaled matmul that a GPU refuses, with its message.
     """
@@ -51,20 +51,20 @@ class FakePosts(TorchDispatchMode):
             return NotImplemented
         if not observed():
             return func(*args, **(kwargs or {}))
-        self._tell(func, args, kwargs or {})
+        self._notify(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self._storages.note(result)
         return result
 
-    def _tell(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _notify(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is _aten._scaled_mm.default:
             with _disable_current_modes():
                 require_allowed(*args, **kwargs)
         if func in _MATMULS:
             first, second = args[_MATMULS[func] : _MATMULS[func] + 2]
             self._matmuls[precision_of(first.dtype), first.shape[0], second.shape[1], first.shape[1]] += 1
-        if func in POSTS:
-            POSTS[func](*args, **kwargs)
+        if func in HOOKS:
+            HOOKS[func](*args, **kwargs)
         elif func in _FUNCTIONAL:
             _tell_functional(func, args)
 
@@ -83,7 +83,7 @@ class FakePosts(TorchDispatchMode):
 def _tell_functional(func: Any, args: Any) -> None:
     kind, reduces = _FUNCTIONAL[func]
     tensor, group = args[0], collectives.resolve_group(args[-1])
-    collectives.tell(kind, args[1] if reduces else "", tensor.dtype, tensor.numel(), group)
+    collectives.notify(kind, args[1] if reduces else "", tensor.dtype, tensor.numel(), group)
 
 
 def silent_propagation() -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Posts are told of everything that runs, once, and of nothing else."""
+"""Dispatcher hooks see everything that runs, once, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from harness.matrix.caseid import parse_case_id
-from harness.worker.posts import collectives
-from harness.worker.posts.post import put_post, unobserved
+from harness.worker.dispatch_hooks import collectives
+from harness.worker.dispatch_hooks.hook import install_hook, unobserved
 from harness.worker.probes.matmuls import ScaledMMCounter
 from harness.worker.virtual import device
 from tests.builders import run_script
@@ -21,7 +21,7 @@ WATCHED = (f"{Path(__file__).parent / 'fabricwitness.py'}:apply",)
 @pytest.mark.parametrize(
     "text", ["hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s1-f32", "tp2-tensorwise-tpstyle.fp8-ac.op-v2048-gb4-s1-b16"]
 )
-def test_posts_are_told_of_every_exchange_on_the_fabric_and_of_no_other(train, text: str):
+def test_hooks_see_every_exchange_on_the_fabric_and_no_other(train, text: str):
     train(parse_case_id(text), probes=("sketches", "traffic"), injections=WATCHED)
 
 
@@ -51,19 +51,19 @@ def test_only_what_runs_is_told_once_through_autograd_and_modes():
     assert counted.calls == 4
 
 
-def test_an_operator_has_one_post():
+def test_an_operator_has_one_hook():
     with pytest.raises(RuntimeError, match="already a kernel"):
-        put_post(torch.ops.aten._scaled_mm.default, before=lambda *_, **__: None)
+        install_hook(torch.ops.aten._scaled_mm.default, before=lambda *_, **__: None)
 
 
 # Point-to-point operators, of which no layout of the matrix makes use, and checks that send nothing.
-WITHOUT_POST = {"send", "recv_", "recv_any_source_", "monitored_barrier_", "check_for_nan"}
+WITHOUT_HOOK = {"send", "recv_", "recv_any_source_", "monitored_barrier_", "check_for_nan"}
 
 
-def test_every_collective_of_torch_has_a_post():
+def test_every_collective_of_torch_has_a_hook():
     names = {name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")}
-    assert names == collectives.POSTS.keys() | WITHOUT_POST
+    assert names == collectives.HOOKS.keys() | WITHOUT_HOOK
 
 
-def test_probes_and_posts_serve_a_device_that_is_no_cpu():
-    run_script("from tests.worker import otherdevice; otherdevice.check_casts(); otherdevice.check_posts()")
+def test_probes_and_hooks_serve_a_device_that_is_no_cpu():
+    run_script("from tests.worker import otherdevice; otherdevice.check_casts(); otherdevice.check_hooks()")

@@ -1,8 +1,8 @@
-"""A post: a kernel before the kernels of an operator, which tells observers of its calls.
+"""A dispatcher hook: a kernel at the dispatch key BackendSelect that calls observers and then redispatches.
 
-It stands at the dispatch key BackendSelect: below autograd, tensor subclasses and modes, above the kernels of every
-device. So what is executed is seen once, eager or compiled, on a CPU, over gloo or on CUDA. A post replaces no kernel
-and hands on the arguments that it got. An operator has one: a second registration would put the first one out.
+That key is below autograd, tensor subclasses and dispatch modes, and above the kernels of every device. So every call
+is seen once: eager or compiled, on a CPU, over gloo or on CUDA. A hook replaces no kernel and passes its arguments on
+unchanged. An operator has one hook: a second registration would override the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _paused = [0]
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """For what the harness itself sends and multiplies to measure a run: it is not what the target does."""
+    """While active, hooks call no observer: what the harness itself sends and multiplies is not the target's."""
     _paused[0] += 1
     try:
         yield
@@ -33,8 +33,8 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-# What a post tells of an operator, for a mode that stands where no kernel runs.
-POSTS: dict[torch._ops.OpOverload, Callable[..., None]] = {}
+# The `before` of every hooked operator, for a dispatch mode under which no kernel runs.
+HOOKS: dict[torch._ops.OpOverload, Callable[..., None]] = {}
 
 
 def observed() -> bool:
@@ -42,16 +42,16 @@ def observed() -> bool:
     return not _paused[0]
 
 
-def put_post(
+def install_hook(
     operator: torch._ops.OpOverload, *, before: Callable[..., None], after: Callable[..., None] = _nothing
 ) -> None:
-    """From now on, `before` gets the arguments of every call of `operator`, and `after` its result and the arguments.
+    """Call `before(arguments)` before and `after(result, arguments)` after every call of `operator` from now on.
 
-    The arguments are positional unless the schema has them for keywords only. What runs on meta tensors, such as those
-    inside of fake tensors, is no execution and is not told.
+    Arguments are positional unless the schema makes them keyword-only. Calls on meta tensors, such as those inside
+    fake tensors, execute nothing and are skipped.
     """
 
-    def post(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def hook(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if _paused[0] or keyset.has(DispatchKey.Meta):
             return operator.redispatch(keyset & _KERNELS, *args, **kwargs)
         before(*args, **kwargs)
@@ -59,7 +59,7 @@ def put_post(
         after(result, *args, **kwargs)
         return result
 
-    POSTS[operator] = before
+    HOOKS[operator] = before
     library = torch.library.Library(operator.namespace, "IMPL")
     _LIBRARIES.append(library)
-    library.impl(operator, post, "BackendSelect", with_keyset=True, allow_override=False)
+    library.impl(operator, hook, "BackendSelect", with_keyset=True, allow_override=False)

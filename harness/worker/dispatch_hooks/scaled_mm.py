@@ -1,4 +1,4 @@
-"""The posts of `aten::_scaled_mm`: every scaled matmul, also those inside of fused operators and generated code."""
+"""Hooks on `aten::_scaled_mm`: every scaled matmul, also those inside of fused operators and generated code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harness.worker.posts.post import put_post
+from harness.worker.dispatch_hooks.hook import install_hook
 
 ScaledMMObserver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -21,4 +21,4 @@ def _before(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
 
 
 for _operator in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm.out):
-    put_post(_operator, before=_before)
+    install_hook(_operator, before=_before)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from harness.worker.posts.post import put_post
+from harness.worker.dispatch_hooks.hook import install_hook
 
 Tensor = torch.Tensor
 Boxed = Any  # a ScriptObject around a ProcessGroup or a ReduceOp
@@ -31,8 +31,8 @@ class Exchange(NamedTuple):
 # Called on every collective of this rank, before it runs. Probes append themselves; they must not write to tensors.
 observers: list[Callable[[Exchange], None]] = []
 
-# Of the operators with a tensor, a list of tensors or a list of lists to send: the kind, and the position of that
-# argument. Behind it comes the group, and behind that the operation of a reduction.
+# Operators that send a tensor, a list of tensors or a list of lists: their kind, and the position of that argument.
+# The next argument is the group, and the one after it the operation of a reduction.
 _SENDING = {
     "_allgather_base_": ("all_gather", 1),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -58,15 +58,15 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return group
 
 
-def tell(kind: str, op: str, dtype: torch.dtype, elements: int, group: dist.ProcessGroup) -> None:
-    """Tell every observer of an exchange."""
+def notify(kind: str, op: str, dtype: torch.dtype, elements: int, group: dist.ProcessGroup) -> None:
+    """Notify every observer of an exchange."""
     exchange = Exchange(kind, op, dtype, elements, tuple(dist.get_process_group_ranks(group)))
     for observe in observers:
         observe(exchange)
 
 
-def _tell(kind: str, op: str, parts: Sequence[Tensor], dtype: torch.dtype, group: Boxed) -> None:
-    tell(kind, op, dtype, sum(part.numel() for part in parts), dist.ProcessGroup.unbox(group))
+def _notify(kind: str, op: str, parts: Sequence[Tensor], dtype: torch.dtype, group: Boxed) -> None:
+    notify(kind, op, dtype, sum(part.numel() for part in parts), dist.ProcessGroup.unbox(group))
 
 
 def _sending(kind: str, at: int) -> Callable[..., None]:
@@ -76,7 +76,7 @@ def _sending(kind: str, at: int) -> Callable[..., None]:
             op = _op_name(args[at + 2]) if kind in _REDUCTIONS else ""
             for each in [sent] if isinstance(sent, Tensor) else sent:
                 parts = [each] if isinstance(each, Tensor) else each
-                _tell(kind, op, parts, parts[0].dtype, group)
+                _notify(kind, op, parts, parts[0].dtype, group)
 
     return before
 
@@ -89,25 +89,25 @@ def _op_name(boxed: Boxed) -> str:
 
 def _alltoall(outputs: list[Tensor], tensors: list[Tensor], group: Boxed, *_: Any) -> None:
     if observers:
-        _tell("all_to_all", "", tensors, tensors[0].dtype, group)
+        _notify("all_to_all", "", tensors, tensors[0].dtype, group)
 
 
 def _scatter(outputs: list[Tensor], rows: list[list[Tensor]], group: Boxed, *_: Any) -> None:
     if observers:  # only the root has rows
-        _tell("scatter", "", rows[0] if rows else (), outputs[0].dtype, group)
+        _notify("scatter", "", rows[0] if rows else (), outputs[0].dtype, group)
 
 
 def _barrier(tensor: Tensor, group: Boxed, *_: Any) -> None:
     if observers:
-        _tell("barrier", "", (), torch.uint8, group)
+        _notify("barrier", "", (), torch.uint8, group)
 
 
-POSTS: dict[str, Callable[..., None]] = {
+HOOKS: dict[str, Callable[..., None]] = {
     **{name: _sending(kind, at) for name, (kind, at) in _SENDING.items()},
     "alltoall_": _alltoall,
     "scatter_": _scatter,
     "barrier": _barrier,
 }
 
-for _name, _before in POSTS.items():
-    put_post(getattr(torch.ops.c10d, _name).default, before=_before)
+for _name, _before in HOOKS.items():
+    install_hook(getattr(torch.ops.c10d, _name).default, before=_before)
