@@ -27,7 +27,7 @@ from harness.verdict import (
 
 SCHEMA = 1
 # The fields that a run and its document have alike.
-_ALIKE = ("interrupted", "witnesses", "left_out", "environment", "name", "started", "shard")
+_SHARED_FIELDS = ("interrupted", "witnesses", "left_out", "environment", "name", "started", "shard")
 
 
 class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ def run_document(run: RunResult) -> RunDocument:
         [_case_document(result) for result in run.results],
         seconds=run.wall_s,
         provenance=dict(sorted(run.provenance.items())),
-        **{name: getattr(run, name) for name in _ALIKE},
+        **{name: getattr(run, name) for name in _SHARED_FIELDS},
     )
 
 
@@ -112,7 +112,7 @@ def run_result(document: RunDocument) -> RunResult:
         results=tuple(_case_result(case) for case in document.cases),
         wall_s=document.seconds,
         provenance=document.provenance,
-        **{name: getattr(document, name) for name in _ALIKE},
+        **{name: getattr(document, name) for name in _SHARED_FIELDS},
     )
 
 

@@ -121,7 +121,7 @@ class CaseItem(pytest.Item):
         """Run and judge the case; anything but `passed` ends in an exception."""
         from harness.verdict import Verdict
 
-        result = self.result = _bench(self.session).run(self.case)
+        result = self.result = _session_runner(self.session).run(self.case)
         self.user_properties += [("verdict", result.verdict.value), ("command", result.command)]
         if result.verdict is Verdict.KNOWN:
             pytest.xfail(f"known: {result.expectation or result.findings[0].message}")
@@ -219,7 +219,7 @@ class _Results:
         )
 
 
-class _Bench:
+class _SessionRunner:
     """What this process runs cases with: made for the first case, stopped at the end of the session."""
 
     def __init__(self, project: Project, plan: Plan) -> None:
@@ -230,7 +230,7 @@ class _Bench:
         self._plan = plan
         self._executor = open_executor(plan, project)
         self.stop = self._executor.stop
-        self._witnesses = open_witnesses(project, plan, self._executor, _silent)
+        self._witnesses = open_witnesses(project, plan, self._executor, _ignore_note)
 
     def run(self, case: Case) -> CaseResult:
         """The result of one case."""
@@ -241,26 +241,26 @@ class _Bench:
         from harness.running.quarantined import quarantined_cases
 
         judge = prepare_judge(self._project, [case], self._plan)
-        plan = msgspec.structs.replace(self._plan, quarantined=quarantined_cases(self._project, [case], _silent))
-        work = CaseRunner(plan, self._executor, judge, self._witnesses, _silent)
+        plan = msgspec.structs.replace(self._plan, quarantined=quarantined_cases(self._project, [case], _ignore_note))
+        work = CaseRunner(plan, self._executor, judge, self._witnesses, _ignore_note)
         return work.run(case) or work.not_run(case)
 
 
-def _silent(text: str) -> None:
+def _ignore_note(text: str) -> None:
     """Pytest tells of cases alone."""
 
 
-_BENCH = pytest.StashKey[_Bench]()
+_RUNNER = pytest.StashKey[_SessionRunner]()
 
 
-def _bench(session: pytest.Session) -> _Bench:
+def _session_runner(session: pytest.Session) -> _SessionRunner:
     config = session.config
-    bench = config.stash.get(_BENCH, None)
-    if bench is None:
+    runner = config.stash.get(_RUNNER, None)
+    if runner is None:
         plan = _plan(config).serving(item.case for item in session.items if isinstance(item, CaseItem))
-        bench = config.stash[_BENCH] = _Bench(_project(config), plan)
-        config.add_cleanup(bench.stop)
-    return bench
+        runner = config.stash[_RUNNER] = _SessionRunner(_project(config), plan)
+        config.add_cleanup(runner.stop)
+    return runner
 
 
 def _project(config: pytest.Config) -> Project:

@@ -17,7 +17,7 @@ Fabric = Literal["shared", "gloo", "nccl"]
 Arithmetic = Literal["kernel", "exact"]
 
 
-def usual_arithmetic(device: str) -> Arithmetic:
+def default_arithmetic(device: str) -> Arithmetic:
     """What multiplies float8 on this kind of device where nothing is asked for."""
     return "exact" if device == "cpu" else "kernel"
 

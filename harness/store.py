@@ -76,14 +76,14 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (*words, *(word for text in self.inject for word in ("--inject", text)))
 
 
-_AS_USUAL = RunOptions()
+_DEFAULTS = RunOptions()
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a run before its first rank starts. `left_out`: ids that did not fit into the budget."""
 
     cases: tuple[str, ...]  # ids of all cases, in order
-    options: RunOptions = _AS_USUAL
+    options: RunOptions = _DEFAULTS
     environment: Environment | None = None  # None in runs of earlier versions
     name: str = ""  # that the user gave it
     started: str = ""  # UTC, ISO 8601, seconds

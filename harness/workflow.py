@@ -67,10 +67,10 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress, others: 
         started=timestamp(),
         left_out=left_out,
         shard="" if query.shard is None else query.shard.text,
-        asked=(*query.words_anywhere, *plan.given.words, *(("--name", plan.name) if plan.name else ())),
+        asked=(*query.words_with_absolute_paths, *plan.given.words, *(("--name", plan.name) if plan.name else ())),
     )
     store = RunStore(project.new_run_folder())
-    storing = _Storing(store, progress)
+    storing = _RunRecorder(store, progress)
     with store.held():
         storing.begin(start)
         remove_old_runs(project)
@@ -95,7 +95,7 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress, ot
         judge, plan = _prepared(project, cases, plan, progress)
         called = f"{stored.start.name}, started {stored.start.started}" if stored.start.name else stored.start.started
         progress.note(f"resumes the run {called}: {len(cases)} of {len(stored.planned)} cases are left.")
-        storing = _Storing(store, progress)
+        storing = _RunRecorder(store, progress)
         rest = run_cases(project, cases, plan, judge, progress, keep=storing.keep, others=others)
         whole = _joined(stored.as_result(), rest)
         storing.finish(whole)
@@ -215,7 +215,7 @@ class _CaseObserver:
         return self._left is not None and self._left <= 0
 
 
-class _Storing:
+class _RunRecorder:
     """Stores the plan and the results, or says why not: a disk that is full must not end a run that can be reported."""
 
     def __init__(self, store: RunStore, progress: Progress) -> None:
@@ -223,10 +223,10 @@ class _Storing:
         self._progress = progress
 
     def begin(self, start: RunStart) -> None:
-        self._try("list of cases", lambda: self._store.begin(start))
+        self._store_or_note("list of cases", lambda: self._store.begin(start))
 
     def keep(self, result: CaseResult) -> None:
-        self._try("result", lambda: self._store.append(result))
+        self._store_or_note("result", lambda: self._store.append(result))
 
     def finish(self, result: RunResult) -> None:
         end = RunEnd(
@@ -235,9 +235,9 @@ class _Storing:
             provenance=result.provenance,
             witnesses=result.witnesses,
         )
-        self._try("end of the run", lambda: self._store.finish(end))
+        self._store_or_note("end of the run", lambda: self._store.finish(end))
 
-    def _try(self, what: str, write: Callable[[], None]) -> None:
+    def _store_or_note(self, what: str, write: Callable[[], None]) -> None:
         try:
             write()
         except WriteFailed as error:

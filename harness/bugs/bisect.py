@@ -1,4 +1,4 @@
-"""The released version of a package with which a failure comes, or goes, found by halving.
+"""Bisects released versions of a package: finds the first one with a failure, or without it.
 
 Every version gets an environment of its own that has this version and sees all other packages of the one that runs.
 `bug repro` runs there, and looks for the failure that the bad version shows. Versions that cannot be installed, or that
@@ -39,7 +39,7 @@ class Bisected(msgspec.Struct, frozen=True, kw_only=True):
     tried: tuple[VersionAnswer, ...]  # in the order of the search
 
 
-Ask = Callable[[str], VersionAnswer]  # one version, installed and run
+RunVersion = Callable[[str], VersionAnswer]  # one version, installed and run
 
 
 def open_answers(project: Project, parts: Sequence[str]) -> Journal[VersionAnswer]:
@@ -48,61 +48,62 @@ def open_answers(project: Project, parts: Sequence[str]) -> Journal[VersionAnswe
 
 
 def answers_in(path: Path) -> Journal[VersionAnswer]:
-    """What versions have told, by version."""
+    """The stored answers, by version."""
     return Journal(path, VersionAnswer, lambda answer: answer.version)
 
 
 def bisect(
     versions: Sequence[str],
     bad: str,
-    ask: Ask,
+    run_version: RunVersion,
     answers: Journal[VersionAnswer],
     *,
     package: str,
     note: Callable[[str], None] = lambda text: None,
 ) -> Bisected:
-    """Where the answers of `versions`, oldest first, change: of the first and the last one is good and one is bad.
+    """The two neighbours among `versions`, oldest first, between which the answer changes.
 
-    `bad`: which of the two it is. It is asked first, because it says what failure is looked for. HarnessError where the
-    answers of these two are not as said.
+    One end is good, the other is `bad`, which runs first because its failure is the one to look for. Raises
+    HarnessError when the answer of either end is another.
     """
     if len(versions) < 2:
         what = f"there are {len(versions)} versions from the good to the bad one; a search needs two."
         raise HarnessError(what, where=f"--package {package}", fix=f"see `pip index versions {package}`.")
-    told: dict[str, VersionAnswer] = {}
+    answered: dict[str, VersionAnswer] = {}
 
-    def asked(version: str) -> VersionAnswer:
-        if version not in told:
+    def answer_of(version: str) -> VersionAnswer:
+        if version not in answered:
             kept = answers.get(version)
-            told[version] = ask(version) if kept is None else msgspec.structs.replace(kept, cached=True)
-            if kept is None and told[version].answer != "skipped":  # the machine may have been to blame
-                answers.keep(told[version])
-            note(f"{package} {version}: {told[version].answer}{' (kept)' * told[version].cached}: {told[version].why}")
-        return told[version]
+            answered[version] = run_version(version) if kept is None else msgspec.structs.replace(kept, cached=True)
+            if kept is None and answered[version].answer != "skipped":  # the machine may have been to blame
+                answers.keep(answered[version])
+            found = answered[version]
+            note(f"{package} {version}: {found.answer}{' (kept)' * found.cached}: {found.why}")
+        return answered[version]
 
     other = versions[0] if versions[-1] == bad else versions[-1]
     for version, expected in ((bad, "bad"), (other, "good")):
-        found = asked(version)
+        found = answer_of(version)
         if found.answer != expected:
             fix = f"give another --{expected} version."
             what = f"{package} {version} is {found.answer}, not {expected}: {found.why}."
             raise HarnessError(what, where=f"--{expected} {version}", fix=fix)
     low, high = 0, len(versions) - 1
-    while (middle := _next(versions, low, high, told)) is not None:
-        answer = asked(versions[middle]).answer
+    while (middle := _next(versions, low, high, answered)) is not None:
+        answer = answer_of(versions[middle]).answer
         if answer != "skipped":
-            low, high = (middle, high) if answer == told[versions[low]].answer else (low, middle)
+            low, high = (middle, high) if answer == answered[versions[low]].answer else (low, middle)
     return Bisected(
         package=package,
-        before=told[versions[low]],
-        after=told[versions[high]],
-        unknown=tuple(told[version] for version in versions[low + 1 : high]),
-        tried=tuple(told.values()),
+        before=answered[versions[low]],
+        after=answered[versions[high]],
+        unknown=tuple(answered[version] for version in versions[low + 1 : high]),
+        tried=tuple(answered.values()),
     )
 
 
-def _next(versions: Sequence[str], low: int, high: int, told: Mapping[str, VersionAnswer]) -> int | None:
-    """The index to ask next: of those that were not asked, the nearest to the middle; None for none."""
+def _next(versions: Sequence[str], low: int, high: int, answered: Mapping[str, VersionAnswer]) -> int | None:
+    """The index to run next: the one nearest to the middle without an answer; None if all have one."""
     middle = (low + high) / 2
-    free = [at for at in range(low + 1, high) if versions[at] not in told]
+    free = [at for at in range(low + 1, high) if versions[at] not in answered]
     return min(free, key=lambda at: (abs(at - middle), at), default=None)

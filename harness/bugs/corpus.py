@@ -118,7 +118,7 @@ def _live(bug: BugFile, trials: Trials) -> Proof:
         return _proof(bug, {None: clean}, (), ())
     if clean.verdict is not (Verdict.KNOWN if refusal is None else Verdict.PASSED):
         words = "fail as recorded" if refusal is None else f"be refused ({refusal.name})"
-        return _proof(bug, {None: clean}, (), [f"it must {words}, but it {_told(clean)}"])
+        return _proof(bug, {None: clean}, (), [f"it must {words}, but it {_ended_how(clean)}"])
     seen = clean.checks if refusal is None else (refusal.check,)
     return _proof(bug, {None: clean}, seen, _not_among(bug, seen))
 
@@ -151,7 +151,7 @@ def _unprovable(bug: BugFile, planted: Sequence[str]) -> list[str]:
 def _unclean(bug: BugFile, clean: Trial, records: Sequence[KnownFault]) -> list[str]:
     """Why the clean run is not that of a fixed bug: only another bug, which is recorded, may show in it."""
     if not clean.verdict.good:
-        return [f"it must pass, but it {_told(clean)}"]
+        return [f"it must pass, but it {_ended_how(clean)}"]
     if clean.verdict is Verdict.KNOWN and any(record.link == bug.bug.link for record in records):
         return ["it is recorded in known.toml: it is live"]
     return []
@@ -171,7 +171,7 @@ def _not_among(bug: BugFile, seen: Collection[str]) -> list[str]:
     return [f"{', '.join(lost)} found nothing; found by {', '.join(sorted(seen)) or 'nothing'}"] if lost else []
 
 
-def _told(trial: Trial) -> str:
+def _ended_how(trial: Trial) -> str:
     return f"{trial.verdict.phrase}: {trial.message}" if trial.message else trial.verdict.phrase
 
 

@@ -27,7 +27,7 @@ _LAST_TOML = datetime.date(2026, 2, 22)
 _ID = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,78}[a-z0-9])?", re.ASCII)
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a user says of a report. `day`: of the report, where it does not say; `today`: when it is imported."""
 
     today: datetime.date
@@ -46,11 +46,11 @@ class ImportedBug(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...]
 
 
-def import_report(report: Report, asked: Asked) -> ImportedBug:
+def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     """The bug file that a report describes. HarnessError where nothing says what to call it."""
     seen = observe(report)
-    link, bug_id = _name(report, seen, asked)
-    day, day_from = _day(report, seen, asked)
+    link, bug_id = _name(report, seen, options)
+    day, day_from = _day(report, seen, options)
     prose, ignored = stated_by_prose(report, day)
     statements = (*stated_by_options(report, day), *stated_by_casts(report), *prose, *shown_by_shapes(report))
     refused = refused_features(report, statements, day)
@@ -62,7 +62,7 @@ def import_report(report: Report, asked: Asked) -> ImportedBug:
         day=day,
         program=program_of(report.text, bug_id),
         first_bad_step=seen.first_bad_step,
-        full_size=asked.full_size,
+        full_size=options.full_size,
     )
     draft = Draft(situation)
     case = draft.case()
@@ -80,13 +80,13 @@ def import_report(report: Report, asked: Asked) -> ImportedBug:
     return ImportedBug(bug=bug, day=day, day_from=day_from, ignored=(*ignored, *draft.ignored))
 
 
-def _name(report: Report, seen: Observed, asked: Asked) -> tuple[str, str]:
+def _name(report: Report, seen: Observed, options: ImportOptions) -> tuple[str, str]:
     """(link, id): as asked, else as the head of the report has them."""
-    given_link, given_id = find_link(asked.link)
-    if asked.link and not given_link:
+    given_link, given_id = find_link(options.link)
+    if options.link and not given_link:
         fix = "give the link of an issue: https://github.com/OWNER/NAME/issues/NUMBER."
-        raise HarnessError("not a link of GitHub.", where=f"--link {asked.link[:100]}", fix=fix)
-    bug_id = asked.id or given_id or seen.id
+        raise HarnessError("not a link of GitHub.", where=f"--link {options.link[:100]}", fix=fix)
+    bug_id = options.id or given_id or seen.id
     if not bug_id:
         fix = "give --link URL, or --id NAME for one that is not reported."
         raise HarnessError("nothing in its first lines says which report it is.", where=report.where, fix=fix)
@@ -96,14 +96,14 @@ def _name(report: Report, seen: Observed, asked: Asked) -> tuple[str, str]:
     return given_link or seen.link or UNREPORTED, bug_id
 
 
-def _day(report: Report, seen: Observed, asked: Asked) -> tuple[datetime.date, str]:
-    if asked.day is not None:
-        return asked.day, "--date"
+def _day(report: Report, seen: Observed, options: ImportOptions) -> tuple[datetime.date, str]:
+    if options.day is not None:
+        return options.day, "--date"
     if seen.day is not None:
         return seen.day, "the report"
     if _TOML.search(report.text):
         return _LAST_TOML, "the last day of torchtitan's TOML files; --date YYYY-MM-DD says another"
-    return asked.today, "today: the report has no date, --date YYYY-MM-DD says one"
+    return options.today, "today: the report has no date, --date YYYY-MM-DD says one"
 
 
 def _bug(report: Report, seen: Observed, link: str, status: Status) -> Bug:

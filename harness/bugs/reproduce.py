@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from harness.bugs.asked import Asked
-from harness.bugs.trials import Tried
+from harness.bugs.named_case import NamedCase
+from harness.bugs.trials import TrialResult
 from harness.checks.failure_signature import normalized
 from harness.matrix.axes import axis_values
 from harness.matrix.bugfile import Bug
@@ -44,7 +44,7 @@ class Reproduced(msgspec.Struct, frozen=True, kw_only=True):
 
     answer: Answer
     expected: str
-    found: Tried
+    found: TrialResult
     differs: tuple[str, ...]
 
     @property
@@ -61,20 +61,25 @@ class Reproduced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reproduced(
-    asked: Asked, found: Tried, *, installed: Mapping[str, str], device: str, like: FailureSignature | None = None
+    named: NamedCase,
+    found: TrialResult,
+    *,
+    installed: Mapping[str, str],
+    device: str,
+    like: FailureSignature | None = None,
 ) -> Reproduced:
     """The answer for one run of a case. `like`: the signature that is looked for, in place of that of the bug file."""
-    bug = asked.bug.bug if asked.bug is not None else None
+    bug = named.bug.bug if named.bug is not None else None
     expected = like or (bug.signature if bug is not None else None)
     return Reproduced(
         answer=_answer(found, expected, bug),
         expected=expected.text if expected is not None else _as_reported(bug),
         found=found,
-        differs=_differences(asked, installed, device),
+        differs=_differences(named, installed, device),
     )
 
 
-def _answer(found: Tried, expected: FailureSignature | None, bug: Bug | None) -> Answer:
+def _answer(found: TrialResult, expected: FailureSignature | None, bug: Bug | None) -> Answer:
     if not found.decided:
         return "cannot tell"
     if found.signature is None:
@@ -110,16 +115,16 @@ def _as_reported(bug: Bug | None) -> str:
     return f"{bug.symptom.replace('_', ' ')}{f': {bug.message}' if bug.message else ''}"
 
 
-def _differences(asked: Asked, installed: Mapping[str, str], device: str) -> tuple[str, ...]:
+def _differences(named: NamedCase, installed: Mapping[str, str], device: str) -> tuple[str, ...]:
     """What the run has otherwise than the report: versions, device, sizes."""
-    if asked.bug is None:
+    if named.bug is None:
         return ()
-    bug, now = asked.bug.bug, axis_values(asked.case)
+    bug, now = named.bug.bug, axis_values(named.case)
     versions = [
         f"{package}: {version} reported, {installed.get(package, 'not installed')} here"
         for package, version in bug.versions.items()
         if installed.get(package) != version
     ]
     hardware = [f"hardware: {bug.hardware} reported, {device} here"] if bug.hardware else []
-    sizes = [f"{name}: {size} reported, {now[name]} here" for name, size in asked.bug.full_size.items()]
+    sizes = [f"{name}: {size} reported, {now[name]} here" for name, size in named.bug.full_size.items()]
     return (*versions, *hardware, *sizes)

@@ -17,7 +17,7 @@ import msgspec
 
 from harness.bugs.journal import Journal, key_of
 from harness.bugs.smaller import Smaller, smaller_cases, smaller_groups, with_changes
-from harness.bugs.trials import Tried, tried
+from harness.bugs.trials import TrialResult, trial_result
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -38,7 +38,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """A smaller case that was tried on the way, and whether it fails alike."""
 
     changes: Mapping[str, object]
-    result: Tried
+    result: TrialResult
     same: bool
 
 
@@ -60,21 +60,21 @@ class Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
 
 
-def open_journal(project: Project, case: Case, injections: Sequence[Injection], content: str) -> Journal[Tried]:
+def open_journal(project: Project, case: Case, injections: Sequence[Injection], content: str) -> Journal[TrialResult]:
     """The journal of shrinking this case with these injections. `content` stands for what runs it (`witness_key`)."""
     key = key_of([case_id(case), *(injection.content for injection in injections), content])
     return journal_in(project.state / "shrinks" / f"{key}.jsonl")
 
 
-def journal_in(path: Path) -> Journal[Tried]:
+def journal_in(path: Path) -> Journal[TrialResult]:
     """What cases showed, by their ids."""
-    return Journal(path, Tried, lambda found: found.case_id)
+    return Journal(path, TrialResult, lambda found: found.case_id)
 
 
 def shrink(
     case: Case,
     runs: Runs,
-    journal: Journal[Tried],
+    journal: Journal[TrialResult],
     *,
     jobs: int = 1,
     budget_s: float | None = None,
@@ -95,7 +95,7 @@ class _Shrinking:
         self,
         case: Case,
         runs: Runs,
-        journal: Journal[Tried],
+        journal: Journal[TrialResult],
         jobs: int,
         budget_s: float | None,
         note: Callable[[str], None],
@@ -181,10 +181,10 @@ class _Shrinking:
         if self._budget_s is not None and time.monotonic() - self._started_s > self._budget_s:
             raise _OutOfTime
 
-    def _tried(self, cases: Sequence[Case]) -> list[Tried]:
+    def _tried(self, cases: Sequence[Case]) -> list[TrialResult]:
         """What the cases show, from the journal where it is there."""
         unknown = [case for case in cases if self._journal.get(case_id(case)) is None]
-        found = {each.case_id: each for each in map(tried, self._runs.run(unknown))} if unknown else {}
+        found = {each.case_id: each for each in map(trial_result, self._runs.run(unknown))} if unknown else {}
         for each in found.values():
             if each.decided:
                 self._journal.keep(each)

@@ -11,7 +11,7 @@ from harness.matrix.spellings import Value
 
 # A flag overrides a configuration, as it does in torchtitan. What a shape implies is derived, everything else stated.
 Source = Literal["flag", "config", "shape", "title", "prose"]
-_TOLD_APART = frozenset({"tp", "dp_shard", "dp_replicate", "dp", "recipe", "checkpointing", "ac_mode", "ac_option"})
+_DISTINCT = frozenset({"tp", "dp_shard", "dp_replicate", "dp", "recipe", "checkpointing", "ac_mode", "ac_option"})
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +59,8 @@ def shown(value: object) -> str:
 def _strongest(fact: str, found: Sequence[Statement]) -> tuple[list[Statement], list[tuple[Statement, str]]]:
     """The statements that count, and the others that say something else, each with the reason."""
     kept, passed = _split(found, [each for each in found if each.comment], "an answer; the report says otherwise")
-    for why, strong, weak, told_apart in _PRECEDENCE:
-        if (fact not in _TOLD_APART or told_apart) and any(each.source in strong for each in kept):
+    for why, strong, weak, strict in _PRECEDENCE:
+        if (fact not in _DISTINCT or strict) and any(each.source in strong for each in kept):
             kept, more = _split(kept, [each for each in kept if each.source in weak], why)
             passed += more
     return kept, passed

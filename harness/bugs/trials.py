@@ -27,7 +27,7 @@ from harness.verdict import FailureSignature, Verdict
 from harness.workflow import check_fits
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a case showed. `signature` is None where nothing failed; `message` is the first finding."""
 
     case_id: str
@@ -56,13 +56,13 @@ class Trials:
         self._plan = plan
         self._runner = runner
         self._progress = progress
-        self._asked = 0
+        self._submitted = 0
 
     def run(self, cases: Sequence[Case]) -> tuple[CaseResult, ...]:
         """The result of every case, in order. HarnessError for more ranks than slots, KeyboardInterrupt by Ctrl-C."""
         check_fits(cases, self._plan)
-        self._asked += len(cases)
-        self._progress.begin(self._asked)
+        self._submitted += len(cases)
+        self._progress.begin(self._submitted)
         ended = run_schedule(cases, self._runner, _Observer(self._progress), jobs=self._plan.jobs)
         results = [result for result in ended.results if result is not None]
         if ended.interrupted or len(results) < len(cases):
@@ -70,9 +70,9 @@ class Trials:
         return tuple(results)
 
 
-def tried(result: CaseResult) -> Tried:
+def trial_result(result: CaseResult) -> TrialResult:
     """The part of a result that says what failed."""
-    return Tried(
+    return TrialResult(
         case_id=result.case_id,
         verdict=result.verdict,
         signature=result.failure_signature,
@@ -112,4 +112,4 @@ class _Observer:
         self._progress.started(case_id(case), case.world_size)
 
     def finished(self, result: CaseResult) -> None:
-        self._progress.finished(result.case_id, f"{result.case_id}: {tried(result).text}", remarkable=False)
+        self._progress.finished(result.case_id, f"{result.case_id}: {trial_result(result).text}", remarkable=False)

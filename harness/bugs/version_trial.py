@@ -28,17 +28,17 @@ _ANSWERS: dict[int, Answer] = {0: "good", 1: "bad"}
 
 
 class VersionTrial:
-    """Asks versions of one package about one case, `asked` on the command line, with further `words` there."""
+    """Runs one case with versions of one package by `bug repro CASE_WORD WORDS`."""
 
     def __init__(
-        self, project: Project, asked: str, case: Case, *, package: str, source: Source, words: Sequence[str] = ()
+        self, project: Project, case_word: str, case: Case, *, package: str, source: Source, words: Sequence[str] = ()
     ) -> None:
-        self._asked, self._package, self._source, self._words = asked, package, source, tuple(words)
+        self._case_word, self._package, self._source, self._words = case_word, package, source, tuple(words)
         self._folder = project.state / "versions"
         # What the answers depend on besides the version: the case, the injections, and the harness itself.
         self.depends_on = (case_id(case), package, *words, source_digest(_HARNESS, _HARNESS.rglob("*.py")))
 
-    def ask(self, version: str) -> VersionAnswer:
+    def run(self, version: str) -> VersionAnswer:
         """Install the version and run the case with it. A version that tells nothing is skipped, with the reason."""
         try:
             python = python_with(self._package, version, self._source, self._folder)
@@ -55,7 +55,7 @@ class VersionTrial:
         first = self._folder / f"{key_of(self.depends_on)}.json"
         result.unlink(missing_ok=True)
         like = ("--like", str(first)) if first.exists() else ()
-        repro = ("-m", "harness", "bug", "repro", self._asked, "--exit-code", "-q", "--json", str(result))
+        repro = ("-m", "harness", "bug", "repro", self._case_word, "--exit-code", "-q", "--json", str(result))
         done = subprocess.run(
             [str(python), *repro, *like, *self._words], capture_output=True, text=True, timeout=_TRIAL_S, check=False
         )

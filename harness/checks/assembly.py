@@ -92,14 +92,14 @@ def _apart(found: Assembled, expected: Assembled) -> float:
     return max(math.dist(found.sums, expected.sums) / math.sqrt(SKETCH_SIZE), abs(found.norm - expected.norm))
 
 
-def nan_is_worst(distance: float) -> float:
+def nan_as_inf(distance: float) -> float:
     """A distance to sort by: NaN becomes infinite."""
     return math.inf if math.isnan(distance) else distance
 
 
 def largest(values: Iterable[float], *, empty: float = math.nan) -> float:
     """The largest of the values, or NaN if it is among them; `empty` where there is none."""
-    return max(values, key=nan_is_worst, default=empty)
+    return max(values, key=nan_as_inf, default=empty)
 
 
 def unequal_replicas(traces: Iterable[RankTrace]) -> list[tuple[SketchKey, tuple[int, ...], dict[int, str]]]:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from harness.checks.assembly import largest, nan_is_worst
+from harness.checks.assembly import largest, nan_as_inf
 from harness.checks.parity import ROUNDED, worst_distances
 from harness.evidence.tolerance import LOSS_VS_GOLDEN, PARITY, SAME_ORDER, Tolerance, parity_key, tolerance_key
 from harness.matrix.case import Case
@@ -57,7 +57,7 @@ def derived_parity_tolerance(
 
 def _without_farthest(distances: Sequence[float]) -> list[float]:
     """Without the largest, or one that is NaN: training is unstable in some steps, and one draw may run into that."""
-    return sorted(distances, key=nan_is_worst)[:-1]
+    return sorted(distances, key=nan_as_inf)[:-1]
 
 
 def _root_mean_square(values: Sequence[float]) -> float:

@@ -8,13 +8,13 @@ from harness.checks.ranks import format_ranks, group_ranks
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.plural import counted
-from harness.request import usual_arithmetic
+from harness.request import default_arithmetic
 from harness.trace import Run
 from harness.verdict import Finding
 
 NAME = "fp8_on"
 
-_CARRIERS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared fabric, or torch's gloo
+_TRANSPORTS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared fabric, or torch's gloo
 
 _finding = partial(Finding, check=NAME)
 
@@ -84,7 +84,7 @@ def _virtual_device(case: Case, run: Run) -> list[Finding]:
     findings = []
     keys = group_ranks(run, lambda trace: (trace.device, trace.arithmetic, tuple(sorted(trace.virtual))))
     for (device, asked, parts), ranks in keys.items():
-        exact = (asked or usual_arithmetic(device)) == "exact"
+        exact = (asked or default_arithmetic(device)) == "exact"
         found = ", ".join(parts) or "nothing"
         needed = _needed(case, device, set(parts), exact=exact)
         if missing := ", ".join(sorted(needed - set(parts))):
@@ -99,7 +99,7 @@ def _virtual_device(case: Case, run: Run) -> list[Finding]:
 
 
 def _needed(case: Case, device: str, parts: set[str], *, exact: bool) -> set[str]:
-    carrier = _CARRIERS & parts or {"collectives"}
+    carrier = _TRANSPORTS & parts or {"collectives"}
     needed = carrier if device == "cpu" and case.world_size > 1 else set()
     return needed | {"scaled_mm"} if exact and case.float8.enabled else needed
 

@@ -151,11 +151,11 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured | None = None
 
 
-def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, among: Sequence[Check] = CHECKS) -> Judgement:
+def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks: Sequence[Check] = CHECKS) -> Judgement:
     """The verdict by rules 1 to 4. `status` is how the engine says the ranks ended."""
     if status in ("infra", "hang"):
         return Judgement(verdict=Verdict(status), findings=failures(run, status))
-    checks, skipped = _applicable(run, status, witnesses, among)
+    checks, skipped = _applicable(run, status, witnesses, checks)
     findings = tuple(
         finding
         for check in checks
@@ -203,16 +203,16 @@ def run_from_outcome(outcome: JobOutcome) -> Run:
 
 
 def _applicable(
-    run: Run, status: JobStatus, witnesses: Witnesses, among: Sequence[Check]
+    run: Run, status: JobStatus, witnesses: Witnesses, checks: Sequence[Check]
 ) -> tuple[list[Check], tuple[NotJudged, ...]]:
     """The checks that apply to this run, and why the others do not."""
     refusal = witnesses.expect.refusal
     if refusal is not None:
-        return [check for check in among if check.name == refusal.check], ()
+        return [check for check in checks if check.name == refusal.check], ()
     if status == "crash" or run.failures:
-        return [check for check in among if check.explains_failures], ()
-    skipped = {check.name: _skipped(check, run, witnesses) for check in among}
-    applicable = [check for check in among if skipped[check.name] is None]
+        return [check for check in checks if check.explains_failures], ()
+    skipped = {check.name: _skipped(check, run, witnesses) for check in checks}
+    applicable = [check for check in checks if skipped[check.name] is None]
     return applicable, tuple(each for each in skipped.values() if each is not None)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from harness.checks.assembly import nan_is_worst
+from harness.checks.assembly import nan_as_inf
 from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
 from harness.checks.witnesses import Witnesses
 from harness.expect.local_parity import allowed_distance
@@ -109,7 +109,7 @@ def _too_far(case: Case, found: Sequence[ModuleDistance], exact: bool, model: Mo
             module=first.fqn,
             expected=f"distance <= {limit:.2g}",
             found=f"{first.distance:.2g}",
-            size=max(nan_is_worst(each.distance) for each, _ in wrong),
+            size=max(nan_as_inf(each.distance) for each, _ in wrong),
         )
 
 

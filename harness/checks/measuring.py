@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from harness.checks.assembly import largest
-from harness.checks.parity import rounded, worst_distances
+from harness.checks.parity import rounding_floor, worst_distances
 from harness.checks.ranks import traces_by_rank
 from harness.checks.witnesses import Witnesses
 from harness.expect.casts import OF_GATHERS
@@ -69,7 +69,7 @@ def _apart(found: Curve, golden: Curve) -> float | None:
 def _parity(case: Case, run: Run, solo: Run) -> float | None:
     sketches = (sketch for trace in solo.traces for sketch in trace.sketches or ())
     steps = sorted({sketch.step for sketch in sketches if sketch.kind == "grad"})
-    return _worst(worst_distances(run, solo, steps=steps, ignored=rounded(case)))
+    return _worst(worst_distances(run, solo, steps=steps, ignored=rounding_floor(case)))
 
 
 def _worst(values: Sequence[float]) -> float | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from harness.checks.assembly import SketchKey, assemble, nan_is_worst, relative_distances
+from harness.checks.assembly import SketchKey, assemble, nan_as_inf, relative_distances
 from harness.checks.mismatch import size_of_error
 from harness.checks.parity import ROUNDED
 from harness.checks.witnesses import Witnesses
@@ -100,7 +100,7 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
 
 
 def _first_difference(relation: Relation, differences: list[_Difference], compared: int) -> Finding:
-    worst = max(differences, key=lambda each: nan_is_worst(each.distance))
+    worst = max(differences, key=lambda each: nan_as_inf(each.distance))
     noun = {"grad": "gradients", "param": "final parameters"}[worst.key.kind]
     count = len({each.key for each in differences})
     return _finding(

@@ -17,7 +17,7 @@ from harness.checks.assembly import (
     SketchKey,
     assemble,
     largest,
-    nan_is_worst,
+    nan_as_inf,
     relative_distances,
     unequal_replicas,
 )
@@ -69,7 +69,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     for step in range(1, case.train.steps + 1):
         allowed = tolerance.per_step[step - 1]
         findings = [
-            *_tensors(found, expected, step, "grad", allowed, rounded(case)),
+            *_tensors(found, expected, step, "grad", allowed, rounding_floor(case)),
             *_reported_numbers(run, solo, step, allowed, loss_floor),
         ]
         if findings:
@@ -103,7 +103,7 @@ def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float
     return tuple(largest(_distances(found, expected, step, "grad", ignored).values()) for step in steps)
 
 
-def rounded(case: Case) -> float:
+def rounding_floor(case: Case) -> float:
     """Distances of gradients that are rounding errors: the largest, as a share of the norm of all gradients."""
     drifts = case.layout.tp > 1 or case.compile == "inductor"  # elsewhere only gradients are summed in another order
     return ROUNDED[case.train.dtype if drifts else case.wide_dtype]
@@ -123,7 +123,7 @@ def _tensors(found: Tensors, expected: Tensors, step: int, kind: str, allowed: f
     wrong = {key: distance for key, distance in distances.items() if not distance <= allowed}  # NaN is wrong
     if not wrong:
         return []
-    worst = max(wrong, key=lambda key: nan_is_worst(wrong[key]))
+    worst = max(wrong, key=lambda key: nan_as_inf(wrong[key]))
     return [
         _finding(
             verdict=Verdict.NUMERIC,

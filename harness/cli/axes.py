@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from harness.cli.options import AT_LEAST_1, Command, together
+from harness.cli.options import AT_LEAST_1, Command, compose_options
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, MEANINGS, axis_type, axis_values, case_from_axes, choices, ignored_axes
 from harness.matrix.case import Case
@@ -31,7 +31,7 @@ _OF_COST = tuple(
 def axis_options(names: Collection[str] = tuple(AXES), *, defaults: bool = True) -> Callable[[Command], Command]:
     """One option for each of these axes, of its name, type and choices. None, or (): not given."""
 
-    return together(*(_axis_option(name, defaults=defaults) for name in names))
+    return compose_options(*(_axis_option(name, defaults=defaults) for name in names))
 
 
 def _axis_option(name: str, *, defaults: bool) -> Callable[[Command], Command]:
@@ -93,7 +93,7 @@ def configuration_options(command: Command) -> Command:
             raise HarnessError(what, fix="give one case id, or --model NAME.")
         return command(case=_configured(case_name or case_id, model, tokens, world, axes), **given)
 
-    return together(
+    return compose_options(
         click.argument("case_name", metavar="[CASE-ID]", required=False),
         click.option("--case", "case_id", metavar="ID", help="The same as CASE-ID."),
         click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),

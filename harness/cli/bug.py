@@ -82,7 +82,7 @@ def list_command(*, as_json: bool, root: str | None) -> None:
 
 
 # What commands that run a case of a bug share.
-_trial_options = options.together(
+_trial_options = options.compose_options(
     click.argument("case", metavar="CASE"),
     click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help=_INJECT),
     click.option("--planted", is_flag=True, help="Plant the faults of the bug file, which bring it back."),
@@ -132,9 +132,9 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     plan_for: Callable[..., Plan],
     root: str | None,
 ) -> Any:
-    from harness.bugs.asked import asked_case, injections_of
+    from harness.bugs.named_case import injections_for, named_case
     from harness.bugs.reproduce import Reproduced, reproduced
-    from harness.bugs.trials import run_once, tried
+    from harness.bugs.trials import run_once, trial_result
     from harness.jsonform import read_json, to_json
     from harness.project import find_project
     from harness.report.bugs import reproduced_text
@@ -142,16 +142,16 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     from harness.sources import installed_version
 
     project = find_project(root)
-    asked = asked_case(project, case)
-    injections = injections_of(asked, inject, planted=planted)
+    named = named_case(project, case)
+    injections = injections_for(named, inject, planted=planted)
     plan = plan_for()
     with open_progress(quiet=quiet) as progress:
-        result = run_once(project, plan, progress, asked.case, injections)
-    packages = asked.bug.bug.versions if asked.bug is not None else ()
+        result = run_once(project, plan, progress, named.case, injections)
+    packages = named.bug.bug.versions if named.bug is not None else ()
     installed = {package: version for package in packages if (version := installed_version(package)) is not None}
     device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]
     earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
-    found = reproduced(asked, tried(result), installed=installed, device=device, like=earlier)
+    found = reproduced(named, trial_result(result), installed=installed, device=device, like=earlier)
     click.echo(reproduced_text(found), nl=False, err=str(json_file) == "-")
     options.write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
     return found
@@ -181,7 +181,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     """
     import msgspec
 
-    from harness.bugs.asked import asked_case, injections_of
+    from harness.bugs.named_case import injections_for, named_case
     from harness.bugs.shrink import open_journal, shrink
     from harness.bugs.trials import open_trials
     from harness.cli.new import write_new_case
@@ -192,15 +192,15 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     from harness.running.witness_key import witness_key
 
     project = find_project(root)
-    asked = asked_case(project, case)
-    injections = injections_of(asked, inject, planted=planted)
+    named = named_case(project, case)
+    injections = injections_for(named, inject, planted=planted)
     plan = plan_for()
-    journal = open_journal(project, asked.case, injections, witness_key(plan))
+    journal = open_journal(project, named.case, injections, witness_key(plan))
     with (
         open_progress(quiet=quiet) as progress,
-        open_trials(project, plan, progress, asked.case, injections) as trials,
+        open_trials(project, plan, progress, named.case, injections) as trials,
     ):
-        found = shrink(asked.case, trials, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
+        found = shrink(named.case, trials, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     again = msgspec.structs.replace(plan, injections=injections).command(case_id(found.case))
     click.echo(shrunk_text(found, command=again), nl=False, err=str(json_file) == "-")
     options.write_output(json_file, lambda: shrunk_json(found))

@@ -62,8 +62,8 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
 
     CASE is the id of a case, a file with one case, or the name of a bug file.
     """
-    from harness.bugs.asked import asked_case
     from harness.bugs.bisect import bisect, open_answers
+    from harness.bugs.named_case import named_case
     from harness.bugs.releases import versions_between
     from harness.bugs.version_trial import VersionTrial
     from harness.jsonform import to_json
@@ -73,14 +73,14 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     from harness.running.progress import open_progress
 
     project = find_project(root)
-    asked = asked_case(project, case)
+    named = named_case(project, case)
     source = Source(index_url=index_url, find_links=find_links)
     versions = versions_between(package, good, bad, source)
     words = (*(("--root", root) if root is not None else ()), *(word for each in inject for word in ("--inject", each)))
-    trial = VersionTrial(project, case, asked.case, package=package, source=source, words=words)
+    trial = VersionTrial(project, case, named.case, package=package, source=source, words=words)
     with open_progress(quiet=quiet) as progress:
         answers = open_answers(project, trial.depends_on)
-        found = bisect(versions, _spelled(bad, versions), trial.ask, answers, package=package, note=progress.note)
+        found = bisect(versions, _spelled(bad, versions), trial.run, answers, package=package, note=progress.note)
     click.echo(bisected_text(found), nl=False, err=str(json_file) == "-")
     write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
 

@@ -55,10 +55,10 @@ def export_command(  # noqa: PLR0913  one parameter per option
 
     CASE is the id of a case, a file with one case, or the name of a bug file.
     """
-    from harness.bugs.asked import asked_case, injections_of
     from harness.bugs.export.exporting import export, read_neighbours
     from harness.bugs.export.proof import proof_of
     from harness.bugs.export.script import exported_case
+    from harness.bugs.named_case import injections_for, named_case
     from harness.bugs.trials import run_once
     from harness.project import find_project
     from harness.report.issue import exported_text, issue_text
@@ -66,14 +66,14 @@ def export_command(  # noqa: PLR0913  one parameter per option
     from harness.sources import installed_version
 
     project = find_project(root)
-    asked = asked_case(project, case)
-    asked = asked._replace(case=exported_case(asked.case))
-    injections = injections_of(asked, inject, planted=planted)
+    named = named_case(project, case)
+    named = named._replace(case=exported_case(named.case))
+    injections = injections_for(named, inject, planted=planted)
     neighbours = read_neighbours(shrunk) if shrunk is not None else ()
     plan = plan_for()
     with open_progress(quiet=quiet) as progress:
-        result = run_once(project, plan, progress, asked.case, injections)
-    exported = export(asked, result, injections, output)
+        result = run_once(project, plan, progress, named.case, injections)
+    exported = export(named, result, injections, output)
     proof = proof_of(exported.file, exported.script.ranks, exported.patches) if proved else None
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}
     device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]

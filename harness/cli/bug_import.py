@@ -65,19 +65,19 @@ def import_command(  # noqa: PLR0913  one parameter per option
     root: str | None,
 ) -> None:
     """Turn a bug report into a bug file: the case that it describes, and where every value comes from."""
-    from harness.bugs.importing import Asked, import_report
+    from harness.bugs.importing import ImportOptions, import_report
     from harness.bugs.report import read_report
     from harness.matrix.bugfile import write_bug_file
     from harness.report.imported import imported_json, imported_text
 
-    asked = Asked(
+    options = ImportOptions(
         today=datetime.datetime.now(tz=datetime.UTC).date(),
         id=bug_id,
         link=link,
         day=None if day is None else day.date(),
         full_size=full_size,
     )
-    found = import_report(read_report(_content(file), where="stdin" if file == "-" else Path(file).name), asked)
+    found = import_report(read_report(_content(file), where="stdin" if file == "-" else Path(file).name), options)
     text = write_bug_file(found.bug)
     path = None if dry_run else _path(found.bug.id, output, root, force=force)
     if path is not None:

@@ -16,7 +16,7 @@ from harness.verdict import ExitCode
 if TYPE_CHECKING:
     from harness.document import RunDocument
     from harness.project import Project
-    from harness.running.environments import Place
+    from harness.running.environments import NamedEnvironment
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _WORST_FIRST = (ExitCode.INTERRUPTED, ExitCode.FAILED, ExitCode.NOTHING_RAN, ExitCode.INFRA)
@@ -25,21 +25,21 @@ _WORST_FIRST = (ExitCode.INTERRUPTED, ExitCode.FAILED, ExitCode.NOTHING_RAN, Exi
 def run_in_environments(project: Project, given: Sequence[str], words: Sequence[str]) -> int:
     """`run` with these words in every environment of `--env NAME=PATH`."""
     from harness.report.environments import environments_text
-    from harness.running.environments import Place, python_over
+    from harness.running.environments import NamedEnvironment, python_over
 
     named = [_named(text) for text in given]
     if len({name for name, _ in named}) < len(named):
         raise HarnessError("two environments have one name.", where="--env", fix="give each a name of its own.")
     folder = project.state / "environments"
-    places = [Place(name=name, python=python_over(path, folder)) for name, path in named]
-    runs = run_at_all(project, places, words)
+    places = [NamedEnvironment(name=name, python=python_over(path, folder)) for name, path in named]
+    runs = run_in_each(project, places, words)
     click.echo(environments_text(runs), nl=False)
     return exit_code_of(runs)
 
 
-def versions_of(project: Project, text: str) -> list[Place]:
+def versions_of(project: Project, text: str) -> list[NamedEnvironment]:
     """The environments of `--matrix PACKAGE=V1,V2`, made where they are not there."""
-    from harness.running.environments import NotInstalled, Place, Source, python_with
+    from harness.running.environments import NamedEnvironment, NotInstalled, Source, python_with
 
     package, _, listed = text.partition("=")
     versions = [version.strip() for version in listed.split(",") if version.strip()]
@@ -53,20 +53,20 @@ def versions_of(project: Project, text: str) -> list[Place]:
         except (NotInstalled, subprocess.TimeoutExpired) as error:
             what, fix = f"{package} {version} cannot be installed: {error}.", "check the version and the index of pip."
             raise HarnessError(what, where="--matrix", fix=fix) from error
-        places.append(Place(name=f"{package}-{version}", python=python))
+        places.append(NamedEnvironment(name=f"{package}-{version}", python=python))
     return places
 
 
-def run_at_all(project: Project, places: Sequence[Place], words: Sequence[str]) -> dict[str, RunDocument]:
+def run_in_each(project: Project, places: Sequence[NamedEnvironment], words: Sequence[str]) -> dict[str, RunDocument]:
     """The results by name, of one environment after another: side by side they would slow each other down."""
-    from harness.running.environments import run_at
+    from harness.running.environments import run_in_environment
 
     folder = project.state / "environments"
     folder.mkdir(parents=True, exist_ok=True)
     runs = {}
     for place in places:
         click.echo(f"fp8-harness: note: {place.name}", err=True)
-        runs[place.name] = run_at(place, words, folder)
+        runs[place.name] = run_in_environment(place, words, folder)
         if runs[place.name].interrupted:
             raise KeyboardInterrupt
     return runs

@@ -83,7 +83,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     With --matrix the tiers are run, and --select, -j and --timeout-s are as in `run`.
     """
     from harness.cli.environments import given_words
-    from harness.gate.gate import Terms, gate
+    from harness.gate.gate import GatePolicy, gate
     from harness.jsonform import to_json
     from harness.matrix.quarantine import read_quarantine
     from harness.matrix.required import read_required
@@ -91,7 +91,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     from harness.report.gate import gate_markdown, gate_text
 
     project = find_project(root)
-    terms = Terms(
+    terms = GatePolicy(
         now=datetime.datetime.now(datetime.UTC),
         required=read_required(required) if required is not None else (),
         quarantine=read_quarantine(project.quarantine),
@@ -144,10 +144,10 @@ def _matrix(
     project: Project, matrix: str, words: Sequence[str]
 ) -> tuple[tuple[str, str], tuple[RunDocument, RunDocument]]:
     """The first and the last version of a package, after the tiers were run with every one."""
-    from harness.cli.environments import run_at_all, versions_of
+    from harness.cli.environments import run_in_each, versions_of
     from harness.report.environments import environments_text
 
-    runs = run_at_all(project, versions_of(project, matrix), words)
+    runs = run_in_each(project, versions_of(project, matrix), words)
     click.echo(environments_text(runs), err=True)
     first, *_, last = runs
     return (first, last), (runs[first], runs[last])

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from harness.cli.options import ABOVE_0, AT_LEAST_1, Command, together
+from harness.cli.options import ABOVE_0, AT_LEAST_1, Command, compose_options
 
 
 def machine_options(command: Command) -> Command:
@@ -20,7 +20,7 @@ def machine_options(command: Command) -> Command:
         return command(on=machine(device, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s), **given)
 
     text = "GB/s of one device to other nodes, in one direction."
-    return together(
+    return compose_options(
         click.option("--device", default="h100", show_default=True, metavar="NAME", help="h100, h200, b200, mi300x, …"),
         click.option("--gpus-per-node", type=AT_LEAST_1, default=8, show_default=True),
         click.option("--network-gb-s", type=ABOVE_0, default=50.0, show_default=True, help=text),

@@ -38,7 +38,7 @@ ABOVE_0 = click.FloatRange(min=0, min_open=True)
 AT_LEAST_1 = click.IntRange(min=1)
 
 
-def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+def compose_options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """One decorator for several options, which `--help` shows in this order."""
 
     def decorated(command: Command) -> Command:
@@ -71,7 +71,7 @@ timeout_option = click.option(
     "20 to compile a graph or 120 to generate code, and more for large models.",
 )
 # The same command on several machines.
-nodes_options = together(
+nodes_options = compose_options(
     click.option(
         "--nnodes",
         type=AT_LEAST_1,
@@ -114,7 +114,7 @@ html_option = click.option(
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 
 # Which cases.
-query_options = together(
+query_options = compose_options(
     click.argument("sources", metavar="[TIER|FILE]...", nargs=-1),
     click.option("--tier", "tiers", metavar="TIER", multiple=True, help="A tier by name; may be repeated."),
     click.option("--case", "case_ids", metavar="ID", multiple=True, help="One case by id; may be repeated."),
@@ -146,7 +146,7 @@ def shard_option(command: Command) -> Command:
 
 
 # How cases are run.
-plan_options = together(
+plan_options = compose_options(
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option(
         "--fabric",

@@ -25,7 +25,7 @@ from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
 from harness.report.wording import not_judged_text
 from harness.result import RunResult
-from harness.running.nodes import given_meeting, joined, serve
+from harness.running.nodes import joined, parse_rendezvous, serve
 from harness.running.plan import Plan
 from harness.running.progress import Progress, open_progress
 from harness.running.rerun import rerun_query
@@ -161,12 +161,19 @@ def run_command(  # noqa: PLR0913  one parameter an option
         query, given = _failed(project, query, given)
     repeated = given.as_given
     plan = plan_for(injections=repeated.pop("inject", ()), **repeated)
-    given = msgspec.structs.replace(given, inject=tuple(each.text_anywhere for each in plan.injections))
+    given = msgspec.structs.replace(given, inject=tuple(each.text_with_absolute_path for each in plan.injections))
     logs = _log_folder(keep_logs) if keep_logs else None
     most = 1 if first_failure else maxfail
-    meeting = given_meeting(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, timeout_s=rdzv_timeout_s)
+    rendezvous = parse_rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, timeout_s=rdzv_timeout_s)
     plan = msgspec.structs.replace(
-        plan, given=given, root_option=root, logs=logs, max_failures=most, traces=save_trace, name=name, meeting=meeting
+        plan,
+        given=given,
+        root_option=root,
+        logs=logs,
+        max_failures=most,
+        traces=save_trace,
+        name=name,
+        rendezvous=rendezvous,
     )
     with open_progress(quiet=quiet, verbose=verbose) as progress:
         if node_rank:

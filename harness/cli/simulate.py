@@ -80,14 +80,14 @@ def _simulated(case: Case, on: Machine, known: tuple[KnownFault, ...], verify_it
 
 
 def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
-    from harness.engine.apart import apart
+    from harness.engine.unleased import unleased_cluster
     from harness.running.machine import check_rank_packages
     from harness.studies.simulation import PROGRAM, require_simulable, verify
 
     require_simulable(case)
     check_rank_packages()
     ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
-    with apart(PROGRAM, len(ranks)) as cluster:
+    with unleased_cluster(PROGRAM, len(ranks)) as cluster:
         return verify(cluster, case, ranks, known)
 
 

@@ -90,14 +90,14 @@ def check_command(  # noqa: PLR0913  one parameter per option
     from harness.report.target import target_exit_code, target_json, target_text
     from harness.running.progress import open_progress
     from harness.running.selection import one_case
-    from harness.studies.target_check import Asked, check_target, parse_layout
+    from harness.studies.target_check import CheckOptions, check_target, parse_layout
 
     if not NAME.fullmatch(module):
         fix = f"give the dotted name of a module, not its path, or one of {', '.join(MODULES)}."
         raise HarnessError("not the name of a target.", where=module, fix=fix)
     project = find_project(root)
     base = None if given is None else one_case(project, given)
-    asked = Asked(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)
+    asked = CheckOptions(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(quiet=quiet) as progress:
         report = check_target(project, asked, plan, progress)

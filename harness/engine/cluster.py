@@ -23,7 +23,7 @@ from harness.engine.slots import SlotTable, TableClosed
 from harness.engine.storeprocess import StoreProcess
 from harness.errors import HarnessError
 
-_AGAIN_S = 0.1  # between two attempts to end shares that may be about to start
+_RESEND_END_S = 0.1  # between two attempts to end shares that may be about to start
 _GRACE_S = 0.3  # after the first failure, ranks of other nodes may still report their own
 _ID_IN_FOLDER = 80  # characters; sockets in a job folder have at most 107 for their whole path
 
@@ -97,7 +97,7 @@ class Cluster:
             yield self._nodes[name]
         except NodeLost as error:
             self._lost[name] = str(error)
-            self._slots.lose(name)
+            self._slots.drop_node(name)
             raise
 
     def _run_placed(self, job: Job, placement: Mapping[str, int]) -> list[ShareOutcome]:
@@ -147,7 +147,7 @@ class _Parts:
             list(threads.map(self._warm, self._shares))
             running = [threads.submit(self._run_part, name) for name in self._shares]
             try:
-                while wait(running, _AGAIN_S).not_done:
+                while wait(running, _RESEND_END_S).not_done:
                     if time.monotonic() >= self._end_at_s:
                         self._end_others()  # again, for an `end` that comes before the ranks of a node start is lost
                 return [part.result() for part in running]
@@ -163,14 +163,14 @@ class _Parts:
     def _run_part(self, name: str) -> ShareOutcome:
         try:
             with self._answering(name) as node:
-                outcome = node.run(self._shares[name], lambda event: self._told(name, event))
+                outcome = node.run(self._shares[name], lambda event: self._on_event(name, event))
         except NodeLost as error:
             outcome = ShareOutcome(infra=str(error))
         if outcome.infra or outcome.hung or any(rank.status != "returned" for rank in outcome.ranks):
             self._fail(name)
         return outcome
 
-    def _told(self, name: str, event: ShareEvent) -> None:
+    def _on_event(self, name: str, event: ShareEvent) -> None:
         if event == "failed":
             self._fail(name)
             return
@@ -178,7 +178,7 @@ class _Parts:
             self._returned.add(name)
             complete = len(self._returned) == len(self._shares)
         if complete:
-            self._tell(self._shares, lambda node: node.release(self._job_id))
+            self._call_each(self._shares, lambda node: node.release(self._job_id))
 
     def _fail(self, name: str) -> None:
         with self._lock:
@@ -188,9 +188,9 @@ class _Parts:
     def _end_others(self) -> None:
         with self._lock:
             others = self._shares.keys() - self._failed
-        self._tell(others, lambda node: node.end(self._job_id))
+        self._call_each(others, lambda node: node.end(self._job_id))
 
-    def _tell(self, names: Iterable[str], tell: Callable[[Node], None]) -> None:
+    def _call_each(self, names: Iterable[str], call: Callable[[Node], None]) -> None:
         for name in names:
             with suppress(NodeLost), self._answering(name) as node:
-                tell(node)
+                call(node)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.engine.symptoms import telling
+from harness.engine.symptoms import names_a_cause
 
 _LOG_BYTES = 1 << 20  # of the output of a rank, searched for what names a cause
 _TAIL_BYTES = 8192
@@ -39,7 +39,7 @@ class JobFolder(msgspec.Struct, frozen=True):
     def log_tail(self, rank: int) -> str:
         """The lines of a rank's output that name a cause, then its last ones; empty if it printed none."""
         lines = _read_end(self.log(rank), _LOG_BYTES).splitlines()
-        causes = [line for line in lines[:-_TAIL_LINES] if telling(line)][:_TAIL_LINES]
+        causes = [line for line in lines[:-_TAIL_LINES] if names_a_cause(line)][:_TAIL_LINES]
         return "\n".join((*causes, tail(self.log(rank)))) if causes else tail(self.log(rank))
 
     def dump_text(self, rank: int) -> str:

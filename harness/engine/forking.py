@@ -17,7 +17,7 @@ class Obstacles:
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}
 
-    def look(self, step: str) -> None:
+    def record_new(self, step: str) -> None:
         """Keep what is there now; what is new came in this step, such as "the import of mine"."""
         for name in (*linux.other_threads(), *linux.open_devices()):
             self._seen.setdefault(name, step)

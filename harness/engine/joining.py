@@ -31,11 +31,11 @@ from harness.engine.remote import (
 )
 from harness.errors import HarnessError
 
-_LOOK_S = 0.2  # between two attempts to reach the controller
+_POLL_S = 0.2  # between two attempts to reach the controller
 _HELLO_S = 10.0  # from a connection to its first message
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where the nodes of a run meet, in the words of torchrun. `timeout_s`: until all of them have come."""
 
     nnodes: int
@@ -56,21 +56,21 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
         return host, int(port)
 
 
-def gather(meeting: Meeting, facts: Mapping[str, str]) -> tuple[RemoteNode, ...]:
+def gather(rendezvous: Rendezvous, facts: Mapping[str, str]) -> tuple[RemoteNode, ...]:
     """The other nodes, by their ranks, when all have come. HarnessError when they do not in time, and tells them."""
-    _, port = meeting.address
+    _, port = rendezvous.address
     try:
-        listener = socket.create_server(("", port), backlog=meeting.nnodes)
+        listener = socket.create_server(("", port), backlog=rendezvous.nnodes)
     except OSError as error:
         raise HarnessError(
             f"cannot listen on port {port}: {error.strerror}.",
-            where=f"--rdzv-endpoint {meeting.endpoint}",
+            where=f"--rdzv-endpoint {rendezvous.endpoint}",
             fix="end what uses the port, or choose another one on all nodes.",
         ) from error
     nodes: dict[int, RemoteNode] = {}
     with listener:
         try:
-            _wait_for_all(listener, meeting, facts, nodes)
+            _wait_for_all(listener, rendezvous, facts, nodes)
         except BaseException:
             for node in nodes.values():
                 node.leave()
@@ -79,31 +79,31 @@ def gather(meeting: Meeting, facts: Mapping[str, str]) -> tuple[RemoteNode, ...]
 
 
 def _wait_for_all(
-    listener: socket.socket, meeting: Meeting, facts: Mapping[str, str], nodes: dict[int, RemoteNode]
+    listener: socket.socket, rendezvous: Rendezvous, facts: Mapping[str, str], nodes: dict[int, RemoteNode]
 ) -> None:
-    until_s = time.monotonic() + meeting.timeout_s
-    while len(nodes) < meeting.nnodes - 1:
+    until_s = time.monotonic() + rendezvous.timeout_s
+    while len(nodes) < rendezvous.nnodes - 1:
         listener.settimeout(max(0.01, until_s - time.monotonic()))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            raise _absent(meeting, nodes) from None
+            raise _absent(rendezvous, nodes) from None
         with suppress(OSError, ProtocolError):  # whatever that was, it was no node
-            _welcome(connection, meeting, facts, nodes)
+            _admit(connection, rendezvous, facts, nodes)
 
 
-def _absent(meeting: Meeting, nodes: Mapping[int, RemoteNode]) -> HarnessError:
-    absent = [str(rank) for rank in range(1, meeting.nnodes) if rank not in nodes]
+def _absent(rendezvous: Rendezvous, nodes: Mapping[int, RemoteNode]) -> HarnessError:
+    absent = [str(rank) for rank in range(1, rendezvous.nnodes) if rank not in nodes]
     return HarnessError(
-        f"{len(absent)} of {meeting.nnodes} nodes did not come within {meeting.timeout_s:g} s: node rank "
+        f"{len(absent)} of {rendezvous.nnodes} nodes did not come within {rendezvous.timeout_s:g} s: node rank "
         f"{', '.join(absent)}.",
-        where=f"--rdzv-endpoint {meeting.endpoint}",
+        where=f"--rdzv-endpoint {rendezvous.endpoint}",
         fix="start the same command there, with its --node-rank; --rdzv-timeout-s waits longer.",
     )
 
 
-def _welcome(
-    connection: socket.socket, meeting: Meeting, facts: Mapping[str, str], nodes: dict[int, RemoteNode]
+def _admit(
+    connection: socket.socket, rendezvous: Rendezvous, facts: Mapping[str, str], nodes: dict[int, RemoteNode]
 ) -> None:
     """Let a node take part, or tell it why not."""
     connection.settimeout(_HELLO_S)
@@ -112,7 +112,7 @@ def _welcome(
     if not isinstance(joined, Join):
         connection.close()
         return
-    refused = _refusal(joined, meeting, facts, nodes)
+    refused = _refusal(joined, rendezvous, facts, nodes)
     if refused is not None:
         connection.sendall(encode_frame(refused))
         connection.close()
@@ -131,12 +131,12 @@ def _first(connection: socket.socket, reader: FrameReader[FromNode]) -> FromNode
 
 
 def _refusal(
-    joined: Join, meeting: Meeting, facts: Mapping[str, str], nodes: Mapping[int, RemoteNode]
+    joined: Join, rendezvous: Rendezvous, facts: Mapping[str, str], nodes: Mapping[int, RemoteNode]
 ) -> Refused | None:
     who = node_name(joined.node_rank, joined.capacity.host)
-    if joined.node_rank in nodes or not 0 < joined.node_rank < meeting.nnodes or joined.nnodes != meeting.nnodes:
+    if joined.node_rank in nodes or not 0 < joined.node_rank < rendezvous.nnodes or joined.nnodes != rendezvous.nnodes:
         return Refused(
-            reason=f"{who} of {joined.nnodes} is not expected: there are {meeting.nnodes}, of different ranks.",
+            reason=f"{who} of {joined.nnodes} is not expected: there are {rendezvous.nnodes}, of different ranks.",
             fix="give every node another --node-rank, from 0 on, and the same --nnodes.",
         )
     mine, theirs = {"protocol": str(NODE_PROTOCOL_VERSION), **facts}, {"protocol": str(joined.version), **joined.facts}
@@ -149,49 +149,49 @@ def _refusal(
     )
 
 
-def join(meeting: Meeting, node: Node, facts: Mapping[str, str]) -> int:
+def join(rendezvous: Rendezvous, node: Node, facts: Mapping[str, str]) -> int:
     """Serve the controller with this node until the run is over; returns the exit code of the run.
 
     HarnessError when nobody answers in time, when it refuses this node, and when it is lost; no rank is left then.
     """
-    connection = _reach(meeting)
+    connection = _connect(rendezvous)
     hello = Join(
         version=NODE_PROTOCOL_VERSION,
-        node_rank=meeting.node_rank,
-        nnodes=meeting.nnodes,
+        node_rank=rendezvous.node_rank,
+        nnodes=rendezvous.nnodes,
         capacity=node.capacity,
         facts=facts,
     )
     try:
         keep_alive(connection)
         connection.sendall(encode_frame(hello))
-        return _Server(connection, node).serve(meeting)
+        return _Server(connection, node).serve(rendezvous)
     except (OSError, ProtocolError) as error:
-        raise _lost(meeting, str(error)) from error
+        raise _lost(rendezvous, str(error)) from error
     finally:
         node.close()
         connection.close()
 
 
-def _reach(meeting: Meeting) -> socket.socket:
-    until_s = time.monotonic() + meeting.timeout_s
+def _connect(rendezvous: Rendezvous) -> socket.socket:
+    until_s = time.monotonic() + rendezvous.timeout_s
     while True:
         try:
-            return socket.create_connection(meeting.address, timeout=meeting.timeout_s)
+            return socket.create_connection(rendezvous.address, timeout=rendezvous.timeout_s)
         except OSError as error:
             if time.monotonic() >= until_s:
                 raise HarnessError(
-                    f"nobody answered within {meeting.timeout_s:g} s: {error.strerror or error}.",
-                    where=f"--rdzv-endpoint {meeting.endpoint}",
+                    f"nobody answered within {rendezvous.timeout_s:g} s: {error.strerror or error}.",
+                    where=f"--rdzv-endpoint {rendezvous.endpoint}",
                     fix="start the same command there with --node-rank 0, and see that the port can be reached.",
                 ) from error
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
-def _lost(meeting: Meeting, why: str) -> HarnessError:
+def _lost(rendezvous: Rendezvous, why: str) -> HarnessError:
     return HarnessError(
         f"node 0 is gone before the run was over: {why}. The ranks of this node were ended.",
-        where=f"--rdzv-endpoint {meeting.endpoint}",
+        where=f"--rdzv-endpoint {rendezvous.endpoint}",
         fix="see what node 0 says, and start the command on all nodes again.",
     )
 
@@ -204,7 +204,7 @@ class _Server:
         self._node = node
         self._sending = threading.Lock()
 
-    def serve(self, meeting: Meeting) -> int:
+    def serve(self, rendezvous: Rendezvous) -> int:
         """Until the controller says how the run has ended."""
         reader: FrameReader[ToNode] = FrameReader(ToNode)
         while data := self._connection.recv(1 << 20):
@@ -212,11 +212,11 @@ class _Server:
                 if isinstance(message, Bye):
                     return message.code
                 if isinstance(message, Refused):
-                    raise HarnessError(message.reason, where=f"--rdzv-endpoint {meeting.endpoint}", fix=message.fix)
-                self._obey(message)
-        raise _lost(meeting, "it closed the connection")
+                    raise HarnessError(message.reason, where=f"--rdzv-endpoint {rendezvous.endpoint}", fix=message.fix)
+                self._handle(message)
+        raise _lost(rendezvous, "it closed the connection")
 
-    def _obey(self, asked: Asked) -> None:
+    def _handle(self, asked: Asked) -> None:
         """What is short is done in order: slots are free before they are asked for again."""
         if asked.method == "free":
             self._node.free(asked.job_id)

@@ -20,7 +20,7 @@ from harness.engine.linux import command_of
 from harness.errors import HarnessError
 
 POLL_S = 0.01  # a waiting thread costs about 0.3 ms of CPU per second at this pace
-_TOLD_AFTER_S = 3.0
+_NOTICE_AFTER_S = 3.0
 
 
 class Leases:
@@ -40,7 +40,7 @@ class Leases:
         assert names is None or len(names) == slots, "one name per slot"
         self._folder = folder
         self._note = note
-        self._told = ""  # of the others, so that nothing is told twice
+        self._last_note = ""  # so that nothing is noted twice
         self._paths = [folder / f"slot-{name}.lock" for name in names or range(slots)]
 
     @contextmanager
@@ -63,8 +63,8 @@ class Leases:
                 slots = self._collect(held, count, wait)
             yield slots
 
-    def held(self) -> tuple[int, ...]:
-        """The slots that a job holds now. Takes each of the others for a moment."""
+    def held_slots(self) -> tuple[int, ...]:
+        """The slots that any job holds now. Locks each free one for a moment to find out."""
         return tuple(slot for slot, path in enumerate(self._paths) if path.exists() and self._is_held(path))
 
     def _is_held(self, path: Path) -> bool:
@@ -96,8 +96,8 @@ class Leases:
                 where=f"leases in {self._folder}",
                 fix="wait for the other runs on this machine to finish.",
             )
-        if wait.is_to_be_told() and (others := self._others()) != self._told:
-            self._told = others
+        if wait.notice_is_due() and (others := self._others()) != self._last_note:
+            self._last_note = others
             self._note(f"waits for slots of this machine, of which other runs hold some: {others}.")
         time.sleep(POLL_S)
 
@@ -138,22 +138,22 @@ class Leases:
 
 
 class _Wait:
-    """One wait for slots: whether it has taken too long, and whether the user is to be told of it, which is once."""
+    """One wait for slots: whether it has timed out, and whether the user must be notified, which happens once."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._began_s = time.monotonic()
         self._timeout_s = timeout_s
-        self._told = False
+        self._noticed = False
 
     @property
     def is_over(self) -> bool:
         return self._timeout_s is not None and self._seconds >= self._timeout_s
 
-    def is_to_be_told(self) -> bool:
-        """True the first time that it is asked late enough."""
-        if self._told or self._seconds < _TOLD_AFTER_S:
+    def notice_is_due(self) -> bool:
+        """True once: on the first call after `_NOTICE_AFTER_S` seconds."""
+        if self._noticed or self._seconds < _NOTICE_AFTER_S:
             return False
-        self._told = True
+        self._noticed = True
         return True
 
     @property

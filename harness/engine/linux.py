@@ -36,7 +36,7 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Make this process the subreaper of its descendants: orphans become its children, so that it can end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -131,8 +131,8 @@ def session(pid: int) -> int:
 def kill_orphans(live_pids: frozenset[int]) -> tuple[tuple[int, ...], float]:
     """SIGKILL and reap the orphans that ranks left, without waiting. Call until none is left: their children follow.
 
-    Needs `adopt_orphans`. Returns the orphans found and the CPU seconds of those reaped. An orphan in the session of a
-    live rank is spared: that rank may still need it.
+    Needs `become_subreaper`. Returns the orphans found and the CPU seconds of those reaped. An orphan in the session
+    of a live rank is spared: that rank may still need it.
     """
     orphans = tuple(pid for pid in children() if pid not in live_pids and session(pid) not in live_pids)
     cpu_s = 0.0

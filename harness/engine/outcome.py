@@ -53,7 +53,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return order_of(self.rank, self.reading)
 
     @property
-    def told(self) -> RankOutcome:
+    def with_reading(self) -> RankOutcome:
         """The rank, whose message says what its output or the sizes in its error mean."""
         what = self.reading.what
         if what in self.rank.message:
@@ -93,11 +93,11 @@ def conclude(job: Job, shares: Sequence[ShareOutcome], *, on_gpus: bool = False)
     infra = next((share.infra for share in shares if share.infra), "")
     if not infra and not failures and len(ranks) < job.world_size:
         infra = f"only {len(ranks)} of {job.world_size} ranks were started"
-    told = {} if infra else {failure.rank.rank: failure.told for failure in _causes(failures)}
+    causes = {} if infra else {failure.rank.rank: failure.with_reading for failure in _causes(failures)}
     return JobOutcome(
         job_id=job.job_id,
         status="infra" if infra else _status(failures, hung=hung),
-        ranks=tuple(_marked(rank, told) for rank in ranks),
+        ranks=tuple(_marked(rank, causes) for rank in ranks),
         message=infra or _message(job, ranks, failures, hung=hung),
         wall_s=max(share.wall_s for share in shares),
         cpu_s=sum(share.cpu_s for share in shares),
@@ -138,7 +138,7 @@ def _where(rank: RankOutcome) -> str:
 def _message(job: Job, ranks: Sequence[RankOutcome], failures: tuple[Failure, ...], *, hung: bool) -> str:
     if not failures:
         return ""
-    first = failures[0].told
+    first = failures[0].with_reading
     if failures[0].reading.kind == "timeout":
         return _timeout_message(_causes(failures))
     return _hang_message(job, ranks, first) if hung else f"{_where(first)}: {first.message}"

@@ -100,9 +100,9 @@ def preload_program(name: str, options: Mapping[str, str]) -> RankProgram:
     gc.disable()
     try:
         program = load_program(name)
-        OBSTACLES.look(f"the import of {name}")
+        OBSTACLES.record_new(f"the import of {name}")
         program.preload(options)
-        OBSTACLES.look(f"preload() of {name}")
+        OBSTACLES.record_new(f"preload() of {name}")
     finally:
         gc.enable()
     return program

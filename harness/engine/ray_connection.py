@@ -55,7 +55,7 @@ def connect(address: str) -> Any:
     if ray.is_initialized():
         return ray
     try:
-        with _own_signals():
+        with _keep_sigterm_handler():
             ray.init(address=named, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
         raise _refused(named, error) from error
@@ -112,7 +112,7 @@ def _refused(address: str, error: Exception) -> HarnessError:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
+def _keep_sigterm_handler() -> Iterator[None]:
     """Keep the handler of SIGTERM, which Ray replaces."""
     before = signal.getsignal(signal.SIGTERM)
     yield

@@ -13,7 +13,7 @@ from harness.errors import HarnessError
 from harness.plural import counted
 
 PLACE_S = 600.0  # for other runs to end
-_LOOK_S = 2.0  # how often a run that waits looks whether its nodes are still there
+_POLL_S = 2.0  # how often a run that waits looks whether its nodes are still there
 _NODE_LABEL = "ray.io/node-id"
 
 
@@ -64,7 +64,7 @@ def place_group(
     group = Group(ray, handle, bundles)
     until_s = time.monotonic() + wait_s
     told = False
-    while not handle.wait(min(_LOOK_S, wait_s)):
+    while not handle.wait(min(_POLL_S, wait_s)):
         if not told:
             told = True
             note(f"waits for other runs: it needs {_amount(bundles)}; {_free(ray, bundles)}.")

@@ -110,19 +110,19 @@ class RayNode:
         except self._ray.exceptions.RayTaskError:
             raise  # a fault of the harness there, with its traceback
         except self._ray.exceptions.RayError as error:
-            raise NodeLost(f"node {self.name} was lost: {said(error)}") from error
+            raise NodeLost(f"node {self.name} was lost: {ray_message(error)}") from error
 
 
 def not_started(name: str, error: Exception) -> HarnessError:
     """What to say of a node on which the harness does not start."""
     return HarnessError(
-        f"the harness does not start there: {said(error)}",
+        f"the harness does not start there: {ray_message(error)}",
         where=f"node {name}",
         fix="install on that node what is installed here, or take it out of the cluster.",
     )
 
 
-def said(error: Exception) -> str:
+def ray_message(error: Exception) -> str:
     """What Ray says, on one line: the exception of another process, or the first sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if "Traceback" in str(error) or "ray::" in str(error) else lines[0]

@@ -177,13 +177,13 @@ class RemoteNode:
         try:
             while data := self._connection.recv(1 << 20):
                 for message in self._reader.feed(data):
-                    self._obey(message)
+                    self._handle(message)
         except (OSError, ProtocolError) as error:
             why = str(error)
         self._fail_pending(f"{self.name} was lost: {why}")
         self._connection.close()
 
-    def _obey(self, message: FromNode) -> None:
+    def _handle(self, message: FromNode) -> None:
         if isinstance(message, Join):
             return
         with self._lock:

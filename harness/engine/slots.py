@@ -51,7 +51,7 @@ class SlotTable:
                         self._free[name] += number
                 self._changed.notify_all()
 
-    def lose(self, name: str) -> None:
+    def drop_node(self, name: str) -> None:
         """Hand out no slot of this node any more."""
         with self._changed:
             self._total.pop(name, None)

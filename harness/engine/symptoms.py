@@ -169,7 +169,7 @@ def _bytes(text: str) -> float:
     return float(number) * _BYTES[unit]
 
 
-def telling(line: str) -> bool:
+def names_a_cause(line: str) -> bool:
     """True for a line of a log that names a cause; such lines are kept however much is printed after them."""
     return any(pattern.search(line) for pattern in (*(each for _, each in _COMPILED), _ABSENT))
 

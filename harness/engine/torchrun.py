@@ -30,7 +30,7 @@ from harness.engine.supervisor import DUMP_S
 _OUTCOMES = msgspec.msgpack.Decoder(RankOutcome)  # made before any thread decodes: msgspec would crash
 _SWEEP_S = 5.0  # from SIGKILL to giving up on processes that survive it
 _CLOSE_S = 2 * _SWEEP_S  # until every running launch has ended, its sweep included
-_LOOK_S = 0.05  # how often a launch looks whether the engine was closed
+_POLL_S = 0.05  # how often a launch looks whether the engine was closed
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,8 +202,8 @@ class _Launch:
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
-            while not self._told_to_end and (left_s := until_s - time.monotonic()) > 0:
-                if poll.poll(min(left_s, _LOOK_S) * 1000):
+            while not self._end_requested and (left_s := until_s - time.monotonic()) > 0:
+                if poll.poll(min(left_s, _POLL_S) * 1000):
                     return True
                 self._tell()
             return bool(poll.poll(0))
@@ -211,7 +211,7 @@ class _Launch:
             os.close(pidfd)
 
     @property
-    def _told_to_end(self) -> bool:
+    def _end_requested(self) -> bool:
         return self._closing.is_set() or self._ending.is_set()
 
     def _tell(self) -> None:

@@ -20,7 +20,7 @@ from harness.engine.program import RankContext, preload_program, rank_context
 from harness.engine.rank import flush_streams, run_program
 from harness.engine.torchrun import LaunchSpec, rank_file, release_file, spec_file
 
-_LOOK_S = 0.02  # how often a rank that has returned looks whether it may exit
+_POLL_S = 0.02  # how often a rank that has returned looks whether it may exit
 
 
 class _Program:
@@ -71,7 +71,7 @@ def main(folder: JobFolder, local_rank: int) -> int:
     draft.write_bytes(msgspec.msgpack.encode(outcome))
     draft.rename(path)
     while isinstance(report, Returned) and not (spec.share.is_whole or release_file(folder).exists()):
-        time.sleep(_LOOK_S)  # ranks on other nodes may still receive what this one has sent
+        time.sleep(_POLL_S)  # ranks on other nodes may still receive what this one has sent
     return 0 if isinstance(report, Returned) else 1
 
 

@@ -96,11 +96,11 @@ class Zygote:
             return
         try:
             for message in self._reader.feed(data):
-                self._obey(message)
+                self._handle(message)
         except ProtocolError as error:
             self._end(f"the controller sent unreadable data: {error}")
 
-    def _obey(self, message: ToZygote) -> None:
+    def _handle(self, message: ToZygote) -> None:
         if isinstance(message, Submit):
             self._start(message)
             return
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
     control = socket.socket(fileno=int(fd))
     control.set_inheritable(False)
     _die_on_hangup(control, armed=True)
-    linux.adopt_orphans()
+    linux.become_subreaper()
     program = preloaded_program(name, dict(option.split("=", 1) for option in options))
     gc.collect()
     gc.freeze()  # ranks share these pages, and a collection in a rank would copy them all

@@ -20,7 +20,7 @@ SCHEMA = 1
 Ring = Literal["kernel", "proof", "native"]
 RINGS: tuple[Ring, ...] = ("kernel", "proof", "native")
 # A number that grew or shrank by more than this is told; smaller changes come from other schedules and algorithms.
-TOLD_FROM = 2.0
+REPORTED_FROM = 2.0
 _NAMED = 8  # of many items of one kind
 
 
@@ -121,5 +121,5 @@ def _changed_item(before: RingItem, now: RingItem) -> Iterator[str]:
         yield f"{now.name}: {before.verdict} -> {now.verdict}"
     for name in before.numbers.keys() & now.numbers.keys():
         old, new = before.numbers[name], now.numbers[name]
-        if max(old, new) > TOLD_FROM * min(old, new):
+        if max(old, new) > REPORTED_FROM * min(old, new):
             yield f"{now.name}: {name} {old:.3g} -> {new:.3g}"

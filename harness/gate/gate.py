@@ -29,7 +29,7 @@ SCHEMA = 1
 _SHOWN_TWINS = 4
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class GatePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What a gate is held under, besides the two results."""
 
     now: datetime.datetime  # UTC
@@ -90,7 +90,7 @@ class NothingCompared(HarnessError):
 def gate(
     baseline: RunDocument,
     candidate: RunDocument,
-    terms: Terms,
+    terms: GatePolicy,
     *,
     names: tuple[str, str] = ("baseline", "candidate"),
     goldens: Goldens = lambda case_id: None,
@@ -132,7 +132,7 @@ def gate(
     )
 
 
-def _judged(reason: Reason, terms: Terms) -> Reason:
+def _judged(reason: Reason, terms: GatePolicy) -> Reason:
     """The reason, pardoned where its case is quarantined or its kind is allowed; an expired quarantine is told."""
     if not reason.gates:
         return reason
@@ -160,7 +160,7 @@ def _side(name: str, run: RunDocument) -> Side:
     )
 
 
-def _notes(sides: Sides, found: Iterable[Reason], terms: Terms) -> Iterator[Note]:
+def _notes(sides: Sides, found: Iterable[Reason], terms: GatePolicy) -> Iterator[Note]:
     """What else is worth knowing: what was not compared, and why."""
     if (sides.before, sides.baseline.started) == (sides.after, sides.candidate.started):
         yield Note(text="both sides are the same results")

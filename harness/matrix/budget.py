@@ -44,7 +44,7 @@ def within_budget(
         fits = {
             name: cost_s
             for name in worth
-            if name not in kept and spent_s + (cost_s := prices[name].beyond(needed)) <= budget_cpu_s
+            if name not in kept and spent_s + (cost_s := prices[name].extra_s(needed)) <= budget_cpu_s
         }
         if not fits:
             break

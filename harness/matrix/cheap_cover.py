@@ -26,7 +26,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     own_s: float
     shared_s: Mapping[str, float] = {}
 
-    def beyond(self, witnesses: Collection[str]) -> float:
+    def extra_s(self, witnesses: Collection[str]) -> float:
         """CPU seconds of the case where these witnesses are there already."""
         return self.own_s + sum(cost_s for name, cost_s in self.shared_s.items() if name not in witnesses)
 
@@ -84,7 +84,7 @@ class CheapCover:
         """Cover what is missing by the cells that cover most of it per second, then drop what became superfluous."""
         while chosen.missing:
             starts = self._random.sample(sorted(chosen.missing), min(4, len(chosen.missing)))
-            cells = [self._grown(goal, chosen.missing, self._random.choice((0.0, 0.1, 0.3, 1.0))) for goal in starts]
+            cells = [self._extended(goal, chosen.missing, self._random.choice((0.0, 0.1, 0.3, 1.0))) for goal in starts]
             gains = {cell: len(self.covers(cell) & chosen.missing) for cell in cells}
             chosen.add(max(gains, key=lambda cell: gains[cell] / chosen.marginal_s(cell, included=False)))
         for cell in sorted(chosen.cells, key=lambda cell: chosen.marginal_s(cell, included=True), reverse=True):
@@ -115,8 +115,8 @@ class CheapCover:
                         best, cost_s, improved = other, other_s, True
         chosen.add(best)
 
-    def _grown(self, goal: Goal, missing: Collection[Goal], thrift: float) -> _Cell:
-        """A cell that covers `goal`, extended by what covers most, less `thrift` times the cost of a value."""
+    def _extended(self, goal: Goal, missing: Collection[Goal], cost_weight: float) -> _Cell:
+        """A cell that covers `goal`, extended by what covers most, less `cost_weight` times the cost of a value."""
         index, start = goal
         space, avoid, costs = self._spaces[index], self._avoid[index], self._value_costs[index]
         chosen = dict(start)
@@ -131,7 +131,7 @@ class CheapCover:
 
         count(itertools.combinations(start, self._strength - 1))
         while gains:
-            best = max(gains, key=lambda pair: gains[pair] - thrift * costs[pair])
+            best = max(gains, key=lambda pair: gains[pair] - cost_weight * costs[pair])
             if space.complete(chosen | dict([best]), avoid) is None:
                 del gains[best]
                 continue

@@ -62,14 +62,14 @@ def covering_rows(space: Space, strength: int, avoid: Sequence[Table], wanted: I
     missing = dict.fromkeys(wanted)
     rows = []
     while missing:
-        row = _grown(space, next(iter(missing)), avoid, missing.keys(), strength)
+        row = _extended(space, next(iter(missing)), avoid, missing.keys(), strength)
         rows.append(row)
         for combination in combinations_in([row], strength):
             missing.pop(combination, None)
     return rows
 
 
-def _grown(
+def _extended(
     space: Space, start: Combination, avoid: Sequence[Table], missing: Collection[Combination], strength: int
 ) -> Row:
     """A cell with `start`, extended value by value with what brings the most missing combinations."""

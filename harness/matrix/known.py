@@ -108,7 +108,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def blinds(self) -> bool:
+    def masks_new_findings(self) -> bool:
         """True when nothing new can be seen in the cases it affects: there is no fix with which they run again."""
         return self.fix is None and not self.everywhere
 
@@ -179,7 +179,7 @@ class KnownRule(Rule, frozen=True):
 
 def known_rules(faults: Iterable[KnownFault]) -> list[KnownRule]:
     """The rules of the records without a fix. HarnessError when a selector asks for ids instead of axis values."""
-    return [_known_rule(fault) for fault in faults if fault.blinds]
+    return [_known_rule(fault) for fault in faults if fault.masks_new_findings]
 
 
 def _known_rule(fault: KnownFault) -> KnownRule:

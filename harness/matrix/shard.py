@@ -49,7 +49,7 @@ def shards(cases: Iterable[Case], count: int, price: Pricing) -> tuple[frozenset
     The dearest case comes first, each to the shard that then has least to do. A witness is paid for once in a shard.
     """
     parts = [_Part() for _ in range(count)]
-    prices = sorted(((price(case), case_id(case)) for case in cases), key=lambda each: (-each[0].beyond(()), each[1]))
+    prices = sorted(((price(case), case_id(case)) for case in cases), key=lambda each: (-each[0].extra_s(()), each[1]))
     for each, name in prices:
         least = min(parts, key=lambda part: (part.cost_with(each), len(part.ids)))
         least.add(name, each)
@@ -66,7 +66,7 @@ class _Part:
 
     def cost_with(self, price: Price) -> float:
         """CPU seconds with one more case."""
-        return self._cost_s + price.beyond(self._witnesses)
+        return self._cost_s + price.extra_s(self._witnesses)
 
     def add(self, name: str, price: Price) -> None:
         """Take one more case."""

@@ -10,7 +10,7 @@ import msgspec
 from harness.jsonform import to_json
 from harness.plural import counted
 from harness.report.wording import place, printable, wrapped
-from harness.studies.target_check import Built, Ran, TargetReport
+from harness.studies.target_check import Built, TargetReport, TargetRun
 from harness.verdict import ExitCode, Finding, Verdict
 
 WIDTH = 60
@@ -54,7 +54,7 @@ def target_json(report: TargetReport) -> bytes:
 
 def problems_of(report: TargetReport) -> tuple[Problem, ...]:
     """What has to be mended, each thing once: first what says how, then what may be an effect of it."""
-    groups: dict[tuple[str, str | None], list[tuple[Ran, Finding]]] = {}
+    groups: dict[tuple[str, str | None], list[tuple[TargetRun, Finding]]] = {}
     for run in report.runs:
         for finding in run.findings if run.refused is None else ():
             groups.setdefault((finding.check, finding.fix), []).append((run, finding))
@@ -65,7 +65,7 @@ def problems_of(report: TargetReport) -> tuple[Problem, ...]:
     return tuple(sorted(problems, key=lambda problem: problem.likely_effect))
 
 
-def _problem(shown: Sequence[tuple[Ran, Finding]], explained: set[str], *, alone: bool) -> Problem:
+def _problem(shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], *, alone: bool) -> Problem:
     first = shown[0][1]
     cases = tuple(dict.fromkeys(run.case_id for run, _ in shown))
     return Problem(
@@ -101,7 +101,7 @@ def _layouts(report: TargetReport) -> str:
     return _table([("layout", "recipe", "dtype", ""), *rows])
 
 
-def _ended(run: Ran) -> str:
+def _ended(run: TargetRun) -> str:
     if run.refused is not None:
         return f"not supported: {run.refused}"
     if not run.findings and run.verdict.good:
@@ -162,9 +162,9 @@ def _checks(report: TargetReport) -> str:
     return "\n\n".join([_wrapped(said), *([_table(rows)] if rows[1:] else [])])
 
 
-def _reasons(name: str, runs: Sequence[Ran]) -> list[str]:
+def _reasons(name: str, runs: Sequence[TargetRun]) -> list[str]:
     """Why a check did not judge some runs, or a part of them; each reason once, with the runs it is about."""
-    found: dict[str, list[Ran]] = {}
+    found: dict[str, list[TargetRun]] = {}
     for run in runs:
         for each in run.not_judged:
             if each.check == name:
@@ -174,7 +174,7 @@ def _reasons(name: str, runs: Sequence[Ran]) -> list[str]:
     return [why if len(shown) == len(runs) else f"{_spelled(shown)}: {why}" for why, shown in found.items()]
 
 
-def _spelled(runs: Iterable[Ran]) -> str:
+def _spelled(runs: Iterable[TargetRun]) -> str:
     return ", ".join(f"{run.layout} {run.recipe} {run.dtype}" for run in runs)
 
 

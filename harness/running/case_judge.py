@@ -210,7 +210,7 @@ class _EvidenceReader:
 
     def golden(self, case: Case) -> Golden | None:
         family = family_id(case)
-        return _kept(self._goldens, family, lambda: find_golden(self.root, self.plan.hardware, family))
+        return _cached(self._goldens, family, lambda: find_golden(self.root, self.plan.hardware, family))
 
     def signature(self, case: Case) -> Signature | None:
         if not self._signatures or not needs_signature(case):
@@ -222,14 +222,14 @@ class _EvidenceReader:
 
     def parity_tolerance(self, case: Case) -> Tolerance | None:
         key = ("parity", parity_key(case, self.plan.numerics), case.train.steps)
-        return _kept(self._tolerances, key, lambda: parity_tolerance_for(case, self.root, self.plan.numerics))
+        return _cached(self._tolerances, key, lambda: parity_tolerance_for(case, self.root, self.plan.numerics))
 
     def tolerance(self, case: Case) -> Tolerance | None:
         key = ("loss", tolerance_key(case), case.train.steps, case.checks.loss_tolerance)
-        return _kept(self._tolerances, key, lambda: tolerance_for(case, self.root))
+        return _cached(self._tolerances, key, lambda: tolerance_for(case, self.root))
 
 
-def _kept(kept: dict[object, Evidence | None], key: object, read: Callable[[], Evidence]) -> Evidence | None:
+def _cached(kept: dict[object, Evidence | None], key: object, read: Callable[[], Evidence]) -> Evidence | None:
     """What was kept under the key, or is read and kept now; None where there is none."""
     if key not in kept:
         try:
@@ -256,10 +256,10 @@ def prepare_judge(
 def judge_of_any_case(project: Project, plan: Plan) -> CaseJudge:
     """The judge of cases that come one by one, run by this plan. Recorded faults explain nothing."""
     evidence = _EvidenceReader(project.root, plan, signatures=True)
-    return CaseJudge(_AsTheyCome(lambda name: _judged_by(parse_case_id(name), evidence, (), {})))
+    return CaseJudge(_JudgedByOnDemand(lambda name: _judged_by(parse_case_id(name), evidence, (), {})))
 
 
-class _AsTheyCome(dict[str, JudgedBy]):
+class _JudgedByOnDemand(dict[str, JudgedBy]):
     """What each case is judged by, by its id, made when it is asked for."""
 
     def __init__(self, make: Callable[[str], JudgedBy]) -> None:

@@ -67,7 +67,7 @@ def worst(seen: Sequence[Conditions]) -> Conditions:
     )
 
 
-class Watch:
+class ConditionsMonitor:
     """A context that looks at the machine every two seconds, because a GPU that waits says nothing of one that runs."""
 
     def __init__(self, device: Device) -> None:

@@ -47,7 +47,7 @@ class NotInstalled(Exception):
     """A version that cannot be installed; the text says why."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class NamedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """An environment under the name of its runs."""
 
     name: str
@@ -91,7 +91,7 @@ def python_over(path: Path, folder: Path) -> Path:
     return home / "bin" / "python"
 
 
-def run_at(place: Place, words: Sequence[str], folder: Path) -> RunDocument:
+def run_in_environment(place: NamedEnvironment, words: Sequence[str], folder: Path) -> RunDocument:
     """The results of `run` with these words in another environment, stored under the name of the place.
 
     What it says goes to where this process says it. Raises HarnessError where it ran nothing.

@@ -134,7 +134,7 @@ def open_executor(
         store = StoreProcess(RENDEZVOUS_PROGRAM, own_address(plan.address))
         return Executor(plan, Cluster(nodes, store), project.root)
     node = local_node(plan, project, note)
-    met = None if plan.meeting is None else StoreProcess(RENDEZVOUS_PROGRAM, plan.meeting.address[0])
+    met = None if plan.rendezvous is None else StoreProcess(RENDEZVOUS_PROGRAM, plan.rendezvous.address[0])
     return Executor(plan, Cluster([node, *others], met), project.root)
 
 
@@ -144,8 +144,8 @@ def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> Loc
     here = plan.capacity.nodes[0]
     leases = open_leases(project.lease_folder(), plan.device, here.slots, note)
     node = LocalNode(lambda preload: launch(plan.program, preload), leases, here, logs=plan.logs)
-    if plan.meeting is not None:
-        node.name = node_name(plan.meeting.node_rank, here.host)
+    if plan.rendezvous is not None:
+        node.name = node_name(plan.rendezvous.node_rank, here.host)
     return node
 
 
@@ -154,6 +154,6 @@ def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
     options = {"device": plan.device, "arithmetic": plan.arithmetic, "compile": compiles}
     if target != REFERENCE:
         options |= {"target": target, "path": os.pathsep.join(search_path(root))}
-        if plan.engine == "ray" or plan.meeting is not None:
+        if plan.engine == "ray" or plan.rendezvous is not None:
             options["source"] = own_source_digest(target, root)  # other nodes may have another one
     return options

@@ -12,7 +12,7 @@ from pathlib import Path
 from harness.engine.hardware import arithmetic_limits
 from harness.environment import Environment
 from harness.evidence.tree import tree_commit, tree_difference
-from harness.request import usual_arithmetic
+from harness.request import default_arithmetic
 from harness.running.plan import Plan
 from harness.running.target_source import own_source_digest
 from harness.sources import PACKAGES, installed_source
@@ -40,7 +40,7 @@ def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environm
         platform=f"{platform.system()} {platform.machine()}",
         engine=plan.engine,
         fabric=plan.fabric,
-        arithmetic="" if plan.arithmetic == usual_arithmetic(plan.device) else plan.arithmetic,
+        arithmetic="" if plan.arithmetic == default_arithmetic(plan.device) else plan.arithmetic,
         program=plan.program,
         commit=tree_commit(root),
         changes=hashlib.sha256(difference.encode()).hexdigest()[:16] if (difference := tree_difference(root)) else "",

@@ -35,7 +35,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return Patch(text=self.target, source=self.source)
 
     @property
-    def text_anywhere(self) -> str:
+    def text_with_absolute_path(self) -> str:
         """What means the same in any folder."""
         return self.text if self.text.startswith(PREFIX) else self.target
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from harness.engine.capacity import Capacity
-from harness.engine.joining import Meeting, gather, join
+from harness.engine.joining import Rendezvous, gather, join
 from harness.engine.remote import RemoteNode
 from harness.errors import HarnessError
 from harness.plural import counted
@@ -20,7 +20,7 @@ from harness.running.plan import Plan
 _OF_ONE_NODE = ("driver", "cpu", "threads", "limits", "platform", "commit", "changes")  # may differ between nodes
 
 
-def given_meeting(*, nnodes: int, node_rank: int, endpoint: str | None, timeout_s: float) -> Meeting | None:
+def parse_rendezvous(*, nnodes: int, node_rank: int, endpoint: str | None, timeout_s: float) -> Rendezvous | None:
     """What the options say, checked; None for one node. HarnessError where they do not fit together."""
     if nnodes == 1 and node_rank == 0 and endpoint is None:
         return None
@@ -34,9 +34,9 @@ def given_meeting(*, nnodes: int, node_rank: int, endpoint: str | None, timeout_
         raise HarnessError(
             f"there is no node {node_rank} of {nnodes}.", where="--node-rank", fix="number the nodes from 0 on."
         )
-    meeting = Meeting(nnodes=nnodes, node_rank=node_rank, endpoint=endpoint, timeout_s=timeout_s)
-    _ = meeting.address
-    return meeting
+    rendezvous = Rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=endpoint, timeout_s=timeout_s)
+    _ = rendezvous.address
+    return rendezvous
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,13 +54,13 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
 @contextmanager
 def joined(plan: Plan, project: Project, note: Callable[[str], None]) -> Iterator[Joined]:
     """All nodes of a plan, when they have come; they end with the block. HarnessError when one does not, or differs."""
-    if plan.meeting is None:
+    if plan.rendezvous is None:
         yield Joined(plan=plan)
         return
     if plan.engine == "ray":
         raise HarnessError("a Ray cluster has nodes of its own.", where="--nnodes", fix="drop it, or --engine ray.")
-    note(f"waits at {plan.meeting.endpoint} for {counted(plan.meeting.nnodes - 1, 'other node')}.")
-    others = gather(plan.meeting, _facts(plan, project))
+    note(f"waits at {plan.rendezvous.endpoint} for {counted(plan.rendezvous.nnodes - 1, 'other node')}.")
+    others = gather(plan.rendezvous, _facts(plan, project))
     capacity = Capacity(nodes=(*plan.capacity.nodes, *(node.capacity for node in others)))
     have = ", ".join(f"{each.host} with {counted(each.slots, 'slot')}" for each in capacity.nodes)
     note(f"{counted(len(capacity.nodes), 'node')}: {have}.")
@@ -74,8 +74,8 @@ def joined(plan: Plan, project: Project, note: Callable[[str], None]) -> Iterato
 
 def serve(plan: Plan, project: Project, note: Callable[[str], None]) -> int:
     """Run what node 0 asks for on this machine, until its run is over; returns the exit code of that run."""
-    assert plan.meeting is not None
-    return join(plan.meeting, local_node(plan, project, note), _facts(plan, project))
+    assert plan.rendezvous is not None
+    return join(plan.rendezvous, local_node(plan, project, note), _facts(plan, project))
 
 
 def _facts(plan: Plan, project: Project) -> Mapping[str, str]:

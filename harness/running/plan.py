@@ -15,7 +15,7 @@ import msgspec
 
 from harness.engine.capacity import Capacity, capacity_here
 from harness.engine.hardware import Device
-from harness.engine.joining import Meeting
+from harness.engine.joining import Rendezvous
 from harness.engine.ray_cluster import cluster_capacity, cluster_device
 from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError
@@ -23,7 +23,7 @@ from harness.evidence.hardware import hardware_classes
 from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.numerics import Numerics
-from harness.request import Arithmetic, Fabric, numerics_of, usual_arithmetic
+from harness.request import Arithmetic, Fabric, default_arithmetic, numerics_of
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import check_rank_packages, resolve_device
 from harness.store import RunOptions
@@ -70,7 +70,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str = ""  # that the user gave the run
     quarantined: Mapping[str, str] = {}  # by case id: until when, by whom and why
     given: RunOptions = RunOptions()  # what a rerun repeats
-    meeting: Meeting | None = None  # with the other nodes; None where there are none
+    rendezvous: Rendezvous | None = None  # with the other nodes; None where there are none
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 
     @property
@@ -111,17 +111,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def command(self, case_id: str) -> str:
         """The one-line command that runs this case alone, the same way, for a POSIX shell."""
-        meeting, timeout_s = self.meeting, self.timeout_s
+        rendezvous, timeout_s = self.rendezvous, self.timeout_s
         options = (
             ("--root", self.root_option),
             ("--case", case_id),
             ("--device", None if self.device == "cpu" else self.device),
             ("--fabric", None if self.fabric == FABRICS[self.device][0] else self.fabric),
             ("--engine", None if self.engine == "zygote" else self.engine),
-            ("--arithmetic", None if self.arithmetic == usual_arithmetic(self.device) else self.arithmetic),
+            ("--arithmetic", None if self.arithmetic == default_arithmetic(self.device) else self.arithmetic),
             ("--address", None if self.address in ("", AUTO) else self.address),
-            ("--nnodes", None if meeting is None else str(meeting.nnodes)),
-            ("--rdzv-endpoint", None if meeting is None else meeting.endpoint),
+            ("--nnodes", None if rendezvous is None else str(rendezvous.nnodes)),
+            ("--rdzv-endpoint", None if rendezvous is None else rendezvous.endpoint),
             ("--timeout-s", None if timeout_s is None else str(timeout_s).removesuffix(".0")),
             *(("--inject", injection.text) for injection in self.injections),
         )
@@ -161,7 +161,7 @@ def make_plan(  # noqa: PLR0913  one parameter an option
         jobs=jobs * len(capacity.nodes),
         engine=engine,
         address=cluster,
-        arithmetic=arithmetic or usual_arithmetic(resolved),
+        arithmetic=arithmetic or default_arithmetic(resolved),
         program=program,
         injections=tuple(parse_injection(text) for text in injections),
         probes=PROBES,

@@ -19,7 +19,7 @@ import msgspec
 
 # After a stop the engine kills every rank and the threads only have to notice; this bounds the wait for them.
 _STOP_WAIT_S = 5.0
-_UNSEEN_SIGNAL_S = 0.1
+_SIGNAL_POLL_S = 0.1
 
 
 class HasRanks(Protocol):
@@ -32,28 +32,28 @@ class HasRanks(Protocol):
 
 Item = TypeVar("Item", bound=HasRanks)
 Result = TypeVar("Result")
-_Taken_contra = TypeVar("_Taken_contra", bound=HasRanks, contravariant=True)
-_Given_co = TypeVar("_Given_co", covariant=True)
-_Heard_contra = TypeVar("_Heard_contra", contravariant=True)
+_ItemT_contra = TypeVar("_ItemT_contra", bound=HasRanks, contravariant=True)
+_ResultT_co = TypeVar("_ResultT_co", covariant=True)
+_SeenT_contra = TypeVar("_SeenT_contra", contravariant=True)
 
 
-class Work(Protocol[_Taken_contra, _Given_co]):
+class Work(Protocol[_ItemT_contra, _ResultT_co]):
     """How one item is run. Both methods are called from several threads."""
 
-    def run(self, item: _Taken_contra, /) -> _Given_co | None:
+    def run(self, item: _ItemT_contra, /) -> _ResultT_co | None:
         """Run one item to its result; None when stopped before there was one."""
 
     def stop(self) -> None:
         """Start nothing any more and kill what runs."""
 
 
-class Observer(Protocol[_Taken_contra, _Heard_contra]):
+class Observer(Protocol[_ItemT_contra, _SeenT_contra]):
     """Who is told what happens, in the thread that called `run_schedule`."""
 
-    def started(self, item: _Taken_contra, /) -> None:
+    def started(self, item: _ItemT_contra, /) -> None:
         """A thread took up this item."""
 
-    def finished(self, result: _Heard_contra, /) -> None:
+    def finished(self, result: _SeenT_contra, /) -> None:
         """An item has its result."""
 
 
@@ -199,7 +199,7 @@ def _next(events: _Events[Result]) -> _Event[Result]:
     """
     while True:
         with contextlib.suppress(queue.Empty):
-            return events.get(timeout=_UNSEEN_SIGNAL_S)
+            return events.get(timeout=_SIGNAL_POLL_S)
 
 
 def _collect_ready(events: _Events[Result], results: list[Result | None], observer: Observer[Item, Result]) -> None:

@@ -54,7 +54,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return (DEFAULT_TIER,)
 
     @property
-    def words_anywhere(self) -> tuple[str, ...]:
+    def words_with_absolute_paths(self) -> tuple[str, ...]:
         """`words` with the budget, and with files that are found from any folder."""
         files = {text: str(Path(text).resolve()) for text in self.sources if Path(text).is_file()}
         budget = () if self.budget_s is None else ("--budget-s", f"{self.budget_s:g}")
@@ -86,13 +86,13 @@ def select_file(project: Project, path: Path) -> Selection:
     cases = [each.case for each in read_chosen(chosen)] if chosen.exists() else None
     file = read_case_file(path)
     key = msgspec.msgpack.encode((file, known, cases))
-    if key not in _SELECTED:
-        _SELECTED[key] = select(file, known=known, chosen=cases)
-    return _SELECTED[key]
+    if key not in _SELECTION_CACHE:
+        _SELECTION_CACHE[key] = select(file, known=known, chosen=cases)
+    return _SELECTION_CACHE[key]
 
 
 # Selections by what they are made of: a command asks for its tier up to three times, and nightly takes 0.7 s each.
-_SELECTED: dict[bytes, Selection] = {}
+_SELECTION_CACHE: dict[bytes, Selection] = {}
 
 
 def recorded_faults(project: Project) -> tuple[KnownFault, ...]:

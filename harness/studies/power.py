@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import msgspec
 
-from harness.checks.assembly import assemble, nan_is_worst, relative_distance
+from harness.checks.assembly import assemble, nan_as_inf, relative_distance
 from harness.checks.judge import Judgement
 from harness.engine.messages import JobStatus
 from harness.evidence.costs import read_costs
@@ -36,7 +36,7 @@ from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, trained_by
 from harness.running.witnesses import WitnessCache, open_witnesses
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
-from harness.studies.reach import NO_EFFECT, Reached, reached_in
+from harness.studies.reach import NO_EFFECT, FaultEffect, reached_in
 from harness.trace import Run
 from harness.verdict import Finding
 from harness.workflow import check_fits
@@ -118,13 +118,13 @@ class _Planting(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.fault.name if self.fault is not None else 'clean'} in {case_id(self.case)}"
 
 
-class _Tried(msgspec.Struct, frozen=True, kw_only=True):
+class _PlantingResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came out of a planting."""
 
     planting: _Planting
     result: CaseResult
     baseline: BaselineDetection
-    reached: Mapping[bool, Reached]  # by whether the run had the candidate fixes of a recorded fault
+    reached: Mapping[bool, FaultEffect]  # by whether the run had the candidate fixes of a recorded fault
 
     @property
     def fault(self) -> Fault | None:
@@ -145,7 +145,7 @@ class _TrialWork:
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
         self._cache = open_witnesses(project, plan, executor, progress.note, failing=True)
 
-    def run(self, planting: _Planting) -> _Tried | None:
+    def run(self, planting: _Planting) -> _PlantingResult | None:
         """Run the case with the fault; None when stopped before there was a result."""
         injections = () if planting.fault is None else (parse_injection(planting.fault.injection),)
         plan = msgspec.structs.replace(self._plan, injections=injections)
@@ -154,7 +154,7 @@ class _TrialWork:
         result = runner.run(planting.case)
         if result is None:
             return None
-        return _Tried(planting=planting, result=result, baseline=recording.baseline, reached=recording.reached)
+        return _PlantingResult(planting=planting, result=result, baseline=recording.baseline, reached=recording.reached)
 
     def stop(self) -> None:
         """Start nothing any more and kill what runs."""
@@ -171,7 +171,7 @@ class _TrialObserver:
         """A thread took up this planting."""
         self._progress.started(planting.name, planting.world_size)
 
-    def finished(self, tried: _Tried) -> None:
+    def finished(self, tried: _PlantingResult) -> None:
         """A planting has its result: a line only where a clean run fails or a fault is not detected."""
         result = tried.result
         expected = result.verdict.good == (tried.fault is None or tried.fault.equivalent is not None)
@@ -187,7 +187,7 @@ class _RecordingJudge:
         self.expectation = judge.expectation
         self.fixes = judge.fixes
         self.baseline = UNFINISHED
-        self.reached: dict[bool, Reached] = {}
+        self.reached: dict[bool, FaultEffect] = {}
         self._judge = judge
         self._golden = golden
 
@@ -221,7 +221,7 @@ def _worst_sqnr(run: Run, solo: Run) -> float | None:
     distances = [relative_distance(found[key], expected[key]) for key in keys]
     if not distances:
         return None
-    worst = max(map(nan_is_worst, distances))
+    worst = max(map(nan_as_inf, distances))
     return math.inf if worst == 0 else -20 * math.log10(worst)
 
 
@@ -236,7 +236,7 @@ def _checks(result: CaseResult) -> frozenset[str]:
     return frozenset(finding.check for finding in result.findings)
 
 
-def _trial(tried: _Tried, clean: _Tried | None) -> Trial:
+def _trial(tried: _PlantingResult, clean: _PlantingResult | None) -> Trial:
     """The trial, without the checks that fail in the clean run of the case too.
 
     What a record explains in a clean run is not ignored: it has limits.
@@ -254,7 +254,7 @@ def _trial(tried: _Tried, clean: _Tried | None) -> Trial:
         verdict=result.verdict,
         checks=tuple(sorted({finding.check for finding in findings})),
         first_step=min(steps, default=None),
-        excess=max(excesses, key=nan_is_worst, default=None),
+        excess=max(excesses, key=nan_as_inf, default=None),
         message=findings[0].message.splitlines()[0] if findings else "",
         baseline=tried.baseline,
         parity=result.measured.parity if result.measured is not None else None,
@@ -262,7 +262,7 @@ def _trial(tried: _Tried, clean: _Tried | None) -> Trial:
     )
 
 
-def _not_reached(tried: _Tried, clean: _Tried | None) -> str:
+def _not_reached(tried: _PlantingResult, clean: _PlantingResult | None) -> str:
     """Why a planting says nothing about the checks; empty where it does, and for a fault that must have no effect."""
     broken = next((reached.broken for reached in tried.reached.values() if reached.broken), "")
     if broken or clean is None or tried.fault is None or tried.fault.equivalent is not None:

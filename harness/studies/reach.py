@@ -15,14 +15,14 @@ _FAULTS = "harness/worker/faults/"
 NO_EFFECT = "every loss, gradient, operand, transfer and saved byte is that of the clean run"
 
 
-class Reached(msgspec.Struct, frozen=True, kw_only=True):
+class FaultEffect(msgspec.Struct, frozen=True, kw_only=True):
     """What tells a run with a fault from one without."""
 
     digest: str  # of everything that the ranks recorded, but for time and memory of the process
     broken: str = ""  # what the code of the fault itself raised
 
 
-def reached_in(run: Run) -> Reached:
+def reached_in(run: Run) -> FaultEffect:
     """What this run shows of a fault that was planted in it."""
     first = run.causes
     state = hashlib.sha256()
@@ -30,7 +30,7 @@ def reached_in(run: Run) -> Reached:
         state.update(msgspec.msgpack.encode(_comparable(trace)))
     for message in sorted({failure.message for failure in first}):
         state.update(message.encode())
-    return Reached(digest=state.hexdigest(), broken=next(filter(None, map(_raised_by_fault, first)), ""))
+    return FaultEffect(digest=state.hexdigest(), broken=next(filter(None, map(_raised_by_fault, first)), ""))
 
 
 def _comparable(trace: RankTrace) -> RankTrace:

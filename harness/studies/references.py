@@ -56,7 +56,7 @@ class SanityJudge:
         self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
     ) -> Judgement:
         """Passes runs that may become a golden or a noise sample."""
-        return judge(case, run, status, Witnesses(expect=Expectations(case)), among=_SANITY)
+        return judge(case, run, status, Witnesses(expect=Expectations(case)), checks=_SANITY)
 
 
 def needed_references(cases: Iterable[Case]) -> tuple[Case, ...]:

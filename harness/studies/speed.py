@@ -27,7 +27,7 @@ from harness.performance.mfu import tokens_per_device
 from harness.project import Project
 from harness.result import CaseResult, RunResult
 from harness.running.case_runner import CaseRunner
-from harness.running.conditions import Conditions, Watch
+from harness.running.conditions import Conditions, ConditionsMonitor
 from harness.running.executor import open_executor
 from harness.running.fingerprint import environment
 from harness.running.plan import Plan
@@ -132,7 +132,7 @@ class _Timing:
         seconds: list[Timed] = []
         for number in range(pairs):
             timed = {}
-            with Watch(self._plan.device) as watch:
+            with ConditionsMonitor(self._plan.device) as watch:
                 for each in (twin, case) if number % 2 == 0 else (case, twin):
                     result = self._run(each)
                     if not result.verdict.good:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from harness.engine.apart import RunsJobs
 from harness.engine.messages import Job, JobOutcome
+from harness.engine.unleased import JobRunner
 from harness.errors import HarnessError
 
 MAX_LOST = 8  # checks that may bring their ranks down before the rest is given up
@@ -28,20 +28,21 @@ AnyCheck = TypeVar("AnyCheck", bound=Check)
 Concluded = TypeVar("Concluded")
 
 
-def conclude_all(  # noqa: PLR0913  what two studies do differently
-    engine: RunsJobs,
+def run_surviving(  # noqa: PLR0913  what two studies do differently
+    engine: JobRunner,
     checks: Sequence[AnyCheck],
     *,
     job_of: Callable[[tuple[AnyCheck, ...]], Job],
     judge: Callable[[tuple[AnyCheck, ...], JobOutcome], Sequence[Concluded]],
-    lose: Callable[[AnyCheck, str], Concluded],
+    conclude_lost: Callable[[AnyCheck, str], Concluded],
     where: str,
     fix: str,
 ) -> list[Concluded]:
     """The conclusions on all checks, in order.
 
-    `job_of` makes the job that runs some of them, `judge` concludes on those of a job that ended well, `lose` on one
-    that brought its ranks down. Raises RanksFailed, with `where` and `fix`, when ranks fail outside of any check.
+    `job_of` makes the job that runs some of them, `judge` concludes on those of a job that ended well, and
+    `conclude_lost` on one that brought its ranks down. Raises RanksFailed, with `where` and `fix`, when ranks fail
+    outside of any check.
     """
     lost: dict[str, Concluded] = {}
     while True:
@@ -57,10 +58,10 @@ def conclude_all(  # noqa: PLR0913  what two studies do differently
         ranks = "rank" if job.world_size == 1 else "ranks"
         if culprit is None:
             raise RanksFailed(f"the {ranks} failed outside of any check: {outcome.message}", where=where, fix=fix)
-        lost[culprit.id] = lose(culprit, f"{outcome.status}: {outcome.message}")
+        lost[culprit.id] = conclude_lost(culprit, f"{outcome.status}: {outcome.message}")
         if len(lost) > MAX_LOST:
             message = f"not run: more than {MAX_LOST} other checks brought their {ranks} down"
-            lost |= {check.id: lose(check, message) for check in pending if check.id not in lost}
+            lost |= {check.id: conclude_lost(check, message) for check in pending if check.id not in lost}
 
 
 def _culprit(outcome: JobOutcome, checks: Sequence[AnyCheck]) -> AnyCheck | None:

@@ -47,7 +47,7 @@ TIMEOUT_S = 60.0  # of one tiny case; the slowest takes below 10 s on two busy c
 TARGET = "target"  # the `check` of findings of the questions here
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be checked. `base`: a case to take model, training and options from."""
 
     target: str
@@ -56,7 +56,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     base: Case | None = None
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True):
+class TargetRun(msgspec.Struct, frozen=True, kw_only=True):
     """One case as it was run. `refused`: the words in which the target says that it does not support the layout."""
 
     case_id: str
@@ -93,7 +93,7 @@ class TargetReport(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     target: str
     file: str
-    runs: tuple[Ran, ...]
+    runs: tuple[TargetRun, ...]
     built: tuple[Built, ...]
     notes: tuple[str, ...]
     software: dict[str, str]
@@ -119,14 +119,14 @@ def parse_layout(text: str) -> Layout:
     return case_from_axes(values).layout
 
 
-def cases_of(asked: Asked, *, device: str) -> tuple[Case, ...]:
+def cases_of(options: CheckOptions, *, device: str) -> tuple[Case, ...]:
     """The cases that are run, each once; those that a rule excludes only where their layout was asked for.
 
     Raises HarnessError for a layout that was asked for and that no case may have.
     """
-    base = asked.base or Case(train=Train(lr=4e-3))
-    recipe = asked.recipe or (base.float8.recipe if base.float8.enabled else DEFAULT_RECIPE)
-    layouts = asked.layouts or _layouts(asked.base)
+    base = options.base or Case(train=Train(lr=4e-3))
+    recipe = options.recipe or (base.float8.recipe if base.float8.enabled else DEFAULT_RECIPE)
+    layouts = options.layouts or _layouts(options.base)
     sharp: Dtype = "float64" if device == "cpu" else "float32"
     float8 = msgspec.structs.replace(base.float8, recipe=recipe)
     plan: list[tuple[Layout, Float8, Dtype]] = [(Layout(), Float8(), "bfloat16"), (Layout(), float8, sharp)]
@@ -134,12 +134,12 @@ def cases_of(asked: Asked, *, device: str) -> tuple[Case, ...]:
     plan += [] if first is None else [(first, Float8(), "bfloat16")]
     plan += [(layout, float8, sharp) for layout in layouts]
     plan += [] if first is None else [(first, float8, "bfloat16")]
-    cases = [_case(base, asked.target, *each) for each in dict.fromkeys(plan)]
+    cases = [_case(base, options.target, *each) for each in dict.fromkeys(plan)]
     for case in cases:
         for rule in exclusions(case):
             raise HarnessError(
                 f"rule {rule.name} excludes {case_id(case)}: {rule.reason}",
-                where=f"target {asked.target}",
+                where=f"target {options.target}",
                 fix="give another --layout or --case.",
             )
     return tuple({case_id(case): case for case in cases}.values())
@@ -156,19 +156,19 @@ def _case(base: Case, target: str, layout: Layout, float8: Float8, dtype: Dtype)
     return msgspec.structs.replace(base, target=target, layout=layout, float8=float8, train=train)
 
 
-def check_target(project: Project, asked: Asked, plan: Plan, progress: Progress) -> TargetReport:
+def check_target(project: Project, options: CheckOptions, plan: Plan, progress: Progress) -> TargetReport:
     """Run the cases and gather what they say. Raises HarnessError when the module is not there."""
-    check_targets([asked.target], project.root)
-    cases = cases_of(asked, device=plan.device)
+    check_targets([options.target], project.root)
+    cases = cases_of(options, device=plan.device)
     check_fits(cases, plan)
     judge = _TargetJudge(prepare_judge(project, cases, plan))
     plan = msgspec.structs.replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
     result = run_cases(project, cases, plan, judge, progress)
-    runs = tuple(_ran(case, each, judge) for case, each in zip(cases, result.results, strict=True))
+    runs = tuple(_target_run(case, each, judge) for case, each in zip(cases, result.results, strict=True))
     return TargetReport(
         schema=1,
-        target=asked.target,
-        file=target_file(asked.target, project.root),
+        target=options.target,
+        file=target_file(options.target, project.root),
         runs=_without_unsupported(runs, [each.run for each in result.results]),
         built=_built(cases, judge),
         notes=_notes(result.results),
@@ -261,9 +261,9 @@ def _scale(case: Case, run: Run) -> list[Finding]:
     return [] if found is None else [Finding(check=TARGET, message=found.what, step=1, fix=found.fix)]
 
 
-def _ran(case: Case, result: CaseResult, judge: _TargetJudge) -> Ran:
+def _target_run(case: Case, result: CaseResult, judge: _TargetJudge) -> TargetRun:
     seen = judge.seen.get(result.case_id)
-    return Ran(
+    return TargetRun(
         case_id=result.case_id,
         layout=layout_id(case.layout),
         recipe=case.float8.recipe,
@@ -279,7 +279,7 @@ def _ran(case: Case, result: CaseResult, judge: _TargetJudge) -> Ran:
     )
 
 
-def _without_unsupported(runs: tuple[Ran, ...], recorded: Sequence[Run | None]) -> tuple[Ran, ...]:
+def _without_unsupported(runs: tuple[TargetRun, ...], recorded: Sequence[Run | None]) -> tuple[TargetRun, ...]:
     """The runs, with those that the target refused by itself marked, where it works on one rank."""
     works = any(run.layout == "single" and run.verdict is not Verdict.CRASH for run in runs)
     if not works:

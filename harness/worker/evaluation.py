@@ -30,7 +30,7 @@ def evaluate(target: Target, batches: Sequence[Sequence[torch.Tensor]], step: in
     with _while_running(target):
         loss = require_loss(cast("Evaluates", target).evaluate(*batches))
     phase = f"the evaluation of step {step}"
-    STATE.look(phase)
+    STATE.record_changes(phase)
     changed = [fqn for fqn, module in target.model.named_modules() if module.training != modes.get(fqn)]
     if changed:
         before, after = ("on", "off") if modes[changed[0]] else ("off", "on")

@@ -25,7 +25,7 @@ from harness.worker.probes.probe import in_backward
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
-class InputWatch:
+class InputRecorder:
     """The integer tensors of every forward of the whole model, but for evaluations.
 
     `tokens`: of the whole run [steps, sequences, seq_len + 1]; `mine`: which sequences are meant for this rank.
@@ -39,9 +39,9 @@ class InputWatch:
         self._called = self._whole = True
         compiled = isinstance(model, OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None
         if not compiled:  # a hook would be compiled with it
-            model.register_forward_pre_hook(self._see, with_kwargs=True)
+            model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
 
-    def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _record_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or in_backward() or evaluating():
             return
         for leaf in tree_leaves((args, kwargs)):
@@ -61,7 +61,7 @@ class InputWatch:
             self._steps.append(_found(step, self._now, self._tokens[step - 1], self._mine))
         self._now = []
 
-    def follow(self, before: InputWatch) -> None:
+    def continue_from(self, before: InputRecorder) -> None:
         """Go on with the record of the model that was trained before."""
         self._steps = before._steps
         self._called, self._whole = before._called and self._called, before._whole and self._whole

@@ -48,17 +48,17 @@ def preload(options: Mapping[str, str]) -> None:
     name = module_of(options.get("target", REFERENCE))
     target = importlib.import_module(name)
     _check_source(name, options)
-    OBSTACLES.look(f"the import of {name}")
-    STATE.look("import")
+    OBSTACLES.record_new(f"the import of {name}")
+    STATE.record_changes("import")
     if on_cpu and options.get("warmup", "on") == "on":
         torch.set_num_threads(1)  # whatever the target has set: threads that have run stay until the fork
         warm_up(compiled=options.get("compile", "off") == "on")
     STATE.restart()
-    OBSTACLES.look("the warm-up")
+    OBSTACLES.record_new("the warm-up")
     if hasattr(target, "preload"):
         target.preload()
-        OBSTACLES.look(f"preload() of {name}")
-    STATE.look("import")
+        OBSTACLES.record_new(f"preload() of {name}")
+    STATE.record_changes("import")
 
 
 def _check_source(name: str, options: Mapping[str, str]) -> None:

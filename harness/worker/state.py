@@ -31,7 +31,7 @@ class GlobalState:
         """Forget what has changed since the last look: it was the harness."""
         self._last = _now()
 
-    def look(self, phase: str) -> None:
+    def record_changes(self, phase: str) -> None:
         """Keep what the target has changed in this phase."""
         now = _now()
         self._changes += [

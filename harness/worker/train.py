@@ -30,25 +30,25 @@ from harness.trace.resumed import Resumed
 from harness.worker import data
 from harness.worker.discovery import Digests, Discovery, parameter_digests
 from harness.worker.evaluation import evaluate
-from harness.worker.inputs import InputWatch
+from harness.worker.inputs import InputRecorder
 from harness.worker.noise import add_noise
 from harness.worker.probes.flops import FlopsProbe
 from harness.worker.probes.graphs import GraphProbe
 from harness.worker.probes.matmuls import ScaledMMCounter
 from harness.worker.probes.module_tensors import ModuleTensorProbe
 from harness.worker.probes.operands import OperandProbe
-from harness.worker.probes.own import own
 from harness.worker.probes.probe import ProbeFactory, ProbeSet
+from harness.worker.probes.probe_tensors import mark_owned
 from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.sketches import SketchProbe
 from harness.worker.probes.traffic import TrafficProbe
 from harness.worker.reduction import gradient_norm, squared_norm_share
 from harness.worker.resuming import hand_over
+from harness.worker.sequential_ranks import SequentialRanks
 from harness.worker.state import STATE
 from harness.worker.targets.contract import build_target, require_process_group, require_result
 from harness.worker.targets.statement import stated_by
 from harness.worker.targets.target import IGNORED, Target, World
-from harness.worker.turns import InTurns
 from harness.worker.weights import write_weights
 
 ReportPhase = Callable[[str], None]
@@ -79,7 +79,7 @@ class Prepared(NamedTuple):
     labels: torch.Tensor | None  # [steps, microbatches, local_batch, seq_len]; None where every token has one
     data_digest: str
     built: Digests  # the parameters as the target built them, where asked for
-    inputs: InputWatch
+    inputs: InputRecorder
 
     def batches(self, step: int) -> tuple[Sequence[torch.Tensor], ...]:
         """What the target is given in a step: microbatches, and their labels where the case ignores some."""
@@ -117,13 +117,13 @@ def train(  # noqa: PLR0913  what a request may ask for
         stated = stated_by(prepared.case, prepared.world) if "traffic" in probes else None
         if noise is not None:
             add_noise(prepared.target.model, noise)
-        STATE.look("build")
+        STATE.record_changes("build")
         discovery = _watch(prepared, watching)
         for step in range(1, len(prepared.tokens) + 1):
             report_phase(f"step {step}")
             watching.begin_step(step)
             steps.append(train_step(prepared, step, scaled_mm, watching))
-            STATE.look(f"step {step}")
+            STATE.record_changes(f"step {step}")
             discovery.end_step()
             prepared.inputs.end_step(step)
             if step == prepared.case.train.resumed_after:
@@ -131,7 +131,7 @@ def train(  # noqa: PLR0913  what a request may ask for
                 prepared, resumed = _resumed(prepared, case, step, folder)
                 discovery = _watch(prepared, watching)
                 gc.collect()  # what was trained before is gone, as in a new process
-                STATE.look(f"resuming after step {step}")
+                STATE.record_changes(f"resuming after step {step}")
     found = discovery.record()
     return RankTrace(
         rank=dist.get_rank(),
@@ -165,7 +165,7 @@ def _resumed(prepared: Prepared, case: Case, step: int, folder: Path | None) -> 
     assert folder is not None, "a run that is resumed has a folder"
     fresh = [prepare(each, prepared.world.device) for each in resumed_in(case)]
     resumed = hand_over(prepared.target, [each.target for each in fresh], folder, step=step)
-    fresh[-1].inputs.follow(prepared.inputs)
+    fresh[-1].inputs.continue_from(prepared.inputs)
     return fresh[-1]._replace(built=prepared.built), resumed
 
 
@@ -190,20 +190,20 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
     tokens = data.global_tokens(case)
     part = slice(None) if solo_witness else data.batch_slice(case, world.dp_rank)
     mine = tokens[:, part].reshape(len(tokens), microbatches, case.microbatch, -1)
-    given = given_tokens(mine, device)
+    given = tokens_of_rank(mine, device)
     return Prepared(
         case=built,
         world=world,
-        target=InTurns(target, case) if dp > 1 else target,
+        target=SequentialRanks(target, case) if dp > 1 else target,
         tokens=given,
         labels=None if case.train.ignored_tokens == "none" else _labels(case, given, part),
         data_digest=data.digest({"tokens": tokens, **weights}),
         built=digests,
-        inputs=InputWatch(target.model, tokens, part),
+        inputs=InputRecorder(target.model, tokens, part),
     )
 
 
-def given_tokens(tokens: data.Tokens, device: torch.device) -> torch.Tensor:
+def tokens_of_rank(tokens: data.Tokens, device: torch.device) -> torch.Tensor:
     """The tokens that this rank trains on, on its device."""
     return torch.from_numpy(tokens).to(device)
 
@@ -224,7 +224,7 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
 
     def see_gradients() -> None:
         watching.after_backward(target.model)
-        shares.append(own(squared_norm_share(target.model)))
+        shares.append(mark_owned(squared_norm_share(target.model)))
 
     with _BeforeFirstUpdate(see_gradients) as updates:
         result = target.step(*batches)

@@ -9,7 +9,7 @@ import subprocess
 from tests.acceptance.conftest import Command
 
 
-def meeting() -> tuple[str, ...]:
+def rendezvous() -> tuple[str, ...]:
     """The options of a command on two nodes with one slot each, but for --node-rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -24,7 +24,7 @@ def start_other(project: Command, *words: str) -> subprocess.Popen[str]:
 
 def test_cases_that_fit_on_no_node_run_on_both_and_both_exit_alike(project: Command) -> None:
     project.planted("bad", 1)
-    where = meeting()
+    where = rendezvous()
     command = ("run", "smoke", "bad", "--select", "dp_shard=2", *where)
     other = start_other(project, *command)
     done = project.call(*command, "--json", "out.json")
@@ -38,6 +38,6 @@ def test_cases_that_fit_on_no_node_run_on_both_and_both_exit_alike(project: Comm
 
 
 def test_without_the_other_node_nothing_runs(project: Command) -> None:
-    done = project.call("run", "smoke", *meeting(), "--rdzv-timeout-s", "0.5")
+    done = project.call("run", "smoke", *rendezvous(), "--rdzv-timeout-s", "0.5")
     assert done.returncode == 2
     assert "1 of 2 nodes did not come within 0.5 s: node rank 1." in done.stderr

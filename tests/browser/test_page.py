@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.document import run_document
-from harness.gate.gate import Terms, gate
+from harness.gate.gate import GatePolicy, gate
 from harness.matrix.caseid import case_id
 from harness.measured import CastRange, Curve, Measured, Sent
 from harness.performance.advice import advise
@@ -268,7 +268,7 @@ def decided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a gate: one case fails now, and one is gone."""
     good = [result(name, Verdict.PASSED) for name in IDS[:3]]
     before, after = make_document(*good), make_document(result(WRONG, Verdict.NUMERIC), good[0])
-    found = gate(before, after, Terms(now=datetime.datetime.now(datetime.UTC)), names=(HOSTILE, "v2"))
+    found = gate(before, after, GatePolicy(now=datetime.datetime.now(datetime.UTC)), names=(HOSTILE, "v2"))
     path = tmp_path_factory.mktemp("gate") / "report.html"
     path.write_bytes(html_report(after, front=gate_front(found, after)))
     return path

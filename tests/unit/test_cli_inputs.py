@@ -18,7 +18,7 @@ from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.census import count_cells
 from harness.matrix.space import spaces_of
 from harness.project import Project, find_project, is_case_file
-from harness.request import Arithmetic, usual_arithmetic
+from harness.request import Arithmetic, default_arithmetic
 from harness.running.injection import parse_injection
 from harness.running.machine import Device
 from harness.running.plan import FABRICS, PROBES, Plan, make_plan
@@ -118,7 +118,7 @@ def test_command_has_the_arithmetic_where_it_is_not_the_usual_one(
 ) -> None:
     plan = Plan(device=device, fabric=FABRICS[device][0], arithmetic=asked)
     assert plan.command("x") == f"fp8-harness run --case x{words}"
-    assert make_plan(device="cpu").arithmetic == "exact" and usual_arithmetic("cuda") == "kernel"
+    assert make_plan(device="cpu").arithmetic == "exact" and default_arithmetic("cuda") == "kernel"
     assert RunOptions(arithmetic=asked).words == ("--arithmetic", asked)
 
 

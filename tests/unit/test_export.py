@@ -9,10 +9,10 @@ import re
 
 import pytest
 
-from harness.bugs.export.bundle import settled
+from harness.bugs.export.bundle import fold_flags
 from harness.bugs.export.fault import exported_fault
-from harness.bugs.export.proof import told_by
-from harness.bugs.export.script import error_pattern, exported_case, script, telling
+from harness.bugs.export.proof import script_outcome
+from harness.bugs.export.script import error_pattern, exported_case, script, script_part
 from harness.checks.failure_signature import normalized
 from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
@@ -99,7 +99,7 @@ def test_scripts_of_recorded_faults_have_less_than_120_lines(case: str, signatur
     [(SCALES, "gradients"), (CRASH, "crash"), (MISMATCH, "mismatch"), (SCATTERED, "scattered")],
 )
 def test_each_kind_of_failure_is_told_in_its_own_way(signature: FailureSignature, tells: str) -> None:
-    assert telling(signature) == tells
+    assert script_part(signature) == tells
 
 
 def test_a_script_has_only_what_the_case_has() -> None:
@@ -177,8 +177,8 @@ def test_the_pattern_of_an_error_finds_it_with_other_numbers() -> None:
 def test_flags_are_decided() -> None:
     choices = "    if A:\n        y = 1 if B else 2\n    else:\n        y = 3\n    if A or x:\n        y += 1\n"
     source = f"def f(x):\n{choices}    return y\n"
-    assert settled(source, {"A": True, "B": False}) == "def f(x):\n    y = 2\n    y += 1\n    return y\n"
-    assert "y = 3\n    if x:\n" in settled(source, {"A": False, "B": False})
+    assert fold_flags(source, {"A": True, "B": False}) == "def f(x):\n    y = 2\n    y += 1\n    return y\n"
+    assert "y = 3\n    if x:\n" in fold_flags(source, {"A": False, "B": False})
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_flags_are_decided() -> None:
     ],
 )
 def test_what_a_script_told(output: str, told: str) -> None:
-    assert told_by(output).told == told
+    assert script_outcome(output).told == told
 
 
 def test_a_planted_fault_becomes_a_file() -> None:

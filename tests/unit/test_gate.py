@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from harness.document import RunDocument
 from harness.environment import Environment
-from harness.gate.gate import Gate, NothingCompared, Terms, gate
+from harness.gate.gate import Gate, GatePolicy, NothingCompared, gate
 from harness.gate.reason import Allowance, Kind, Reason
 from harness.matrix.quarantine import Quarantine
 from harness.matrix.required import Required
@@ -33,7 +33,7 @@ from tests.builders import (
 
 CASE, OTHER, TWIN = "tp2-rowwise-v2048-s2-b16", "fsdp2-tensorwise-v2048-s2-b16", "tp2-bf16-v2048-s2-b16"
 NOW = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
-TERMS = Terms(now=NOW)
+TERMS = GatePolicy(now=NOW)
 SIGNATURE = FailureSignature(kind="parity", what="gradients differ", where=("wq",), first_step=1)
 GOOD = make_measured()
 
@@ -55,7 +55,7 @@ def known(*faults: str) -> CaseResult:
     return result(verdict=Verdict.KNOWN, expectation=", ".join(faults))
 
 
-def held(before: Sequence[CaseResult], after: Sequence[CaseResult], terms: Terms = TERMS, **changes: Any) -> Gate:
+def held(before: Sequence[CaseResult], after: Sequence[CaseResult], terms: GatePolicy = TERMS, **changes: Any) -> Gate:
     return gate(make_document(*before), make_document(*after, **changes), terms)
 
 

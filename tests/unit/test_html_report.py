@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from harness.document import RunDocument, run_document
 from harness.environment import Environment
-from harness.gate.gate import Gate, Terms, gate
+from harness.gate.gate import Gate, GatePolicy, gate
 from harness.matrix.coverage import coverage
 from harness.measured import Curve, Measured, Sent
 from harness.report.html.gate import gate_front
@@ -236,7 +236,7 @@ def a_gate(reason: str = "far", *, names: tuple[str, str] = ("v1", "v2")) -> tup
         make_result(ids[1], measured=make_measured(saved_bytes=9)),
         environment=Environment(device="cpu", packages={"torch": f"v{reason}"}),
     )
-    return gate(before, after, Terms(now=datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)), names=names), after
+    return gate(before, after, GatePolicy(now=datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)), names=names), after
 
 
 def test_the_front_of_a_gate_has_every_reason_in_order() -> None:

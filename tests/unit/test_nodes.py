@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.engine.joining import Meeting
+from harness.engine.joining import Rendezvous
 from harness.errors import HarnessError
-from harness.running.nodes import given_meeting
+from harness.running.nodes import parse_rendezvous
 from harness.running.plan import make_plan
 from tests.builders import make_case
 
@@ -14,12 +14,12 @@ AT = "node-0:29400"
 
 
 def test_without_the_options_there_is_one_node() -> None:
-    assert given_meeting(nnodes=1, node_rank=0, endpoint=None, timeout_s=600) is None
+    assert parse_rendezvous(nnodes=1, node_rank=0, endpoint=None, timeout_s=600) is None
 
 
 def test_both_options_make_a_meeting() -> None:
-    found = given_meeting(nnodes=2, node_rank=1, endpoint=AT, timeout_s=600)
-    assert found == Meeting(nnodes=2, node_rank=1, endpoint=AT, timeout_s=600)
+    found = parse_rendezvous(nnodes=2, node_rank=1, endpoint=AT, timeout_s=600)
+    assert found == Rendezvous(nnodes=2, node_rank=1, endpoint=AT, timeout_s=600)
     assert found.address == ("node-0", 29400)
 
 
@@ -35,7 +35,7 @@ def test_both_options_make_a_meeting() -> None:
 )
 def test_options_that_do_not_fit_are_told(nnodes: int, node_rank: int, endpoint: str | None, told: str) -> None:
     with pytest.raises(HarnessError, match=told):
-        given_meeting(nnodes=nnodes, node_rank=node_rank, endpoint=endpoint, timeout_s=600)
+        parse_rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=endpoint, timeout_s=600)
 
 
 def test_the_ranks_of_a_program_of_ones_own_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from harness.engine.ray_actor import NodeFacts
 from harness.engine.ray_cluster import check_alike, slots_of
 from harness.engine.ray_connection import RayMachine
 from harness.engine.ray_group import bundle
-from harness.engine.ray_node import said
+from harness.engine.ray_node import ray_message
 from harness.errors import HarnessError
 
 GPUS = RayMachine(name="b", node_id="2", cpus=32, gpus=8)
@@ -70,5 +70,5 @@ def test_cpus_may_differ_under_gpus_only() -> None:
 
 def test_of_an_exception_on_a_node_the_last_line_is_told() -> None:
     remote = "ray::NodeActor.slots()\n  File \"x.py\", line 1\nModuleNotFoundError: No module named 'harness'\n"
-    assert said(RuntimeError(remote)) == "ModuleNotFoundError: No module named 'harness'"
-    assert said(RuntimeError("The actor died.\n\tadvice")) == "The actor died."
+    assert ray_message(RuntimeError(remote)) == "ModuleNotFoundError: No module named 'harness'"
+    assert ray_message(RuntimeError("The actor died.\n\tadvice")) == "The actor died."

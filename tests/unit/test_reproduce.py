@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from harness.bugs.asked import Asked
+from harness.bugs.named_case import NamedCase
 from harness.bugs.reproduce import Reproduced, reproduced
-from harness.bugs.trials import Tried
+from harness.bugs.trials import TrialResult
 from harness.matrix.bugfile import Bug, BugFile
 from harness.report.bugs import reproduced_text
 from harness.verdict import FailureSignature, Verdict
@@ -22,8 +22,8 @@ BUG: dict[str, Any] = {"title": "t", "link": "l", "status": "live", "symptom": "
 
 def ask(seen: FailureSignature | None, verdict: Verdict = Verdict.INVARIANT, /, **bug: Any) -> Reproduced:
     file = BugFile(id="ao-1", where="ao-1.toml", bug=Bug(**(BUG | bug)), case=CASE, full_size={"tp": 8})
-    found = Tried(case_id="tp2", verdict=verdict, signature=seen, message="it says so", cpu_s=1.0)
-    return reproduced(Asked(CASE, file), found, installed={"torch": "2.13.0"}, device="a GPU")
+    found = TrialResult(case_id="tp2", verdict=verdict, signature=seen, message="it says so", cpu_s=1.0)
+    return reproduced(NamedCase(CASE, file), found, installed={"torch": "2.13.0"}, device="a GPU")
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_exit_codes(found: FailureSignature | None, verdict: Verdict, code: int,
 
 
 def test_without_a_bug_any_failure_is_one() -> None:
-    found = Tried(case_id="tp2", verdict=Verdict.CRASH, signature=CRASH, message="", cpu_s=1.0)
-    assert reproduced(Asked(CASE, None), found, installed={}, device="").answer == "reproduced"
-    other = reproduced(Asked(CASE, None), found, installed={}, device="", like=SCALES)
+    found = TrialResult(case_id="tp2", verdict=Verdict.CRASH, signature=CRASH, message="", cpu_s=1.0)
+    assert reproduced(NamedCase(CASE, None), found, installed={}, device="").answer == "reproduced"
+    other = reproduced(NamedCase(CASE, None), found, installed={}, device="", like=SCALES)
     assert other.answer == "another failure"
 
 

@@ -30,7 +30,7 @@ from harness.matrix.faults import all_faults
 from harness.report.evidence import headline, ring_markdown
 from harness.studies.kill_matrix import Power
 from harness.studies.rings.possible import doubts, memory_words, obstacle
-from harness.studies.rings.proof import items_of, usual_faults
+from harness.studies.rings.proof import default_faults, items_of
 from harness.trace.facts import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
 from tests.builders import make_trial
@@ -218,6 +218,6 @@ def test_a_fault_must_be_found_where_it_can_be_and_clean_runs_must_pass() -> Non
 
 
 def test_a_rehearsal_plants_one_fault_of_every_class() -> None:
-    few = usual_faults("cpu")
+    few = default_faults("cpu")
     assert len({fault.group for fault in few}) == len(few) == len({fault.group for fault in all_faults().values()})
-    assert usual_faults("cuda") == tuple(all_faults().values())
+    assert default_faults("cuda") == tuple(all_faults().values())

@@ -48,10 +48,10 @@ def test_every_case_is_in_one_shard_whatever_the_order(prices: list[Price], coun
 @given(PRICES, st.integers(1, 6))
 def test_no_shard_has_more_to_do_than_its_share_and_one_case(prices: list[Price], count: int) -> None:
     price = pricing(prices)
-    total_s = sum(each.beyond(()) for each in prices)
+    total_s = sum(each.extra_s(()) for each in prices)
     for part in shards(cases(len(prices)), count, price):
         own_s = sum(price(case).own_s for case in cases(len(prices)) if case_id(case) in part)
-        assert own_s <= total_s / count + max(each.beyond(()) for each in prices) + 1e-9
+        assert own_s <= total_s / count + max(each.extra_s(()) for each in prices) + 1e-9
 
 
 def test_one_dear_case_has_a_shard_of_its_own() -> None:

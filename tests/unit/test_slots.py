@@ -86,7 +86,7 @@ def test_a_lost_node_is_not_waited_for() -> None:
         held.enter_context(table.taken(3, one_node=True))
         waiting = threads.submit(lambda: held.enter_context(table.taken(4, one_node=True)))
         wait_until(lambda: table.waiting == 1)
-        table.lose("b")
+        table.drop_node("b")
         with pytest.raises(HarnessError, match="there are only 2"):
             waiting.result(5)
     with table.taken(2, one_node=True) as placement:

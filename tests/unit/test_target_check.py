@@ -9,13 +9,13 @@ import pytest
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id
 from harness.report.target import WIDTH, problems_of, target_exit_code, target_text
-from harness.studies.target_check import Asked, Ran, TargetReport, cases_of, parse_layout, refusal_words
+from harness.studies.target_check import CheckOptions, TargetReport, TargetRun, cases_of, parse_layout, refusal_words
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import make_case, make_failure
 
 
 def ids(**asked: Any) -> list[str]:
-    cases = cases_of(Asked(target="mine", **asked), device=asked.pop("device", "cpu"))
+    cases = cases_of(CheckOptions(target="mine", **asked), device=asked.pop("device", "cpu"))
     return [case_id(case).removeprefix("target.mine-").replace("-v2048-lr0.004", "") for case in cases]
 
 
@@ -45,7 +45,7 @@ def test_a_case_gives_model_and_options() -> None:
 
 
 def test_no_float64_on_a_gpu() -> None:
-    assert not any(case.train.dtype == "float64" for case in cases_of(Asked(target="mine"), device="cuda"))
+    assert not any(case.train.dtype == "float64" for case in cases_of(CheckOptions(target="mine"), device="cuda"))
 
 
 @pytest.mark.parametrize("text", ["rowwise", "fdsp2", "f64"])
@@ -82,7 +82,7 @@ def test_only_a_raise_of_the_target_itself_in_build_is_a_refusal() -> None:
     assert refusal_words([fault]) is None
 
 
-def ran(layout: str = "single", *findings: Finding, **changes: Any) -> Ran:
+def ran(layout: str = "single", *findings: Finding, **changes: Any) -> TargetRun:
     values: dict[str, Any] = {
         "case_id": f"{layout}-id",
         "layout": layout,
@@ -97,10 +97,10 @@ def ran(layout: str = "single", *findings: Finding, **changes: Any) -> Ran:
         "command": "fp8-harness run --case x",
         "seconds": 1.0,
     }
-    return Ran(**{**values, **changes})
+    return TargetRun(**{**values, **changes})
 
 
-def report(*runs: Ran) -> TargetReport:
+def report(*runs: TargetRun) -> TargetReport:
     return TargetReport(
         schema=1,
         target="mine",

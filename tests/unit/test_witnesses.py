@@ -236,8 +236,8 @@ def test_threads_that_need_one_witness_run_it_once(tmp_path: Path) -> None:
 
 
 def test_threads_that_need_different_witnesses_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    meeting = threading.Barrier(2, timeout=20)
-    found = cache(FakeExecutor(ok(), before=meeting.wait), tmp_path)
+    rendezvous = threading.Barrier(2, timeout=20)
+    found = cache(FakeExecutor(ok(), before=rendezvous.wait), tmp_path)
     with ThreadPoolExecutor(2) as threads:
         solo, twin = threads.submit(found.solo, CASE), threads.submit(found.twin, CASE)
         assert solo.result() is not None and twin.result() is not None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.engine.apart import apart
+from harness.engine.unleased import unleased_cluster
 from harness.running.injection import parse_injection
 from harness.studies.conformance.fixed import select_checks
 from harness.studies.conformance.judge import Conclusion
@@ -25,7 +25,7 @@ Run = Callable[..., dict[str, Conclusion]]
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Ask checks, with a fault planted or not; conclusions by id."""
-    with apart(PROGRAM, 4) as engine:
+    with unleased_cluster(PROGRAM, 4) as engine:
 
         def ask(checks: Sequence[OperatorCheck], fault: str | None = None) -> dict[str, Conclusion]:
             injections = [parse_injection(f"{FAULTS}:{fault}").patch] if fault else []

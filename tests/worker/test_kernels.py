@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.engine.apart import apart
+from harness.engine.unleased import unleased_cluster
 from harness.running.injection import parse_injection
 from harness.studies.kernels.bound import Accumulator
 from harness.studies.kernels.fixed import refusal_checks, value_checks
@@ -29,7 +29,7 @@ Run = Callable[..., dict[str, KernelConclusion]]
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Run checks on the CPU, with a wrong kernel or without; conclusions by id."""
-    with apart(PROGRAM, 1) as cluster:
+    with unleased_cluster(PROGRAM, 1) as cluster:
 
         def ask(
             checks: tuple[KernelCheck, ...], accumulator: Accumulator = "tensor_core", *, fault: str = ""

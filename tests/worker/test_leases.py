@@ -102,7 +102,7 @@ def test_other_processes_count_and_death_frees(tmp_path: Path) -> None:
 
 
 def test_who_holds_slots_that_are_waited_for_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.engine.leases._TOLD_AFTER_S", 0.05)
+    monkeypatch.setattr("harness.engine.leases._NOTICE_AFTER_S", 0.05)
     told: list[str] = []
     leases = Leases(tmp_path, 4, note=told.append)
     holder = start_holder(tmp_path, 3)

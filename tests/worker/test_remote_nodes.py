@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from harness.engine.capacity import capacity_here
 from harness.engine.cluster import Cluster
-from harness.engine.joining import Meeting, gather, join
+from harness.engine.joining import Rendezvous, gather, join
 from harness.engine.leases import Leases
 from harness.engine.messages import Job, JobOutcome
 from harness.engine.node import LocalNode, Runner
@@ -33,9 +33,9 @@ FACTS = {"torch": "2.13.0"}
 CONTROLLER = """
 import sys
 from pathlib import Path
-from tests.worker.test_remote_nodes import local_node, meeting, run_job, ZygoteEngine, FACTS, gather
+from tests.worker.test_remote_nodes import local_node, rendezvous, run_job, ZygoteEngine, FACTS, gather
 port, folder = int(sys.argv[1]), Path(sys.argv[2])
-run_job(local_node(ZygoteEngine, folder), gather(meeting(port, 0), FACTS), {"*": "sleep"})
+run_job(local_node(ZygoteEngine, folder), gather(rendezvous(port, 0), FACTS), {"*": "sleep"})
 """
 
 
@@ -44,8 +44,8 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def meeting(port: int, node_rank: int, *, timeout_s: float = 20.0) -> Meeting:
-    return Meeting(nnodes=2, node_rank=node_rank, endpoint=f"127.0.0.1:{port}", timeout_s=timeout_s)
+def rendezvous(port: int, node_rank: int, *, timeout_s: float = 20.0) -> Rendezvous:
+    return Rendezvous(nnodes=2, node_rank=node_rank, endpoint=f"127.0.0.1:{port}", timeout_s=timeout_s)
 
 
 def local_node(engine: Callable[..., Runner], folder: Path) -> LocalNode:
@@ -73,8 +73,8 @@ class Pair:
         port = free_port()
         self.threads = ThreadPoolExecutor(1)
         self.mine, self.other = local_node(engine, folder / "0"), local_node(engine, folder / "1")
-        self.served: Future[int] = self.threads.submit(join, meeting(port, 1), self.other, FACTS)
-        self.others = gather(meeting(port, 0), FACTS)
+        self.served: Future[int] = self.threads.submit(join, rendezvous(port, 1), self.other, FACTS)
+        self.others = gather(rendezvous(port, 0), FACTS)
 
     def run(self, ways: dict[str, str], *, deadline_s: float = 60.0) -> JobOutcome:
         return run_job(self.mine, self.others, ways, deadline_s=deadline_s)
@@ -139,7 +139,7 @@ def test_a_controller_that_dies_ends_the_ranks_of_other_nodes(tmp_path: Path) ->
     controller = start_python("-c", CONTROLLER, str(port), str(tmp_path / "0"))
     node = local_node(ZygoteEngine, tmp_path / "1")
     with ThreadPoolExecutor(1) as threads:
-        served = threads.submit(join, meeting(port, 1, timeout_s=60), node, FACTS)
+        served = threads.submit(join, rendezvous(port, 1, timeout_s=60), node, FACTS)
         while not list((tmp_path / "1").glob("*/rank3.log")):
             assert not served.done(), served.exception()
             time.sleep(0.05)
@@ -152,12 +152,12 @@ def test_a_controller_that_dies_ends_the_ranks_of_other_nodes(tmp_path: Path) ->
 def test_a_node_that_never_comes_is_named() -> None:
     port = free_port()
     with pytest.raises(HarnessError, match=r"1 of 2 nodes did not come within 0.1 s: node rank 1\."):
-        gather(meeting(port, 0, timeout_s=0.1), FACTS)
+        gather(rendezvous(port, 0, timeout_s=0.1), FACTS)
 
 
 def test_a_controller_that_never_comes_is_told(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match=r"nobody answered within 0\.1 s"):
-        join(meeting(free_port(), 1, timeout_s=0.1), local_node(ZygoteEngine, tmp_path), FACTS)
+        join(rendezvous(free_port(), 1, timeout_s=0.1), local_node(ZygoteEngine, tmp_path), FACTS)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,11 @@ def test_a_node_that_does_not_fit_is_refused_on_both_sides(
 ) -> None:
     port = free_port()
     node = local_node(ZygoteEngine, tmp_path)
-    other = replace(meeting(port, 1), node_rank=node_rank)
+    other = replace(rendezvous(port, 1), node_rank=node_rank)
     with ThreadPoolExecutor(1) as threads:
         served = threads.submit(join, other, node, facts)
         with pytest.raises(HarnessError, match=told):
-            gather(meeting(port, 0), FACTS)
+            gather(rendezvous(port, 0), FACTS)
         with pytest.raises(HarnessError, match=told):
             served.result(5)
 
@@ -181,7 +181,7 @@ def test_a_node_that_does_not_fit_is_refused_on_both_sides(
 def test_a_stranger_at_the_port_does_no_harm() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as threads:
-        gathered = threads.submit(gather, meeting(port, 0, timeout_s=1), FACTS)
+        gathered = threads.submit(gather, rendezvous(port, 0, timeout_s=1), FACTS)
         time.sleep(0.2)
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -192,4 +192,4 @@ def test_a_stranger_at_the_port_does_no_harm() -> None:
 @pytest.mark.parametrize("endpoint", ["node-0", "node-0:", ":29400", "node-0:0", "node-0:99999", ""])
 def test_an_endpoint_has_a_host_and_a_port(endpoint: str) -> None:
     with pytest.raises(HarnessError, match=r"is no HOST:PORT"):
-        replace(meeting(1, 0), endpoint=endpoint).address  # noqa: B018
+        replace(rendezvous(1, 0), endpoint=endpoint).address  # noqa: B018

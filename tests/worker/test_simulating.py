@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from harness.engine.apart import RunsJobs, apart
 from harness.engine.messages import Job, JobOutcome
+from harness.engine.unleased import JobRunner, unleased_cluster
 from harness.matrix.case import Case
 from harness.matrix.known import read_known
 from harness.performance import models
@@ -21,8 +21,8 @@ KNOWN = read_known(Path(__file__).parents[2] / "cases" / "known.toml")
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[RunsJobs]:
-    with apart(PROGRAM, 2) as opened:
+def engine() -> Iterator[JobRunner]:
+    with unleased_cluster(PROGRAM, 2) as opened:
         yield opened
 
 
@@ -30,7 +30,7 @@ def case_of(name: str, **axes: object) -> Case:
     return models.training(models.MODELS[name], **{"layers": 2, **axes})
 
 
-def held(engine: RunsJobs, case: Case) -> Verification:
+def held(engine: JobRunner, case: Case) -> Verification:
     return verify(engine, case, (0, case.world_size - 1), KNOWN)
 
 
@@ -43,19 +43,19 @@ def held(engine: RunsJobs, case: Case) -> Verification:
     ],
     ids=["8b", "rowwise", "hsdp"],
 )
-def test_64_ranks(engine: RunsJobs, case: Case) -> None:
+def test_64_ranks(engine: JobRunner, case: Case) -> None:
     found = held(engine, case)
     assert found.compared and not found.differing, found.differing
     assert not any(each.known for each in found.compared)
     assert all(0.99 < peak < 1.3 for peak in found.peaks)
 
 
-def test_a_misaligned_matmul_is_refused_as_on_a_gpu(engine: RunsJobs) -> None:
+def test_a_misaligned_matmul_is_refused_as_on_a_gpu(engine: JobRunner) -> None:
     found = held(engine, case_of("debugmodel", tp=2, dp_shard=4, recipe="tensorwise", seq_len=2056))
     assert [(each.what, each.formula, each.found) for each in found.compared] == [("refusals", 1, 1)] * 2
 
 
-def test_a_recorded_fault_explains_its_difference(engine: RunsJobs) -> None:
+def test_a_recorded_fault_explains_its_difference(engine: JobRunner) -> None:
     options = {"tp": 2, "dp_shard": 4, "recipe": "tensorwise", "fp8_all_gather": True}
     found = verify(engine, case_of("debugmodel", **options), (0,), KNOWN)
     assert not found.differing
@@ -66,7 +66,7 @@ def test_a_recorded_fault_explains_its_difference(engine: RunsJobs) -> None:
 class _Filtering:
     """An engine whose ranks convert no wo, whatever is asked of them."""
 
-    def __init__(self, engine: RunsJobs) -> None:
+    def __init__(self, engine: JobRunner) -> None:
         self._engine = engine
 
     def run(self, job: Job) -> JobOutcome:
@@ -76,7 +76,7 @@ class _Filtering:
         return self._engine.run(replace(job, payload=msgspec.msgpack.encode(other)))
 
 
-def test_what_is_not_as_the_formulas_say_differs(engine: RunsJobs) -> None:
+def test_what_is_not_as_the_formulas_say_differs(engine: JobRunner) -> None:
     case = case_of("debugmodel", tp=2, dp_shard=4, recipe="tensorwise")
     differing = {each.what for each in verify(_Filtering(engine), case, (0,)).differing}
     assert "calls of all_reduce (max) in float64 along tp" in differing
@@ -87,6 +87,6 @@ def test_what_is_not_as_the_formulas_say_differs(engine: RunsJobs) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["llama3-70b", "llama3-405b"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_4096_ranks(engine: RunsJobs, name: str, recipe: str) -> None:
+def test_4096_ranks(engine: JobRunner, name: str, recipe: str) -> None:
     found = held(engine, case_of(name, tp=8, dp_shard=512, recipe=recipe, checkpointing="full", layers=4))
     assert found.compared and not found.differing, found.differing

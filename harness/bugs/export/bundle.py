@@ -23,7 +23,7 @@ _LENGTH = 120  # of a line
 _WIDTH = 110  # of a list of imports
 
 
-class Reached(HarnessError):
+class NotBundled(HarnessError):
     """A definition needs a module that cannot be copied."""
 
 
@@ -31,14 +31,14 @@ def bundle(module: str, name: str, given: Mapping[str, object], *, limits: tuple
     """Imports, constants and definitions that function `name` of `module` needs, itself last.
 
     `given` has the values of the names of the module `…given`: flags (bool) decide, the others become constants.
-    Raises `Reached` where it needs a module whose dotted name starts with one of `limits`.
+    Raises `NotBundled` where it needs a module whose dotted name starts with one of `limits`.
     """
     found = _Bundle(given, limits)
     found.add(module, name)
     return found.text()
 
 
-def settled(source: str, flags: Mapping[str, bool]) -> str:
+def fold_flags(source: str, flags: Mapping[str, bool]) -> str:
     """The source with every `if FLAG:`, `a if FLAG else b`, `not FLAG` and `FLAG or a` decided."""
     while flags and (choices := sorted(_choices(ast.parse(source), flags), key=_place)):
         text = source.encode()  # columns of a syntax tree count bytes
@@ -103,7 +103,7 @@ class _Source:
     """The top level of one module: text and place of what it defines, and where it imports from."""
 
     def __init__(self, module: str, flags: Mapping[str, bool]) -> None:
-        self.text = settled(_text(module), flags)
+        self.text = fold_flags(_text(module), flags)
         self._lines = self.text.splitlines()
         self.definitions: dict[str, ast.stmt] = {}
         self.imports: dict[str, tuple[str, str | None, str]] = {}
@@ -162,7 +162,7 @@ class _Bundle:
         source = self._source(module)
         node = source.definitions.get(name)
         if node is None:
-            raise Reached(f"it needs {module}.{name}, which is a part of the harness.")
+            raise NotBundled(f"it needs {module}.{name}, which is a part of the harness.")
         key = (module, source.of(node))
         if key in self._texts:
             return
@@ -184,11 +184,11 @@ class _Bundle:
     def _require_no_import_inside(self, node: ast.stmt) -> None:
         for each in ast.walk(node):
             if isinstance(each, ast.ImportFrom) and (each.module or "").startswith(f"{PACKAGE}."):
-                raise Reached(f"it needs {each.module}, which is a part of the harness.")
+                raise NotBundled(f"it needs {each.module}, which is a part of the harness.")
 
     def _source(self, module: str) -> _Source:
         if any(module == limit or module.startswith(f"{limit}.") for limit in self._limits):
-            raise Reached(f"it needs {module}, which is a part of the harness.")
+            raise NotBundled(f"it needs {module}, which is a part of the harness.")
         text = _text(module)
         return _read(module, tuple(each for each in self._flags.items() if each[0] in text))
 

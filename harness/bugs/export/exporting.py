@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from harness.bugs.asked import Asked
 from harness.bugs.export.fault import exported_fault
 from harness.bugs.export.script import Script, script
+from harness.bugs.named_case import NamedCase
 from harness.bugs.shrink import Attempt
 from harness.durable import write_whole
 from harness.errors import HarnessError
@@ -37,19 +37,19 @@ class _Shrunk(msgspec.Struct, frozen=True, kw_only=True):
     needed: tuple[Attempt, ...]
 
 
-def export(asked: Asked, result: CaseResult, injections: Sequence[Injection], folder: Path) -> Exported:
+def export(named: NamedCase, result: CaseResult, injections: Sequence[Injection], folder: Path) -> Exported:
     """Write the script of a case that failed, and the planted faults that make it fail. HarnessError if it did not."""
-    case, signature = asked.case, result.failure_signature
+    case, signature = named.case, result.failure_signature
     if signature is None:
         raise HarnessError(
             "it does not fail, so there is nothing to export.",
             where=case_id(case),
             fix="give the case, and by --inject the fault, with which it fails.",
         )
-    title = asked.bug.bug.title if asked.bug is not None else _title(signature)
+    title = named.bug.bug.title if named.bug is not None else _title(signature)
     checks = {finding.check for finding in result.findings if finding.judged}
     made = script(case, signature, title=title, checks=checks)
-    file = folder / f"{asked.bug.id if asked.bug is not None else case_id(case)}.py"
+    file = folder / f"{named.bug.id if named.bug is not None else case_id(case)}.py"
     patches = tuple(_patch(injection, folder) for injection in injections)
     write_whole(file, made.text.encode())
     return Exported(title, case_id(case), signature, next(iter(result.findings), None), made, file, patches)

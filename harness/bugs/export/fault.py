@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Mapping
 
-from harness.bugs.export.bundle import Reached, bundle, source_of
+from harness.bugs.export.bundle import NotBundled, bundle, source_of
 from harness.errors import HarnessError
 
 _FAULTS = "harness.worker.faults"
@@ -26,7 +26,7 @@ def exported_fault(name: str) -> str:
     """The file that plants a fault by its function of the same name. HarnessError where it needs the harness."""
     try:
         body = bundle(f"{_FAULTS}.{_modules()[name]}", name, {}, limits=_LIMITS)
-    except Reached as reached:
+    except NotBundled as reached:
         raise HarnessError(
             f"planted fault {name} cannot be exported: {reached.what}",
             fix="write it as a function of a file, and give --inject FILE.py:FUNCTION.",

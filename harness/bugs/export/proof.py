@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 Outcome = Literal["FAULT", "fixed", "cannot tell"]
 
 _TIMEOUT_S = 300.0
-_TOLD = re.compile(r"^rank \d+: (FAULT|fixed|cannot tell)(?:.*\n)(?:  (?:expected|found) .*\n?)*", flags=re.MULTILINE)
+_OUTCOME = re.compile(
+    r"^rank \d+: (FAULT|fixed|cannot tell)(?:.*\n)(?:  (?:expected|found) .*\n?)*", flags=re.MULTILINE
+)
 
 
 class Proof(NamedTuple):
@@ -39,12 +41,12 @@ def proof_of(script: Path, ranks: int, patches: Sequence[str] = ()) -> Proof:
         )
     except subprocess.TimeoutExpired:
         return Proof("cannot tell", f"it did not end within {_TIMEOUT_S:.0f} s")
-    return told_by(done.stdout)
+    return script_outcome(done.stdout)
 
 
-def told_by(output: str) -> Proof:
+def script_outcome(output: str) -> Proof:
     """What the output of a script tells: a fault of any rank, else what cannot be told, else that it is fixed."""
-    found = {each[1]: each[0].rstrip() for each in _TOLD.finditer(output)}
+    found = {each[1]: each[0].rstrip() for each in _OUTCOME.finditer(output)}
     for told in ("FAULT", "cannot tell", "fixed"):
         if told in found:
             return Proof(told, found[told])

@@ -84,7 +84,7 @@ def script(case: Case, signature: FailureSignature, *, title: str, checks: Colle
 
     HarnessError for a failure that no script can tell.
     """
-    tells = telling(signature, checks)
+    tells = script_part(signature, checks)
     if case.layout.async_tp and tells != "scattered":
         raise HarnessError(
             "async TP cannot be exported, but for wrong rows of fused_scaled_matmul_reduce_scatter.",
@@ -110,7 +110,7 @@ if __name__ == "__main__":
 """
 
 
-def telling(signature: FailureSignature, checks: Collection[str] = ()) -> str:
+def script_part(signature: FailureSignature, checks: Collection[str] = ()) -> str:
     """The part that tells failures like this one: the name of a file of worker/exported/."""
     if signature.kind == "crash":
         return "mismatch" if "CollectiveMismatch" in signature.what else "crash"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from harness.engine.apart import RunsJobs
 from harness.engine.messages import Job, JobOutcome
+from harness.engine.unleased import JobRunner
 from harness.studies.conformance.judge import Conclusion, conclude, conclude_lost
-from harness.studies.surviving import conclude_all
+from harness.studies.surviving import run_surviving
 from harness.trace.operator_checks import WORLD_SIZE, Batch, Observation, OperatorCheck
 from harness.trace.patch import Patch
 
@@ -20,9 +20,11 @@ _BASE_DEADLINE_S = 45.0
 _DEADLINE_PER_CHECK_S = 0.1
 
 
-def run_checks(engine: RunsJobs, checks: Sequence[OperatorCheck], injections: Sequence[Patch] = ()) -> list[Conclusion]:
+def run_checks(
+    engine: JobRunner, checks: Sequence[OperatorCheck], injections: Sequence[Patch] = ()
+) -> list[Conclusion]:
     """Run and judge all checks, in order. Raises RanksFailed when the ranks fail outside of any check."""
-    return conclude_all(
+    return run_surviving(
         engine,
         checks,
         job_of=lambda pending: Job(
@@ -33,7 +35,7 @@ def run_checks(engine: RunsJobs, checks: Sequence[OperatorCheck], injections: Se
             one_node=True,
         ),
         judge=lambda pending, outcome: [conclude(*each) for each in zip(pending, _observations(outcome), strict=True)],
-        lose=conclude_lost,
+        conclude_lost=conclude_lost,
         where="conformance",
         fix="check the memory of this machine, and --inject.",
     )

@@ -7,11 +7,11 @@ from typing import Literal
 
 import msgspec
 
-from harness.engine.apart import RunsJobs
 from harness.engine.messages import Job, JobOutcome
+from harness.engine.unleased import JobRunner
 from harness.studies.kernels.bound import Accumulator
 from harness.studies.kernels.judge import KernelConclusion, conclude, conclude_lost
-from harness.studies.surviving import conclude_all
+from harness.studies.surviving import run_surviving
 from harness.trace.kernel_checks import KernelBatch, KernelCheck, KernelObservation
 from harness.trace.patch import Patch
 
@@ -21,7 +21,7 @@ _DEADLINE_PER_CHECK_S = 0.5
 
 
 def run_kernel_checks(
-    cluster: RunsJobs,
+    cluster: JobRunner,
     checks: Sequence[KernelCheck],
     *,
     device: Literal["cpu", "cuda"],
@@ -29,7 +29,7 @@ def run_kernel_checks(
     injections: Sequence[Patch] = (),
 ) -> list[KernelConclusion]:
     """Run and judge all checks, in order. Raises RanksFailed when the rank fails outside of any check."""
-    return conclude_all(
+    return run_surviving(
         cluster,
         checks,
         job_of=lambda pending: Job(
@@ -41,7 +41,7 @@ def run_kernel_checks(
         judge=lambda pending, outcome: [
             conclude(check, seen, accumulator) for check, seen in zip(pending, _observations(outcome), strict=True)
         ],
-        lose=conclude_lost,
+        conclude_lost=conclude_lost,
         where="evidence kernel",
         fix="check the driver and the memory of this machine.",
     )

@@ -92,4 +92,4 @@ def chosen_cases(ring: Ring, project: Project, query: Query, plan: Plan) -> tupl
 def _held(work: Work) -> tuple[str, ...]:
     """Names of the devices that other jobs of the harness lease now."""
     devices = cuda_devices(work.slots)
-    return tuple(devices[slot].uuid for slot in work.leases.held())
+    return tuple(devices[slot].uuid for slot in work.leases.held_slots())

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from harness.engine.apart import apart
 from harness.engine.messages import Job
+from harness.engine.unleased import unleased_cluster
 from harness.errors import HarnessError
 from harness.evidence.ring import Ring
 from harness.plural import binary_bytes, counted
@@ -26,7 +26,7 @@ _IN_USE_BYTES = 1 << 30  # what a driver and an idle context hold is less
 
 def ask_torch() -> TorchFacts:
     """What torch says of this machine. HarnessError where the process that asks it fails."""
-    with apart(PROGRAM, 1) as cluster:
+    with unleased_cluster(PROGRAM, 1) as cluster:
         outcome = cluster.run(Job(job_id="facts", world_size=1, payload=b"", deadline_s=_DEADLINE_S))
     if outcome.status != "ok":
         raise HarnessError(

@@ -20,7 +20,7 @@ _SMALL = 2  # ranks of the cases of a rehearsal
 
 def proof_ring(work: Work, cases: Sequence[Case]) -> Found:
     """What this ring finds: the clean cases, and each fault in a case of the catalogue that fits on these devices."""
-    slots, faults = work.slots, work.faults or usual_faults(work.plan.device)
+    slots, faults = work.slots, work.faults or default_faults(work.plan.device)
     of_catalogue = carriers_among(work.project, faults, Query(), at_most=_ALL)
     carriers = {name: _carrier(found, slots) for name, found in of_catalogue.items()}
     plantable = [fault for fault in faults if carriers[fault.name]]
@@ -38,7 +38,7 @@ def _carrier(of_catalogue: Sequence[Case], slots: int) -> list[Case]:
     return sorted(fitting, key=lambda case: case.world_size == 1)[:1]
 
 
-def usual_faults(device: str) -> tuple[Fault, ...]:
+def default_faults(device: str) -> tuple[Fault, ...]:
     """All planted faults; in a rehearsal one of each class, in a small case."""
     faults = tuple(all_faults().values())
     if device != "cpu":

@@ -25,9 +25,9 @@ from harness.worker.faults.hooks import (
     wrap_everywhere,
 )
 from harness.worker.faults.parts import first_weight
-from harness.worker.probes.own import own
 from harness.worker.probes.places import held
 from harness.worker.probes.probe import in_backward
+from harness.worker.probes.probe_tensors import mark_owned
 
 
 def _precompute(change: Callable[[Any, nn.Module, int], None]) -> None:
@@ -141,7 +141,7 @@ def old_weight_in_evaluation() -> None:
         weight.copy_(kept[0] if kept else now)
         loss = stock()
         weight.copy_(now)
-        kept[:] = [own(now)]
+        kept[:] = [mark_owned(now)]
         return loss
 
     around_evaluation(evaluate)

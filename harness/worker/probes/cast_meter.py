@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from harness.worker.probes.cast_numbers import Cast, CastNumbers, HostCast, host_cast, measure
 from harness.worker.probes.contents import Content, Contents
 from harness.worker.probes.digests import bytes_of
-from harness.worker.probes.own import own
+from harness.worker.probes.probe_tensors import mark_owned
 from harness.worker.probes.scales import Scale, read_scale
 
 _COPIED_BYTES = 1 << 22  # of sources, at a time: some dozen casts of a tiny model, still in the cache
@@ -67,7 +67,7 @@ class CastMeter:
             self._contents.remember(cast.bits, before[1].content)
             return before[1]
         content = self._contents.add(cast.bits, data)
-        measurement = Measurement(host_cast(cast, own(self._copy(source, place, storage)), scale, content))
+        measurement = Measurement(host_cast(cast, mark_owned(self._copy(source, place, storage)), scale, content))
         self._copied.append(measurement)
         self._seen[key] = storage, measurement
         return measurement
@@ -81,7 +81,7 @@ class CastMeter:
         self._copied_bytes += source.nbytes
         if self._copied_bytes > _COPIED_BYTES:
             self.settle()
-        copy = own(source.clone() if source.is_cpu else source.cpu())
+        copy = mark_owned(source.clone() if source.is_cpu else source.cpu())
         self._copies[key] = storage, copy
         return copy
 

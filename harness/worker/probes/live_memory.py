@@ -28,7 +28,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.trace.traffic import LiveMemory, LiveTensor, Moment
 from harness.worker.probes.gathered import fsdp_params, local_part
 from harness.worker.probes.optimizers import optimizers_of
-from harness.worker.probes.own import is_own
+from harness.worker.probes.probe_tensors import is_owned
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.virtual.collectives import FABRIC
@@ -137,7 +137,7 @@ def _alive(explained: Collection[int]) -> list[_Live]:
     searched = _Searched()
     objects = [each for each in gc.get_objects() if searched[type(each)]]
     tensors = [each for each in objects if type(each) not in _MESHES]
-    hidden = {id(plain) for each in tensors if is_own(each) for plain in plain_tensors(each)}
+    hidden = {id(plain) for each in tensors if is_owned(each) for plain in plain_tensors(each)}
     hidden |= {id(held) for each in objects if type(each) in _MESHES for held in vars(each).values()}
     found: dict[int, _Live] = {}
     for tensor in tensors:

@@ -19,9 +19,9 @@ from harness.matrix.replayed import RECORDED_BYTES, replayed_steps
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.digests import bytes_of, ordered_digest
-from harness.worker.probes.own import own
 from harness.worker.probes.places import Places, held
 from harness.worker.probes.probe import Probe, in_backward
+from harness.worker.probes.probe_tensors import mark_owned
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 
@@ -162,7 +162,7 @@ class _Hooks:
         if not (self._uses_input_once and is_wide(given)):
             self._keep("input", given)
             return None
-        placed: torch.Tensor = _Own.apply(given)
+        placed: torch.Tensor = _SeparateGraphInput.apply(given)
         self._keep("input", placed, "grad_input")
         return (placed, *args[1:])
 
@@ -175,7 +175,7 @@ class _Hooks:
         if in_backward() or evaluating():
             return
         call = self.calls
-        self._seen.append(_Seen(self._fqn, call, kind, own(_detached(tensor)) if is_wide(tensor) else None))
+        self._seen.append(_Seen(self._fqn, call, kind, mark_owned(_detached(tensor)) if is_wide(tensor) else None))
         if gradient is not None and tensor.requires_grad:
             tensor.register_hook(lambda grad: self._seen.append(_Seen(self._fqn, call, gradient, grad)))
 
@@ -185,11 +185,11 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor) or not any(map(_is_masked, tensor.placements)):
         return tensor.detach()
     with torch.no_grad():
-        local = own(tensor.to_local().detach())
+        local = mark_owned(tensor.to_local().detach())
         kept = DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
-        own(kept.to_local())
+        mark_owned(kept.to_local())
     return kept
 
 
@@ -197,7 +197,7 @@ def _is_masked(placement: Placement) -> bool:
     return placement.is_partial() and type(placement) is not Partial
 
 
-class _Own(torch.autograd.Function):
+class _SeparateGraphInput(torch.autograd.Function):
     """The same tensor in a place of its own in the graph. Its gradient passes untouched: a view would reduce it."""
 
     @staticmethod

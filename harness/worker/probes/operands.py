@@ -27,10 +27,10 @@ from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.contents import Contents
 from harness.worker.probes.gathered import gathered_weights, local_part, own_rows
+from harness.worker.probes.pending_records import Distribution, PendingCast, PendingMatmul
 from harness.worker.probes.places import mesh_axes
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.scales import read_scale
-from harness.worker.probes.seen import Distribution, SeenCast, SeenMatmul
 from harness.worker.probes.sketches import clean_fqn
 
 UNKNOWN = "?"  # the FQN of a cast or matmul outside of every known module
@@ -65,8 +65,8 @@ class OperandProbe(Probe):
         self._styles_cast = case.float8.tp_styles == "float8"
         self._casts: list[CastRecord] = []
         self._matmuls: list[MatmulRecord] = []
-        self._seen_casts: list[SeenCast] = []
-        self._seen_matmuls: list[SeenMatmul] = []
+        self._seen_casts: list[PendingCast] = []
+        self._seen_matmuls: list[PendingMatmul] = []
         self._index = 0
         self._contents = Contents()
         self._meter = CastMeter(self._contents)
@@ -210,7 +210,7 @@ class OperandProbe(Probe):
 
     def _add_cast(self, place: _Place, phase: CastPhase, cast: Cast, *, logical: torch.Tensor, role: Role) -> None:
         self._seen_casts.append(
-            SeenCast(
+            PendingCast(
                 order=self._next_index(),
                 step=self._step,
                 fqn=place.fqn,
@@ -230,7 +230,7 @@ class OperandProbe(Probe):
         place = self._places[-1]
         with _invisible():
             self._seen_matmuls.append(
-                SeenMatmul(
+                PendingMatmul(
                     order=self._next_index(),
                     step=self._step,
                     fqn=place.fqn,

@@ -66,7 +66,7 @@ class SavedMemoryProbe(Probe):
 
     def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._recording:
-            self._weigh()
+            self._measure()
         return tensor
 
     def _note(self, tensor: torch.Tensor) -> None:
@@ -76,7 +76,7 @@ class SavedMemoryProbe(Probe):
                 known = self._seen.get(storage._cdata)  # no other storage, for a weak reference keeps the address
                 self._seen[storage._cdata] = (known[0] if known else StorageWeakRef(storage), plain.dtype)
 
-    def _weigh(self) -> None:
+    def _measure(self) -> None:
         self._recording = False
         assert self._model is not None, "attach comes before the first step"
         kept = {plain.untyped_storage()._cdata for tensor in _state(self._model) for plain in plain_tensors(tensor)}

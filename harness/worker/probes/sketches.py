@@ -12,9 +12,9 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.worker.probes.digests import bytes_of, ordered_digest
-from harness.worker.probes.own import own
 from harness.worker.probes.places import Place, Places, held, place_of
 from harness.worker.probes.probe import Probe
+from harness.worker.probes.probe_tensors import mark_owned
 from harness.worker.reduction import reduced_gradient
 
 _ROWS_SEED, _COLUMNS_SEED = 1, 2
@@ -97,4 +97,4 @@ def _signs(seed: int, begin: int, count: int) -> torch.Tensor:
     generator = np.random.Philox(key=seed)
     words = generator.random_raw(begin + count)[begin:]
     bits = (words[None, :] >> np.arange(SKETCH_SIZE, dtype=np.uint64)[:, None]) & np.uint64(1)
-    return own(torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64)))
+    return mark_owned(torch.from_numpy(1.0 - 2.0 * bits.astype(np.float64)))

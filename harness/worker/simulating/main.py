@@ -114,9 +114,9 @@ class _Turn(SavedMemoryProbe):
         super().begin_step(step)
         self._storages.start()
 
-    def _weigh(self) -> None:
+    def _measure(self) -> None:
         self.alive = self._storages.alive()
-        super()._weigh()
+        super()._measure()
 
     def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """All gradients are there."""

@@ -17,11 +17,11 @@ from harness.request import Arithmetic, Fabric
 from harness.worker.virtual import collectives, gloo, reductions, rng, scaled_mm, symm_mem
 
 # By fabric: the name of the part that carries collectives, and its CPU kernels.
-_CARRIERS = {"shared": ("collectives", collectives.CPU_KERNELS), "gloo": ("gloo", gloo.CPU_KERNELS)}
+_TRANSPORTS = {"shared": ("collectives", collectives.CPU_KERNELS), "gloo": ("gloo", gloo.CPU_KERNELS)}
 
 # torch.library drops an override when its Library object is collected.
 _LIBRARIES: list[torch.library.Library] = []
-_carrying: dict[str, torch.library.Library] = {}
+_transport: dict[str, torch.library.Library] = {}
 
 
 _installed: set[str] = set()
@@ -36,8 +36,8 @@ def install(fabric: Fabric = "shared", *, device: str = "cpu", arithmetic: Arith
         _install_exact(device.upper())
     if device == "cpu":
         _install_device()
-        _install_carrier(fabric)
-    return tuple(sorted(_installed | set(_carrying)))
+        _install_transport(fabric)
+    return tuple(sorted(_installed | set(_transport)))
 
 
 @functools.cache
@@ -47,13 +47,13 @@ def _install_exact(key: str) -> None:
     _installed.add("scaled_mm")
 
 
-def _install_carrier(fabric: Fabric) -> None:
-    name, kernels = _CARRIERS[fabric]
-    if name not in _carrying:
-        for library in _carrying.values():
+def _install_transport(fabric: Fabric) -> None:
+    name, kernels = _TRANSPORTS[fabric]
+    if name not in _transport:
+        for library in _transport.values():
             library._destroy()  # what it replaced is back
-        _carrying.clear()
-        _carrying[name] = _override("c10d", kernels)
+        _transport.clear()
+        _transport[name] = _override("c10d", kernels)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from harness.worker.probes.own import own
+from harness.worker.probes.probe_tensors import mark_owned
 from harness.worker.virtual.collectives import FLOAT8, Boxed, Tensor
 
 _CPU = torch.device("cpu")
@@ -39,29 +39,29 @@ def _reduce_op(boxed: Boxed) -> ReduceOp:
     return ReduceOp(ReduceOp.RedOpType(boxed.op()))
 
 
-def _lent(tensor: Tensor) -> Tensor:
-    return own(tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor.detach())
+def _alias(tensor: Tensor) -> Tensor:
+    return mark_owned(tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor.detach())
 
 
-def _lend_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [_lent(tensor) for tensor in tensors]
+def _alias_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [_alias(tensor) for tensor in tensors]
 
 
-def _lend_rows(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    return [_lend_all(row) for row in rows]
+def _alias_rows(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    return [_alias_all(row) for row in rows]
 
 
 # The kernels take the arguments of their c10d schema; `*_` are those without effect here, such as async_op and timeout.
 
 
 def _allgather_base_(output: Tensor, tensor: Tensor, group: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
-    return output, Work.boxed(_gloo(group)._allgather_base(_lent(output), _lent(tensor)))
+    return output, Work.boxed(_gloo(group)._allgather_base(_alias(output), _alias(tensor)))
 
 
 def _allgather_into_tensor_coalesced_(outputs: list[Tensor], tensors: list[Tensor], group: Boxed, *_: Any) -> Boxed:
     gloo = _gloo(group)
     works = [
-        gloo._allgather_base(_lent(output), _lent(tensor)) for output, tensor in zip(outputs, tensors, strict=True)
+        gloo._allgather_base(_alias(output), _alias(tensor)) for output, tensor in zip(outputs, tensors, strict=True)
     ]
     for work in works[:-1]:
         work.wait()
@@ -71,25 +71,25 @@ def _allgather_into_tensor_coalesced_(outputs: list[Tensor], tensors: list[Tenso
 def _allgather_(
     outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, *_: Any
 ) -> tuple[list[list[Tensor]], Boxed]:
-    return outputs, Work.boxed(_gloo(group).allgather(_lend_rows(outputs), _lend_all(tensors)))
+    return outputs, Work.boxed(_gloo(group).allgather(_alias_rows(outputs), _alias_all(tensors)))
 
 
 def _allreduce_(tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> tuple[list[Tensor], Boxed]:
     options = AllreduceOptions()
     options.reduceOp = _reduce_op(op)
-    return tensors, Work.boxed(_gloo(group).allreduce(_lend_all(tensors), options))
+    return tensors, Work.boxed(_gloo(group).allreduce(_alias_all(tensors), options))
 
 
 def _reduce_scatter_base_(output: Tensor, tensor: Tensor, group: Boxed, op: Boxed, *_: Any) -> tuple[Tensor, Boxed]:
     options = ReduceScatterOptions()
     options.reduceOp = _reduce_op(op)
-    return output, Work.boxed(_gloo(group)._reduce_scatter_base(_lent(output), _lent(tensor), options))
+    return output, Work.boxed(_gloo(group)._reduce_scatter_base(_alias(output), _alias(tensor), options))
 
 
 def _alltoall_base_(
     output: Tensor, tensor: Tensor, group: Boxed, output_split_sizes: list[int], input_split_sizes: list[int], *_: Any
 ) -> Boxed:
-    work = _gloo(group).alltoall_base(_lent(output), _lent(tensor), list(output_split_sizes), list(input_split_sizes))
+    work = _gloo(group).alltoall_base(_alias(output), _alias(tensor), list(output_split_sizes), list(input_split_sizes))
     return Work.boxed(work)
 
 
@@ -98,13 +98,13 @@ def _broadcast_(
 ) -> tuple[list[Tensor], Boxed]:
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = root_rank, root_tensor
-    return tensors, Work.boxed(_gloo(group).broadcast(_lend_all(tensors), options))
+    return tensors, Work.boxed(_gloo(group).broadcast(_alias_all(tensors), options))
 
 
 def _gather_(outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, root_rank: int, *_: Any) -> Boxed:
     options = GatherOptions()
     options.rootRank = root_rank
-    return Work.boxed(_gloo(group).gather(_lend_rows(outputs), _lend_all(tensors), options))
+    return Work.boxed(_gloo(group).gather(_alias_rows(outputs), _alias_all(tensors), options))
 
 
 def _scatter_(
@@ -112,7 +112,7 @@ def _scatter_(
 ) -> tuple[list[Tensor], Boxed]:
     options = ScatterOptions()
     options.rootRank = root_rank
-    return outputs, Work.boxed(_gloo(group).scatter(_lend_all(outputs), _lend_rows(rows), options))
+    return outputs, Work.boxed(_gloo(group).scatter(_alias_all(outputs), _alias_rows(rows), options))
 
 
 CPU_KERNELS: dict[str, Callable[..., Any]] = {

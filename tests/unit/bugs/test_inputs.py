@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from harness.bugs.importing import Asked, ImportedBug, import_report
+from harness.bugs.importing import ImportedBug, ImportOptions, import_report
 from harness.bugs.report import MAX_BYTES, clean_words, read_report
 from harness.errors import HarnessError
 from harness.matrix.bugfile import read_bug_file, write_bug_file
@@ -53,7 +53,7 @@ FLAGS = "torchrun --nproc_per_node=8 -m torchtitan.train --parallelism.tensor-pa
 def imported(text: str | bytes, where: str = "report.md", **asked: object) -> ImportedBug:
     content = text if isinstance(text, bytes) else text.encode()
     today = datetime.date(2026, 11, 22)
-    return import_report(read_report(content, where=where), Asked(**{"today": today, "id": "x", **asked}))  # type: ignore[arg-type]
+    return import_report(read_report(content, where=where), ImportOptions(**{"today": today, "id": "x", **asked}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

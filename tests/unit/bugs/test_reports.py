@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.bugs.importing import Asked, ImportedBug, import_report
+from harness.bugs.importing import ImportedBug, ImportOptions, import_report
 from harness.bugs.report import read_report
 from harness.matrix.caseid import case_id
 
@@ -15,7 +15,7 @@ TODAY = datetime.date(2026, 11, 22)
 
 
 def imported(text: str, **asked: object) -> ImportedBug:
-    return import_report(read_report(text.encode(), where="report.md"), Asked(today=TODAY, **asked))  # type: ignore[arg-type]
+    return import_report(read_report(text.encode(), where="report.md"), ImportOptions(today=TODAY, **asked))  # type: ignore[arg-type]
 
 
 class Expected(NamedTuple):

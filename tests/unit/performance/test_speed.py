@@ -19,7 +19,7 @@ from harness.matrix.case import Float8
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.measured import Speedup
 from harness.report.speed import SpeedReport, speed_text
-from harness.running.conditions import Conditions, Watch, conditions, worst
+from harness.running.conditions import Conditions, ConditionsMonitor, conditions, worst
 from harness.studies.speed import CaseSpeed, Timed, interval, speedup, t_quantile, timed_case
 from harness.verdict import Verdict
 from tests.builders import make_document, make_measured, make_result
@@ -152,6 +152,6 @@ def test_the_worst_is_over_all_that_was_seen() -> None:
     )
     expected = Conditions(load=3.0, lowest_sm_mhz=1200, highest_sm_mhz=1980, celsius=70, throttled=("power", "heat"))
     assert worst(seen) == expected
-    with Watch("cpu") as watch:
+    with ConditionsMonitor("cpu") as watch:
         pass
     assert watch.seen.load >= 0

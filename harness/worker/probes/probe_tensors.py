@@ -7,12 +7,12 @@ import torch
 _MARK = "held_by_a_probe"
 
 
-def own(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor object, marked. Nothing else may hold this object; its storage may be shared."""
+def mark_owned(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark `tensor` as held by a probe alone, and return it. Its storage may be shared, the tensor object must not."""
     setattr(tensor, _MARK, True)
     return tensor
 
 
-def is_own(tensor: torch.Tensor) -> bool:
+def is_owned(tensor: torch.Tensor) -> bool:
     """True for a tensor that a probe has marked."""
     return getattr(tensor, _MARK, False)

@@ -1,4 +1,4 @@
-"""The case that a command about a bug is asked for: by its id, a file, or the name of a bug file."""
+"""The case that a user names on the command line: by its id, a file, or the name of a bug file."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from harness.running.injection import Injection, parse_injection
 from harness.running.selection import one_case
 
 
-class Asked(NamedTuple):
-    """A case, and the bug that it is of, where a bug file was named."""
+class NamedCase(NamedTuple):
+    """A case, and its bug file if one was named."""
 
     case: Case
     bug: BugFile | None
 
 
-def asked_case(project: Project, text: str) -> Asked:
-    """The case of a case id, of a file with one case, or of the bug `text` in cases/bugs. HarnessError for no case."""
+def named_case(project: Project, text: str) -> NamedCase:
+    """The case of an id, of a file with one case, or of the bug `text` in cases/bugs. Raises HarnessError if none."""
     bug = _bug_path(project, text)
     if bug is not None:
         found = read_bug_file(bug)
-        return Asked(found.runnable(), found)
-    return Asked(one_case(project, text), None)
+        return NamedCase(found.runnable(), found)
+    return NamedCase(one_case(project, text), None)
 
 
-def injections_of(asked: Asked, given: tuple[str, ...], *, planted: bool) -> tuple[Injection, ...]:
-    """What is injected: what is given, and the planted faults of the bug where that is asked for."""
+def injections_for(named: NamedCase, given: tuple[str, ...], *, planted: bool) -> tuple[Injection, ...]:
+    """The injections of --inject, and with `planted` the bug's planted faults. Raises HarnessError if it has none."""
     if not planted:
         return tuple(map(parse_injection, given))
-    if asked.bug is None or not asked.bug.bug.planted:
-        where = "--planted" if asked.bug is None else asked.bug.where
+    if named.bug is None or not named.bug.bug.planted:
+        where = "--planted" if named.bug is None else named.bug.where
         raise HarnessError("no planted fault brings this bug back.", where=where, fix="give --inject fault:NAME.")
-    return tuple(map(parse_injection, (*given, *(f"fault:{name}" for name in asked.bug.bug.planted))))
+    return tuple(map(parse_injection, (*given, *(f"fault:{name}" for name in named.bug.bug.planted))))
 
 
 def _bug_path(project: Project, text: str) -> Path | None:

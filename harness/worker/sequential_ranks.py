@@ -28,7 +28,7 @@ from harness.worker.targets.target import StepResult, Target
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are rounded once, as by the virtual device
 
 
-class InTurns:
+class SequentialRanks:
     """A target whose `step` gets the microbatches of all data-parallel ranks of a case, in rank order."""
 
     def __init__(self, target: Target, case: Case) -> None:
@@ -40,7 +40,7 @@ class InTurns:
         self._batches: Sequence[Any] = ()
         self._sums: dict[FSDPParam, list[_Sum]] = {}  # one for every reduction of a step
         self._reduced: Counter[FSDPParam] = Counter()  # how often in this turn
-        self.model.register_forward_pre_hook(self._see, with_kwargs=True)
+        self.model.register_forward_pre_hook(self._end_turn_by_inputs, with_kwargs=True)
 
     def step(self, microbatches: Sequence[torch.Tensor], *labels: Sequence[torch.Tensor]) -> StepResult:
         """The step of the target. Every reduction of FSDP2 in it gives what those of the ranks would have given."""
@@ -57,7 +57,7 @@ class InTurns:
         finally:
             reducing.foreach_reduce = stock
 
-    def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _end_turn_by_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() > 0:
                 seen = leaf.detach().cpu().long().numpy()

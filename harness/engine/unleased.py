@@ -1,4 +1,4 @@
-"""This machine for jobs that are no cases: they take no slot of the machine and wait for nothing."""
+"""A cluster on this machine without leases: its jobs take no slots from cases and wait for nothing."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from harness.engine.node import LocalNode
 from harness.engine.zygote_engine import ZygoteEngine
 
 
-class RunsJobs(Protocol):
-    """What a `Cluster` is to those who only give it jobs."""
+class JobRunner(Protocol):
+    """The part of a `Cluster` that callers need who only submit jobs."""
 
     def run(self, job: Job) -> JobOutcome:
-        """Run one job to its end; never raises for what ranks do."""
+        """Run one job and return its outcome, also when its ranks fail."""
 
 
 @contextlib.contextmanager
-def apart(program: str, ranks: int) -> Iterator[Cluster]:
-    """So many CPU ranks of this rank program, a dotted module name, outside of the slots that runs share."""
+def unleased_cluster(program: str, ranks: int) -> Iterator[Cluster]:
+    """Yield a cluster of `ranks` CPU slots of its own, whose ranks run `program`, a dotted module name."""
     with tempfile.TemporaryDirectory(prefix="fp8-apart-") as folder:
         slots = Leases(Path(folder), ranks)
         node = LocalNode(lambda options: ZygoteEngine(program, options), slots, capacity_here("cpu", ranks))

@@ -1,4 +1,4 @@
-"""Casts and matmuls as they were seen in the middle of a step, without their tensors: to be made records of later."""
+"""Casts and matmuls seen in the middle of a step, without their tensors; `record()` completes them after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.worker.probes.scales import Scale, dtype_name, summary
 Distribution = tuple[tuple[Placement, ...], tuple[str, ...]]
 
 
-class SeenCast(NamedTuple):
+class PendingCast(NamedTuple):
     """What makes a `CastRecord`."""
 
     order: int  # of execution, casts and matmuls together
@@ -55,7 +55,7 @@ class SeenCast(NamedTuple):
         )
 
 
-class SeenMatmul(NamedTuple):
+class PendingMatmul(NamedTuple):
     """What makes a `MatmulRecord`."""
 
     order: int  # of execution, casts and matmuls together
