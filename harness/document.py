@@ -26,7 +26,7 @@ from harness.verdict import (
 )
 
 SCHEMA = 1
-# The fields that a run and its document have alike.
+# The fields that `RunResult` and `RunDocument` share.
 _SHARED_FIELDS = ("interrupted", "witnesses", "left_out", "environment", "name", "started", "shard")
 
 
@@ -107,7 +107,7 @@ def run_document(run: RunResult) -> RunDocument:
 
 
 def run_result(document: RunDocument) -> RunResult:
-    """The results that a document tells of, for what prints results. What ranks recorded is not among them."""
+    """The document as a `RunResult`, for code that prints results; without what ranks recorded."""
     return RunResult(
         results=tuple(_case_result(case) for case in document.cases),
         wall_s=document.seconds,

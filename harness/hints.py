@@ -1,4 +1,4 @@
-"""The commands that messages suggest, one function each: what it returns works as printed, where it is printed."""
+"""The commands that messages suggest, one function each; the returned text runs as printed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def list_results() -> str:
 
 
 def run_anew(asked: Sequence[str]) -> str:
-    """Runs what an earlier run was asked to run, in the same way."""
+    """Repeats an earlier run from its words on the command line."""
     return _command("run", *asked)
 
 
@@ -113,7 +113,7 @@ def fit_costs() -> str:
 
 
 def _root(root: Path) -> tuple[str, ...]:
-    """The option by which a project is found from the current folder."""
+    """The --root option that leads from the current folder to a project; empty if none is needed."""
     return () if Path.cwd().is_relative_to(root) else ("--root", str(root))
 
 

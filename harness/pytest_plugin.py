@@ -175,7 +175,7 @@ class _Results:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the result out of a report, in the process that tells the user."""
+        """Take the result out of a report, in the process that reports to the user."""
         self._gathered += filter(None, [vars(report).get(self._FIELD)])
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
@@ -220,7 +220,7 @@ class _Results:
 
 
 class _SessionRunner:
-    """What this process runs cases with: made for the first case, stopped at the end of the session."""
+    """The executor, judge and witnesses of this process: created for the first case, stopped with the session."""
 
     def __init__(self, project: Project, plan: Plan) -> None:
         from harness.running.executor import open_executor
@@ -247,7 +247,7 @@ class _SessionRunner:
 
 
 def _ignore_note(text: str) -> None:
-    """Pytest tells of cases alone."""
+    """Drops notes of the engine: pytest reports cases only."""
 
 
 _RUNNER = pytest.StashKey[_SessionRunner]()

@@ -196,10 +196,10 @@ class RunStore:
         write_whole(self._end, to_json(_End(schema=SCHEMA, **msgspec.structs.asdict(end))))
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
-        """Until the context ends no other process runs into this folder. Yields False where one does already.
+    def locked(self) -> Iterator[bool]:
+        """Lock the folder: no other process runs into it until the context ends. Yields False if one does already.
 
-        A lock of the kernel, which is gone with its holder. Where there are no locks, any process may run.
+        The kernel releases the lock with its holder. On file systems without locks any process may run.
         """
         with contextlib.ExitStack() as until_end:
             yield self._take(until_end)

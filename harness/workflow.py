@@ -71,7 +71,7 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress, others: 
     )
     store = RunStore(project.new_run_folder())
     storing = _RunRecorder(store, progress)
-    with store.held():
+    with store.locked():
         storing.begin(start)
         remove_old_runs(project)
         result = run_cases(project, cases, plan, judge, progress, keep=storing.keep, others=others)
@@ -85,7 +85,7 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress, ot
     Raises `HarnessError` before any rank starts when the environment changed, or when another process does the same.
     """
     store = RunStore(stopped.path)
-    with store.held() as alone:
+    with store.locked() as alone:
         if not alone:
             raise HarnessError("another process runs it.", where="--resume", fix="wait for its end.")
         stored = store.read()
@@ -216,7 +216,7 @@ class _CaseObserver:
 
 
 class _RunRecorder:
-    """Stores the plan and the results, or says why not: a disk that is full must not end a run that can be reported."""
+    """Stores the plan and the results, or notes why it cannot: a full disk must not end a run that can be reported."""
 
     def __init__(self, store: RunStore, progress: Progress) -> None:
         self._store = store

@@ -12,13 +12,17 @@ from harness.matrix.recipes import OPERAND_FIELDS, Operand
 
 ROUNDED = "round_scales_to_power_of_2"
 _LOGGED = re.compile(r"\bcast_configs=((?:(?:i|w|go)(?:_g[iw])?:(?:dyn|dis)_(?:ten|axs)_e\dm\d,?){1,6})")
-_OWNERS: Mapping[Operand, Operand] = {"i_gw": "i", "w_gi": "w", "go_gw": "go"}  # whose config stands in for theirs
+_OWNERS: Mapping[Operand, Operand] = {
+    "i_gw": "i",
+    "w_gi": "w",
+    "go_gw": "go",
+}  # the operands that default to their config
 _SETTINGS = {"DISABLED": "dis", "AXISWISE": "axs", "TENSORWISE": "ten"}
 _DTYPES = {"float8_e4m3fn": "e4m3", "e4m3_dtype": "e4m3", "float8_e5m2": "e5m2", "e5m2_dtype": "e5m2"}
 
 
 def stated_by_casts(report: Report) -> Iterator[Statement]:
-    """The recipe that is nearest to the configs of operands, and their casts."""
+    """Statements of the recipe nearest to the configs of the operands, and of the casts that differ from it."""
     stated: dict[str, object] = {}
     rounded = False
     for call in calls_of(report):
@@ -49,7 +53,7 @@ def _logged(text: str) -> tuple[str, ...]:
 
 
 def _statements(casts: Mapping[Operand, tuple[str, ...]], words: str, *, rounded: bool) -> Iterator[Statement]:
-    """Every setting is told: those that the recipe has anyway have no spelling in a case."""
+    """A statement for every operand; settings that the recipe implies have no spelling in a case."""
     rows = any("axs" in settings for settings in casts.values())
     told = [f"{operand}:{next((each for each in casts[operand] if len(each) == 3), 'ten')}" for operand in casts]
     told.append(f"go:{next((each for each in casts['go'] if len(each) == 4), 'e5m2')}")

@@ -125,7 +125,7 @@ def _option(key: str, source: Source, day: datetime.date) -> Option | None:
 
 
 def _as_fact(fact: str, value: str, words: str) -> Iterator[Statement]:
-    """What a call states: its value is read as the option of the same fact reads it."""
+    """The value that a call states of a fact, parsed as that of the option of the same fact."""
     option = next((each for each in spellings().option if each.fact == fact), None)
     read: Value | None = value if option is None else option.read(value)
     if read is not None:

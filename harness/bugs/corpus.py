@@ -1,4 +1,4 @@
-"""The corpus proved: live bugs fail as recorded; fixed ones pass, and fail again with each of their planted faults."""
+"""Proves bug files: live bugs fail as recorded; fixed ones pass, and fail again with each of their planted faults."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def proofs(bugs: Sequence[BugFile], power: Power, known: Sequence[KnownFault]) -
 
 
 def _live(bug: BugFile, trials: Trials) -> Proof:
-    """It fails as a record says, or is the refusal that it must be; both by every check that the file names."""
+    """Mismatches of a live bug: it must fail as recorded or be refused, by every check that the file names."""
     case = bug.runnable()
     clean = trials.get((None, case_id(case)))
     refusal = expected_refusal(case)
@@ -124,7 +124,7 @@ def _live(bug: BugFile, trials: Trials) -> Proof:
 
 
 def _fixed(bug: BugFile, trials: Trials, known: Sequence[KnownFault]) -> Proof:
-    """It passes, and each planted fault is found by a check that the file names."""
+    """Mismatches of a fixed bug: it must pass, and a check that the file names must find each planted fault."""
     case = bug.runnable()
     planted = [name for name in bug.bug.planted if carries(case, fault_named(name), known)]
     runs = {fault: trials.get((fault, case_id(case))) for fault in (None, *planted)}

@@ -18,7 +18,7 @@ from harness.matrix.recipes import TRAITS
 from harness.matrix.rules import exclusions
 from harness.matrix.spellings import NamedFile, on_day, spellings
 
-_PLACEHOLDER = 2  # ranks of a degree that a report does not tell, until somebody does
+_PLACEHOLDER = 2  # the degree assumed until somebody answers
 _LONGEST = 20  # steps that are run to reach the first bad one
 _CONVERTED_OUTPUT = datetime.date(2024, 7, 19)  # until then torchtitan converted the output layer
 _FLOAT8_STYLES = datetime.date(2025, 9, 30)  # until then torchtitan used float8 TP styles
@@ -79,7 +79,7 @@ class Draft:
     # What facts are known
 
     def _fact(self, fact: str, axis: str) -> Statement | None:
-        """What is said of a fact; a contradiction becomes a question about the axis."""
+        """The statement about a fact; None without one. A contradiction becomes a question about the axis."""
         contradiction = self.situation.resolved.contradictions.get(fact, ())
         if contradiction:
             words = " or ".join(f"{shown(each.value)} ({each.words})" for each in contradiction)
@@ -87,12 +87,12 @@ class Draft:
         return self._facts.get(fact)
 
     def _put(self, axis: str, value: object, where: dict[str, str], words: str) -> None:
-        """Sets an axis. What was derived before is kept in front of what is derived from it."""
+        """Set an axis and record its origin; an earlier derivation is kept in front."""
         self.axes[axis] = value
         where[axis] = f"{where[axis]}; {words}" if where is self.derived and axis in where else words
 
     def _take(self, fact: str, axis: str | None = None) -> bool:
-        """Puts a stated value on its axis, or that of the named file. True if there is one."""
+        """Set an axis to the stated value, else to that of the named file. Returns True if there is one."""
         axis = axis or fact
         found = self._fact(fact, axis)
         if found is not None:

@@ -28,13 +28,13 @@ class Journal(Generic[Kept]):
                 self._known[name(found)] = found
 
     def get(self, name: str) -> Kept | None:
-        """What was kept under this name; None for nothing."""
+        """The stored value of this name; None if there is none."""
         return self._known.get(name)
 
     def keep(self, found: Kept) -> None:
         """Remember a value under its name."""
         self._known[self._name(found)] = found
-        with contextlib.suppress(WriteFailed):  # a full disk costs time, not truth
+        with contextlib.suppress(WriteFailed):  # a full disk costs time, not correctness
             append_line(self._path, msgspec.json.encode(found))
 
 

@@ -157,7 +157,7 @@ def _message(report: Report) -> str:
 
 
 def _symptom(report: Report, message: str) -> Symptom:
-    """What the title says, else a crash where there is an error, else what the prose says first of all."""
+    """The symptom in the title, else a crash if there is an error, else the first symptom in the prose."""
     prose = " ".join(clause.text for clause in clauses(report) if not clause.control and not clause.comment)
     for text in (report.title, message and "error", prose):
         for symptom, pattern in _SYMPTOMS:

@@ -192,7 +192,7 @@ class _Shrinking:
         return [self._journal.get(case_id(case)) or found[case_id(case)] for case in cases]
 
     def _needed(self) -> tuple[Attempt, ...]:
-        """What was tried from the smallest case by one axis and does not fail alike."""
+        """The attempts that change one axis of the smallest case and do not fail alike."""
         tried_from = {case_id(each.case): each for each in self._single()}
         last = {each.result.case_id: each for each in self._attempts if each.result.case_id in tried_from}
         return tuple(

@@ -43,7 +43,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What happened, in a line."""
+        """The result in one line."""
         if not self.decided:
             return f"cannot tell: {self.message}"
         return "no failure" if self.signature is None else self.signature.text

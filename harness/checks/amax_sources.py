@@ -1,4 +1,4 @@
-"""Whose amax does a wrong scale imply? Compares it with those of other ranks, groups, steps and tensors.
+"""Which amax was a wrong scale computed from? Tries those of other ranks, groups, steps and tensors.
 
 A scale that is wrong says by its value what it was made from. A source is named if the scale that its amax gives is
 the one that was found, up to rounding; chance does not make two amaxes of different tensors equal.

@@ -1,4 +1,4 @@
-"""The order of findings: the one nearest to the cause first.
+"""Orders findings: the one nearest to the cause first.
 
 One fault breaks many things. What a finding is about tells how near it is to the cause (`CAUSES`, `EFFECTS`): a wrong
 scale makes gradients wrong, and no gradient makes a scale wrong in the same step. But nothing causes what was seen in

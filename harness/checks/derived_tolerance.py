@@ -56,7 +56,7 @@ def derived_parity_tolerance(
 
 
 def _without_farthest(distances: Sequence[float]) -> list[float]:
-    """Without the largest, or one that is NaN: training is unstable in some steps, and one draw may run into that."""
+    """The distances without the largest or a NaN: one draw may hit a step in which training is unstable."""
     return sorted(distances, key=nan_as_inf)[:-1]
 
 

@@ -1,4 +1,4 @@
-"""Factors: whether a wrong loss or gradient is the right one times a number that the case has, and whose mistake it is.
+"""Factors: whether a wrong loss or gradient is the right one times a number of the case, and what causes that factor.
 
 A mean that is taken twice, or a sum in its place, is off by exactly a degree, a batch or a number of tokens.
 """

@@ -55,7 +55,7 @@ from harness.measured import Measured
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import UNJUDGED, Finding, GoldenSource, NotJudged, Verdict
 
-# Made before any thread decodes: msgspec crashes where two threads need a type for the first time.
+# Created before any thread decodes: msgspec crashes when two threads first use a type at the same time.
 _TRACES = msgspec.msgpack.Decoder(RankTrace)
 
 JUDGE = "judge"  # the `check` of findings about the judgement itself

@@ -19,7 +19,7 @@ def size_of_error(name: str, found: float, expected: float) -> float:
 
 
 def same_number(found: float, expected: float) -> bool:
-    """True for equal numbers, and for NaN on both sides: it is then nothing that differs."""
+    """True for equal numbers, and for NaN on both sides."""
     return found == expected or (math.isnan(found) and math.isnan(expected))
 
 

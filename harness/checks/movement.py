@@ -1,4 +1,4 @@
-"""Movement: which exact numbers of a case are others in another run of it."""
+"""Movement: which exact numbers of a case differ from those of another run."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 
 def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Explanation | None, Explanation | None]:
-    """Whether the gradients and the loss of a step are off by a number of the case."""
+    """Explanations when gradients or loss of a step are off by a factor that is a number of the case."""
     solo, golden = witnesses.solo, witnesses.golden
     assert solo is not None, "there is nothing to compare with"
     norm, losses = (None, None) if golden is None else (golden.grad_norms[step - 1], golden.losses)
@@ -104,7 +104,7 @@ def worst_distances(run: Run, solo: Run, *, steps: Iterable[int], ignored: float
 
 
 def rounding_floor(case: Case) -> float:
-    """Distances of gradients that are rounding errors: the largest, as a share of the norm of all gradients."""
+    """The largest distance of a gradient that is only rounding error, as a share of the norm of all gradients."""
     drifts = case.layout.tp > 1 or case.compile == "inductor"  # elsewhere only gradients are summed in another order
     return ROUNDED[case.train.dtype if drifts else case.wide_dtype]
 

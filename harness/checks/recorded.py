@@ -43,7 +43,7 @@ def with_known_faults(found: Judgement, faults: Sequence[KnownFault], today: dat
 
 
 def _known_everywhere(fault: KnownFault) -> Finding:
-    """Whoever meets it has not written the record, and needs to be told."""
+    """The finding that names a fault recorded by the package: users of the project did not write the record."""
     return _finding(message=f"known fault {fault.name}: {fault.reason} ({fault.link})", verdict=fault.verdict)
 
 

@@ -20,7 +20,7 @@ _FOREIGN = re.compile(
 _ENGINE = re.compile(r"(^|/)harness/engine/")
 _COLLECTIVES = re.compile(r"(^|/)torch/distributed/(_functional_collectives|distributed_c10d)\.py$")
 _KERNELS = re.compile(r"(^|/)harness/worker/virtual/(collectives|symm_mem)\.py$")
-# How a call gets to what it calls, which does not tell where a rank is.
+# Wrappers and dispatch, which do not show where a rank is.
 _PLUMBING = re.compile(
     r"(^|/)(harness/worker/(virtual|probes|dispatch_hooks)/"
     r"|torch/(_ops|_library/.*|nn/modules/module|autograd/.*|utils/_contextlib|distributed/c10d_logger|_dynamo/eval_frame)\.py$)"
@@ -60,7 +60,7 @@ class OwnFrame(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank is. `collective` is empty if it is in none; `calls` are those that tell most, innermost first."""
+    """Where a rank is. `collective` is empty if it is in none; `calls` are the most telling ones, innermost first."""
 
     collective: str
     backward: bool
@@ -100,7 +100,7 @@ def own_frame(traceback: str) -> OwnFrame | None:
 
 
 def raised_frames(traceback: str) -> tuple[Frame, ...]:
-    """The calls of torch and torchao in a Python traceback, innermost last, without those that only pass others on."""
+    """The calls of torch and torchao in a Python traceback, innermost last, without wrappers and dispatch."""
     lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
     calls = [Frame(found[1], int(found[2]), found[3]) for line in lines if (found := _RAISED_AT.fullmatch(line))]
     return tuple(call for call in calls if _FIELD.search(call.file) and not _PLUMBING.search(call.file))

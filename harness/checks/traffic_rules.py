@@ -1,4 +1,4 @@
-"""What the traffic of every model must satisfy, known or not: rules that need no formula.
+"""Rules for the traffic of any model, which need no formula.
 
 No collective along an unknown group, every gradient reduced over all data-parallel ranks, float8 weights gathered in
 float8, an amax reduction for every cast of a tensor that ranks hold shards of, and none for a weight whose scale is

@@ -41,7 +41,7 @@ class Capacity(Message, frozen=True, kw_only=True):
 
 
 def capacity_here(device: Device, slots: int | None = None) -> NodeCapacity:
-    """What this machine has, with so many slots or as many as fit. HarnessError for GPUs of no name or several."""
+    """The capacity of this machine with `slots`, or as many as fit. Raises HarnessError for unnamed or mixed GPUs."""
     gpus = cuda_devices(slots) if device == "cuda" else ()
     return NodeCapacity(
         host=host_name(),

@@ -156,7 +156,7 @@ class _Parts:
                 raise
 
     def _warm(self, name: str) -> None:
-        """So that all parts start at the same time: none waits for the zygote of another, on its deadline."""
+        """Start the zygote of a node, so that no part spends its deadline waiting for that of another."""
         with suppress(NodeLost), self._answering(name) as node:
             node.warm(self._shares[name].job.preload)
 

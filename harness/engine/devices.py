@@ -27,14 +27,14 @@ def open_leases(
     """The leases of the slots of this machine, as many as `slots` or as fit, in a folder that its jobs share.
 
     Those of GPUs have their UUIDs, so that jobs with different CUDA_VISIBLE_DEVICES agree on who holds which one.
-    `note` is told whom they wait for.
+    `note` gets a message when they wait, which names the holders.
     """
     names = [gpu.uuid for gpu in cuda_devices(slots)] if device == "cuda" else None
     return Leases(folder / device, count_slots(device, slots), names=names, note=note)
 
 
 def count_slots(device: Device, slots: int | None = None) -> int:
-    """How many slots there are when so many are asked for: CPU ranks, or at most the CUDA devices of this machine."""
+    """The number of slots for a request of `slots`: CPU ranks, or at most the CUDA devices of this machine."""
     return slots or default_cpu_slots() if device == "cpu" else len(cuda_devices(slots))
 
 
@@ -45,5 +45,5 @@ def cuda_devices(slots: int | None = None) -> tuple[Gpu, ...]:
 
 @functools.cache
 def _cuda_devices(*_: str | None) -> tuple[Gpu, ...]:
-    """Asked once in each environment: nvidia-smi may take seconds."""
+    """Cached per environment: nvidia-smi may take seconds."""
     return visible_gpus(os.environ, installed_gpus(os.environ))

@@ -1,4 +1,4 @@
-"""What keeps the zygote from being forked, and which step of the preload brought it.
+"""What makes the zygote unsafe to fork, and the step of the preload that introduced it.
 
 A thread does not exist in a forked process, and a lock that it held stays locked there. A CUDA context does not work
 there either: https://docs.pytorch.org/docs/main/notes/multiprocessing.html#poison-fork-in-multiprocessing.
@@ -18,7 +18,7 @@ class Obstacles:
         self._seen: dict[str, str] = {}
 
     def record_new(self, step: str) -> None:
-        """Keep what is there now; what is new came in this step, such as "the import of mine"."""
+        """Attribute every new thread and open device to this step, such as "the import of mine"."""
         for name in (*linux.other_threads(), *linux.open_devices()):
             self._seen.setdefault(name, step)
 

@@ -23,7 +23,7 @@ _PART = re.compile(r"^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)")
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, or a part of one (MIG). `uuid` is the same for every process of the machine, whatever it calls the GPU."""
+    """A GPU or a MIG instance. `uuid` is the same in every process of the machine, whatever the index there."""
 
     uuid: str
     index: int | None = None  # as nvidia-smi counts; None where nothing lists the GPU
@@ -137,7 +137,7 @@ def in_use(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def ask_driver(environ: Mapping[str, str], *words: str) -> str:
-    """What nvidia-smi prints with these words; empty where there is none, or where it fails."""
+    """The output of nvidia-smi with these arguments; empty if it is missing or fails."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
     if program is None:
         return ""

@@ -1,4 +1,4 @@
-"""The hardware of this machine, as the kernel and the driver tell it. Never imports torch.
+"""The hardware of this machine, as reported by the kernel and the driver. Never imports torch.
 
 Its GPUs are in `gpus.py`; which devices may be used is `devices.py`'s.
 """

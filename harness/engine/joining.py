@@ -57,7 +57,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(rendezvous: Rendezvous, facts: Mapping[str, str]) -> tuple[RemoteNode, ...]:
-    """The other nodes, by their ranks, when all have come. HarnessError when they do not in time, and tells them."""
+    """Wait for all other nodes; returns them in rank order. Raises HarnessError when one is late."""
     _, port = rendezvous.address
     try:
         listener = socket.create_server(("", port), backlog=rendezvous.nnodes)
@@ -105,7 +105,7 @@ def _absent(rendezvous: Rendezvous, nodes: Mapping[int, RemoteNode]) -> HarnessE
 def _admit(
     connection: socket.socket, rendezvous: Rendezvous, facts: Mapping[str, str], nodes: dict[int, RemoteNode]
 ) -> None:
-    """Let a node take part, or tell it why not."""
+    """Accept a node, or reply with the reason for its refusal."""
     connection.settimeout(_HELLO_S)
     reader: FrameReader[FromNode] = FrameReader(FromNode)
     joined = _first(connection, reader)
@@ -150,7 +150,7 @@ def _refusal(
 
 
 def join(rendezvous: Rendezvous, node: Node, facts: Mapping[str, str]) -> int:
-    """Serve the controller with this node until the run is over; returns the exit code of the run.
+    """Serve the controller until the run ends; returns the exit code of the run.
 
     HarnessError when nobody answers in time, when it refuses this node, and when it is lost; no rank is left then.
     """

@@ -134,7 +134,7 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class Reached(Message, frozen=True, tag="reached"):
-    """Zygote to controller: what its share of a job on several nodes has come to."""
+    """Zygote to controller: an event of its share of a job on several nodes."""
 
     ticket: int
     event: ShareEvent

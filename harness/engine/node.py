@@ -19,7 +19,7 @@ from harness.engine.scratch import Scratch
 
 
 class NodeLost(Exception):
-    """A node does not answer any more; the text names it and says why."""
+    """A node was lost; the text names it and says why."""
 
 
 class Reservation(Message, frozen=True, kw_only=True):
@@ -39,10 +39,10 @@ class Node(Protocol):
         """Hold slots and a folder until `free`. Waits for slots that other processes hold. Raises OSError."""
 
     def warm(self, preload: Mapping[str, str]) -> None:
-        """Have ranks with these options start at once from now on. Failures are told by `run`."""
+        """Warm up for ranks with these options. `run` reports a failure to do so."""
 
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
-        """Run a share to its end. Of a part of a job, `report` is told what other nodes must know, in any thread."""
+        """Run a share and return its outcome. `report` gets the events that other nodes need, in any thread."""
 
     def end(self, job_id: str) -> None:
         """End the share of this job at once: a rank on another node failed."""
@@ -61,7 +61,7 @@ class Runner(Protocol):
     """Starts ranks on this machine: `ZygoteEngine`, `TorchrunEngine`. As the methods of `Node`."""
 
     def warm(self) -> None:
-        """Have ranks start at once from now on."""
+        """Warm up, so that ranks start at once."""
 
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
         """Run a share to its end."""

@@ -49,12 +49,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> int:
-        """How close it is to the cause."""
+        """Sort key: lower is closer to the cause."""
         return order_of(self.rank, self.reading)
 
     @property
     def with_reading(self) -> RankOutcome:
-        """The rank, whose message says what its output or the sizes in its error mean."""
+        """The rank, with what its output or its error means appended to its message."""
         what = self.reading.what
         if what in self.rank.message:
             return self.rank

@@ -107,7 +107,7 @@ def check_alike(here: Mapping[str, str], nodes: Mapping[str, NodeFacts]) -> None
 
 
 def _facts(ray: Any, machines: list[RayMachine], device: Device) -> dict[str, NodeFacts]:
-    """Asked of every node at the same time. They need no free CPU for it."""
+    """The facts of all nodes, queried in parallel. Needs no free CPU on them."""
     on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     asked = ray.remote(node_facts)
     answers = {

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: made once per process, refused in words and in seconds. Imports Ray on demand."""
+"""The connection to a Ray cluster: made once per process, fails fast with a readable error. Imports Ray on demand."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _refused(address: str, error: Exception) -> HarnessError:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Keep the handler of SIGTERM, which Ray replaces."""
+    """Restore the handler of SIGTERM, which Ray replaces, on exit."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     if threading.current_thread() is threading.main_thread():

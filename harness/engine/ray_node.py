@@ -114,7 +114,7 @@ class RayNode:
 
 
 def not_started(name: str, error: Exception) -> HarnessError:
-    """What to say of a node on which the harness does not start."""
+    """The HarnessError for a node on which the harness does not start."""
     return HarnessError(
         f"the harness does not start there: {ray_message(error)}",
         where=f"node {name}",
@@ -123,6 +123,6 @@ def not_started(name: str, error: Exception) -> HarnessError:
 
 
 def ray_message(error: Exception) -> str:
-    """What Ray says, on one line: the exception of another process, or the first sentence."""
+    """The message of a Ray error on one line: the exception of the other process, or its first sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if "Traceback" in str(error) or "ray::" in str(error) else lines[0]

@@ -109,14 +109,14 @@ class RemoteNode:
         threading.Thread(target=self._listen, name=f"fp8-harness-{self.name}", daemon=True).start()
 
     def reserve(self, job_id: str, count: int) -> Reservation:
-        """Hold slots and a folder there. Raises OSError for what kept it from that."""
+        """Hold slots and a folder there. Raises OSError if the node cannot."""
         answer = self._ask("reserve", job_id=job_id, count=count)
         if answer.reservation is None:
             raise OSError(f"{self.name}: {answer.error}")
         return answer.reservation
 
     def warm(self, preload: Mapping[str, str]) -> None:
-        """Have ranks with these options start at once there."""
+        """Warm up that node for ranks with these options."""
         self._ask("warm", preload=preload)
 
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
@@ -141,7 +141,7 @@ class RemoteNode:
         self._tell(Asked(number=0, method="close"))
 
     def leave(self, code: int | None = None) -> None:
-        """End the connection. With the exit code of the run the node exits so; without, it says this one is gone."""
+        """End the connection. The node exits with `code`; without one it reports that this node is gone."""
         with suppress(NodeLost, OSError):
             if code is not None:
                 self._tell(Bye(code=code))

@@ -52,7 +52,7 @@ class SlotTable:
                 self._changed.notify_all()
 
     def drop_node(self, name: str) -> None:
-        """Hand out no slot of this node any more."""
+        """Remove a lost node: hand out none of its slots any more."""
         with self._changed:
             self._total.pop(name, None)
             self._free.pop(name, None)

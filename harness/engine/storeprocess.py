@@ -36,7 +36,7 @@ class StoreProcess:
         self._near: socket.socket | None = None
 
     def address(self, prefix: str) -> str:
-        """Where the ranks of the job with this prefix meet: tcp://HOST:PORT/PREFIX. Raises OSError."""
+        """The rendezvous of the job with this prefix: tcp://HOST:PORT/PREFIX. Raises OSError."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()

@@ -138,7 +138,7 @@ def _timeout(match: re.Match[str], text: str) -> str:
 
 
 def _memory(text: str) -> Reading:
-    """Whose memory is missing: of others, if the case had room on the GPU by itself."""
+    """Whose memory filled the GPU: that of other processes, if the case alone would fit."""
     told = _MEMORY.search(text)
     if told is None:
         return Reading("case", "the GPU is out of memory; the error does not say who holds it")
@@ -170,12 +170,12 @@ def _bytes(text: str) -> float:
 
 
 def names_a_cause(line: str) -> bool:
-    """True for a line of a log that names a cause; such lines are kept however much is printed after them."""
+    """True for a line of a log that names a cause; the log tail keeps such lines whatever follows them."""
     return any(pattern.search(line) for pattern in (*(each for _, each in _COMPILED), _ABSENT))
 
 
 def order_of(rank: RankOutcome, reading: Reading) -> int:
-    """How close a failure is to the cause: only among equal ones does time decide.
+    """Sort key of failures: lower is closer to the cause, and time decides only among equals.
 
     A broken GPU explains anything. Ranks that time out wait for a stopped one; ranks lose the connection to one that
     timed out; and what is stuck may wait for any of them.

@@ -58,7 +58,7 @@ class ZygoteSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Pending(NamedTuple):
-    """A share that runs: its job, where its outcome goes, and who is told what it comes to."""
+    """A running share: its job, the future of its outcome, and the callback for its events."""
 
     job_id: str
     outcome: Future[ShareOutcome]

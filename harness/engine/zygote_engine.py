@@ -60,7 +60,7 @@ class ZygoteEngine:
             del self._ended[share.job.job_id]
 
     def warm(self) -> None:
-        """Start the zygote, if it does not run, and wait until it can fork. `run` tells why it cannot."""
+        """Start the zygote if needed, and wait until it can fork. `run` reports why it cannot."""
         with suppress(ZygoteFailure):
             self._ready_client()
 

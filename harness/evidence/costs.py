@@ -46,7 +46,7 @@ class Costs(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return cost_s if expected_refusal(case) is None else cost_s * _REFUSED_SHARE
 
     def price(self, case: Case) -> Price:
-        """The same with the witnesses that the case is compared with, each under its name."""
+        """The `Price` of a case: its own CPU seconds, and those of its witnesses by name."""
         if expected_refusal(case) is not None:
             return Price(own_s=self.case_s(case))
         witness, relation = solo_case(case), partner(case)
@@ -79,7 +79,7 @@ def write_costs(root: Path, costs: Costs) -> Path:
 
 
 def case_features(case: Case) -> dict[str, float]:
-    """What the CPU seconds of a case are made of, each times the ranks that pay for it."""
+    """The features of a case that cost CPU seconds, each times the number of ranks that pay for it."""
     layers, traits = case.model.shape.layers, case.float8.traits
     wrapped = sum(case.checkpointing.wraps(layer) for layer in range(layers))
     fp8, tp, rows = case.float8.enabled, case.layout.tp > 1, case.float8.enabled and not traits.one_scale_per_tensor

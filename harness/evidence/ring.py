@@ -19,7 +19,7 @@ from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 SCHEMA = 1
 Ring = Literal["kernel", "proof", "native"]
 RINGS: tuple[Ring, ...] = ("kernel", "proof", "native")
-# A number that grew or shrank by more than this is told; smaller changes come from other schedules and algorithms.
+# Changes of a number by more than this factor are reported; smaller ones come from other schedules and algorithms.
 REPORTED_FROM = 2.0
 _NAMED = 8  # of many items of one kind
 

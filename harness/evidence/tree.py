@@ -21,7 +21,7 @@ def tree_commit(root: Path) -> str:
 
 
 def source_commit(root: Path) -> str:
-    """The same, but "-dirty" only by `changed_files`: what references are made from."""
+    """As `tree_commit`, but "-dirty" only if `changed_files` has any: the provenance of references."""
     commit = tree_commit(root).removesuffix(_DIRTY)
     return f"{commit}{_DIRTY}" if changed_files(root) else commit
 

@@ -21,13 +21,13 @@ from harness.matrix.space import Row, Space, is_hit
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """What running a case costs in CPU seconds: by itself, and for witnesses that other cases may need as well."""
+    """CPU seconds of a case: its own, and by name those of its witnesses, which other cases may share."""
 
     own_s: float
     shared_s: Mapping[str, float] = {}
 
     def extra_s(self, witnesses: Collection[str]) -> float:
-        """CPU seconds of the case where these witnesses are there already."""
+        """CPU seconds that the case adds when these witnesses exist already."""
         return self.own_s + sum(cost_s for name, cost_s in self.shared_s.items() if name not in witnesses)
 
 
@@ -81,7 +81,7 @@ class CheapCover:
         return list(dict.fromkeys(self._random.choices(cells, weights, k=self._random.randint(2, 5))))
 
     def _repaired(self, chosen: _Chosen) -> _Chosen:
-        """Cover what is missing by the cells that cover most of it per second, then drop what became superfluous."""
+        """Cover the missing goals by the cells with most of them per second, then drop redundant cells."""
         while chosen.missing:
             starts = self._random.sample(sorted(chosen.missing), min(4, len(chosen.missing)))
             cells = [self._extended(goal, chosen.missing, self._random.choice((0.0, 0.1, 0.3, 1.0))) for goal in starts]
@@ -95,7 +95,7 @@ class CheapCover:
         return chosen
 
     def _cheapen(self, chosen: _Chosen, cell: _Cell) -> None:
-        """Change the values of a cell on which nothing depends, one at a time, as long as it becomes cheaper."""
+        """Change single values of a cell while it keeps what only it covers and becomes cheaper."""
         unique = chosen.unique(cell)
         chosen.remove(cell)
         if not unique:
@@ -116,7 +116,7 @@ class CheapCover:
         chosen.add(best)
 
     def _extended(self, goal: Goal, missing: Collection[Goal], cost_weight: float) -> _Cell:
-        """A cell that covers `goal`, extended by what covers most, less `cost_weight` times the cost of a value."""
+        """A cell with `goal`, extended greedily: each value maximizes new goals - `cost_weight` * its cost."""
         index, start = goal
         space, avoid, costs = self._spaces[index], self._avoid[index], self._value_costs[index]
         chosen = dict(start)

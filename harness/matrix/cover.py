@@ -72,7 +72,7 @@ def covering_rows(space: Space, strength: int, avoid: Sequence[Table], wanted: I
 def _extended(
     space: Space, start: Combination, avoid: Sequence[Table], missing: Collection[Combination], strength: int
 ) -> Row:
-    """A cell with `start`, extended value by value with what brings the most missing combinations."""
+    """A cell with `start`, extended greedily by the value that adds most missing combinations."""
     chosen = dict(start)
     gains: dict[tuple[int, int], int] = {
         (factor, value): 0 for factor, size in enumerate(space.sizes) if factor not in chosen for value in range(size)

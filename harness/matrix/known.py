@@ -109,7 +109,7 @@ class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def masks_new_findings(self) -> bool:
-        """True when nothing new can be seen in the cases it affects: there is no fix with which they run again."""
+        """True when the fault hides new findings in the cases it affects: there is no fix to run them again with."""
         return self.fix is None and not self.everywhere
 
     def must_show(self, case: Case) -> bool:
@@ -170,7 +170,7 @@ def matching(faults: Sequence[KnownFault], case: Case) -> tuple[KnownFault, ...]
 
 
 class KnownRule(Rule, frozen=True):
-    """The cases that a record blinds, as a rule of the matrix: they run, and their numbers prove nothing new."""
+    """The cases in which a record masks new findings, as a rule of the matrix: they run, but prove nothing new."""
 
     def applies(self, case: Case) -> bool:
         """True for the cases that the record selects, whatever their model."""

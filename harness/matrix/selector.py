@@ -56,7 +56,7 @@ class Selector(msgspec.Struct, frozen=True, kw_only=True):
         return all(term.matches(case) for term in self.terms)
 
 
-# What else decides whether a case holds a value on an axis, because it means nothing without.
+# By axis, the other axes without which its value means nothing.
 _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "symm_mem": ("async_tp",),
     "sequence_parallel": ("tp",),

@@ -172,7 +172,7 @@ def _build(block: Block, values: dict[str, object]) -> Case:
 def _search(
     domains: list[tuple[int, ...]], avoid: Sequence[Table], settled: frozenset[int] | None = None
 ) -> Row | None:
-    """Depth-first over the factor with the fewest values left. `settled`: what changed; None means everything did."""
+    """Depth-first search over the factor with the fewest values left. `settled`: factors that changed; None: all."""
     pruned = _prune(domains, avoid, settled)
     if pruned is None:
         return None

@@ -54,7 +54,7 @@ def meaning_of(token: str) -> str:
 
 
 def hint(token: str) -> str:
-    """The `fix` for a token that is no word: what is meant, where that can be told, else where the words are listed."""
+    """The `fix` for an unknown token: the likely meaning if there is one, else the command that lists all words."""
     outside = out_of_scope(token)
     if outside is not None:
         return f"leave it out: {outside.text}."

@@ -230,7 +230,7 @@ class _EvidenceReader:
 
 
 def _cached(kept: dict[object, Evidence | None], key: object, read: Callable[[], Evidence]) -> Evidence | None:
-    """What was kept under the key, or is read and kept now; None where there is none."""
+    """The cached evidence, else what `read` returns, which is cached; None if there is none."""
     if key not in kept:
         try:
             kept[key] = read()
@@ -260,7 +260,7 @@ def judge_of_any_case(project: Project, plan: Plan) -> CaseJudge:
 
 
 class _JudgedByOnDemand(dict[str, JudgedBy]):
-    """What each case is judged by, by its id, made when it is asked for."""
+    """`JudgedBy` by case id, created on first access."""
 
     def __init__(self, make: Callable[[str], JudgedBy]) -> None:
         super().__init__()

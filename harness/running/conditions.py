@@ -68,7 +68,7 @@ def worst(seen: Sequence[Conditions]) -> Conditions:
 
 
 class ConditionsMonitor:
-    """A context that looks at the machine every two seconds, because a GPU that waits says nothing of one that runs."""
+    """A context that samples the conditions every two seconds, because an idle GPU says nothing about a busy one."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -92,7 +92,7 @@ def python_over(path: Path, folder: Path) -> Path:
 
 
 def run_in_environment(place: NamedEnvironment, words: Sequence[str], folder: Path) -> RunDocument:
-    """The results of `run` with these words in another environment, stored under the name of the place.
+    """The results of `run` with these words in another environment, stored under its name.
 
     What it says goes to where this process says it. Raises HarnessError where it ran nothing.
     """

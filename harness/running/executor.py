@@ -42,7 +42,7 @@ class Executor:
         self._stopped = threading.Event()
 
     def with_plan(self, plan: Plan) -> Executor:
-        """The same nodes and end for a plan that asks its ranks for something else."""
+        """An executor on the same nodes, closed with this one, for a plan whose ranks record something else."""
         other = Executor(plan, self._cluster, self._root)
         other._stopped = self._stopped
         return other

@@ -36,12 +36,12 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def text_with_absolute_path(self) -> str:
-        """What means the same in any folder."""
+        """`text` with an absolute path."""
         return self.text if self.text.startswith(PREFIX) else self.target
 
     @property
     def content(self) -> str:
-        """What it is called and a digest of its file: two injections of one content do the same."""
+        """Its name and the digest of its file: injections with equal content do the same."""
         if self.text.startswith(PREFIX):  # a planted fault, which is part of the harness
             return self.text
         return f"{self.text} {hashlib.sha256(self.source).hexdigest()[:16]}"

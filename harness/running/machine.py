@@ -1,4 +1,4 @@
-"""The machine that a command runs on: which device it means, and whether ranks can train there. Never imports torch.
+"""The machine that a command runs on: its device, and whether ranks can train there. Never imports torch.
 
 Owns the meaning of `--device auto`. Which devices may be used is `engine/devices.py`'s.
 """

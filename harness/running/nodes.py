@@ -21,7 +21,7 @@ _OF_ONE_NODE = ("driver", "cpu", "threads", "limits", "platform", "commit", "cha
 
 
 def parse_rendezvous(*, nnodes: int, node_rank: int, endpoint: str | None, timeout_s: float) -> Rendezvous | None:
-    """What the options say, checked; None for one node. HarnessError where they do not fit together."""
+    """The rendezvous of these options; None for one node. Raises HarnessError if they do not fit together."""
     if nnodes == 1 and node_rank == 0 and endpoint is None:
         return None
     if nnodes == 1 or endpoint is None:
@@ -46,7 +46,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[RemoteNode, ...] = ()
 
     def leave(self, code: int) -> None:
-        """Tell the other nodes how the run has ended: they exit so, too."""
+        """Send the exit code of the run to the other nodes, which exit with it."""
         for node in self.others:
             node.leave(code)
 

@@ -1,4 +1,4 @@
-"""Progress: what a person or a CI log sees while cases run.
+"""Progress: what the terminal or a CI log shows while cases run.
 
 Owns the two forms: a live line on a terminal (rich), one plain line per finished item elsewhere. Both write to the
 stream they are given; the final report is `report/`'s.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Who is told what happens during a run. `note` is called from any thread, the rest from one."""
+    """Receives the events of a run. `note` is called from any thread, the other methods from one."""
 
     def begin(self, total: int) -> None:
         """`total` items are going to be run; what was counted before is over."""

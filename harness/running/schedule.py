@@ -48,7 +48,7 @@ class Work(Protocol[_ItemT_contra, _ResultT_co]):
 
 
 class Observer(Protocol[_ItemT_contra, _SeenT_contra]):
-    """Who is told what happens, in the thread that called `run_schedule`."""
+    """Receives the events of a run, in the thread that called `run_schedule`."""
 
     def started(self, item: _ItemT_contra, /) -> None:
         """A thread took up this item."""
@@ -58,7 +58,7 @@ class Observer(Protocol[_ItemT_contra, _SeenT_contra]):
 
 
 class Ended(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
-    """What came out: results by position in the given items, None for an item that was not run."""
+    """The results by position of their items, None for an item that was not run."""
 
     results: tuple[Result | None, ...]
     interrupted: bool
@@ -175,7 +175,7 @@ def _collect(
     threads: int,
     enough: Callable[[], bool],
 ) -> _Interrupted | _Failed | _Enough | None:
-    """Take events until every thread is idle (None) or until one that must stop the run, which is returned."""
+    """Handle events until all threads are idle. Returns None, or the event that must stop the run."""
     while threads:
         event = _next(events)
         if isinstance(event, _Started):

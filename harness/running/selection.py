@@ -55,7 +55,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def words_with_absolute_paths(self) -> tuple[str, ...]:
-        """`words` with the budget, and with files that are found from any folder."""
+        """`words` with the budget, and with absolute paths of files."""
         files = {text: str(Path(text).resolve()) for text in self.sources if Path(text).is_file()}
         budget = () if self.budget_s is None else ("--budget-s", f"{self.budget_s:g}")
         return (*(files.get(word, word) for word in self.words), *budget)
@@ -91,7 +91,7 @@ def select_file(project: Project, path: Path) -> Selection:
     return _SELECTION_CACHE[key]
 
 
-# Selections by what they are made of: a command asks for its tier up to three times, and nightly takes 0.7 s each.
+# Selections by their inputs: a command needs its tier up to three times, and nightly takes 0.7 s each time.
 _SELECTION_CACHE: dict[bytes, Selection] = {}
 
 

@@ -177,7 +177,7 @@ class WitnessCache:
             return self._kept[name]
 
     def _retried(self, name: str, execute: Callable[[], JobOutcome | None]) -> JobOutcome | None:
-        """The outcome, of a second attempt where the first one failed by the infrastructure, such as a lost node."""
+        """The outcome; that of a second attempt if the first ended as `infra`, such as by a lost node."""
         outcome = execute()
         if outcome is None or outcome.status != "infra":
             return outcome
@@ -208,7 +208,7 @@ class WitnessCache:
         run = finish(made) if made.complete else None
         if run is None:
             return None
-        with contextlib.suppress(WriteFailed):  # a full disk costs time, not truth
+        with contextlib.suppress(WriteFailed):  # a full disk costs time, not correctness
             content = msgspec.msgpack.encode(run)
             write_whole(path, _seal(content) + content)
         return run
@@ -230,5 +230,5 @@ def open_witnesses(
 
 
 def _seal(content: bytes) -> bytes:
-    """What stands before the content of a file: a witness with one wrong bit would fail good runs for ever."""
+    """The checksum that precedes the content of a file: a corrupt witness would fail good runs forever."""
     return hashlib.sha256(content).digest()

@@ -97,7 +97,7 @@ def measure_speed(
     progress.begin(2 * pairs * len(cases))
     found: list[CaseSpeed] = []
     results: list[CaseResult] = []
-    with store.held(), open_executor(plan, project) as executor:
+    with store.locked(), open_executor(plan, project) as executor:
         store.begin(start)
         cache = open_witnesses(project, plan, executor, progress.note)
         runner = CaseRunner(plan, executor, SanityJudge(), cache, progress.note)

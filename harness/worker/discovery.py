@@ -1,4 +1,4 @@
-"""Finds out what a target has built: linears, conversions, checkpointed and compiled regions, parameters."""
+"""Discovers what a target has built: linears, conversions, checkpointed and compiled regions, parameters."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _buffer(fqn: str, buffer: torch.Tensor) -> Buffer:
 
 
 class _Calls:
-    """Calls by FQN: in the step that runs, and the most in any step that is over."""
+    """Calls by FQN: in the current step, and the maximum over finished steps."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()

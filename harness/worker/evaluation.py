@@ -1,4 +1,4 @@
-"""Evaluation: a forward pass of a target that no backward follows. Probes that watch training look away."""
+"""Evaluation: a forward pass of a target without a backward. Probes of training ignore it."""
 
 from __future__ import annotations
 

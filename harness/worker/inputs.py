@@ -1,4 +1,4 @@
-"""Watches what the model is really called with, and finds the sequences of the run in it.
+"""Records the tensors that the model is called with, and finds the sequences of the run in them.
 
 A target may take the tokens of another rank, of its own data loader, or the labels in place of the inputs: no global
 number shows that where its single-rank reference does the same.
@@ -62,7 +62,7 @@ class InputRecorder:
         self._now = []
 
     def continue_from(self, before: InputRecorder) -> None:
-        """Go on with the record of the model that was trained before."""
+        """Prepend the record of the model that was trained before the run was resumed."""
         self._steps = before._steps
         self._called, self._whole = before._called and self._called, before._whole and self._whole
 
@@ -103,7 +103,7 @@ def _rows(tensor: Tokens, length: int, known: set[bytes]) -> list[bytes]:
 
 
 def _forms(tensor: Tokens, length: int) -> list[Tokens]:
-    """Its readings as sequences: batch first, sequence first, packed, with or without the token after the last."""
+    """All ways to read a tensor as sequences: batch first, sequence first, packed, with or without the last label."""
     matrices = [tensor.reshape(-1, tensor.shape[-1])]
     if tensor.ndim == 2:
         matrices.append(tensor.T)

@@ -78,7 +78,7 @@ class _Errors(torch.autograd.Function):
 
 
 def _rounded_at_random(given: torch.Tensor, bits: int, generator: torch.Generator) -> torch.Tensor:
-    """The tensor with errors as large as those of rounding to a mantissa of so many bits, in its dtype."""
+    """The tensor with random errors as large as those of rounding to `bits` mantissa bits, in its dtype."""
     wide = given.float()
     errors = torch.rand(given.shape, generator=generator).sub_(0.5).to(given.device)
     return torch.addcmul(wide, wide, errors, value=_MEAN_UNIT * 2.0**-bits).to(given.dtype)

@@ -1,4 +1,4 @@
-"""How a rank joins the others of its job: one way for every fabric, which differ in names."""
+"""Joins the process group of a job, in the same way over every fabric."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def join(context: RankContext, fabric: Fabric) -> torch.device:
 
 
 def _timeout_s(deadline_s: float, fabric: Fabric) -> float:
-    """Seconds after which a collective that waits gives up."""
+    """Timeout of a collective in seconds."""
     return deadline_s * NCCL_GIVES_UP_AFTER if fabric == "nccl" else deadline_s + AFTER_DEADLINE_S

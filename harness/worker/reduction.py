@@ -13,7 +13,7 @@ from harness.worker.dispatch_hooks.hook import unobserved
 @unobserved()
 @torch.no_grad()
 def gathered_copies(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """A copy of the `tensor` of every rank of a group, by default of all, in its order. No traffic of a target."""
+    """A copy of `tensor` of every rank of a group (default: all), in rank order. Hidden from the traffic probe."""
     copies = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
     ]
@@ -22,7 +22,7 @@ def gathered_copies(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 
 
 def of_all_ranks(number: torch.Tensor) -> torch.Tensor:
-    """The number of every rank in rank order: [world size]. A report, not a part of training."""
+    """The number of every rank in rank order: [world size]. For reporting; training does not read it."""
     return torch.cat(gathered_copies(number.reshape(1)))
 
 

@@ -1,4 +1,4 @@
-"""The rendezvous: where the ranks of a job meet, and the server of a TCP store for jobs on several nodes.
+"""The rendezvous of a job: the store of its ranks, and the server of a TCP store for jobs on several nodes.
 
 `python -m harness.worker.rendezvous FD` serves, sends its port to the socket FD, and exits when that is closed.
 """

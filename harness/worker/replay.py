@@ -122,7 +122,7 @@ class Replay:
         self.distances: list[ModuleDistance] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Compare and replace the tensors before and behind every module."""
+        """Hook every module, to compare and replace its inputs and outputs."""
         calls = Counter(key.fqn for key in self._recorded if key[:2] == (1, 0) and key.kind == "output")
         for name, module in model.named_modules():
             if isinstance(module, MODULES):
@@ -140,7 +140,7 @@ class Replay:
 
     @torch.no_grad()
     def replaced(self, fqn: str, call: Call, kind: ModuleTensorKind, computed: torch.Tensor) -> torch.Tensor:
-        """What the run had in place of `computed`, which is compared with it the first time."""
+        """The tensor of the run in place of `computed`; the two are compared on the first call."""
         key = Key(self._step, call.part, fqn, call.number, kind)
         if key not in self._recorded:
             if not (kind == "grad_input" and self._recorded.get(key._replace(kind="input"), key) is None):
@@ -170,7 +170,7 @@ class Replay:
         return recorded._replace(tensor=recorded.tensor / self._gradient_factor)
 
     def finish(self) -> None:
-        """What the run recorded and the replay never computed is a problem of its own."""
+        """Note every tensor that the run recorded and the replay never computed."""
         for key in sorted(self._left, key=str):
             recorded = self._recorded[key]
             if recorded is not None:
@@ -261,7 +261,7 @@ def _replace(watching: Replay, fqn: str, kind: ModuleTensorKind, tensor: torch.T
 
 
 class _ModuleBoundary:
-    """The hooks before and behind one module, which replace what was computed by what the run had.
+    """The pre- and post-hooks of one module, which replace computed tensors by those of the run.
 
     The input of a norm is the residual stream, which has other readers. It is overwritten in place, so that they read
     what the run had as well, and so that gradients are summed in the order in which the run summed them.

@@ -25,7 +25,7 @@ from harness.worker.targets.target import Resumes, Target
 
 
 def hand_over(trained: Target, targets: Sequence[Target], folder: Path, *, step: int) -> Resumed:
-    """Save what was trained for `step` steps, load it into the first target, save that, and so on, under `folder`."""
+    """Save the target trained for `step` steps, load it into the first of `targets`, save that, and so on."""
     saved, loaded = state_of(trained.model), []
     for number, target in enumerate(targets):
         place = folder / f"checkpoint-{number}"

@@ -1,11 +1,11 @@
-"""Turns: one rank that trains for several data-parallel ranks, one after another, and sums as they do.
+"""One rank that trains for several data-parallel ranks, one after another, and sums gradients in their order.
 
 FSDP2 on one rank would add up the gradients of all microbatches in the order in which it meets them. Ranks first
 accumulate those of their own, then sum over shards, then over replicas, and round each of these sums to the reduce
 dtype. Repeating that makes the single-rank reference equal to the bit, with any number of microbatches.
 
-Whose turn it is, the tokens tell that the model is called with. Where the model is not called as a whole, all turns
-are taken for that of the first rank, and gradients are summed in another order.
+The tokens of a forward pass tell which rank it is for. Where the model is not called as a whole, all of them count
+as the first rank's, and gradients are summed in another order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SequentialRanks:
         self.model.register_forward_pre_hook(self._end_turn_by_inputs, with_kwargs=True)
 
     def step(self, microbatches: Sequence[torch.Tensor], *labels: Sequence[torch.Tensor]) -> StepResult:
-        """The step of the target. Every reduction of FSDP2 in it gives what those of the ranks would have given."""
+        """One step of the target, in which every reduction of FSDP2 returns what it would return on those ranks."""
         turns = (microbatches[at : at + self._of_a_turn] for at in range(0, len(microbatches), self._of_a_turn))
         self._batches = [torch.cat(tuple(batches)).cpu().numpy() for batches in turns]
         self._turn = 0
@@ -66,7 +66,7 @@ class SequentialRanks:
                     self._end_turn(turns[0])
 
     def _end_turn(self, following: int) -> None:
-        """What was accumulated and not reduced would have been reduced with the next gradients of the other ranks."""
+        """Add what this rank accumulated without a reduction to the sum that the next ranks reduce."""
         for param in fsdp_params(self.model):
             grad = param.unsharded_accumulated_grad
             unsharded = getattr(param, "_unsharded_param", None)
@@ -101,7 +101,7 @@ class SequentialRanks:
         sums[self._reduced[param]].add(grad, self._turn // self._shards)
 
     def _write(self, param: FSDPParam) -> None:
-        """The gradient so far. Those of several reductions of a step are added up in the dtype of the parameter."""
+        """Write the gradient so far; several reductions of a step add up in the dtype of the parameter."""
         local: torch.Tensor = param.sharded_param.grad.to_local()
         first, *others = self._sums[param]
         local.copy_(first.value)

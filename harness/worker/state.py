@@ -1,6 +1,6 @@
 """Settings of torch that belong to the whole process: which of them a target leaves changed, and when.
 
-Another default dtype, say, is that of every tensor which the harness or another library makes from then on.
+A changed default dtype, for example, applies to every tensor that the harness or a library creates from then on.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _SETTINGS: Mapping[str, Callable[[], object]] = {
 
 
 class GlobalState:
-    """What has changed since the last look. A forked rank goes on with what was seen before the fork."""
+    """The settings that changed between calls of `record_changes`. A forked rank inherits what was recorded before."""
 
     def __init__(self) -> None:
         self._last = _now()
         self._changes: list[StateChange] = []
 
     def restart(self) -> None:
-        """Forget what has changed since the last look: it was the harness."""
+        """Ignore what changed since the last call: the harness changed it."""
         self._last = _now()
 
     def record_changes(self, phase: str) -> None:

@@ -1,4 +1,4 @@
-"""Training: a few steps of a target, recorded by probes. What a target is says `targets/target.py`."""
+"""Training: a few steps of a target, recorded by probes. `targets/target.py` defines what a target is."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Prepared(NamedTuple):
     inputs: InputRecorder
 
     def batches(self, step: int) -> tuple[Sequence[torch.Tensor], ...]:
-        """What the target is given in a step: microbatches, and their labels where the case ignores some."""
+        """The arguments of the target's step: microbatches, and their labels if the case ignores some."""
         given = (self.tokens,) if self.labels is None else (self.tokens, self.labels)
         return tuple(tuple(each[step - 1]) for each in given)
 
@@ -216,7 +216,7 @@ def _labels(case: Case, tokens: torch.Tensor, part: slice) -> torch.Tensor:
 
 
 def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watching: ProbeSet) -> StepTrace:
-    """One step of the target, evaluated before where the case asks for it, seen where its optimizer gets gradients."""
+    """One step of the target, after an evaluation if the case has one. Probes see what its optimizer gets."""
     target, batches = prepared.target, prepared.batches(step)
     started, calls_before = time.perf_counter(), scaled_mm.calls
     evaluation_loss = _number(evaluate(target, batches, step)) if prepared.case.train.evaluate else None
@@ -271,7 +271,7 @@ class _BeforeFirstUpdate:
 
 
 def _batch_digests(case: Case, tokens: torch.Tensor) -> tuple[str, ...]:
-    """Of the tokens of every data-parallel rank in `tokens` [steps, microbatches, sequences, seq_len + 1]."""
+    """One digest per data-parallel rank in `tokens` [steps, microbatches, sequences, seq_len + 1]."""
     of_ranks = tokens.flatten(1, 2).split(case.local_batch, dim=1)
     return tuple(data.digest({"tokens": batch.cpu().numpy()}) for batch in of_ranks)
 

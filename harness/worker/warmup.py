@@ -85,7 +85,7 @@ def warm_up(*, compiled: bool = False) -> None:
 
 
 def clear_mesh_caches() -> None:
-    """Clear every cache of torch.distributed that may hold a mesh, a redistribution plan or a process group."""
+    """Clear all caches of torch.distributed that may hold a mesh, a redistribution plan or a process group."""
     _clear_sharding_prop_cache()
     for found in gc.get_objects():
         if type(found) is _CACHED and (found.__module__ or "").startswith("torch.distributed"):

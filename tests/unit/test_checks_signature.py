@@ -131,8 +131,8 @@ def test_ranks_that_recorded_nothing_are_not_compared() -> None:
 
 
 def judged(run: Run = RUN, **given: Any) -> Judgement:
-    (among,) = (each for each in CHECKS if each.name == NAME)
-    return judge(CASE, run, "ok", witnesses(**given), among=(among,))
+    (check,) = (each for each in CHECKS if each.name == NAME)
+    return judge(CASE, run, "ok", witnesses(**given), checks=(check,))
 
 
 def test_the_judge_executes_it_with_a_signature_of_these_versions() -> None:

@@ -109,12 +109,12 @@ def test_what_makes_numbers_less_certain_is_told() -> None:
 
 def test_slots_that_a_job_holds_are_seen(tmp_path: Path) -> None:
     leases = Leases(tmp_path, 3)
-    assert leases.held() == ()
+    assert leases.held_slots() == ()
     with leases.acquire(2) as slots:
-        assert Leases(tmp_path, 3).held() == slots
+        assert Leases(tmp_path, 3).held_slots() == slots
         with leases.acquire(1):
-            assert Leases(tmp_path, 3).held() == (0, 1, 2)
-    assert leases.held() == ()
+            assert Leases(tmp_path, 3).held_slots() == (0, 1, 2)
+    assert leases.held_slots() == ()
 
 
 REPORT = RingReport(

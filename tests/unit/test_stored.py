@@ -107,7 +107,7 @@ def test_states_of_runs(project: Project) -> None:
     add(project, A, planned=(A, B))
     add(project, A, planned=(A, B), end=ended(interrupted=True))
     add(project, A, end=ended())
-    with add(project, A, planned=(A, B)).held() as alone:
+    with add(project, A, planned=(A, B)).locked() as alone:
         assert alone
         assert [run.state for run in runs_of(project)] == ["running", "finished", "interrupted", "killed"]
     assert stored_run(project, "last").state == "killed"
@@ -267,7 +267,7 @@ def test_two_processes_append_to_one_run_at_once(tmp_path: Path) -> None:
 def test_one_process_at_a_time_runs_into_a_folder(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     assert not store.is_running
-    with store.held() as first, RunStore(tmp_path).held() as second:
+    with store.locked() as first, RunStore(tmp_path).locked() as second:
         assert (first, second, store.is_running) == (True, False, True)
     assert not store.is_running
 
@@ -280,7 +280,7 @@ def test_old_runs_are_removed_but_for_those_with_a_name_and_those_that_run(proje
         add(project, A, name=name)
     running = RunStore(project.stored_runs()[1])
     import_results(project, a_document(B, started="2025-01-01"))
-    with running.held():
+    with running.locked():
         remove_old_runs(project, kept=2)
     kept = [run.path for run in runs_of(project)]
     assert len(kept) == 5 and running.path.parent in kept and stored_run(project, "v1").path in kept
@@ -299,5 +299,5 @@ def test_runs_are_removed_by_name(project: Project) -> None:
 
 
 def test_a_run_that_still_runs_is_not_removed(project: Project) -> None:
-    with add(project, A, name="v1").held(), pytest.raises(HarnessError, match="has not ended"):
+    with add(project, A, name="v1").locked(), pytest.raises(HarnessError, match="has not ended"):
         remove_run(stored_run(project, "v1"))

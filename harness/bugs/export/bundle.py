@@ -1,4 +1,4 @@
-"""One file from many: a function and everything that it needs, copied as text. What a case decides is decided.
+"""Bundles a function and everything that it needs into one file, as text, with the flags of a case folded.
 
 Sources are parsed, never imported. Definitions keep their text, so what people wrote is what people read.
 """
@@ -24,7 +24,7 @@ _WIDTH = 110  # of a list of imports
 
 
 class NotBundled(HarnessError):
-    """A definition needs a module that cannot be copied."""
+    """A definition needs a module that must not be bundled."""
 
 
 def bundle(module: str, name: str, given: Mapping[str, object], *, limits: tuple[str, ...] = ()) -> str:
@@ -39,7 +39,7 @@ def bundle(module: str, name: str, given: Mapping[str, object], *, limits: tuple
 
 
 def fold_flags(source: str, flags: Mapping[str, bool]) -> str:
-    """The source with every `if FLAG:`, `a if FLAG else b`, `not FLAG` and `FLAG or a` decided."""
+    """The source with constant-folded `if FLAG:`, `a if FLAG else b`, `not FLAG` and `FLAG or a`."""
     while flags and (choices := sorted(_choices(ast.parse(source), flags), key=_place)):
         text = source.encode()  # columns of a syntax tree count bytes
         starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
@@ -59,7 +59,7 @@ def _place(choice: _Choice) -> tuple[int, int]:
 
 
 def _choices(node: ast.AST, flags: Mapping[str, bool]) -> Iterator[_Choice]:
-    """What is decided by a flag, but for choices inside of others, and what is kept of it."""
+    """The outermost nodes that a flag decides, each with the part that stays."""
     for child in ast.iter_child_nodes(node):
         match child:
             case ast.If(test=ast.Name(id=name)) if name in flags:
@@ -146,7 +146,7 @@ def source_of(module: str) -> Path:
 
 
 class _Bundle:
-    """What was collected so far."""
+    """The imports, constants and definitions collected so far."""
 
     def __init__(self, given: Mapping[str, object], limits: tuple[str, ...]) -> None:
         self._constants = {name: value for name, value in given.items() if not isinstance(value, bool)}
@@ -258,7 +258,7 @@ def _literal(value: object) -> str:
 
 
 def _without_aliases(text: str) -> str:
-    """A definition without variables that are only another name, which is what is left of some choices."""
+    """A definition without `a = b` aliases, which folded flags leave behind."""
     for line, name, value in re.findall(r"^( +(\w+) = ([A-Z]\w*[a-z]\w*)\n)", text, flags=re.MULTILINE):
         if len(re.findall(rf"^ +{name} = ", text, flags=re.MULTILINE)) == 1:
             shorter = re.sub(rf"\b{name}\b", value, text.replace(line, ""))

@@ -1,4 +1,4 @@
-"""Does an exported script show its fault? It is run by torchrun, as a reader of it would."""
+"""Does an exported script show its fault? It is run by torchrun, as a reader would run it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUTCOME = re.compile(
 
 
 class Proof(NamedTuple):
-    """What a script told: its first rank that told, or the end of its output where none did."""
+    """The verdict of a script: that of the first rank that printed one, else the end of the output."""
 
     told: Outcome
     text: str
@@ -45,7 +45,7 @@ def proof_of(script: Path, ranks: int, patches: Sequence[str] = ()) -> Proof:
 
 
 def script_outcome(output: str) -> Proof:
-    """What the output of a script tells: a fault of any rank, else what cannot be told, else that it is fixed."""
+    """The verdict in the output of a script: a fault on any rank, else "cannot tell", else "fixed"."""
     found = {each[1]: each[0].rstrip() for each in _OUTCOME.finditer(output)}
     for told in ("FAULT", "cannot tell", "fixed"):
         if told in found:

@@ -1,4 +1,4 @@
-"""The script of a case: which parts it has, and by what it tells the failure."""
+"""The script of a case: which parts it has, and how it detects the failure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NEEDED: Mapping[str, str] = {
 
 
 class Script(NamedTuple):
-    """A script: its text, for how many ranks, and by which part it tells the failure."""
+    """A script: its text, its number of ranks, and the part that detects the failure."""
 
     text: str
     ranks: int
@@ -111,7 +111,7 @@ if __name__ == "__main__":
 
 
 def script_part(signature: FailureSignature, checks: Collection[str] = ()) -> str:
-    """The part that tells failures like this one: the name of a file of worker/exported/."""
+    """The name of the file in worker/exported/ whose `main` detects failures like this one."""
     if signature.kind == "crash":
         return "mismatch" if "CollectiveMismatch" in signature.what else "crash"
     if signature.kind == "graphs" and signature.what.startswith("fused_scaled_matmul_reduce_scatter gives wrong rows"):

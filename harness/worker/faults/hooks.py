@@ -35,7 +35,7 @@ def wrap(owner: Any, name: str, change: Callable[..., Any]) -> None:
 
 
 def wrap_everywhere(owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """`wrap` a function of a module under every name by which a module has imported it: a target may have, long ago."""
+    """`wrap` a function of a module under every name by which another module has imported it already."""
     stock = getattr(owner, name)
     changed = _around(stock, change)
     for module in list(sys.modules.values()):

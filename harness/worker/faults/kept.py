@@ -1,4 +1,4 @@
-"""Class I: memory that something keeps alive although nothing needs it any more. No number changes."""
+"""Class I: memory leaks. Something keeps tensors alive that nothing needs any more; no number changes."""
 
 from __future__ import annotations
 

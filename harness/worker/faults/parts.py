@@ -1,4 +1,4 @@
-"""Parts of a model that faults change, found by its structure, so that every model has them; names are nobody's rule.
+"""Parts of a model that faults change, found by structure instead of names, so that they work for any model.
 
 Where a model lacks the part, AssertionError says so, and the fault counts as one that did not reach it.
 """

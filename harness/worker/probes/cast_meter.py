@@ -21,7 +21,7 @@ _COPIED_BYTES = 1 << 22  # of sources, at a time: some dozen casts of a tiny mod
 
 
 class Measurement:
-    """What will have been measured of a cast."""
+    """The numbers of a cast, measured when they are first read."""
 
     __slots__ = ("_cast", "_numbers", "content", "scale")
 
@@ -94,6 +94,6 @@ class CastMeter:
         self._copied_bytes = 0
 
     def forget(self) -> None:
-        """Settle, and take nothing for a repetition of what was seen before."""
+        """Settle, and forget all casts, so that no later one counts as a repetition."""
         self.settle()
         self._seen.clear()

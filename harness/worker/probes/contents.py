@@ -1,4 +1,4 @@
-"""The bytes of float8 data, copied where they are seen: cheap enough in the middle of a step, digested after it.
+"""Copies of float8 bytes: taken in the middle of a step, where a copy is cheap, and digested after it.
 
 A digest needs code and tables that training drives out of the cache. Taken all at once, digests cost a third.
 """
@@ -34,7 +34,7 @@ class Content:
 
 
 class Contents:
-    """What was seen in which place of memory: a matmul reads where a cast has written.
+    """Known contents by memory address: a matmul reads where a cast has written.
 
     Taken for the same is only what is the same byte for byte, so it does not matter who freed or wrote the place.
     """
@@ -45,7 +45,7 @@ class Contents:
         self._held_bytes = 0
 
     def read(self, tensor: torch.Tensor) -> Content:
-        """The content of a tensor, that which is known of its place if it still is the same."""
+        """The content of a tensor; the known one of its memory if the bytes are still the same."""
         data = bytes_of(tensor)
         known = self._by_place.get(tensor.data_ptr())
         return known if known is not None and known.data == data else self.add(tensor, data)
@@ -61,7 +61,7 @@ class Contents:
         return content
 
     def remember(self, tensor: torch.Tensor, content: Content) -> None:
-        """`tensor` lies in another place and has the same content."""
+        """Remember that `tensor`, at another address, has this content."""
         self._by_place[tensor.data_ptr()] = content
 
     def release(self) -> None:

@@ -53,7 +53,7 @@ class GraphCastWatcher:
                 self._record(node, result)
 
     def _forget(self) -> None:
-        """A graph is done: nothing of it may stay alive for this probe's sake."""
+        """Drop all tensors of a finished graph, so that the probe keeps none alive."""
         self._sources.clear()
         self._scales.clear()
 

@@ -101,7 +101,7 @@ class Census:
         )
 
     def _owned(self, model: nn.Module, managed: list[Any], gathered: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Everything that may be alive at any moment."""
+        """The storages that may be alive at any moment: parameters, buffers, optimizer state and data."""
         for param in managed:
             yield from (param.sharded_param, param._sharded_param_data)
         for whole in map(local_part, gathered):

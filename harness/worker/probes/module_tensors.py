@@ -68,7 +68,7 @@ class ModuleTensorProbe(Probe):
 
     @torch.no_grad()
     def after_backward(self, model: nn.Module) -> None:
-        """Copy what was seen, and the gradients."""
+        """Copy the tensors seen in this step, and the gradients."""
         if self._recording:
             for seen in self._seen:
                 self._add(seen.fqn, seen.kind, seen.tensor, self._activations, seen.call)
@@ -198,7 +198,7 @@ def _is_masked(placement: Placement) -> bool:
 
 
 class _SeparateGraphInput(torch.autograd.Function):
-    """The same tensor in a place of its own in the graph. Its gradient passes untouched: a view would reduce it."""
+    """The identity as a node of its own, so that a shared tensor has a gradient per reader. A view would reduce it."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:

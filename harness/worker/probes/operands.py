@@ -107,7 +107,7 @@ class OperandProbe(Probe):
         return OperandTrace(casts=tuple(self._casts), matmuls=tuple(self._matmuls))
 
     def _record_seen(self) -> None:
-        """All of a step at once, when it is over: in between, code and data would be out of the cache every time."""
+        """Make the records of a whole step after its end: in between, code and data would miss the cache every time."""
         self._meter.settle()
         self._casts += [cast.record() for cast in self._seen_casts]
         self._matmuls += [matmul.record() for matmul in self._seen_matmuls]
@@ -198,7 +198,7 @@ class OperandProbe(Probe):
         )
 
     def _record_gathered(self) -> None:
-        """What FSDP2 brought into the linear that runs now, as if it had been cast at this moment."""
+        """Record the weight that FSDP2 gathered for the current linear, as if it were cast now."""
         place = self._places[-1]
         if place.fqn not in self._gathered:
             return

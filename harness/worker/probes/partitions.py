@@ -149,7 +149,7 @@ def _written(node: torch.fx.Node) -> str:
 
 
 class _Made:
-    """An argument that a pass has made: it may stand for any other node."""
+    """A wildcard for an argument that a pass created: it equals any other node."""
 
 
 _MADE = _Made()

@@ -1,4 +1,4 @@
-"""Places: where what a rank holds lies in its logical tensor, and which of those that hold the same counts."""
+"""Places: the offset of a local shard in its logical tensor, and which of its replicas is the owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.matrix.mesh import AXES, axis_of_group, axis_size, coordinates
 
 
 class Place(NamedTuple):
-    """The place of a shard in its logical tensor. `owner`: this replica of the shard is the one that counts."""
+    """The place of a shard in its logical tensor. `owner` is True on exactly one of its replicas."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -61,7 +61,7 @@ class Places:
 
 @functools.lru_cache(maxsize=64)
 def mesh_axes(mesh: DeviceMesh, layout: Layout) -> tuple[str, ...]:
-    """The axes of the layout along which the dims of a mesh go, told by their ranks, whatever a target calls them."""
+    """The axis of the layout of every mesh dim, identified by its ranks, whatever name a target gave it."""
     rank = dist.get_rank()
     groups = (mesh.get_group(dim) for dim in range(mesh.ndim))
     return tuple(axis_of_group(layout, rank, tuple(dist.get_process_group_ranks(group))) for group in groups)

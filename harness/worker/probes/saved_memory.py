@@ -1,4 +1,4 @@
-"""Weighs what autograd keeps for the backward pass. See `SavedMemory` in `harness/trace/traffic.py`.
+"""Measures what autograd keeps for the backward pass. See `SavedMemory` in `harness/trace/traffic.py`.
 
 Saved-tensor hooks see every tensor that a node saves, except inside a checkpointed region, whose own hooks come first:
 of that they see the inputs, which is what checkpointing keeps. What selective checkpointing keeps besides, outputs of
@@ -113,7 +113,7 @@ class SavedMemoryProbe(Probe):
 
 
 def _watching(cached: type[Any], note: Callable[[torch.Tensor], None]) -> type[Any]:
-    """The class of what selective checkpointing keeps, which tells of every tensor it is made for."""
+    """A subclass of selective checkpointing's cache entry that calls `note` for every tensor it is created for."""
 
     class Watched(cached):  # type: ignore[misc]
         def __init__(self, value: Any) -> None:

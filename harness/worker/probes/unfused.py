@@ -1,4 +1,4 @@
-"""Why a collective of a compiled graph was not fused with a matmul, as far as its neighbours in the graph tell.
+"""Why a collective of a compiled graph was not fused with a matmul, judged by its neighbours in the graph.
 
 The conditions are those of `torch/_inductor/fx_passes/micro_pipeline_tp.py` (torch 2.13).
 """

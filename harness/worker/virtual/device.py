@@ -51,7 +51,7 @@ def _install_transport(fabric: Fabric) -> None:
     name, kernels = _TRANSPORTS[fabric]
     if name not in _transport:
         for library in _transport.values():
-            library._destroy()  # what it replaced is back
+            library._destroy()  # restores the kernels that it had overridden
         _transport.clear()
         _transport[name] = _override("c10d", kernels)
 

@@ -1,4 +1,4 @@
-"""What gloo lacks of NCCL: float8 tensors, which are moved as bytes here.
+"""Float8 collectives over gloo, which supports no float8: tensors are sent as bytes.
 
 Replaces the CPU kernels of the c10d operators that FSDP2, DTensor and async TP call. Each calls what torch's kernel
 calls: the method of the gloo backend. The other operators are left as they are. `PREMUL_SUM`, which gloo lacks too,
