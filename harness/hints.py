@@ -60,7 +60,7 @@ def list_results() -> str:
     return _command("results", "list")
 
 
-def run_anew(asked: Sequence[str]) -> str:
+def run_again(asked: Sequence[str]) -> str:
     """Repeats an earlier run from its words on the command line."""
     return _command("run", *asked)
 

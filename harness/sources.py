@@ -52,7 +52,7 @@ class InstalledSource(NamedTuple):
 
 def installed_source(package: str) -> InstalledSource | None:
     """The source of an installed package, without importing it; None when there is none. Reads every Python file."""
-    found = places(package)
+    found = package_paths(package)
     if not found:
         return None
     return InstalledSource(found[0], source_digest(found[0], found[0].rglob("*.py")))
@@ -62,7 +62,7 @@ def files_digest(package: str, folders: Sequence[str] = ()) -> str:
     """Over path, size and time of change of the code files of an installed package; empty when there is none."""
     found = [
         (path[len(folder) :], status.st_size, status.st_mtime_ns)
-        for folder in map(str, places(package, folders))
+        for folder in map(str, package_paths(package, folders))
         for path, status in _code_files(folder)
     ]
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
@@ -108,7 +108,7 @@ def top_level_spec(name: str, folders: Sequence[str] = ()) -> ModuleSpec | None:
         return None
 
 
-def places(name: str, folders: Sequence[str] = ()) -> list[Path]:
+def package_paths(name: str, folders: Sequence[str] = ()) -> list[Path]:
     """The folders of a top-level package, or the file of a top-level module, without importing it; empty if none.
 
     Looked for in `folders` too.

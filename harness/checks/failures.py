@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from harness.checks.advice import advice
 from harness.checks.ranks import format_ranks
-from harness.checks.stacks import OwnFrame, Place, main_stack, own_frame, place_of
+from harness.checks.stacks import OwnFrame, StackLocation, main_stack, own_frame, place_of
 from harness.trace import RankFailure, Run
 from harness.verdict import Finding
 
@@ -22,7 +22,7 @@ class _Kind(NamedTuple):
     kind: str
     phase: str
     message: str
-    place: Place | None
+    place: StackLocation | None
     own: OwnFrame | None
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = N
     return Measured(
         curves=found,
         allowed_loss=() if golden is None or witnesses.tolerance is None else witnesses.tolerance.per_step,
-        loss_distance=_apart(found["case"], found["golden"]) if golden is not None else None,
+        loss_distance=_largest_gap(found["case"], found["golden"]) if golden is not None else None,
         parity=_parity(case, run, solo) if solo is not None else None,
         local_parity=_worst([each.distance for each in replayed if each.problem is None]),
         scaled_mm_calls=sum(step.scaled_mm_calls for trace in traces for step in trace.steps),
@@ -62,7 +62,7 @@ def _curve(run: Run | None) -> Curve | None:
     return Curve(losses=tuple(step.loss for step in steps), grad_norms=tuple(step.grad_norm for step in steps))
 
 
-def _apart(found: Curve, golden: Curve) -> float | None:
+def _largest_gap(found: Curve, golden: Curve) -> float | None:
     return _worst([abs(loss - reference) for loss, reference in zip(found.losses, golden.losses, strict=False)])
 
 

@@ -59,7 +59,7 @@ class OwnFrame(NamedTuple):
         return f"{self.file}:{self.line} in {self.function}" + (f": {self.code}" if self.code else "")
 
 
-class Place(NamedTuple):
+class StackLocation(NamedTuple):
     """Where a rank is. `collective` is empty if it is in none; `calls` are the most telling ones, innermost first."""
 
     collective: str
@@ -106,7 +106,7 @@ def raised_frames(traceback: str) -> tuple[Frame, ...]:
     return tuple(call for call in calls if _FIELD.search(call.file) and not _PLUMBING.search(call.file))
 
 
-def place_of(stack: Sequence[Frame]) -> Place | None:
+def place_of(stack: Sequence[Frame]) -> StackLocation | None:
     """Where the rank with this stack is; None when the stack shows nothing of what it ran.
 
     The calls are the collective or else the innermost one, the first outside of torch, and the first of another file
@@ -123,4 +123,4 @@ def place_of(stack: Sequence[Frame]) -> Place | None:
     own = [frame for frame in outside_torch if not _INSTALLED.search(frame.file) and frame.file not in shown]
     calls = (*inner, *own[:1])
     backward = any(frame.function == "_engine_run_backward" for frame in program)
-    return Place(entered[0].function.strip("_") if entered else "", backward, calls) if calls else None
+    return StackLocation(entered[0].function.strip("_") if entered else "", backward, calls) if calls else None

@@ -31,8 +31,8 @@ def run_in_environments(project: Project, given: Sequence[str], words: Sequence[
     if len({name for name, _ in named}) < len(named):
         raise HarnessError("two environments have one name.", where="--env", fix="give each a name of its own.")
     folder = project.state / "environments"
-    places = [NamedEnvironment(name=name, python=python_over(path, folder)) for name, path in named]
-    runs = run_in_each(project, places, words)
+    environments = [NamedEnvironment(name=name, python=python_over(path, folder)) for name, path in named]
+    runs = run_in_each(project, environments, words)
     click.echo(environments_text(runs), nl=False)
     return exit_code_of(runs)
 
@@ -46,28 +46,30 @@ def versions_of(project: Project, text: str) -> list[NamedEnvironment]:
     if not package or len(set(versions)) < 2:
         fix = "write --matrix torchao=0.17.0,0.18.0."
         raise HarnessError("it names no package with two versions.", where=f"--matrix {text}", fix=fix)
-    places = []
+    environments = []
     for version in versions:
         try:
             python = python_with(package, version, Source(), project.state / "versions")
         except (NotInstalled, subprocess.TimeoutExpired) as error:
             what, fix = f"{package} {version} cannot be installed: {error}.", "check the version and the index of pip."
             raise HarnessError(what, where="--matrix", fix=fix) from error
-        places.append(NamedEnvironment(name=f"{package}-{version}", python=python))
-    return places
+        environments.append(NamedEnvironment(name=f"{package}-{version}", python=python))
+    return environments
 
 
-def run_in_each(project: Project, places: Sequence[NamedEnvironment], words: Sequence[str]) -> dict[str, RunDocument]:
+def run_in_each(
+    project: Project, environments: Sequence[NamedEnvironment], words: Sequence[str]
+) -> dict[str, RunDocument]:
     """The results by name, of one environment after another: side by side they would slow each other down."""
     from harness.running.environments import run_in_environment
 
     folder = project.state / "environments"
     folder.mkdir(parents=True, exist_ok=True)
     runs = {}
-    for place in places:
-        click.echo(f"fp8-harness: note: {place.name}", err=True)
-        runs[place.name] = run_in_environment(place, words, folder)
-        if runs[place.name].interrupted:
+    for environment in environments:
+        click.echo(f"fp8-harness: note: {environment.name}", err=True)
+        runs[environment.name] = run_in_environment(environment, words, folder)
+        if runs[environment.name].interrupted:
             raise KeyboardInterrupt
     return runs
 

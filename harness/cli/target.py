@@ -97,10 +97,10 @@ def check_command(  # noqa: PLR0913  one parameter per option
         raise HarnessError("not the name of a target.", where=module, fix=fix)
     project = find_project(root)
     base = None if given is None else one_case(project, given)
-    asked = CheckOptions(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)
+    options = CheckOptions(target=module, recipe=recipe, layouts=tuple(map(parse_layout, layouts)), base=base)
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(quiet=quiet) as progress:
-        report = check_target(project, asked, plan, progress)
+        report = check_target(project, options, plan, progress)
     click.echo(target_text(report), nl=False, err=str(json_file) == "-")
     write_output(json_file, lambda: target_json(report))
     return target_exit_code(report)
@@ -127,8 +127,8 @@ def import_command(*, words: tuple[str, ...], ranks: int | None, output: Path | 
     click.echo(case_id(found.case))
     for note in found.notes:
         click.echo(f"  {note}")
-    asked = ["run", "--case", case_id(found.case)] if output is None else ["run", str(output)]
-    click.echo(f"run it: {shlex.join(['fp8-harness', *asked])}")
+    command = ["run", "--case", case_id(found.case)] if output is None else ["run", str(output)]
+    click.echo(f"run it: {shlex.join(['fp8-harness', *command])}")
 
 
 def _text_of(path: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from harness.engine import linux
 
 
-class Obstacles:
+class ForkBlockers:
     """The threads and the open devices of this process, each with the step in which it was first seen."""
 
     def __init__(self) -> None:
@@ -35,4 +35,4 @@ def _listed(names: tuple[str, ...], seen: Mapping[str, str]) -> str:
     return ", ".join(f"{name} (since {seen[name]})" if name in seen else name for name in names)
 
 
-OBSTACLES = Obstacles()  # of this process
+FORK_BLOCKERS = ForkBlockers()  # of this process

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from harness.engine.forking import OBSTACLES
+from harness.engine.forking import FORK_BLOCKERS
 from harness.engine.messages import Share
 from harness.errors import HarnessError
 
@@ -100,9 +100,9 @@ def preload_program(name: str, options: Mapping[str, str]) -> RankProgram:
     gc.disable()
     try:
         program = load_program(name)
-        OBSTACLES.record_new(f"the import of {name}")
+        FORK_BLOCKERS.record_new(f"the import of {name}")
         program.preload(options)
-        OBSTACLES.record_new(f"preload() of {name}")
+        FORK_BLOCKERS.record_new(f"preload() of {name}")
     finally:
         gc.enable()
     return program

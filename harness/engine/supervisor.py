@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.engine import linux, sharedmem
 from harness.engine.folder import JobFolder
-from harness.engine.forking import OBSTACLES
+from harness.engine.forking import FORK_BLOCKERS
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.program import RankProgram
 from harness.engine.rankprocess import RankProcess
@@ -92,7 +92,7 @@ class Supervisor:
 
     def start(self, keep_fds: frozenset[int]) -> None:
         """Fork all ranks. An error here ends the share as `infra`."""
-        obstacle = OBSTACLES.reason()
+        obstacle = FORK_BLOCKERS.reason()
         if obstacle:
             self.abort(obstacle)
             return

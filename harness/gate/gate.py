@@ -125,7 +125,7 @@ def gate(
         candidate=_side(names[1], candidate),
         compared=len(sides.compared),
         differences=sides.environments[0].differences(sides.environments[1]),
-        inexact=sides.apart,
+        inexact=sides.inexact_reason,
         reasons=tuple(reasons),
         times=found_times,
         notes=tuple(_notes(sides, found, terms)),

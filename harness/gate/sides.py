@@ -70,7 +70,7 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.baseline.environment or Environment(), self.candidate.environment or Environment()
 
     @property
-    def apart(self) -> tuple[str, ...]:
+    def inexact_reason(self) -> tuple[str, ...]:
         """Why numbers need not be equal: what of the hardware differs; empty where every bit can be compared."""
         before, after = self.environments
         if not (self.baseline.environment and self.candidate.environment):

@@ -44,23 +44,23 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return self.parameters + self.buffers + self.optimizer
 
     @property
-    def turn(self) -> int:
+    def before_backward(self) -> int:
         """Between forward and backward: exact."""
         return self.state + self.saved + self.kept
 
     @property
     def certain(self) -> int:
         """The most of the moments that are exact: between forward and backward, and after backward."""
-        return max(self.turn, self.state + self.gradients)
+        return max(self.before_backward, self.state + self.gradients)
 
     @property
     def peak(self) -> int:
         """The most of the moments that are listed: in backward of the loss, of the last block and of the first, and in
         the update. A lower bound: casts in eager float8, and what else is alive for a moment, are missing.
         """
-        last = self.turn - self.probabilities + self.block
+        last = self.before_backward - self.probabilities + self.block
         updating = self.state + self.gradients + self.update
-        return max(self.turn + self.loss, last, self.state + self.gradients + self.block, updating)
+        return max(self.before_backward + self.loss, last, self.state + self.gradients + self.block, updating)
 
 
 def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:

@@ -127,7 +127,7 @@ def _memory_table(found: Simulation) -> str:
         ("optimizer", "optimizer", "AdamW"),
         ("saved for backward", "saved", "eager blocks"),
         ("logits, weights that stay gathered", "kept", ""),
-        ("between forward and backward", "turn", "exact"),
+        ("between forward and backward", "before_backward", "exact"),
         ("gradients", "gradients", "after backward"),
         ("peak", "peak", f"at least, of {binary_bytes(found.device_bytes)}"),
     ):

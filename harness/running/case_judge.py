@@ -176,7 +176,7 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
     loss, parity_of = witnesses.tolerance, witnesses.parity_tolerance
     if parity_of is not None and parity_of.key == SAME_ORDER and accumulates(case, witnesses.expect.model):
         solo = cache.solo(case)
-        if solo is not None and solo.traces[0].inputs is None:  # it could not tell whose turn it was
+        if solo is not None and solo.traces[0].inputs is None:  # tokens do not tell which rank a forward pass is for
             parity_of = None
     if (loss is not None and (parity_of is not None or not sketched)) or witnesses.expect.model is None:
         return witnesses

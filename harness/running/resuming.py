@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.environment import Environment
 from harness.errors import HarnessError
-from harness.hints import run_anew
+from harness.hints import run_again
 from harness.project import Project
 from harness.running.plan import Plan
 from harness.running.selection import NothingSelected
@@ -30,5 +30,5 @@ def check_environment(start: RunStart, now: Environment, plan: Plan) -> None:
             f"since this run began ({start.started or 'by an earlier version'}), this changed: {', '.join(found)}. "
             "Its results would be of two environments.",
             where="--resume",
-            fix=f"run it anew: `{run_anew((*root, *start.asked))}`.",
+            fix=f"run it anew: `{run_again((*root, *start.asked))}`.",
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.engine.hardware import CPUINFO, arithmetic_limits, cpu_kind
 from harness.running.plan import DEFAULT_PROGRAM, Plan
-from harness.sources import files_digest, installed_version, places, source_digest
+from harness.sources import files_digest, installed_version, package_paths, source_digest
 
 PACKAGES = ("torch", "torchao", "numpy")
 _HERE = Path(__file__).parents[1]
@@ -49,5 +49,5 @@ def _program_digest(program: str) -> str:
     """
     if program == DEFAULT_PROGRAM:
         return ""
-    found = places(program.partition(".")[0])
+    found = package_paths(program.partition(".")[0])
     return " ".join(source_digest(place.parent, place.rglob("*.py") if place.is_dir() else [place]) for place in found)

@@ -29,7 +29,7 @@ from harness.verdict import Finding
 
 PROGRAM = "harness.worker.simulating.main"
 _DEADLINE_S = 1800.0
-_EXACT = ("parameters", "buffers", "optimizer", "gradients", "saved", "turn")
+_EXACT = ("parameters", "buffers", "optimizer", "gradients", "saved", "before_backward")
 _SCALAR_BYTES = 8
 
 
@@ -166,8 +166,8 @@ def _memory(case: Case, found: SimulatedRank) -> Iterator[Compared]:
     weights = [weight for unit in fsdp_units(case, found.rank) for weight in unit.weights]
     scalars = _SCALAR_BYTES * (2 + 2 * sum(weight.gathered_in_float8 for weight in weights))
     for name in _EXACT:
-        what = f"bytes of {'all between forward and backward, scalars apart' if name == 'turn' else name}"
-        slack = scalars if name == "turn" else 0
+        what = f"bytes of {'all between forward and backward, scalars apart' if name == 'before_backward' else name}"
+        slack = scalars if name == "before_backward" else 0
         formula = getattr(wanted, name)
         yield Compared(rank=found.rank, what=what, formula=formula, found=found.memory[name], slack=slack)
 

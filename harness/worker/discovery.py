@@ -16,7 +16,7 @@ from harness.matrix.case import Case
 from harness.trace.model import Buffer, Linear, ModelRecord, Parameter
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.digests import ordered_digest
-from harness.worker.probes.places import held, mesh_axes, place_of
+from harness.worker.probes.places import local_shard, mesh_axes, place_of
 from harness.worker.probes.probe import in_backward
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
@@ -37,7 +37,7 @@ Digests = dict[str, str]  # by FQN
 
 def parameter_digests(model: nn.Module) -> Digests:
     """What this rank holds of every parameter now."""
-    return {clean_fqn(fqn): ordered_digest(held(parameter)) for fqn, parameter in model.named_parameters()}
+    return {clean_fqn(fqn): ordered_digest(local_shard(parameter)) for fqn, parameter in model.named_parameters()}
 
 
 class Discovery:
@@ -92,7 +92,7 @@ class Discovery:
         )
 
     def _parameter(self, fqn: str, param: nn.Parameter) -> Parameter:
-        local, name = held(param), clean_fqn(fqn)
+        local, name = local_shard(param), clean_fqn(fqn)
         return Parameter(
             fqn=name,
             shape=tuple(param.shape),
@@ -113,7 +113,7 @@ def _parameters_of_others(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _buffer(fqn: str, buffer: torch.Tensor) -> Buffer:
-    local = held(buffer)
+    local = local_shard(buffer)
     return Buffer(
         fqn=clean_fqn(fqn), shape=tuple(local.shape), dtype=dtype_name(local.dtype), digest=ordered_digest(local)
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from harness.engine.forking import OBSTACLES
+from harness.engine.forking import FORK_BLOCKERS
 from harness.matrix.targets import REFERENCE, module_of
 from harness.request import RunRequest
 from harness.sources import module_digest
@@ -48,16 +48,16 @@ def preload(options: Mapping[str, str]) -> None:
     name = module_of(options.get("target", REFERENCE))
     target = importlib.import_module(name)
     _check_source(name, options)
-    OBSTACLES.record_new(f"the import of {name}")
+    FORK_BLOCKERS.record_new(f"the import of {name}")
     STATE.record_changes("import")
     if on_cpu and options.get("warmup", "on") == "on":
         torch.set_num_threads(1)  # whatever the target has set: threads that have run stay until the fork
         warm_up(compiled=options.get("compile", "off") == "on")
     STATE.restart()
-    OBSTACLES.record_new("the warm-up")
+    FORK_BLOCKERS.record_new("the warm-up")
     if hasattr(target, "preload"):
         target.preload()
-        OBSTACLES.record_new(f"preload() of {name}")
+        FORK_BLOCKERS.record_new(f"preload() of {name}")
     STATE.record_changes("import")
 
 

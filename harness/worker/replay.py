@@ -28,7 +28,7 @@ from harness.trace import RankTrace, StepTrace
 from harness.trace.modules import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
 from harness.worker.discovery import converted_linears
 from harness.worker.probes.module_tensors import MODULES, NORMS, is_wide
-from harness.worker.probes.places import held
+from harness.worker.probes.places import local_shard
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.train import Prepared, prepare, software
@@ -255,7 +255,7 @@ def _replace(watching: Replay, fqn: str, kind: ModuleTensorKind, tensor: torch.T
     """Replace a parameter, or its gradient, in place by that of the run. Returns the sum of its squares."""
     if tensor is None:
         return math.nan
-    local = held(tensor)
+    local = local_shard(tensor)
     local.copy_(watching.replaced(fqn, _OF_PARAMETER, kind, local))
     return local.double().square().sum().item()
 

@@ -18,7 +18,7 @@ from harness.trace.resumed import Resumed, State
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.digests import ordered_digest
 from harness.worker.probes.optimizers import optimizers_of
-from harness.worker.probes.places import held
+from harness.worker.probes.places import local_shard
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.target import Resumes, Target
@@ -67,7 +67,7 @@ def _written(value: object) -> str:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """The logical tensor, without the subclass that FSDP2 casts."""
-    local: Any = held(tensor)
+    local: Any = local_shard(tensor)
     if not isinstance(tensor, DTensor):
         return cast("torch.Tensor", local)
     return DTensor.from_local(

@@ -35,18 +35,21 @@ class SequentialRanks:
         self.model = target.model
         self._target = target
         self._shards = case.layout.dp_shard
-        self._of_a_turn = case.train.accumulation
-        self._turn = 0
+        self._microbatches_per_rank = case.train.accumulation
+        self._rank = 0
         self._batches: Sequence[Any] = ()
         self._sums: dict[FSDPParam, list[_Sum]] = {}  # one for every reduction of a step
         self._reduced: Counter[FSDPParam] = Counter()  # how often in this turn
-        self.model.register_forward_pre_hook(self._end_turn_by_inputs, with_kwargs=True)
+        self.model.register_forward_pre_hook(self._follow_inputs, with_kwargs=True)
 
     def step(self, microbatches: Sequence[torch.Tensor], *labels: Sequence[torch.Tensor]) -> StepResult:
         """One step of the target, in which every reduction of FSDP2 returns what it would return on those ranks."""
-        turns = (microbatches[at : at + self._of_a_turn] for at in range(0, len(microbatches), self._of_a_turn))
-        self._batches = [torch.cat(tuple(batches)).cpu().numpy() for batches in turns]
-        self._turn = 0
+        ranks = (
+            microbatches[at : at + self._microbatches_per_rank]
+            for at in range(0, len(microbatches), self._microbatches_per_rank)
+        )
+        self._batches = [torch.cat(tuple(batches)).cpu().numpy() for batches in ranks]
+        self._rank = 0
         self._sums.clear()
         self._reduced.clear()
         reducing: Any = _fsdp_param_group
@@ -57,15 +60,15 @@ class SequentialRanks:
         finally:
             reducing.foreach_reduce = stock
 
-    def _end_turn_by_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _follow_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() > 0:
                 seen = leaf.detach().cpu().long().numpy()
-                turns = [turn for turn, batch in enumerate(self._batches) if sequences_in(seen, batch)]
-                if len(turns) == 1 and turns[0] > self._turn:
-                    self._end_turn(turns[0])
+                ranks = [rank for rank, batch in enumerate(self._batches) if sequences_in(seen, batch)]
+                if len(ranks) == 1 and ranks[0] > self._rank:
+                    self._finish_rank(ranks[0])
 
-    def _end_turn(self, following: int) -> None:
+    def _finish_rank(self, following: int) -> None:
         """Add what this rank accumulated without a reduction to the sum that the next ranks reduce."""
         for param in fsdp_params(self.model):
             grad = param.unsharded_accumulated_grad
@@ -76,7 +79,7 @@ class SequentialRanks:
             if grad is not None:
                 self._add(param, grad, param.reduce_dtype or grad.dtype)
         self._reduced.clear()
-        self._turn = following
+        self._rank = following
 
     def _reducing(self, stock: Any) -> Any:
         signature = inspect.signature(stock)
@@ -89,7 +92,7 @@ class SequentialRanks:
             for param, grad in zip(params, grads, strict=True):
                 self._add(param, grad / factor, given["reduce_dtype"] or grad.dtype)
                 self._reduced[param] += 1
-                self._write(param)
+                self._write_gradient(param)
             return result
 
         return foreach_reduce
@@ -98,9 +101,9 @@ class SequentialRanks:
         sums = self._sums.setdefault(param, [])
         if len(sums) == self._reduced[param]:
             sums.append(_Sum(dtype))
-        sums[self._reduced[param]].add(grad, self._turn // self._shards)
+        sums[self._reduced[param]].add(grad, self._rank // self._shards)
 
-    def _write(self, param: FSDPParam) -> None:
+    def _write_gradient(self, param: FSDPParam) -> None:
         """Write the gradient so far; several reductions of a step add up in the dtype of the parameter."""
         local: torch.Tensor = param.sharded_param.grad.to_local()
         first, *others = self._sums[param]

@@ -12,7 +12,7 @@ from torch import nn
 
 from harness.matrix.case import Case, Model
 from harness.worker import data
-from harness.worker.probes.places import held, place_of
+from harness.worker.probes.places import local_shard, place_of
 from harness.worker.probes.sketches import clean_fqn
 
 
@@ -25,7 +25,7 @@ def write_weights(model: nn.Module, case: Case) -> dict[str, data.Weights]:
         fqn, place = clean_fqn(name), place_of(param)
         rows = unpadded_rows(place.shape, case.model)
         full = data.make_weight(fqn, (*rows, *place.shape[1:]), seed=case.train.seed, embedding=name in embeddings)
-        local = held(param)
+        local = local_shard(param)
         local.zero_()
         mine = full[tuple(slice(at, at + size) for at, size in zip(place.offset, local.shape, strict=True))]
         local[tuple(slice(size) for size in mine.shape)].copy_(torch.from_numpy(mine))

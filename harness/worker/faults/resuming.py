@@ -11,7 +11,7 @@ from torch import nn
 from harness.worker.faults.hooks import after_build, around, around_load, on_last_rank
 from harness.worker.faults.parts import first_weight
 from harness.worker.probes.optimizers import optimizers_of
-from harness.worker.probes.places import held
+from harness.worker.probes.places import local_shard
 
 
 def _moments(model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -48,7 +48,7 @@ def moments_rounded_by_checkpoint() -> None:
     def load(stock: Callable[[], object], model: nn.Module) -> None:
         stock()
         for kept in _moments(model):
-            for moment in (held(value) for name, value in kept.items() if name != "step"):
+            for moment in (local_shard(value) for name, value in kept.items() if name != "step"):
                 moment.copy_(moment.bfloat16())
 
     around_load(load)
@@ -70,11 +70,11 @@ def weight_of_one_rank_not_loaded() -> None:
     """The last rank keeps its part of one weight as it was initialised."""
 
     def load(stock: Callable[[], object], model: nn.Module) -> None:
-        weight = held(first_weight(model))
+        weight = local_shard(first_weight(model))
         initial = weight.clone()
         stock()
         if on_last_rank():
-            held(first_weight(model)).copy_(initial)
+            local_shard(first_weight(model)).copy_(initial)
 
     around_load(load)
 
@@ -84,7 +84,7 @@ def resharded_rows_in_another_order() -> None:
     built = [0]
 
     def roll(model: nn.Module, places: int) -> None:
-        weight = held(first_weight(model))
+        weight = local_shard(first_weight(model))
         weight.copy_(weight.roll(places, 0))
 
     def load(stock: Callable[[], object], model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torchao.float8.float8_utils import _get_min_alignment
 
 from harness.matrix.case import Case
 from harness.worker.faults.hooks import after_build, case_of_run, wrap
-from harness.worker.probes.places import held, place_of
+from harness.worker.probes.places import local_shard, place_of
 from harness.worker.targets.target import Target
 from harness.worker.virtual import scaled_mm
 from harness.worker.weights import unpadded_rows
@@ -73,6 +73,6 @@ def padded_weight_rows_not_zeroed() -> None:
             place = place_of(weight)
             rows = unpadded_rows(place.shape, case().model)
             if rows != place.shape[:1]:
-                held(weight)[max(0, rows[0] - place.offset[0]) :].fill_(100.0)
+                local_shard(weight)[max(0, rows[0] - place.offset[0]) :].fill_(100.0)
 
     after_build(change)

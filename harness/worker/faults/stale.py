@@ -25,7 +25,7 @@ from harness.worker.faults.hooks import (
     wrap_everywhere,
 )
 from harness.worker.faults.parts import first_weight
-from harness.worker.probes.places import held
+from harness.worker.probes.places import local_shard
 from harness.worker.probes.probe import in_backward
 from harness.worker.probes.probe_tensors import mark_owned
 
@@ -136,7 +136,7 @@ def old_weight_in_evaluation() -> None:
 
     @torch.no_grad()
     def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
-        weight = held(first_weight(model))
+        weight = local_shard(first_weight(model))
         now = weight.clone()
         weight.copy_(kept[0] if kept else now)
         loss = stock()
@@ -256,6 +256,6 @@ def gradient_buffer_polluted() -> None:
         if step == 1:
             _, linear = min(linears(model).items())
             assert linear.weight.grad is not None
-            local(linear.weight.grad).add_(held(linear.weight))
+            local(linear.weight.grad).add_(local_shard(linear.weight))
 
     after_backward(change)

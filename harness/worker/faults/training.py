@@ -39,7 +39,7 @@ from harness.worker.faults.parts import (
     two_alike,
     widening_weight,
 )
-from harness.worker.probes.places import held
+from harness.worker.probes.places import local_shard
 from harness.worker.reduction import of_all_ranks
 from harness.worker.targets.target import StepResult, Target
 
@@ -197,7 +197,7 @@ def one_rank_starts_from_other_weights() -> None:
 
     @torch.no_grad()
     def change(target: Target) -> None:
-        held(first_weight(target.model)).mul_(1.01)
+        local_shard(first_weight(target.model)).mul_(1.01)
 
     if on_odd_rank():
         after_build(change)
@@ -254,7 +254,7 @@ def query_scale_folded_into_weights() -> None:
         found = linears(target.model)
         for name, factor in (("wq", 2.0), ("wk", 0.5)):
             last = [linear for fqn, linear in found.items() if fqn.endswith(f".attention.{name}")][-1]
-            held(last.weight).mul_(factor)
+            local_shard(last.weight).mul_(factor)
 
     after_build(change)
 
@@ -297,7 +297,7 @@ def weight_rounded_by_evaluation() -> None:
 
     @torch.no_grad()
     def evaluate(stock: Callable[[], Any], model: nn.Module) -> Any:
-        loss, weight = stock(), held(first_weight(model))
+        loss, weight = stock(), local_shard(first_weight(model))
         weight.copy_(weight.bfloat16())
         return loss
 
@@ -355,7 +355,7 @@ def master_weights_in_bfloat16() -> None:
     def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
         stock()
         for param in model.parameters():
-            values = held(param)
+            values = local_shard(param)
             values.copy_(values.bfloat16())
 
     around_update(change)

@@ -19,7 +19,7 @@ from harness.matrix.replayed import RECORDED_BYTES, replayed_steps
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.digests import bytes_of, ordered_digest
-from harness.worker.probes.places import Places, held
+from harness.worker.probes.places import Places, local_shard
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.probe_tensors import mark_owned
 from harness.worker.probes.scales import dtype_name
@@ -100,7 +100,7 @@ class ModuleTensorProbe(Probe):
         if tensor is None or not is_wide(tensor):
             self._shards.append(_cast_before(self._step, fqn, kind, call))
             return
-        place, local = places(tensor), held(tensor).contiguous()
+        place, local = places(tensor), local_shard(tensor).contiguous()
         summed = isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
         self._shards.append(
             ModuleShard(

@@ -80,7 +80,7 @@ def place_of(tensor: torch.Tensor) -> Place:
     return Place(tuple(tensor.shape), tuple(offset), owner)
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of `tensor`, without wrappers: DTensor, collectives in flight, torchao's weight."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if isinstance(local, AsyncCollectiveTensor):

@@ -12,7 +12,7 @@ from torch import nn
 from harness.matrix.case import Case
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.worker.probes.digests import bytes_of, ordered_digest
-from harness.worker.probes.places import Place, Places, held, place_of
+from harness.worker.probes.places import Place, Places, local_shard, place_of
 from harness.worker.probes.probe import Probe
 from harness.worker.probes.probe_tensors import mark_owned
 from harness.worker.reduction import reduced_gradient
@@ -64,7 +64,7 @@ def sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Te
 
 
 def _sketch(fqn: str, kind: Literal["grad", "param"], step: int, tensor: torch.Tensor, place: Place) -> TensorSketch:
-    local = held(tensor)
+    local = local_shard(tensor)
     values = local.double()
     flat = values.reshape(-1)
     return TensorSketch(

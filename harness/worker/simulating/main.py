@@ -69,7 +69,7 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
     model = distributed_model(case, meshes, torch.device("meta"))
     storages = Storages()
     hooks = FakeTensorHooks(storages)
-    traffic, flops, saved = TrafficProbe(case, _CPU), FlopsProbe(case, _CPU), _Turn(case, storages)
+    traffic, flops, saved = TrafficProbe(case, _CPU), FlopsProbe(case, _CPU), _SimulatedMemoryProbe(case, storages)
     with ExitStack() as stack:
         for probe in (traffic, flops, saved):
             stack.enter_context(probe)
@@ -100,7 +100,7 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
         )
 
 
-class _Turn(SavedMemoryProbe):
+class _SimulatedMemoryProbe(SavedMemoryProbe):
     """Also takes note of all that is alive when backward begins, and of the gradients when the optimizer runs."""
 
     def __init__(self, case: Case, storages: Storages) -> None:
@@ -142,7 +142,7 @@ def _tokens(case: Case) -> torch.Tensor:
     return torch.zeros((case.microbatch, case.train.seq_len + 1), dtype=torch.int64)
 
 
-def _memory(target: ReferenceTarget, turn: _Turn, peak: int) -> dict[str, int]:
+def _memory(target: ReferenceTarget, probe: _SimulatedMemoryProbe, peak: int) -> dict[str, int]:
     model = target.model
     managed = fsdp_params(model)
     parameters = [param._sharded_param_data for param in managed] if managed else list(model.parameters())
@@ -152,9 +152,9 @@ def _memory(target: ReferenceTarget, turn: _Turn, peak: int) -> dict[str, int]:
         "parameters": _bytes(parameters),
         "buffers": _bytes(model.buffers()),
         "optimizer": _bytes(value for value in states if value.dim()),
-        "gradients": turn.gradients,
-        "saved": turn.result()[-1].saved_bytes,
-        "turn": turn.alive - counters,
+        "gradients": probe.gradients,
+        "saved": probe.result()[-1].saved_bytes,
+        "before_backward": probe.alive - counters,
         "peak": peak - counters,
     }
 

@@ -129,7 +129,7 @@ def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
     repeated = (case.layout.tp - 1) * sum(weight.rows for weight in replicated)
     if not case.model.bias:  # biases of rowwise linears are on every TP rank
         assert sum(each.optimizer for each in moments) == 2 * item * (parameter_count(case) + repeated)
-    assert all(each.peak >= each.turn >= each.state for each in moments)
+    assert all(each.peak >= each.before_backward >= each.state for each in moments)
     assert moments[0].optimizer == max(each.optimizer for each in moments)
 
 
