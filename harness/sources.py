@@ -1,4 +1,4 @@
-"""What is installed: the files of packages, found without importing one, and digests over them."""
+"""Installed packages: their files, found without importing them, and digests over these."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MAX_WORLD = 4096
 
 _SHORT = {"vocab_size": ("--vocab",)}
 
-# What changes the cost of a step. Options of the same name change a named model or a case.
+# Axes that change the cost of a step: options of the same name override those of a named model or a case.
 _OF_COST = tuple(
     name
     for name in AXES

@@ -60,7 +60,7 @@ def versions_of(project: Project, text: str) -> list[NamedEnvironment]:
 def run_in_each(
     project: Project, environments: Sequence[NamedEnvironment], words: Sequence[str]
 ) -> dict[str, RunDocument]:
-    """The results by name, of one environment after another: side by side they would slow each other down."""
+    """The results by environment name. Environments run one after another: in parallel they would slow each other."""
     from harness.running.environments import run_in_environment
 
     folder = project.state / "environments"

@@ -18,8 +18,8 @@ SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # the file that GitHub makes the summa
 
 
 @contextlib.contextmanager
-def quoted(file: TextIO, *, on: bool) -> Iterator[None]:
-    """What is printed inside is no command to the runner, whatever ranks wrote; nothing unless `on`."""
+def workflow_commands_off(file: TextIO, *, on: bool) -> Iterator[None]:
+    """Keep the runner from reading printed text, such as output of ranks, as workflow commands; no-op unless `on`."""
     token = secrets.token_hex(16)
     if on:
         click.echo(f"::stop-commands::{token}", file=file)
@@ -30,7 +30,7 @@ def quoted(file: TextIO, *, on: bool) -> Iterator[None]:
             click.echo(f"::{token}::", file=file)
 
 
-def tell_github(result: RunResult, file: TextIO) -> None:
+def report_to_github(result: RunResult, file: TextIO) -> None:
     """Print the annotations, and append to the summary where GitHub wants one."""
     click.echo(annotation_lines(result), nl=False, file=file)
     path = os.environ.get(SUMMARY_VARIABLE)

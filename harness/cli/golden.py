@@ -214,7 +214,7 @@ def require_reason(reason: str | None, where: str, made: str) -> str:
 
 
 def check_committed(project: Project, made: str, *, allowed: bool) -> None:
-    """Raise `HarnessError` before the run where nobody could check out what would be made; a warning if `allowed`."""
+    """Raise `HarnessError` before the run if the tree differs from its commit; only warn if `allowed`."""
     changed = changed_files(project.root)
     if not changed:
         return

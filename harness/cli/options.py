@@ -19,7 +19,7 @@ Command = Callable[..., Any]
 
 
 class _Output(click.Path):
-    """A file to write, "-" for stdout. A folder that is not there is told before the work, not after it."""
+    """A file to write, "-" for stdout. Reports a missing folder before the work, not after it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path. HarnessError where its folder is not there."""

@@ -12,7 +12,7 @@ import msgspec
 from click.core import ParameterSource
 
 from harness.cli import options
-from harness.cli.github import quoted, tell_github
+from harness.cli.github import report_to_github, workflow_commands_off
 from harness.cli.report import page_of, print_result
 from harness.document import json_report, run_document
 from harness.durable import WriteFailed, write_whole
@@ -181,12 +181,12 @@ def run_command(  # noqa: PLR0913  one parameter an option
         report = _report(project, query, plan, stopped, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     rerun = (resume_command if report.result.interrupted else rerun_command)(root=root)
-    with quoted(text_file, on=github):
+    with workflow_commands_off(text_file, on=github):
         if verbose:
             click.echo(not_judged_text(report.result), nl=False, file=text_file)
         print_result(report.result, text_file, rerun=rerun, quiet=quiet)
     if github:
-        tell_github(report.result, text_file)
+        report_to_github(report.result, text_file)
     return _write(report, outputs)
 
 

@@ -47,7 +47,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """What they are counted by, in words."""
+        """The key of these collectives in words."""
         return collective_words(axis=self.axis, kind=self.kind, op=self.op, dtype=self.dtype)
 
     @property
@@ -405,7 +405,7 @@ def _loss(case: Case) -> Iterator[Transfer]:
 
 
 def _token_count(case: Case) -> Iterator[Transfer]:
-    """How many labels the ranks have, where a case ignores some. What a trainer counts anyway is among its reports."""
+    """The all-reduce of the label count if a case ignores some. A trainer that always counts has it in `reports`."""
     if case.train.ignored_tokens != "none" and not traits_of(case).logs:
         for axis in DP_AXES:
             yield _all_reduce(axis, "sum", "int64", 1, "number of labels", times=_forwards(case))
@@ -449,7 +449,7 @@ def _global_norm(case: Case) -> Iterator[Transfer]:
 
 
 def reports(case: Case) -> Iterator[Transfer]:
-    """Numbers that are summed to be logged. Data-parallel ranks form one group, whatever the number of their axes."""
+    """The all-reduces of logged numbers, over one group of all data-parallel ranks, however many axes they have."""
     layout, wide = case.layout, case.wide_dtype
     used = [axis for axis in DP_AXES if axis_size(layout, axis) > 1]
     joined = "world" if len(used) > 1 and layout.tp == 1 else "+".join(used)

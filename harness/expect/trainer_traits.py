@@ -1,4 +1,4 @@
-"""What trainers of the same Llama do differently around it: what they log, read, keep and save.
+"""Traits of trainers: what those of the same Llama log, read, keep and save differently.
 
 A trait is neither right nor wrong. What a target gets wrong is not here: the checks must keep finding it.
 """

@@ -33,7 +33,7 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exactly(software: Mapping[str, str]) -> Verified:
-    """The versions of what was recorded with this software, however torch and torchao were built."""
+    """A `Verified` for exactly these versions of torch and torchao, without pre-release and build tags."""
     found = {name: Version(software[name]).base_version for name in ("torch", "torchao") if name in software}
     return Verified(**{name: f"=={version}" for name, version in found.items()})
 

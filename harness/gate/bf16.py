@@ -1,4 +1,4 @@
-"""Whether BF16 moved: what tells a change of the environment from a change of FP8."""
+"""Whether BF16 moved, which distinguishes a change of the environment from a change of FP8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reasons of verdicts: what fails now, fails otherwise, still fails, is known now, or is known no more."""
+"""Reasons of verdicts: new, changed and remaining failures, and known faults that appeared or disappeared."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _SHOWN_TWINS = 4
 
 
 class GatePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gate is held under, besides the two results."""
+    """The policy of a gate: what it allows, requires and quarantines, and when it runs."""
 
     now: datetime.datetime  # UTC
     required: tuple[Required, ...] = ()
@@ -125,7 +125,7 @@ def gate(
         candidate=_side(names[1], candidate),
         compared=len(sides.compared),
         differences=sides.environments[0].differences(sides.environments[1]),
-        inexact=sides.inexact_reason,
+        inexact=sides.inexact_reasons,
         reasons=tuple(reasons),
         times=found_times,
         notes=tuple(_notes(sides, found, terms)),

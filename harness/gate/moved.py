@@ -21,7 +21,7 @@ _RANGES = ("amax", "scale_min", "scale_max", "saturated", "flushed")
 
 def moved_numbers(sides: Sides) -> Iterable[Reason]:
     """A reason for every case whose numbers moved. It gates where a loss moved by more than its tolerance."""
-    exact = not sides.inexact_reason
+    exact = not sides.inexact_reasons
     found = {pair.id: texts for pair in sides.compared if (texts := movements(pair, exact=exact))}
     bf16 = Bf16(sides, frozenset(found))
     for name, texts in found.items():

@@ -70,8 +70,8 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.baseline.environment or Environment(), self.candidate.environment or Environment()
 
     @property
-    def inexact_reason(self) -> tuple[str, ...]:
-        """Why numbers need not be equal: what of the hardware differs; empty where every bit can be compared."""
+    def inexact_reasons(self) -> tuple[str, ...]:
+        """The hardware differences because of which bits may differ; empty if every bit can be compared."""
         before, after = self.environments
         if not (self.baseline.environment and self.candidate.environment):
             return ("a run does not say where it was made",)

@@ -17,7 +17,7 @@ from harness.gate.reason import Kind, Reason
 from harness.gate.sides import Sides
 from harness.plural import counted
 
-EFFECT = 1.1  # slower or faster by less is not told
+EFFECT = 1.1  # smaller effects are not reported
 LEVEL = 0.01
 _COUNTED_UP_TO = 40  # cases; beyond, the normal distribution is within 1e-4
 
@@ -34,7 +34,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remarkable(self) -> bool:
-        """True for an effect that is both large and not by chance."""
+        """True if the effect is both large and statistically significant."""
         return self.p < LEVEL and max(self.ratio, 1 / self.ratio) >= EFFECT
 
     @property

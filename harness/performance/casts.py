@@ -1,4 +1,4 @@
-"""Casts to float8 as memory traffic: what one rank and step read and write to cast the operands of every linear.
+"""Casts to float8 as memory traffic: bytes that one rank reads and writes in one step to cast all linear operands.
 
 In a compiled block a cast along the contiguous axis is one kernel or two; one along the other axis writes transposed,
 which is slow. In an eager one every operator reads and writes all elements. With plain TP styles each rank casts
@@ -87,7 +87,7 @@ def _readers(case: Case, fqn: str, operand: Operand) -> int:
 
 
 def _shards(case: Case, fqn: str, operand: Operand) -> int:
-    """Into how many shards a tensor is divided that is cast before it is gathered; 0: it is cast after."""
+    """Number of shards of a tensor that is cast before it is gathered; 0 if it is cast after."""
     if operand in ("w", "w_gi"):
         return case.layout.dp_shard if case.gathers_float8 else 0
     if case.float8.tp_styles == "plain" or case.layout.tp == 1 or fqn == OUTPUT_FQN:

@@ -1,4 +1,4 @@
-"""What converting each linear to float8 brings, whether a case converts it or not."""
+"""The predicted gain of converting each linear to float8, whether a case converts it or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of collectives by what connects their ranks: the links in a node, and the network between nodes."""
+"""The time of collectives over the links in a node and the network between nodes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from harness.performance.wire import sent_bytes, stride
 
 
 def transfer_s(transfer: Transfer, layout: Layout, machine: Machine) -> float:
-    """All executions of a transfer on one rank, sent in rings with nothing else on the wires."""
+    """Seconds of all executions of a transfer on one rank, by ring algorithms without contention."""
     sent = sent_bytes(transfer, axis_size(layout, transfer.axis))
     return sent / axis_bytes_s(layout, transfer.axis, machine) + transfer.times * machine.rates.collective_us * 1e-6
 
 
 def axis_bytes_s(layout: Layout, axis: str, machine: Machine) -> float:
-    """What a rank of a group along this axis sends a second.
+    """Bytes per second that a rank of a group along this axis can send.
 
     The ranks of a group in one node pass on what the network brings, so a group that spans nodes has the network of as
     many devices as it has in a node.

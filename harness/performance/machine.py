@@ -66,21 +66,21 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_bytes_s(self) -> float:
-        """What kernels reach that read and write in order."""
+        """Bytes per second of kernels that read and write contiguously."""
         return self.peak.memory_tb_s * 1e12 * self.rates.memory
 
     @property
     def link_bytes_s(self) -> float:
-        """What a collective reaches between the devices of a node, in one direction."""
+        """Bytes per second of a collective within a node, in one direction."""
         return self.peak.link_gb_s * 1e9 / 2 * self.rates.link
 
     @property
     def network_bytes_s(self) -> float:
-        """What a collective reaches between nodes, of one device and in one direction."""
+        """Bytes per second and device of a collective between nodes, in one direction."""
         return self.network_gb_s * 1e9 * self.rates.network
 
     def matmul_flops_s(self, precision: str) -> float:
-        """What a large matmul reaches in this precision, which the device must have."""
+        """FLOP/s of a large matmul in this precision, which the device must have."""
         tflops = self.peak.tflops(precision)
         assert tflops is not None
         share = self.rates.matmul_float8 if precision == FLOAT8 else self.rates.matmul_bfloat16

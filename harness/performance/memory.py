@@ -40,17 +40,17 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> int:
-        """What lives between steps."""
+        """Bytes that live between steps."""
         return self.parameters + self.buffers + self.optimizer
 
     @property
     def before_backward(self) -> int:
-        """Between forward and backward: exact."""
+        """Bytes between forward and backward: exact."""
         return self.state + self.saved + self.kept
 
     @property
     def certain(self) -> int:
-        """The most of the moments that are exact: between forward and backward, and after backward."""
+        """The larger of the exact numbers of bytes: between forward and backward, and after backward."""
         return max(self.before_backward, self.state + self.gradients)
 
     @property

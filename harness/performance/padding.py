@@ -33,7 +33,7 @@ def padding_memory_bytes(case: Case) -> int:
 
 
 def padding_s(case: Case, machine: Machine) -> float:
-    """The time of these copies in one step."""
+    """Seconds of these copies in one step."""
     return sum(padding_bytes(case, gemm) for gemm in gemms(case)) / machine.memory_bytes_s
 
 

@@ -130,5 +130,5 @@ def peak(name: str) -> Peak:
 
 
 def peak_of_device(device_name: str) -> Peak | None:
-    """The device that torch calls so; None where it is not known, which a part of a device (MIG) is not either."""
+    """The device with this name in torch; None for an unknown one or a MIG instance."""
     return next((each for each in PEAKS if re.fullmatch(each.names, device_name)), None)

@@ -97,7 +97,7 @@ def _over_world(case: Case) -> Plot:
 
 
 def _received_gb(case: Case) -> tuple[float, float]:
-    """Of all-gathers and of reduce-scatters."""
+    """GB that a rank receives in all-gathers, and in reduce-scatters."""
     others = case.layout.dp_shard - 1
     sent = {"all_gather": 0, "reduce_scatter": 0}
     for transfer in expected_transfers(case, step=2, rank=0):

@@ -1,4 +1,4 @@
-"""Speeds that others measured, with their sources: what predictions are held against (`docs/performance.md`)."""
+"""Published speeds with their sources, which predictions are compared with (`docs/performance.md`)."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def device_s(self) -> float:
-        """What the device computes."""
+        """Seconds of all kernels."""
         return self.matmul_s + self.cast_s + self.padding_s + self.attention_s + self.memory_s
 
 
@@ -91,7 +91,7 @@ def _parts(case: Case, machine: Machine) -> Step:
 
 
 def gemm_s(case: Case, gemm: Gemm, machine: Machine) -> float:
-    """All executions of a matmul on one rank."""
+    """Seconds of all executions of a matmul on one rank."""
     once = matmul_s(gemm.m, gemm.n, gemm.executed_k, gemm.precision, machine)
     if gemm.precision == FLOAT8 and case.float8.traits.scales_rows(gemm.role):
         once /= machine.rates.rowwise_matmul
@@ -99,7 +99,7 @@ def gemm_s(case: Case, gemm: Gemm, machine: Machine) -> float:
 
 
 def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine) -> float:
-    """One matmul [m, k] x [k, n] that writes bfloat16: the longest of multiplying, moving and launching."""
+    """Seconds of one matmul [m, k] x [k, n] that writes bfloat16: the longest of compute, memory and launch."""
     rate = machine.matmul_flops_s(precision)
     for size in (m, n, k):
         rate *= size / (size + machine.rates.half_speed_size)
@@ -108,7 +108,7 @@ def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine) -> float:
 
 
 def cast_s(cast: Cast, machine: Machine) -> float:
-    """The casts of one operand of a linear."""
+    """Seconds of the casts of one operand of a linear."""
     rates = machine.rates
     moved = cast.straight_bytes + cast.transposed_bytes / rates.transposing + cast.column_bytes / rates.columns
     return max(moved / machine.memory_bytes_s, machine.rates.launch_us * 1e-6)
@@ -137,7 +137,7 @@ def _memory_s(case: Case, machine: Machine) -> float:
 
 
 def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine) -> float:
-    """Nothing runs behind these collectives, but where async TP fuses them with matmuls."""
+    """Seconds of the collectives of TP, which nothing overlaps unless async TP fuses them with matmuls."""
     waits = sum(transfer_s(each, case.layout, machine) for each in transfers if each.axis == "tp")
     candidates = fusion_candidates(case)
     if not candidates:
@@ -147,7 +147,7 @@ def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machi
 
 
 def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine, *, behind_s: float) -> float:
-    """The first gather and the last reduction have nothing to run behind; the others slow down what they run behind."""
+    """Seconds that FSDP's collectives add: the first gather and last reduction, and what slows compute."""
     sent = [each for each in transfers if each.axis != "tp"]
     times = [transfer_s(each, case.layout, machine) for each in sent]
     ends = sum(time / each.times for each, time in zip(sent, times, strict=True) if "tok_embeddings" in each.purpose)
@@ -156,7 +156,7 @@ def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine
 
 
 def dispatch_s(case: Case, machine: Machine) -> float:
-    """How long the host takes to launch an eager step. A compiled one launches few kernels."""
+    """Seconds in which the host launches an eager step. A compiled one launches few kernels."""
     if case.compile != "none":
         return 0.0
     converted = sum(is_converted(case, fqn) for fqn in linear_fqns(case))

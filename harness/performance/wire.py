@@ -51,7 +51,7 @@ def _along(layout: Layout, axis: str, terms: Iterable[Transfer], gpus_per_node: 
 
 
 def sent_bytes(transfer: Transfer, ranks: int) -> float:
-    """What a rank sends in all executions of a transfer among so many ranks, in rings."""
+    """Bytes that a rank sends in all executions of a transfer among `ranks` ranks, by ring algorithms."""
     whole = transfer.payload_bytes * {"all_gather": ranks, "all_reduce": 2}.get(transfer.kind, 1)
     return whole * (ranks - 1) / ranks
 
@@ -67,7 +67,7 @@ def group_size(layout: Layout, axis: str) -> int:
 
 
 def stride(layout: Layout, axis: str) -> int:
-    """By how much the numbers of two neighbours on this axis differ: the sizes of the axes that vary faster."""
+    """The rank stride of this axis: the product of the sizes of the axes that vary faster."""
     return math.prod(axis_size(layout, name) for name in AXES[AXES.index(_axes(layout, axis)[-1]) + 1 :])
 
 

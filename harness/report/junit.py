@@ -71,7 +71,7 @@ def _texts(result: CaseResult) -> list[str]:
 
 
 def _output(result: CaseResult) -> list[str]:
-    if result.verdict is Verdict.PASSED:  # a refusal that passed has failures
+    if result.verdict is Verdict.PASSED:  # an expected refusal passes although ranks failed
         return list(filter(None, [headline(result)]))
     failures = [failure_text(failure) for failure in (result.run.failures if result.run else ())]
     return ["\n".join(_texts(result)), *failures] if result.verdict is Verdict.KNOWN else failures

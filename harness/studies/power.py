@@ -36,7 +36,7 @@ from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, trained_by
 from harness.running.witnesses import WitnessCache, open_witnesses
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
-from harness.studies.reach import NO_EFFECT, FaultEffect, reached_in
+from harness.studies.reach import NO_EFFECT, FaultEffect, fault_effect
 from harness.trace import Run
 from harness.verdict import Finding
 from harness.workflow import check_fits
@@ -119,7 +119,7 @@ class _Planting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PlantingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out of a planting."""
+    """The result of one planting."""
 
     planting: _Planting
     result: CaseResult
@@ -196,7 +196,7 @@ class _RecordingJudge:
     ) -> Judgement:
         """The judgement of the other judge."""
         judgement = self._judge.judge(case, run, status, cache, fixes)
-        self.reached[bool(fixes)] = reached_in(run)
+        self.reached[bool(fixes)] = fault_effect(run)
         if run.complete:
             self.baseline = baseline_detection(run, self._golden, cache.solo(case))
         return judgement

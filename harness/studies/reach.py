@@ -16,14 +16,14 @@ NO_EFFECT = "every loss, gradient, operand, transfer and saved byte is that of t
 
 
 class FaultEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """What tells a run with a fault from one without."""
+    """What distinguishes a run with a planted fault from the clean run."""
 
     digest: str  # of everything that the ranks recorded, but for time and memory of the process
     broken: str = ""  # what the code of the fault itself raised
 
 
-def reached_in(run: Run) -> FaultEffect:
-    """What this run shows of a fault that was planted in it."""
+def fault_effect(run: Run) -> FaultEffect:
+    """The digest of all records of a run, and the error of the planted fault's own code, if any."""
     first = run.causes
     state = hashlib.sha256()
     for trace in run.traces if run.complete else ():

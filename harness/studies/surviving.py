@@ -21,7 +21,7 @@ class Check(Protocol):
 
     @property
     def id(self) -> str:
-        """What no other check is called."""
+        """The unique id of the check."""
 
 
 AnyCheck = TypeVar("AnyCheck", bound=Check)

@@ -48,7 +48,7 @@ TARGET = "target"  # the `check` of findings of the questions here
 
 
 class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be checked. `base`: a case to take model, training and options from."""
+    """The options of `target check`. `base`: a case to take model, training and options from."""
 
     target: str
     recipe: Recipe | None = None
@@ -179,7 +179,7 @@ def check_target(project: Project, options: CheckOptions, plan: Plan, progress: 
 
 
 class _Seen(NamedTuple):
-    """What the judge saw of one case besides its verdict."""
+    """The records of one case besides its verdict."""
 
     findings: tuple[Finding, ...]
     probes_neutral: bool | None

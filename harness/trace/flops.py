@@ -6,7 +6,7 @@ from harness.trace.record import Record
 
 
 def multiplied_words(*, part: str, precision: str) -> str:
-    """What products are counted by, in words: "matmuls in float8", "attention in bfloat16"."""
+    """The key of products in words: "matmuls in float8", "attention in bfloat16"."""
     return f"{part} in {precision}"
 
 

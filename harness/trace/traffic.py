@@ -14,7 +14,7 @@ from harness.trace.record import Record
 
 
 def collective_words(*, axis: str, kind: str, op: str, dtype: str) -> str:
-    """What collectives are counted by, in words: "all_reduce (max) in float64 along tp"."""
+    """The key of collectives in words: "all_reduce (max) in float64 along tp"."""
     return f"{kind}{f' ({op})' if op else ''} in {dtype} along {axis}"
 
 

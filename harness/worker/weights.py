@@ -34,7 +34,7 @@ def write_weights(model: nn.Module, case: Case) -> dict[str, data.Weights]:
 
 
 def unpadded_rows(shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """The rows of a parameter, as the head of its shape: of a padded vocabulary only those that belong to a token."""
+    """The number of rows of a parameter as a 1-tuple, without the padding rows of a vocabulary; () for a scalar."""
     if not shape:
         return ()
     padded = model.padded_vocab_size

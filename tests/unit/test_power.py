@@ -13,7 +13,7 @@ from harness.matrix.faults import NEEDS
 from harness.report.power import power_text
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
 from harness.studies.power import baseline_detection
-from harness.studies.reach import NO_EFFECT, reached_in
+from harness.studies.reach import NO_EFFECT, fault_effect
 from harness.trace import Run
 from harness.verdict import Verdict
 from tests.builders import make_failure, make_golden, make_sketch, make_trace, make_trial, run_of
@@ -83,9 +83,9 @@ def test_only_what_a_run_records_tells_it_from_another():
     slower = run_of(
         replace(clean.traces[0], peak_memory_bytes=1, steps=(replace(clean.traces[0].steps[0], seconds=9),))
     )
-    assert reached_in(slower) == reached_in(clean)
-    assert reached_in(run([8.0], 1.5)) != reached_in(clean)
-    assert reached_in(run_of(*clean.traces, make_failure(rank=1))) != reached_in(clean)
+    assert fault_effect(slower) == fault_effect(clean)
+    assert fault_effect(run([8.0], 1.5)) != fault_effect(clean)
+    assert fault_effect(run_of(*clean.traces, make_failure(rank=1))) != fault_effect(clean)
 
 
 _OWN = """\
@@ -115,7 +115,7 @@ BackendCompilerFailed: no module has an eps
     ],
 )
 def test_what_the_code_of_a_fault_raises_is_told_from_what_it_causes(failure, said):
-    assert reached_in(run_of(make_failure(**failure))).broken == said
+    assert fault_effect(run_of(make_failure(**failure))).broken == said
 
 
 @pytest.mark.parametrize(("gap", "seen"), [(0.0, False), (0.01, False), (0.0101, True), (math.nan, True)])

@@ -233,7 +233,7 @@ def _detail(each: Known, history: Listing | None) -> Detail:
 
 
 def _facts(each: Known) -> Iterable[tuple[str, str]]:
-    """What is told of a case in a few words; nothing that is as usual."""
+    """Short facts about a case; defaults are left out."""
     case = each.case
     yield "ranks", str(case.world_size)
     yield "seconds", f"{case.seconds:.1f} wall, {case.cpu_s:.1f} CPU"

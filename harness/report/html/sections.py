@@ -29,7 +29,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told of something: lines, and a command that shows it. `case` is an id of the page, which it leads to."""
+    """Lines of text, and a command that shows more. `case` is a case id of the page, which it links to."""
 
     title: str = ""
     case: str = ""

@@ -74,7 +74,7 @@ def memory_words(facts: TorchFacts) -> tuple[str, ...]:
 
 
 def doubts(facts: TorchFacts, held: Sequence[str]) -> tuple[str, ...]:
-    """What makes numbers of these devices less certain: memory that others hold, and leases of other jobs."""
+    """Caveats about numbers of these devices: memory in use by others, leases of other jobs, mixed GPUs."""
     held_bytes = {each: each.total_bytes - each.free_bytes for each in facts.devices}
     used = [
         f"GPU {each.index}: {binary_bytes(held_bytes[each])} of {binary_bytes(each.total_bytes)} are in use by others; "

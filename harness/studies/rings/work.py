@@ -1,4 +1,4 @@
-"""What the three rings share: what a ring works with, what it finds, and how it ends early."""
+"""The input and the result of a ring, and the error of an interrupted one."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def reset() -> None:
 
 
 def _with_nccl(fuse: Callable[[torch.fx.Graph], None]) -> Callable[[torch.fx.Graph], None]:
-    """Without NCCL, the pass would silently do nothing."""
+    """Wrap the fusion pass to run without NCCL, where it would silently do nothing."""
 
     @functools.wraps(fuse)
     def micro_pipeline_tp_pass(graph: torch.fx.Graph) -> None:
