@@ -1,4 +1,4 @@
-"""The posts of the c10d operators, which all collectives end in: of DTensor, FSDP2, functional and coalesced ones.
+"""The hooks of the c10d operators, which all collectives end in: of DTensor, FSDP2, functional and coalesced ones.
 
 Point-to-point operations have none: no layout of the matrix uses them.
 """
