@@ -9,12 +9,8 @@ from __future__ import annotations
 import datetime
 import functools
 import math
-import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,7 +18,6 @@ from msgspec.structs import replace
 from harness.checks.traffic import expected_traffic
 from harness.checks.witnesses import Witnesses
 from harness.document import RunDocument, run_document
-from harness.engine.capacity import Capacity, NodeCapacity
 from harness.environment import Environment
 from harness.evidence.golden import Golden, Provenance
 from harness.evidence.tolerance import Tolerance
@@ -46,36 +41,6 @@ from harness.verdict import Verdict
 
 SOFTWARE = {"torch": "2.13.0+cpu", "torchao": "0.18.0"}  # what the formulas were verified with
 WQ = "layers.0.attention.wq"
-
-
-def run_script(code: str) -> str:
-    """Run Python code in a process of its own; returns what it prints."""
-    env = {name: value for name, value in os.environ.items() if name != "JE_ARROW_MALLOC_CONF"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def run_git(folder: Path, *words: str) -> None:
-    """Run git in a folder, whatever the configuration of the user says."""
-    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
-
-
-def make_commit(folder: Path, *names: str) -> None:
-    """Make the folder a git repository with one commit of these files and folders."""
-    for words in (("init",), ("add", *names), ("commit", "-m", "first")):
-        run_git(folder, *words)
-
-
-def make_capacity(*slots: int) -> Capacity:
-    """CPU nodes with so many slots."""
-    nodes = [
-        NodeCapacity(host=f"node{number}", slots=count, device="cpu", device_name="cpu")
-        for number, count in enumerate(slots)
-    ]
-    return Capacity(nodes=tuple(nodes))
 
 
 def make_case(**axes: object) -> Case:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from harness.engine.capacity import Capacity, NodeCapacity
 from harness.engine.messages import Job, JobOutcome, Share
 from harness.engine.node import Runner
 from harness.engine.outcome import conclude
@@ -41,3 +42,12 @@ def traces_of(outcome: JobOutcome) -> tuple[RankTrace, ...]:
     """The trace of every rank; a job that did not end well fails the test."""
     assert outcome.status == "ok", f"{outcome.message}\n{outcome.ranks[0].traceback if outcome.ranks else ''}"
     return tuple(msgspec.msgpack.decode(rank.payload or b"", type=RankTrace) for rank in outcome.ranks)
+
+
+def make_capacity(*slots: int) -> Capacity:
+    """CPU nodes with so many slots."""
+    nodes = [
+        NodeCapacity(host=f"node{number}", slots=count, device="cpu", device_name="cpu")
+        for number, count in enumerate(slots)
+    ]
+    return Capacity(nodes=tuple(nodes))

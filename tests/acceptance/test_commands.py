@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from harness.evidence.golden import load_golden, write_golden
 from harness.tables import save_tables
-from tests.builders import make_commit, make_trace, run_of
+from tests.builders import make_trace, run_of
+from tests.programs import make_commit
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command

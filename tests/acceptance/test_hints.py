@@ -213,7 +213,7 @@ SITUATIONS: dict[str, Callable[[Command], str]] = {
     "list_checks": no_check,
     "list_goldens": wrong_family,
     "list_results": no_such_results,
-    "run_anew": other_environment,
+    "run_again": other_environment,
     "resume_run": interrupted,
     "rerun_failed": stopped,
     "update_golden": damaged_golden,

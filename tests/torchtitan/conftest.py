@@ -8,7 +8,7 @@ import pytest
 
 from harness.matrix.targets import TORCHTITAN, VERSIONS
 from harness.sources import installed_version
-from tests.builders import run_script
+from tests.programs import run_script
 
 Script = Callable[[str], str]
 

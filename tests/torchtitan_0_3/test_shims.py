@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.builders import run_script
+from tests.programs import run_script
 
 
 def test_torchtitan_imports_arrow() -> None:

@@ -26,7 +26,8 @@ from harness.running.selection import Query, select_cases
 from harness.store import RunOptions
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from harness.workflow import check_fits
-from tests.builders import make_capacity, make_case, make_known
+from tests.builders import make_case, make_known
+from tests.jobs import make_capacity
 from tests.nvidia import put_nvidia_smi
 
 GRID = """

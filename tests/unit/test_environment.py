@@ -15,7 +15,7 @@ from harness.environment import Environment
 from harness.running import fingerprint
 from harness.running.fingerprint import environment
 from harness.running.plan import Plan, make_plan
-from tests.builders import make_commit
+from tests.programs import make_commit
 
 HERE = Environment(
     packages={"torch": "2.13.0", "torchao": "0.18.0"},

@@ -18,7 +18,8 @@ from harness.running.executor import Executor
 from harness.running.injection import parse_injection
 from harness.running.plan import Plan
 from harness.workflow import check_fits
-from tests.builders import make_capacity, make_case
+from tests.builders import make_case
+from tests.jobs import make_capacity
 
 
 class FakeCluster:

@@ -33,8 +33,9 @@ from harness.evidence.hardware import hardware_class, hardware_classes
 from harness.evidence.sealed import write_sealed
 from harness.evidence.tree import changed_files, goldens_of, source_commit, tree_commit
 from harness.trace import RankTrace, Run
-from tests.builders import make_commit, make_failure, make_trace, run_git, run_of
+from tests.builders import make_failure, make_trace, run_of
 from tests.builders import make_golden as sound_golden
+from tests.programs import make_commit, run_git
 
 FAMILY = "tiny-v2048-s3-gb8-sl32-lr0.001-seed0"
 

@@ -13,7 +13,8 @@ from harness.running.plan import Plan
 from harness.running.progress import SilentProgress
 from harness.running.schedule import Ended
 from harness.verdict import ExitCode
-from tests.builders import make_capacity, make_case
+from tests.builders import make_case
+from tests.jobs import make_capacity
 
 
 def test_ctrl_c_ends_trials_as_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from harness.worker.dispatch_hooks import collectives
 from harness.worker.dispatch_hooks.hook import install_hook, unobserved
 from harness.worker.probes.matmuls import ScaledMMCounter
 from harness.worker.virtual import device
-from tests.builders import run_script
+from tests.programs import run_script
 
 WATCHED = (f"{Path(__file__).parent / 'fabricwitness.py'}:apply",)
 

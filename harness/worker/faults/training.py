@@ -169,7 +169,7 @@ def batches_rotated() -> None:
 
 def _tokens_on_odd_rank(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     if on_odd_rank():
-        wrap(train, "given_tokens", lambda stock, *args: change(stock(*args)).contiguous())
+        wrap(train, "tokens_of_rank", lambda stock, *args: change(stock(*args)).contiguous())
 
 
 def one_rank_repeats_its_batch() -> None:
