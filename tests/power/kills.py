@@ -33,6 +33,19 @@ OF_ASYNC_TP = (
     "scatter_dim_of_the_flat_operand output_shape_forgotten scattered_dim_not_moved_back scatter_averages "
     "row_scales_of_the_first_chunk gathered_chunks_swapped produced_chunks_swapped"
 )
+# Those of an axis that other targets than the reference may not have.
+OF_BIASES = (
+    "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp bias_gradient_of_own_positions"
+)
+OF_EVALUATION = (
+    "weight_rounded_by_evaluation old_weight_in_evaluation precomputed_scale_stale_in_evaluation "
+    "evaluation_mode_left_on weights_left_gathered_by_evaluation"
+)
+OF_RESUMING = (
+    "optimizer_state_not_loaded optimizer_step_count_lost moments_rounded_by_checkpoint learning_rate_lost_by_load "
+    "weight_of_one_rank_not_loaded resharded_rows_in_another_order nothing_precomputed_after_load "
+    "precomputed_scale_stale_after_load float8_weights_not_safe_to_load"
+)
 # Its one carrier has a recorded fault, and runs twice as often: planted in `test_known.py`, where that carrier is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)
 

@@ -9,7 +9,7 @@ import pytest
 from harness.matrix.faults import all_faults
 from harness.running.selection import Query
 from harness.studies.kill_matrix import Power
-from tests.power.kills import OF_ASYNC_TP, assert_found_in, kill_matrix
+from tests.power.kills import OF_ASYNC_TP, OF_BIASES, OF_EVALUATION, OF_RESUMING, assert_found_in, kill_matrix
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_gpt"
 # What the faults that are not planted change, and tiny_gpt does not have.
@@ -29,15 +29,11 @@ LACKS = {
     "casts": "config_of_grad_output_ignored granularities_swapped",
     "clipping": "gradients_not_clipped clipped_by_norm_of_own_shards replicated_gradients_counted_by_every_rank",
     "parameters in bfloat16": "parameters_kept_in_float32",
-    "bias, the axis": "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp "
-    "bias_gradient_of_own_positions",
+    "bias, the axis": OF_BIASES,
     "the Llama of the cases": "alignment_rule_ignored query_scale_folded_into_weights rope_base_of_another_model "
     "padded_vocabulary_not_masked padded_vocabulary_masked_short",
-    "evaluation": "weight_rounded_by_evaluation old_weight_in_evaluation precomputed_scale_stale_in_evaluation "
-    "evaluation_mode_left_on weights_left_gathered_by_evaluation",
-    "resuming": "optimizer_state_not_loaded optimizer_step_count_lost moments_rounded_by_checkpoint "
-    "learning_rate_lost_by_load weight_of_one_rank_not_loaded resharded_rows_in_another_order "
-    "nothing_precomputed_after_load precomputed_scale_stale_after_load float8_weights_not_safe_to_load",
+    "evaluation": OF_EVALUATION,
+    "resuming": OF_RESUMING,
 }
 NOT_PLANTED = set(" ".join(LACKS.values()).split())
 # Its norm has no eps, and is not the RMSNorm of torch.

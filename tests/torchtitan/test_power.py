@@ -6,22 +6,18 @@ import pytest
 
 from harness.matrix.faults import all_faults
 from harness.running.selection import Query
-from tests.power.kills import OF_ASYNC_TP, assert_found_in, kill_matrix
+from tests.power.kills import OF_ASYNC_TP, OF_BIASES, OF_EVALUATION, OF_RESUMING, assert_found_in, kill_matrix
 
 # What the faults that are not planted change, and torchtitan 0.2.2 does not do, or does in code of its own.
 LACKS = {
     "async TP, and compiled TP": f"{OF_ASYNC_TP} compiled_amax_sent_twice",
     "padding of contraction dims": "padding_flag_lost padding_not_zeroed padding_on_one_operand_shifted",
-    "bias, the axis": "bias_lost_in_conversion bias_added_by_every_tp_rank bias_gradient_divided_by_tp "
-    "bias_gradient_of_own_positions",
+    "bias, the axis": OF_BIASES,
     "casts": "config_of_grad_output_ignored granularities_swapped",
-    "evaluation": "weight_rounded_by_evaluation old_weight_in_evaluation precomputed_scale_stale_in_evaluation "
-    "evaluation_mode_left_on weights_left_gathered_by_evaluation",
+    "evaluation": OF_EVALUATION,
     "parameters in bfloat16": "parameters_kept_in_float32",
     "reducing after the last microbatch alone": "gradients_reduced_after_every_microbatch",
-    "resuming": "optimizer_state_not_loaded optimizer_step_count_lost moments_rounded_by_checkpoint "
-    "learning_rate_lost_by_load weight_of_one_rank_not_loaded resharded_rows_in_another_order "
-    "nothing_precomputed_after_load precomputed_scale_stale_after_load float8_weights_not_safe_to_load",
+    "resuming": OF_RESUMING,
     "the code of the reference target": "rope_base_of_another_model padded_vocabulary_not_masked "
     "padded_vocabulary_masked_short",
 }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.programs import run_script
 
 PACKAGE = Path(__file__).parents[2] / "harness"
 
@@ -194,7 +194,7 @@ def test_front_ends_start_without_heavy_libraries() -> None:
         "    importlib.import_module(name)\n"
         "    print(name, sorted(heavy & set(sys.modules)))"
     )
-    assert [line.split(maxsplit=1)[1] for line in _printed(code).splitlines()] == ["[]"] * 4
+    assert [line.split(maxsplit=1)[1] for line in run_script(code).splitlines()] == ["[]"] * 4
 
 
 def test_pytest_plugin_is_cheap() -> None:
@@ -202,12 +202,7 @@ def test_pytest_plugin_is_cheap() -> None:
         "import sys, pytest; before = set(sys.modules); import harness.pytest_plugin;"
         "print(sorted(name for name in set(sys.modules) - before))"
     )
-    assert _printed(code) == "['harness', 'harness.pytest_plugin']"
-
-
-def _printed(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.strip()
+    assert run_script(code) == "['harness', 'harness.pytest_plugin']"
 
 
 def test_threads_decode_with_decoders_that_were_made_before() -> None:

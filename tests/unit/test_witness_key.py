@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from harness.engine.capacity import Capacity, NodeCapacity
 from harness.running.plan import Plan
 from harness.running.witness_key import witness_key
 from harness.sources import installed_source
+from tests.programs import run_script
 
 PLAN = Plan(probes=("sketches", "operands"))
 CPUINFO = """\
@@ -166,8 +166,7 @@ def test_it_does_not_import_torch() -> None:
         "import sys; from harness.running.plan import Plan; from harness.running.witness_key import witness_key;"
         "witness_key(Plan()); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[]"
+    assert run_script(code) == "[]"
 
 
 def test_the_source_of_a_package_is_its_python_files_wherever_they_are(
