@@ -106,7 +106,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def new_run_folder(self) -> Path:
         """Create and return the folder of a new stored run."""
-        return self._made(self.runs / f"{time.time_ns():020d}-{os.getpid()}")
+        return self._made(self.runs / f"{time.time_ns():020d}-{os.getpid()}", new=True)
 
     def stored_runs(self) -> tuple[Path, ...]:
         """The folders of the stored runs, oldest first."""
@@ -120,10 +120,10 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The folder of device leases, shared by all jobs of this user on this machine; created if needed."""
         return self._made(leases_in(self.state))
 
-    def _made(self, folder: Path) -> Path:
-        """The folder, which is there now. Raises `HarnessError` where nothing can be written."""
+    def _made(self, folder: Path, *, new: bool = False) -> Path:
+        """The folder, which is there now. Raises `HarnessError` where nothing can be written, or `new` and it was."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=not new)
         except OSError as error:
             what, fix = (
                 f"cannot write to the state folder: {error.strerror}.",
