@@ -99,8 +99,8 @@ def _virtual_device(case: Case, run: Run) -> list[Finding]:
 
 
 def _needed(case: Case, device: str, parts: set[str], *, exact: bool) -> set[str]:
-    carrier = _TRANSPORTS & parts or {"collectives"}
-    needed = carrier if device == "cpu" and case.world_size > 1 else set()
+    transport = _TRANSPORTS & parts or {"collectives"}
+    needed = transport if device == "cpu" and case.world_size > 1 else set()
     return needed | {"scaled_mm"} if exact and case.float8.enabled else needed
 
 

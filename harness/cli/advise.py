@@ -9,7 +9,7 @@ import click
 
 from harness.cli.axes import configuration_options
 from harness.cli.machine import machine_options
-from harness.cli.options import OUTPUT, json_option, write_output
+from harness.cli.options import OUTPUT, json_option, write_json, write_output
 from harness.matrix.case import Case
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ Exit codes: 0 answered, 2 usage error or bad input, such as a device that is not
 @click.option("--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file with plots.")
 def advise_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
-    from harness.jsonform import to_json
     from harness.performance.advice import advise
     from harness.project import find_project
     from harness.running.case_judge import known_here
@@ -51,7 +50,7 @@ def advise_command(*, case: Case, on: Machine, eager: bool, json_file: Path | No
 
         return advice_page(found, case, on)
 
-    write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
+    write_json(json_file, found)
     write_output(html_file, page)
     if json_file is None and html_file is None:
         from harness.report.advice import advice_text

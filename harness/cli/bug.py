@@ -135,7 +135,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     from harness.bugs.named_case import injections_for, named_case
     from harness.bugs.reproduce import Reproduced, reproduced
     from harness.bugs.trials import run_once, trial_result
-    from harness.jsonform import read_json, to_json
+    from harness.jsonform import read_json
     from harness.project import find_project
     from harness.report.bugs import reproduced_text
     from harness.running.progress import open_progress
@@ -153,7 +153,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
     found = reproduced(named, trial_result(result), installed=installed, device=device, like=earlier)
     click.echo(reproduced_text(found), nl=False, err=str(json_file) == "-")
-    options.write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
+    options.write_json(json_file, found)
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, quiet_option, root_option, write_output
+from harness.cli.options import json_option, quiet_option, root_option, write_json
 
 _EPILOG = """\b
 Examples:
@@ -66,7 +66,6 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     from harness.bugs.named_case import named_case
     from harness.bugs.releases import versions_between
     from harness.bugs.version_trial import VersionTrial
-    from harness.jsonform import to_json
     from harness.project import find_project
     from harness.report.bugs import bisected_text
     from harness.running.environments import Source
@@ -82,7 +81,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
         answers = open_answers(project, trial.depends_on)
         found = bisect(versions, _spelled(bad, versions), trial.run, answers, package=package, note=progress.note)
     click.echo(bisected_text(found), nl=False, err=str(json_file) == "-")
-    write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
+    write_json(json_file, found)
 
 
 def _spelled(version: str, versions: Sequence[str]) -> str:

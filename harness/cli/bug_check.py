@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from harness.cli.options import json_option, plan_parameter, quiet_option, root_option, write_output
+from harness.cli.options import json_option, plan_parameter, quiet_option, root_option, write_json
 from harness.running.plan import Plan
 
 _EPILOG = """\b
@@ -37,7 +37,6 @@ def check_command(
     ID is the name of a bug file. Only findings of checks in its `detected_by` count.
     """
     from harness.bugs.corpus import check_corpus, provable_bugs
-    from harness.jsonform import to_json
     from harness.project import find_project
     from harness.report.corpus import corpus_text
     from harness.running.progress import open_progress
@@ -48,5 +47,5 @@ def check_command(
     with open_progress(quiet=quiet) as progress:
         corpus = check_corpus(project, bugs, plan, progress)
     click.echo(corpus_text(corpus), nl=False, err=str(json_file) == "-")
-    write_output(json_file, lambda: to_json(corpus, indent=2) + b"\n")
+    write_json(json_file, corpus)
     return corpus.exit_code

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import msgspec
 
 from harness.cli.options import json_option, write_output
 from harness.hints import list_checks
+from harness.jsonform import to_json
 from harness.plural import counted
 from harness.studies.conformance.judge import Conclusion
 from harness.verdict import ExitCode
@@ -74,7 +74,7 @@ def conformance_command(
             return ExitCode.INFRA
         seconds = time.perf_counter() - started
     click.echo("\n".join(_text(conclusions, seconds, verbose=verbose)), err=str(json_file) == "-")
-    write_output(json_file, lambda: msgspec.json.format(msgspec.json.encode(document(conclusions, _software()))))
+    write_output(json_file, lambda: to_json(document(conclusions, _software()), indent=2))
     return ExitCode.GOOD if all(each.good for each in conclusions) else ExitCode.FAILED
 
 

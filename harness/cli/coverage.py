@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import click
-import msgspec
 
 from harness.cli.options import root_option
+from harness.jsonform import to_json
 from harness.matrix.coverage import FATES, Coverage, coverage
 from harness.matrix.tier import Selection
 from harness.plural import counted
@@ -55,7 +55,7 @@ def coverage_command(
             }
             for selection, account in accounts
         ]
-        click.echo(msgspec.json.format(msgspec.json.encode(document)))
+        click.echo(to_json(document, indent=2))
         return
     for selection, account in accounts:
         _print(selection, account, listed)

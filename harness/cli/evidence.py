@@ -13,7 +13,6 @@ from harness.cli.golden import check_committed
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.ring import RINGS, Ring
-from harness.jsonform import to_json
 from harness.project import Project, find_project
 from harness.running.progress import open_progress
 from harness.verdict import ExitCode
@@ -118,7 +117,7 @@ def _make(  # noqa: PLR0913  one parameter per option
     with open_progress() as progress:
         work = Work(project, plan, progress, facts, tuple(map(fault_named, faults)), seeds, options.typed_command())
         reports, code = _collect(possible, work, query, to_stderr=str(json_file) == "-")
-    options.write_output(json_file, lambda: _json(reports))
+    options.write_json(json_file, {"schema": 1, "good": all(each.good for each in reports), "rings": reports})
     left = [ring for ring in rings if ring not in [report.ring for report in reports]]
     if left:
         click.echo(f"left: {', '.join(left)}", err=str(json_file) == "-")
@@ -175,10 +174,6 @@ def _stored(project: Project, report: RingReport) -> str:
     path = write_ring(project.root, report)
     write_whole(path.with_suffix(".md"), text.encode())
     return f"{text}stored in {path} and {path.with_suffix('.md').name}\n"
-
-
-def _json(reports: list[RingReport]) -> bytes:
-    return to_json({"schema": 1, "good": all(each.good for each in reports), "rings": reports}, indent=2) + b"\n"
 
 
 @evidence.command("show", epilog="\b\nExample:\n  fp8-harness evidence show --root ../release-1")

@@ -84,7 +84,6 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     """
     from harness.cli.environments import given_words
     from harness.gate.gate import GatePolicy, gate
-    from harness.jsonform import to_json
     from harness.matrix.quarantine import read_quarantine
     from harness.matrix.required import read_required
     from harness.project import find_project
@@ -104,7 +103,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     found = gate(before, after, terms, names=names, goldens=_goldens(project, after))
     width = shutil.get_terminal_size().columns
     click.echo(gate_text(found, width=width), nl=False, err=str(json_file) == "-")
-    options.write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
+    options.write_json(json_file, found)
     options.write_output(markdown_file, lambda: gate_markdown(found).encode())
     options.write_output(html_file, lambda: _page(project, found, after))
     return ExitCode.GOOD if found.go else ExitCode.FAILED

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from harness.cli.options import query_parameter, root_option, shard_option
+from harness.jsonform import to_json
 from harness.project import Project, find_project
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def list_command(*, query: Query, shard: Shard | None, root: str | None, why: bo
         rows = [
             {"id": case_id(case), "world_size": case.world_size, **reasons.get(case_id(case), {})} for case in cases
         ]
-        click.echo(msgspec.json.format(msgspec.json.encode(rows)))
+        click.echo(to_json(rows, indent=2))
         return
     for case in cases:
         click.echo(f"{case.world_size:>3}  {case_id(case)}")

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from harness.cli.axes import axis_options, checked_case, given_axes
 from harness.cli.options import FILE
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import explain_case
+from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.casefile import write_case
 from harness.matrix.caseid import case_id
@@ -40,7 +40,7 @@ _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 def new_command(*, file: Path | None, as_id: bool, schema: bool, force: bool, **axes: Any) -> None:
     """Write a commented case file for one case, described by options with the names of the axes."""
     if schema:
-        click.echo(msgspec.json.format(msgspec.json.encode(case_file_schema())))
+        click.echo(to_json(case_file_schema(), indent=2))
         return
     case = checked_case(given_axes(axes), where="new")
     if as_id:

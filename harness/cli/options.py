@@ -13,6 +13,7 @@ import click
 
 from harness.durable import write_whole
 from harness.errors import HarnessError
+from harness.jsonform import to_json
 from harness.running.plan import DEFAULT_JOBS
 
 Command = Callable[..., Any]
@@ -220,6 +221,11 @@ def write_output(path: Path | None, content: Callable[[], bytes]) -> None:
         click.echo(content().decode(), nl=False)
     elif path is not None:
         write_whole(path, content())
+
+
+def write_json(path: Path | None, value: object) -> None:
+    """Write a value as indented JSON with a trailing newline, where `write_output` writes."""
+    write_output(path, lambda: to_json(value, indent=2) + b"\n")
 
 
 def typed_command() -> str:

@@ -9,7 +9,7 @@ import click
 
 from harness.cli.axes import configuration_options
 from harness.cli.machine import machine_options
-from harness.cli.options import json_option, write_output
+from harness.cli.options import json_option, write_json
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.verdict import ExitCode
@@ -60,7 +60,6 @@ def simulate_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool
 
 
 def _simulated(case: Case, on: Machine, known: tuple[KnownFault, ...], verify_it: bool, json_file: Path | None) -> int:
-    from harness.jsonform import to_json
     from harness.performance.simulation import simulate
     from harness.report.simulation import SimulationReport, simulation_text
     from harness.studies.simulation import SimulationFailed
@@ -74,7 +73,7 @@ def _simulated(case: Case, on: Machine, known: tuple[KnownFault, ...], verify_it
     report = SimulationReport(simulation=found, verification=verification)
     if str(json_file) != "-":
         click.echo(simulation_text(report), nl=False)
-    write_output(json_file, lambda: to_json(report, indent=2) + b"\n")
+    write_json(json_file, report)
     differs = verification is not None and verification.differing
     return ExitCode.FAILED if found.refused or differs else ExitCode.GOOD
 
@@ -92,12 +91,11 @@ def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
 
 
 def _swept(case: Case, on: Machine, known: tuple[KnownFault, ...], json_file: Path | None) -> int:
-    from harness.jsonform import to_json
     from harness.performance.sweep import sweep
     from harness.report.simulation import sweep_text
 
     found = sweep(case, on, known=known)
     if str(json_file) != "-":
         click.echo(sweep_text(found), nl=False)
-    write_output(json_file, lambda: to_json(found, indent=2) + b"\n")
+    write_json(json_file, found)
     return ExitCode.FAILED if all(each.refused for each in found) else ExitCode.GOOD

@@ -10,6 +10,7 @@ import msgspec
 from harness.bugs.importing import ImportedBug
 from harness.bugs.statements import shown
 from harness.hints import run_file
+from harness.jsonform import to_json
 from harness.matrix.axes import axis_values
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import expected_refusal
@@ -44,7 +45,7 @@ def imported_json(found: ImportedBug, *, file: str | None) -> bytes:
         **{name: getattr(bug, name) for name in ("stated", "derived", "assumed", "missing", "refused", "full_size")},
         "ignored": found.ignored,
     }
-    return msgspec.json.format(msgspec.json.encode(tree)) + b"\n"
+    return to_json(tree, indent=2) + b"\n"
 
 
 def _seen(found: ImportedBug) -> str:

@@ -68,7 +68,7 @@ def _axes(text: str) -> str:
 
 def _divergence(exported: Exported) -> Iterable[str]:
     finding = exported.finding
-    yield exported.signature.what if finding is None else finding.message.partition("\n")[0]
+    yield exported.signature.what if finding is None else finding.first_line
     if finding is None:
         yield "It must be raised: no kernel can run this case."
     elif finding.expected is not None or finding.found is not None:

@@ -70,7 +70,7 @@ def _problem(shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], *,
     cases = tuple(dict.fromkeys(run.case_id for run, _ in shown))
     return Problem(
         check=first.check,
-        message=printable(first.message.partition("\n")[0]),
+        message=printable(first.first_line),
         fix=first.fix,
         expected=first.expected,
         found=first.found,

@@ -79,7 +79,7 @@ def headline(result: CaseResult) -> str:
         more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
         known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
         excused = f"{result.quarantined.partition(':')[0]}: " if result.excused else ""
-        return printable(excused + known + result.findings[0].message.partition("\n")[0]) + more
+        return printable(excused + known + result.findings[0].first_line) + more
     parts = (result.expectation and f"as expected: {result.expectation}", retried(result))
     return printable("; ".join(part for part in parts if part)).replace("\n", " ")
 
