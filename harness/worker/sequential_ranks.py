@@ -4,25 +4,27 @@ FSDP2 on one rank would add up the gradients of all microbatches in the order in
 accumulate those of their own, then sum over shards, then over replicas, and round each of these sums to the reduce
 dtype. Repeating that makes the single-rank reference equal to the bit, with any number of microbatches.
 
+FSDP2 tells what it reduced through its public hooks: `set_all_reduce_hook` hands over the flat gradient of a group in
+the reduce dtype, and the hooks of its sharded parameters name the parts of it, in their order.
+
 The tokens of a forward pass tell which rank it is for. Where the model is not called as a whole, all of them count
 as the first rank's, and gradients are summed in another order.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.matrix.case import Case
 from harness.worker.inputs import sequences_in
-from harness.worker.probes.gathered import FSDPParam, fsdp_params
 from harness.worker.targets.target import StepResult, Target
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums are rounded once, as by the virtual device
@@ -37,10 +39,18 @@ class SequentialRanks:
         self._shards = case.layout.dp_shard
         self._microbatches_per_rank = case.train.accumulation
         self._rank = 0
-        self._batches: Sequence[Any] = ()
-        self._sums: dict[FSDPParam, list[_Sum]] = {}  # one for every reduction of a step
-        self._reduced: Counter[FSDPParam] = Counter()  # how often in this turn
+        self._batches: Sequence[Any] = ()  # the tokens of each rank
+        self._sums: dict[nn.Parameter, list[_Sum]] = {}  # one for every reduction of a step
+        self._reduced: Counter[nn.Parameter] = Counter()  # how often in this turn
+        self._flat = torch.empty(0)  # what FSDP2 has reduced and not yet added to gradients
+        self._syncing = _GradientSync()
         self.model.register_forward_pre_hook(self._follow_inputs, with_kwargs=True)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(self._take_reduced)
+        for param in self.model.parameters():
+            if isinstance(param, DTensor) and param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._sum_over_ranks)
 
     def step(self, microbatches: Sequence[torch.Tensor], *labels: Sequence[torch.Tensor]) -> StepResult:
         """One step of the target, in which every reduction of FSDP2 returns what it would return on those ranks."""
@@ -52,64 +62,80 @@ class SequentialRanks:
         self._rank = 0
         self._sums.clear()
         self._reduced.clear()
-        reducing: Any = _fsdp_param_group
-        stock = reducing.foreach_reduce
-        reducing.foreach_reduce = self._reducing(stock)
-        try:
-            return self._target.step(microbatches, *labels)
-        finally:
-            reducing.foreach_reduce = stock
+        with self._syncing:
+            result = self._target.step(microbatches, *labels)
+        if self._flat.numel():
+            raise RuntimeError("FSDP2 reduced gradients without calling the hooks of their parameters.")
+        return result
 
     def _follow_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Find out which rank the forward pass is for. The last one of a rank reduces its gradients, as it would."""
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() > 0:
                 seen = leaf.detach().cpu().long().numpy()
                 ranks = [rank for rank, batch in enumerate(self._batches) if sequences_in(seen, batch)]
-                if len(ranks) == 1 and ranks[0] > self._rank:
-                    self._finish_rank(ranks[0])
+                if len(ranks) == 1:
+                    self._begin_rank(ranks[0])
+                    self._syncing.apply(last=sequences_in(seen, self._batches[ranks[0]][-1:]))
 
-    def _finish_rank(self, following: int) -> None:
-        """Add what this rank accumulated without a reduction to the sum that the next ranks reduce."""
-        for param in fsdp_params(self.model):
-            grad = param.unsharded_accumulated_grad
-            unsharded = getattr(param, "_unsharded_param", None)
-            if grad is None and unsharded is not None:
-                grad, unsharded.grad = unsharded.grad, None
-            param.unsharded_accumulated_grad = None
-            if grad is not None:
-                self._add(param, grad, param.reduce_dtype or grad.dtype)
-        self._reduced.clear()
-        self._rank = following
+    def _begin_rank(self, rank: int) -> None:
+        if rank > self._rank:
+            self._reduced.clear()
+            self._rank = rank
 
-    def _reducing(self, stock: Any) -> Any:
-        signature = inspect.signature(stock)
+    def _take_reduced(self, reduced: torch.Tensor) -> None:
+        self._flat = reduced.detach().clone()
 
-        def foreach_reduce(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            params, grads = given["fsdp_params"], tuple(given["unsharded_grads"])
-            factor = given["gradient_divide_factor"] or 1.0
-            result = stock(*args, **kwargs)
-            for param, grad in zip(params, grads, strict=True):
-                self._add(param, grad / factor, given["reduce_dtype"] or grad.dtype)
-                self._reduced[param] += 1
-                self._write_gradient(param)
-            return result
+    @torch.no_grad()
+    def _sum_over_ranks(self, param: nn.Parameter) -> None:
+        """Add what was reduced to the sum of this reduction over ranks, and write the gradient so far.
 
-        return foreach_reduce
-
-    def _add(self, param: FSDPParam, grad: torch.Tensor, dtype: torch.dtype) -> None:
+        Several reductions of a step add up in the dtype of the parameter.
+        """
+        grad = param.grad
+        if not isinstance(grad, DTensor) or not self._flat.numel():
+            return
+        local = grad.to_local()
+        part, self._flat = self._flat.split([local.numel(), self._flat.numel() - local.numel()])
         sums = self._sums.setdefault(param, [])
         if len(sums) == self._reduced[param]:
-            sums.append(_Sum(dtype))
-        sums[self._reduced[param]].add(grad, self._rank // self._shards)
-
-    def _write_gradient(self, param: FSDPParam) -> None:
-        """Write the gradient so far; several reductions of a step add up in the dtype of the parameter."""
-        local: torch.Tensor = param.sharded_param.grad.to_local()
-        first, *others = self._sums[param]
+            sums.append(_Sum(part.dtype))
+        sums[self._reduced[param]].add(part.view(local.shape), self._rank // self._shards)
+        self._reduced[param] += 1
+        first, *others = sums
         local.copy_(first.value)
         for other in others:
             local += other.value.to(local.dtype)
+
+
+class _GradientSync:
+    """Whether a backward pass reduces gradients: as the target asks, and always the last one of a rank.
+
+    While it is entered, it notes what the target asks of `FSDPModule.set_requires_gradient_sync`.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[FSDPModule, bool], bool] = {}
+        self._stock = FSDPModule.set_requires_gradient_sync
+
+    def __enter__(self) -> None:
+        stock, asked = self._stock, self._asked
+
+        def noted(module: FSDPModule, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+            asked[module, recurse] = requires_gradient_sync
+            stock(module, requires_gradient_sync, recurse=recurse)
+
+        patched: Any = FSDPModule
+        patched.set_requires_gradient_sync = noted
+
+    def __exit__(self, *_: object) -> None:
+        patched: Any = FSDPModule
+        patched.set_requires_gradient_sync = self._stock
+
+    def apply(self, *, last: bool) -> None:
+        """Reduce in the next backward pass if it is the `last` one of a rank, otherwise as the target asked."""
+        for (module, recurse), sync in self._asked.items():
+            self._stock(module, sync or last, recurse=recurse)
 
 
 class _Sum:

@@ -63,9 +63,21 @@ def install() -> None:
     module._pipelined_multi_all_gather_and_consume = _multi_all_gather_and_consume
     module._pipelined_produce_and_all2all = _produce_and_all2all
     module._pipelined_all_gather_and_consume_last_dim = _unsupported
+    module.is_symm_mem_enabled_for_group = _is_enabled(module.is_symm_mem_enabled_for_group)
     # post_grad imported the pass by name
     passes: Any = post_grad
     passes.micro_pipeline_tp_pass = _with_nccl(micro_pipeline_tp.micro_pipeline_tp_pass)
+
+
+def _is_enabled(stock: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Wrap the test of a group: since torch 2.15 every known group has symmetric memory, where an accelerator is."""
+    known: Callable[[str], bool] | None = getattr(symm_mem, "_is_process_group_registered", None)
+
+    @functools.wraps(stock)
+    def is_symm_mem_enabled_for_group(group_name: str) -> bool:
+        return stock(group_name) or (known is not None and not symm_mem._is_test_mode and known(group_name))
+
+    return is_symm_mem_enabled_for_group
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
     """
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if case.train.dtype == "bfloat16" else None,
-        reduce_dtype=None if case.reduce_dtype == case.train.dtype else getattr(torch, case.reduce_dtype),
+        reduce_dtype=getattr(torch, case.reduce_dtype),  # None means another dtype since torch 2.15
     )
     asked = case.layout.reshard_after_forward
     for unit in (model.tok_embeddings, *model.layers.values()):
