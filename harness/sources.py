@@ -43,6 +43,12 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Versions of those distributions that are installed, by name."""
+    found = {name: installed_version(name) for name in distributions}
+    return {name: version for name, version in found.items() if version is not None}
+
+
 class InstalledSource(NamedTuple):
     """Where a package is, and what its Python files are: equal digests are equal sources, on any machine."""
 

@@ -18,6 +18,7 @@ from harness.checks.occurrences import on_ranks
 from harness.checks.ranks import format_ranks, traces_by_rank
 from harness.checks.scale_rules import SCALE_NOT_FROM_AMAX, Broken, power_of_two_rule, tensorwise_rule, value_rules
 from harness.checks.witnesses import Witnesses
+from harness.expect.casts import CompiledCasts
 from harness.matrix.case import Case
 from harness.matrix.mesh import peers
 from harness.matrix.recipes import E5M2, FLOAT8_MAX
@@ -50,7 +51,7 @@ def check_graph_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
         [
             *(_unknown(rank, cast) for rank, cast in unknown),
             *_single_casts(case, casts),
-            *_counts(case, casts, witnesses.expect.compiled_linears),
+            *_counts(case, casts, witnesses.expect.compiled_casts),
             *_tp_groups(case, casts),
         ],
         partial(_source, case, casts),
@@ -99,27 +100,23 @@ def _unknown(rank: int, cast: UnknownCast) -> Mismatch:
     return Mismatch(cast.step, cast.order, rank, cast.fqn, rule, cast.missing, f"{what} to {cast.target_dtype}")
 
 
-def _counts(case: Case, casts: Casts, linears: int | None) -> Iterator[Mismatch]:
-    """Casts of a step that no compiler may merge, because each is of another tensor: weights, gradients of outputs.
+def _counts(case: Case, casts: Casts, expected: CompiledCasts | None) -> Iterator[Mismatch]:
+    """The casts of a step that no compiler may merge.
 
     Where dgrad has scales of its own for a weight, the partitioner may cast that weight for it in forward already.
     """
-    if linears is None:
+    if expected is None:
         return
-    wanted = {
-        "weights in forward": 0 if case.gathers_float8 else linears,
-        f"tensors to {E5M2} in forward": 0,
-        f"tensors to {E5M2} in backward": linears if case.float8.traits.grad_output_dtype == E5M2 else 0,
-    }
+    names = ("weights in forward", f"tensors to {E5M2} in forward", f"tensors to {E5M2} in backward")
     for rank, by_place in casts.items():
         for step in range(1, case.train.steps + 1):
             mine = [cast for cast in by_place.values() if cast.step == step]
-            for what, expected in wanted.items():
+            for what, wanted in zip(names, expected, strict=True):
                 found = sum(_is_counted(cast, what) for cast in mine)
                 early = what.startswith("weights") and not case.float8.traits.one_scale_per_tensor
-                if found < expected or (found > expected and not early):
+                if found < wanted or (found > wanted and not early):
                     rule = f"wrong number of casts of {what}"
-                    yield Mismatch(step, 0, rank, "the blocks", rule, str(expected), str(found))
+                    yield Mismatch(step, 0, rank, "the blocks", rule, str(wanted), str(found))
 
 
 def _is_counted(cast: GraphCast, what: str) -> bool:

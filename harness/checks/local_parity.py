@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from harness.checks.assembly import nan_as_inf
 from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
-from harness.checks.witnesses import Witnesses
+from harness.checks.witnesses import Witnesses, unfinished
 from harness.expect.local_parity import allowed_distance
 from harness.expect.model import Model
 from harness.matrix.case import Case
@@ -66,8 +66,7 @@ def _judged(
 ) -> list[Finding]:
     """`replay` has the distances of the modules of `case`, and for `with_numbers` the loss and the norm of `run`."""
     if replay is None or not replay.complete:
-        message = "cannot be judged: the replay of the modules could not be run"
-        return [_finding(message=message, expected="a replay")]
+        return [unfinished(NAME, "the replay of the modules", replay, run)]
     distances = replay.traces[0].module_distances or ()
     exact = numerics.same_in_parts and all("scaled_mm" in trace.virtual for trace in run.traces)
     for step in range(1, replayed_steps(case, numerics) + 1):

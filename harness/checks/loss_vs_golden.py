@@ -13,7 +13,7 @@ import msgspec
 
 from harness.checks.assembly import largest
 from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
-from harness.checks.witnesses import Witnesses
+from harness.checks.witnesses import Witnesses, why_unfinished
 from harness.evidence.golden import Golden, update_command
 from harness.evidence.hardware import hardware_classes
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
@@ -55,10 +55,13 @@ def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> list[Fin
     if golden is None:
         family = family_id(case)
         why = f"no golden is stored for {family}, and its BF16 reference did not finish"
-        message = f"cannot be judged: {why}; to see why run `{update_command(family)}`"
+        message = (
+            f"cannot be judged: {why}{why_unfinished(witnesses.reference)}; to see why run `{update_command(family)}`"
+        )
         return [_finding(message=message, expected="a golden")]
     if tolerance is None:
-        message = f"cannot be judged: no loss tolerance {NONE_DERIVED}; set `loss_tolerance` in the case"
+        why = f"{NONE_DERIVED}{why_unfinished(witnesses.underived)}"
+        message = f"cannot be judged: no loss tolerance {why}; set `loss_tolerance` in the case"
         return [_finding(message=message, expected="a tolerance")]
     incomparable = _incomparable(case, run, golden) or _other_steps(case, run, golden, tolerance)
     if incomparable:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from harness.checks.assembly import largest
 from harness.checks.parity import rounding_floor, worst_distances
 from harness.checks.ranks import traces_by_rank
-from harness.checks.witnesses import Witnesses
+from harness.checks.witnesses import Witnesses, finished
 from harness.expect.casts import OF_GATHERS
 from harness.expect.expectations import Expectations, version_gap
 from harness.matrix.case import Case
@@ -26,8 +26,8 @@ def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = N
     if not run.traces:
         return None
     traces = traces_by_rank(run)
-    curves = {"case": _curve(run), "solo": _curve(witnesses.solo), "twin": _curve(twin)}
-    golden, solo, replay = witnesses.golden, witnesses.solo, witnesses.replay
+    golden, solo, replay = witnesses.golden, finished(witnesses.solo), witnesses.replay
+    curves = {"case": _curve(run), "solo": _curve(solo), "twin": _curve(twin)}
     if golden is not None:
         curves["golden"] = Curve(losses=golden.losses, grad_norms=golden.grad_norms)
     found = {name: curve for name, curve in curves.items() if curve is not None}

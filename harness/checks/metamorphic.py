@@ -15,7 +15,7 @@ from typing import NamedTuple
 from harness.checks.assembly import SketchKey, assemble, nan_as_inf, relative_distances
 from harness.checks.mismatch import size_of_error
 from harness.checks.parity import ROUNDED
-from harness.checks.witnesses import Witnesses
+from harness.checks.witnesses import Witnesses, finished, unfinished
 from harness.expect.relations import Relation
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -35,12 +35,11 @@ _finding = partial(Finding, check=NAME)
 
 def check_metamorphic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Findings at the first step where the run breaks the promise of its relation; none without a relation."""
-    relation, partner = witnesses.expect.relation, witnesses.partner
+    relation, partner = witnesses.expect.relation, finished(witnesses.partner)
     if relation is None:
         return []
     if partner is None:
-        message = f"cannot be judged: {_partner(relation)} could not be run"
-        return [_finding(message=message, expected="a partner")]
+        return [unfinished(NAME, _partner(relation), witnesses.partner, run)]
     return [*_reported_numbers(relation, run, partner), *_tensors(relation, run, partner)]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from harness.checks.ranks import format_ranks, traces_by_rank
-from harness.checks.witnesses import Witnesses
+from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
 from harness.matrix.mesh import peers
 from harness.plural import counted
@@ -43,7 +43,8 @@ _Difference = Callable[[ModelRecord, ModelRecord, str], Iterable[Finding]]
 def check_model(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Findings about the model of every rank; those of the comparison only where the single-rank reference ran."""
     traces = [trace for trace in traces_by_rank(run) if trace.model is not None]
-    solo = None if witnesses.solo is None else witnesses.solo.traces[0]
+    reference = finished(witnesses.solo)
+    solo = None if reference is None else reference.traces[0]
     return [
         *_settings(traces),
         *_dtypes(case, traces),

@@ -24,7 +24,7 @@ from harness.checks.assembly import (
 from harness.checks.factors import Explanation, explain_gradients, explain_loss
 from harness.checks.mismatch import size_of_error
 from harness.checks.ranks import format_ranks
-from harness.checks.witnesses import Witnesses
+from harness.checks.witnesses import Witnesses, finished, unfinished, why_unfinished
 from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Case
 from harness.matrix.mesh import dp_rank
@@ -57,12 +57,12 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
     Later steps differ because that one does, so they are left out.
     """
-    solo, tolerance = witnesses.solo, witnesses.parity_tolerance
+    solo, tolerance = finished(witnesses.solo), witnesses.parity_tolerance
     if solo is None:
-        message = "cannot be judged: the single-rank reference (solo witness) could not be run"
-        return [_finding(message=message, expected="a solo witness")]
+        return [unfinished(NAME, "the single-rank reference (solo witness)", witnesses.solo, run)]
     if tolerance is None:
-        return [_finding(message=f"cannot be judged: no parity tolerance {NONE_DERIVED}", expected="a tolerance")]
+        why = f"{NONE_DERIVED}{why_unfinished(witnesses.underived)}"
+        return [_finding(message=f"cannot be judged: no parity tolerance {why}", expected="a tolerance")]
     found, expected = assemble(run.traces), assemble(solo.traces)
     every_step = [*_missing(found, expected), *_replicas(run), *_batches(case, run, solo)]
     loss_floor = 0.0 if case.train.dtype == "float64" else FLOAT32_LOSS
@@ -81,7 +81,7 @@ def check_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def _factors(case: Case, run: Run, witnesses: Witnesses, step: int) -> tuple[Explanation | None, Explanation | None]:
     """Explanations when gradients or loss of a step are off by a factor that is a number of the case."""
-    solo, golden = witnesses.solo, witnesses.golden
+    solo, golden = finished(witnesses.solo), witnesses.golden
     assert solo is not None, "there is nothing to compare with"
     norm, losses = (None, None) if golden is None else (golden.grad_norms[step - 1], golden.losses)
     gradients = explain_gradients(case, assemble(run.traces), assemble(solo.traces), step, norm)

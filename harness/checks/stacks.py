@@ -106,6 +106,13 @@ def raised_frames(traceback: str) -> tuple[Frame, ...]:
     return tuple(call for call in calls if _FIELD.search(call.file) and not _PLUMBING.search(call.file))
 
 
+def innermost_calls(traceback: str, number: int) -> tuple[Frame, ...]:
+    """The last calls of a Python traceback, of whatever file, innermost first."""
+    lines = traceback.partition(LAST_OUTPUT)[0].splitlines()
+    calls = [Frame(found[1], int(found[2]), found[3]) for line in lines if (found := _RAISED_AT.fullmatch(line))]
+    return tuple(calls[::-1][:number])
+
+
 def place_of(stack: Sequence[Frame]) -> StackLocation | None:
     """Where the rank with this stack is; None when the stack shows nothing of what it ran.
 

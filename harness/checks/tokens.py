@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from harness.checks.ranks import format_ranks, traces_by_rank
-from harness.checks.witnesses import Witnesses
+from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
 from harness.matrix.mesh import dp_rank, peers
 from harness.trace import RankTrace, Run
@@ -44,7 +44,7 @@ class _Wrong(NamedTuple):
 
 def check_tokens(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """A finding for the first step in which ranks, or the single-rank reference, train on other tokens."""
-    solo = witnesses.solo
+    solo = finished(witnesses.solo)
     whole = range(case.train.global_batch)
     of_reference = [] if solo is None else _of_ranks([(solo.traces[0], whole)], {}, "the single-rank reference")
     parts = [(trace, _part(case, trace.rank)) for trace in traces_by_rank(run)]

@@ -5,12 +5,14 @@ Derived from torchao 0.18: `Float8Linear`, its tensor-parallel styles and its FS
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from harness.expect.model import Model
+from harness.expect.upstream import SEPARATE_BACKWARD_CASTS, Changes
 from harness.matrix.case import Case
-from harness.matrix.recipes import E4M3, Operand
+from harness.matrix.linears import ROWWISE
+from harness.matrix.recipes import E4M3, E5M2, Operand
 from harness.trace.operands import CastPhase, Role
 
 
@@ -28,6 +30,17 @@ class CastSite(NamedTuple):
     fqn: str
     role: Role
     phase: CastPhase
+
+
+class CompiledCasts(NamedTuple):
+    """How many casts of a step compiled blocks must execute, of those that no compiler may merge.
+
+    Each is of another tensor: weights, and gradients of outputs, which alone are cast to e5m2.
+    """
+
+    weights_forward: int
+    e5m2_forward: int
+    e5m2_backward: int
 
 
 OF_GATHERS = frozenset({"all_gather", "gathered"})  # phases: FSDP2 casts, not a linear, and how often is its choice
@@ -49,6 +62,20 @@ def expected_casts(case: Case, model: Model) -> dict[CastSite, tuple[CastForm, .
             if times and forms:
                 expected[site] = forms * times
     return expected
+
+
+def compiled_casts(case: Case, fqns: Collection[str], changes: Changes) -> CompiledCasts:
+    """The casts of compiled blocks in one step. `fqns`: the converted linears in them."""
+    weights, gradients = len(fqns), len(fqns)
+    if SEPARATE_BACKWARD_CASTS in changes and case.layout.tp > 1 and case.float8.traits.one_scale_per_tensor:
+        weights += sum(not case.checkpointing.wraps(int(fqn.split(".")[1])) for fqn in fqns)
+        if case.float8.tp_styles != "float8":  # a style casts a gradient once, before both of its matmuls
+            gradients += sum(fqn.split(".", 2)[2] not in ROWWISE for fqn in fqns)
+    return CompiledCasts(
+        weights_forward=0 if case.gathers_float8 else weights,
+        e5m2_forward=0,
+        e5m2_backward=gradients if case.float8.traits.grad_output_dtype == E5M2 else 0,
+    )
 
 
 def _times(case: Case, calls: int, again: int) -> dict[CastPhase, int]:

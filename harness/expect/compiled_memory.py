@@ -28,6 +28,7 @@ from harness.expect.saved_memory import (
     head_elements,
 )
 from harness.expect.traffic import residual_tokens
+from harness.expect.upstream import NONE, SEPARATE_BACKWARD_CASTS, Changes
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, ROWWISE, linear_features, local_features
 from harness.matrix.recipes import ITEM_BYTES
@@ -47,26 +48,26 @@ def is_exact(case: Case) -> bool:
     return all(_is_whole(case, layer) for layer in range(case.model.shape.layers))
 
 
-def expected_saved(case: Case, *, step: int, rank: int) -> dict[str, int]:
+def expected_saved(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> dict[str, int]:
     """Bytes by dtype that `rank` saves for the backward pass of `step` (1-based), where `is_exact`."""
     assert is_exact(case), "the partitioner chooses what some blocks save"
     elements = head_elements(case, step, rank)
     for layer in range(case.model.shape.layers):
-        elements += block_elements(case, layer, step) + _scales(case, layer, step)
+        elements += block_elements(case, layer, step) + _scales(case, layer, step, changes)
     return {dtype: count * ITEM_BYTES[dtype] for dtype, count in sorted(elements.items())}
 
 
-def saved_limits(case: Case, *, step: int, rank: int) -> SavedLimits:
+def saved_limits(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> SavedLimits:
     """The limits of all bytes that `rank` saves for the backward pass of `step` (1-based)."""
     least = most = _bytes(head_elements(case, step, rank))
     for layer in range(case.model.shape.layers):
-        limits = _block_limits(case, layer, step)
+        limits = _block_limits(case, layer, step, changes)
         least, most = least + limits.least, most + limits.most
     return SavedLimits(least=least, most=most)
 
 
-def _block_limits(case: Case, layer: int, step: int) -> SavedLimits:
-    eager, scales = _bytes(block_elements(case, layer, step)), _bytes(_scales(case, layer, step))
+def _block_limits(case: Case, layer: int, step: int, changes: Changes) -> SavedLimits:
+    eager, scales = _bytes(block_elements(case, layer, step)), _bytes(_scales(case, layer, step, changes))
     if _is_whole(case, layer):
         return SavedLimits(least=eager + scales, most=eager + scales)
     if case.checkpointing.mode == "selective_op":
@@ -83,25 +84,27 @@ def _is_whole(case: Case, layer: int) -> bool:
     return case.checkpointing.wraps(layer) and case.checkpointing.mode != "selective_op"
 
 
-def _scales(case: Case, layer: int, step: int) -> Elements:
+def _scales(case: Case, layer: int, step: int, changes: Changes) -> Elements:
     """Scales that a checkpointed block saves too: those of gathered float8 weights, and those that backward casts by.
 
     Of the latter those that need a collective: the partitioner keeps every collective of its own choice in forward.
     """
     saved = gathered_scales(case, layer, step) if case.checkpointing.wraps(layer) else Counter[str]()
     if case.layout.tp > 1:
-        saved["float32"] += sum(_early_scale(case, name) for name in converted_linears(case, layer))
+        saved["float32"] += sum(_early_scale(case, name, changes) for name in converted_linears(case, layer))
     return saved
 
 
-def _early_scale(case: Case, name: str) -> int:
+def _early_scale(case: Case, name: str, changes: Changes) -> int:
     """Elements of the scale that backward needs of this linear, TP ranks agree on and forward does not have.
 
-    One scale for a tensor: the input of `wo` and `w2` for wgrad, whose shape is not that of forward. Axiswise: the
+    One scale for a tensor: the input of `wo` and `w2` for wgrad, whose shape is not that of forward, and since torch
+    2.14 every weight for dgrad. Axiswise: the
     weight for dgrad, as one scale, or one for each input feature where the output features are sharded.
     """
     if case.float8.traits.one_scale_per_tensor:
-        return int(name in ROWWISE and case.float8.tp_styles != "float8")
+        of_weight = SEPARATE_BACKWARD_CASTS in changes and not case.gathers_float8
+        return int(name in ROWWISE and case.float8.tp_styles != "float8") + int(of_weight)
     if case.float8.traits.one_scale_per_weight_in_dgrad:
         return 1
     return 0 if name in ROWWISE else linear_features(case, name)[0]

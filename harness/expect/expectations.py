@@ -20,13 +20,14 @@ from harness.expect import (
     saved_memory,
     traffic,
 )
-from harness.expect.casts import CastForm, CastSite
+from harness.expect.casts import CastForm, CastSite, CompiledCasts
 from harness.expect.compiled_memory import SavedLimits
 from harness.expect.fusion import FusionCandidate
 from harness.expect.live_memory import LiveStorage
 from harness.expect.model import Model, llama_model, recomputed_matmuls
 from harness.expect.relations import Relation
 from harness.expect.traffic import Transfer
+from harness.expect.upstream import NONE, Changes
 from harness.expect.versions import CURRENT, Verified
 from harness.matrix.case import Case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
@@ -45,7 +46,8 @@ class Expectations:
     """What a run of one case must contain.
 
     `found`: the linears of a model that is not a Llama; None before its single-rank reference has run. `stated`: what
-    its target itself states numbers of (`Stated.topics`). `numerics`: which bits the run promises.
+    its target itself states numbers of (`Stated.topics`). `numerics`: which bits the run promises. `changes`: what the
+    versions of torch and torchao that it runs with do otherwise than the first that the formulas hold for.
     """
 
     def __init__(
@@ -55,18 +57,27 @@ class Expectations:
         stated: Collection[str] = (),
         *,
         numerics: Numerics = VIRTUAL_DEVICE,
+        changes: Changes = NONE,
     ) -> None:
         self.case = case
+        self.changes = changes
         self.numerics = numerics
         self._stated = stated
         # True where all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
         self.model = llama_model(case) if self.has_formulas else found
-        self._transfers = functools.cache(lambda step, rank: traffic.expected_transfers(case, step=step, rank=rank))
-        saved = saved_memory.expected_saved if case.compile == "none" else compiled_memory.expected_saved
-        self._saved_bytes = functools.cache(lambda step, rank: saved(case, step=step, rank=rank))
+        self._transfers = functools.cache(
+            lambda step, rank: traffic.expected_transfers(case, step=step, rank=rank, changes=changes)
+        )
+        self._saved_bytes = functools.cache(
+            lambda step, rank: (
+                saved_memory.expected_saved(case, step=step, rank=rank)
+                if case.compile == "none"
+                else compiled_memory.expected_saved(case, step=step, rank=rank, changes=changes)
+            )
+        )
         self._saved_limits = functools.cache(
-            lambda step, rank: compiled_memory.saved_limits(case, step=step, rank=rank)
+            lambda step, rank: compiled_memory.saved_limits(case, step=step, rank=rank, changes=changes)
         )
         self._live_storages = functools.cache(
             lambda rank, moment: live_memory.expected_live(case, rank=rank, moment=moment)
@@ -106,12 +117,12 @@ class Expectations:
         return self.linears.converted
 
     @functools.cached_property
-    def compiled_linears(self) -> int | None:
-        """Converted linears inside of compiled blocks; 0 for an eager case, None where the blocks are not known."""
-        if not self.has_formulas:
+    def compiled_casts(self) -> CompiledCasts | None:
+        """The casts of compiled blocks in one step; None where the blocks are not known, and in an eager case."""
+        if not self.has_formulas or self.case.compile == "none":
             return None
         inside = [fqn for fqn in self.converted_fqns if fqn.startswith("layers.")]
-        return 0 if self.case.compile == "none" else len(inside)
+        return casts.compiled_casts(self.case, inside, self.changes)
 
     @functools.cached_property
     def scaled_mm_calls(self) -> tuple[int, int]:

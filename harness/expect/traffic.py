@@ -17,6 +17,7 @@ import msgspec
 
 from harness.expect.fusion import fusion_candidates
 from harness.expect.trainer_traits import traits_of
+from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, Changes
 from harness.matrix.case import Case
 from harness.matrix.linears import (
     BLOCK_LINEARS,
@@ -56,8 +57,8 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
         return self.times * self.elements * ITEM_BYTES[self.dtype]
 
 
-def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, ...]:
-    """All collectives of `rank` in `step` (1-based). Every later step equals step 2."""
+def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = NONE) -> tuple[Transfer, ...]:
+    """All collectives of `rank` in `step` (1-based), with these upstream changes. Every later step equals step 2."""
     of_microbatch = (
         *_gathers_of_weights(case, rank),
         *_weight_amax(case, step),
@@ -65,7 +66,7 @@ def expected_transfers(case: Case, *, step: int, rank: int) -> tuple[Transfer, .
         *_tensor_parallel_amax(case),
         *_loss(case),
     )
-    reduced = (*_reductions(case, rank), *_norm_gradients(case))
+    reduced = (*_reductions(case, rank), *_norm_gradients(case, changes))
     terms = (
         *_repeated(of_microbatch, case.train.accumulation),
         *_repeated(reduced, case.reductions if case.uses_fsdp else 1),
@@ -411,16 +412,19 @@ def _token_count(case: Case) -> Iterator[Transfer]:
             yield _all_reduce(axis, "sum", "int64", 1, "number of labels", times=_forwards(case))
 
 
-def _norm_gradients(case: Case) -> Iterator[Transfer]:
+def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
     """Sequence parallelism: the gradient of a norm is Partial over TP ranks.
 
-    FSDP2 redistributes it in backward, in the dtype of the gradient. Without FSDP2 it stays Partial until AdamW, where
-    each of the three operators that read it reduces it: the first moment once, the second moment twice. So does a norm
-    of all gradients before.
+    FSDP2 redistributes it in backward, in the dtype of the gradient: the reduce dtype where it keeps the sum of several
+    microbatches (`FSDPParam.to_accumulated_grad_if_needed`). Without FSDP2 it stays Partial until AdamW, where each of
+    the three operators that read it reduces it: the first moment once, the second moment twice. So does a norm of all
+    gradients before.
     """
     times = (2 * case.model.shape.layers + 1) * (1 if case.uses_fsdp else 3 + _reads_norms(case))
+    in_reduce_dtype = GRADIENTS_IN_REDUCE_DTYPE in changes or case.reductions < case.train.accumulation
+    dtype = case.reduce_dtype if case.uses_fsdp and in_reduce_dtype else case.train.dtype
     if case.layout.sequence_parallel:
-        yield _all_reduce("tp", "sum", case.train.dtype, case.model.shape.dim, "gradients of norms", times=times)
+        yield _all_reduce("tp", "sum", dtype, case.model.shape.dim, "gradients of norms", times=times)
 
 
 def _reads_norms(case: Case) -> bool:

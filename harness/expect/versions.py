@@ -47,4 +47,4 @@ def is_within(version: str, limits: str) -> bool:
 
 
 # Every formula was verified with these versions, and tests/worker and the nightly tier keep verifying them.
-CURRENT = Verified(torch=">=2.13,<2.14", torchao=">=0.18,<0.19")
+CURRENT = Verified(torch=">=2.13,<2.16", torchao=">=0.17,<0.19")

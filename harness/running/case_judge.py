@@ -22,7 +22,7 @@ from harness.checks.judge import Judgement, judge
 from harness.checks.measuring import measured
 from harness.checks.recorded import showing, with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
-from harness.checks.witnesses import Witnesses
+from harness.checks.witnesses import Witnesses, finished
 from harness.engine.messages import JobStatus
 from harness.evidence.golden import Golden, GoldenMissing, find_golden, make_golden
 from harness.evidence.signature import Signature, SignatureMissing, load_signature, needs_signature
@@ -37,6 +37,7 @@ from harness.evidence.tolerance import (
 )
 from harness.expect.expectations import Expectations
 from harness.expect.model import accumulates, found_model
+from harness.expect.upstream import changes_in
 from harness.hints import update_signature
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
@@ -45,7 +46,7 @@ from harness.project import Project
 from harness.running.injection import Injection, parse_injection
 from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
-from harness.sources import installed_version
+from harness.sources import installed_versions
 from harness.trace import Run
 from harness.verdict import GoldenSource
 
@@ -104,11 +105,13 @@ class CaseJudge:
     ) -> Judgement:
         """The verdict on what came back from the ranks. Recorded faults whose fix is in `fixes` are gone."""
         basis = self._judged_by[case_id(case)]
-        golden, source = self._golden(case, run, cache)
+        golden, source, reference = self._golden(case, run, cache)
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
         must_be_fixed = any(fault.fix is not None and fault.must_show(case) for fault in basis.known)
         only_with_fix = must_be_fixed and not fixes  # compared with a partner that has the fix, in the second run
-        witnesses = msgspec.structs.replace(basis.witnesses, golden=golden, partner_has_fix=only_with_fix)
+        witnesses = msgspec.structs.replace(
+            basis.witnesses, golden=golden, reference=reference, partner_has_fix=only_with_fix
+        )
         if run.complete:
             witnesses = _with_model(case, run, witnesses, cache)
         if run.complete and witnesses.expect.refusal is None:
@@ -126,17 +129,20 @@ class CaseJudge:
         left = tuple(fault for fault in showing(basis.known, case, found.findings) if fault.fix not in mended)
         return with_known_faults(found, left, datetime.date.today())
 
-    def _golden(self, case: Case, run: Run, cache: WitnessCache) -> tuple[Golden | None, GoldenSource]:
-        """The stored golden; where there is none, one from a BF16 reference that is run now and kept as a witness."""
+    def _golden(self, case: Case, run: Run, cache: WitnessCache) -> tuple[Golden | None, GoldenSource, Run | None]:
+        """The stored golden; where there is none, one from a BF16 reference that is run now and kept as a witness.
+
+        And that reference, which may not have finished.
+        """
         basis = self._judged_by[case_id(case)]
         if not basis.needs_golden or not run.complete:
-            return basis.witnesses.golden, "stored" if basis.witnesses.golden is not None else ""
+            return basis.witnesses.golden, "stored" if basis.witnesses.golden is not None else "", None
         reference = cache.reference(case)
-        if reference is None:
-            return None, ""
+        if reference is None or not reference.complete:
+            return None, "", reference
         name, why = case_id(reference_case(case)), "run as a witness: no golden is stored"
         golden = make_golden(reference, family=basis.family, case_id=name, command="", reason=why, commit="unknown")
-        return golden, "run here"
+        return golden, "run here", reference
 
 
 def _explained(
@@ -146,25 +152,25 @@ def _explained(
     case, findings = expect.case, found.findings
     recorded = run.complete and all(trace.operands is not None for trace in run.traces)
     if recorded and any(finding.check == parity.NAME for finding in findings):
-        solo = cache.solo_with_operands(case)
+        solo = finished(cache.solo_with_operands(case))
         if solo is not None:
             first = first_divergence(case, run, solo, has_formulas=expect.has_formulas, numerics=expect.numerics)
             findings = findings if first is None else by_cause((*findings, first))
     if golden is not None and run.complete and needs_twin(findings):
-        findings = with_twin_diagnosis(findings, run, golden, cache.twin(case))
+        findings = with_twin_diagnosis(findings, run, golden, finished(cache.twin(case)))
     return msgspec.structs.replace(found, findings=findings)
 
 
 def _with_model(case: Case, run: Run, witnesses: Witnesses, cache: WitnessCache) -> Witnesses:
     """The witnesses that know the linears of the model, which of a model that is no Llama its solo witness tells."""
     model, operands = run.traces[0].model, run.traces[0].operands
-    solo = cache.solo(case) if witnesses.expect.model is None and model is not None else None
+    solo = finished(cache.solo(case)) if witnesses.expect.model is None and model is not None else None
     reference = None if solo is None else solo.traces[0].model
     if model is None or reference is None:
         return witnesses
     topics = {topic for trace in run.traces for stated in trace.stated or () for topic in stated.topics}
     found = found_model(case, reference, model, () if operands is None else operands.casts)
-    expect = Expectations(case, found, topics, numerics=witnesses.expect.numerics)
+    expect = Expectations(case, found, topics, numerics=witnesses.expect.numerics, changes=witnesses.expect.changes)
     return msgspec.structs.replace(witnesses, expect=expect)
 
 
@@ -175,7 +181,7 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
     """
     loss, parity_of = witnesses.tolerance, witnesses.parity_tolerance
     if parity_of is not None and parity_of.key == SAME_ORDER and accumulates(case, witnesses.expect.model):
-        solo = cache.solo(case)
+        solo = finished(cache.solo(case))
         if solo is not None and solo.traces[0].inputs is None:  # tokens do not tell which rank a forward pass is for
             parity_of = None
     if (loss is not None and (parity_of is not None or not sketched)) or witnesses.expect.model is None:
@@ -184,9 +190,11 @@ def _with_derived_tolerances(case: Case, witnesses: Witnesses, cache: WitnessCac
     with ThreadPoolExecutor() as threads:  # of one rank each: a case of one's own leaves the machine idle otherwise
         draws = [threads.submit(cache.noisy, case, draw, converted) for draw in range(1, DRAWS + 1)]
         reference = cache.reference(case)
-    complete = [draw for each in draws if (draw := each.result()) is not None]
-    if reference is None or len(complete) < DRAWS:
-        return witnesses
+    drawn = [each.result() for each in draws]
+    complete = [draw for draw in drawn if draw is not None and draw.complete]
+    if reference is None or not reference.complete or len(complete) < DRAWS:
+        failed = [each for each in (reference, *drawn) if each is not None and not each.complete]
+        return msgspec.structs.replace(witnesses, underived=failed[0] if failed else None)
     return msgspec.structs.replace(
         witnesses,
         tolerance=loss or derived_tolerance(case, reference, complete),
@@ -205,6 +213,7 @@ class _EvidenceReader:
         self.root = root
         self.plan = plan
         self._signatures = signatures
+        self.changes = changes_in(installed_versions(PACKAGES))
         self._goldens: dict[object, Golden | None] = {}
         self._tolerances: dict[object, Tolerance | None] = {}  # of the loss and of parity
 
@@ -272,7 +281,7 @@ class _JudgedByOnDemand(dict[str, JudgedBy]):
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
     """The recorded upstream faults of the versions that are installed: those of the project and of the package."""
-    installed = {package: installed_version(package) for package in PACKAGES}
+    installed = installed_versions(PACKAGES)
     faults = known_with_shipped(project.known, project.shipped_known)
     return tuple(fault for fault in faults if fault.affects(installed))
 
@@ -283,7 +292,7 @@ def _judged_by(
     known: tuple[KnownFault, ...],
     fixes: Mapping[str, Injection],
 ) -> JudgedBy:
-    expect = Expectations(case, numerics=evidence.plan.numerics)
+    expect = Expectations(case, numerics=evidence.plan.numerics, changes=evidence.changes)
     trains = expect.refusal is None
     witnesses = Witnesses(
         expect=expect,

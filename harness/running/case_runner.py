@@ -66,6 +66,8 @@ class CaseRunner:
             if outcome is None or self._executor.stopped:
                 return None
             result = self._result(case, outcome, attempts)
+            if self._executor.stopped and not all(finding.judged for finding in result.findings):
+                return None  # a run to compare with was stopped, and the case is as good as before
             if result.verdict is Verdict.KNOWN and self._judge.fixes(case):
                 fixed = self._with_fix(case, result)
                 if fixed is None:

@@ -30,7 +30,7 @@ from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.target_source import target_digest
 from harness.running.witness_key import witness_key
-from harness.trace import Run
+from harness.trace import RankFailure, Run
 
 _SEAL_SIZE = hashlib.sha256().digest_size
 _RUNS = msgspec.msgpack.Decoder(Run)  # made before any thread decodes, as that of `judge.py`
@@ -42,6 +42,8 @@ class WitnessCache:
     `content` stands for what computes those of a target: kept witnesses of another content are not used. `note` is told
     of second attempts. `numerics`: which bits the runs promise. `failing`: most runs are to fail and to be explained,
     so a solo witness has its operands from the start.
+
+    A run that did not finish is handed out without traces, with its failures, and is not kept; None when stopped.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class WitnessCache:
         return tuple(sorted(self._made_here, key=lambda witness: witness.name))
 
     def solo(self, case: Case) -> Run | None:
-        """The solo witness of a case, sketched; None when it did not finish."""
+        """The solo witness of a case, sketched."""
         return self._explaining(case) if self._failing else self._solo("solo", case, ("sketches",))
 
     def solo_with_operands(self, case: Case) -> Run | None:
@@ -86,7 +88,7 @@ class WitnessCache:
         return self._witness(witness, name, lambda: self._executor.execute_solo(witness, probes))
 
     def twin(self, case: Case) -> Run | None:
-        """The BF16 twin of a case; None when it did not finish."""
+        """The BF16 twin of a case."""
         witness = twin_case(case)
         return self._witness(witness, f"twin {case_id(witness)}", lambda: self._executor.execute_plain(witness))
 
@@ -97,13 +99,13 @@ class WitnessCache:
         return self._kept.get(name) or self._stored(self._path(name, witness.target))
 
     def reference(self, case: Case) -> Run | None:
-        """The BF16 reference of a case on one rank, for want of a stored golden; None when it did not finish."""
+        """The BF16 reference of a case on one rank, for want of a stored golden."""
         witness = reference_case(case)
         name = f"reference {case_id(witness)}"
         return self._witness(witness, name, lambda: self._executor.execute_plain(witness, probes=("sketches",)))
 
     def noisy(self, case: Case, draw: int, converted: tuple[str, ...]) -> Run | None:
-        """The reference with random errors where the case casts to float8; None when it did not finish.
+        """The reference with random errors where the case casts to float8.
 
         `converted`: the linears that the case converts.
         """
@@ -117,7 +119,7 @@ class WitnessCache:
         return self._witness(witness, name, execute)
 
     def partner(self, case: Case, fixes: Sequence[Injection] = ()) -> Run | None:
-        """The run of the partner of a case (`relations.py`), sketched; None when it did not finish or there is none.
+        """The run of the partner of a case (`relations.py`), sketched; None when there is none.
 
         `fixes` are those that the case runs with: its partner may run into the same fault. A partner that stands for
         the modules of a compiled case has their distances from a replay as well.
@@ -139,20 +141,20 @@ class WitnessCache:
         """The run with the distances of its modules from their replay in place of what they had."""
         again = self.replay(case, run)
         if again is None or not again.complete:
-            return None
+            return again
         first, *others = (msgspec.structs.replace(trace, module_tensors=None) for trace in run.traces)
         first = msgspec.structs.replace(first, module_distances=again.traces[0].module_distances)
         return msgspec.structs.replace(run, traces=(first, *others))
 
     def replay(self, case: Case, run: Run) -> Run | None:
-        """The replay of this very run, module by module; never kept. None when it did not finish."""
+        """The replay of this very run, module by module; never kept. Incomplete when it did not finish."""
         recorded = tuple(trace.module_tensors or () for trace in run.traces)
         name = f"replay {case_id(case)}"
         outcome = self._retried(name, lambda: self._executor.execute_replay(case, recorded))
         if outcome is None:
             return None
         self._made_here.append(WitnessMade(name=name, cpu_s=outcome.cpu_s))
-        return run_from_outcome(outcome) if outcome.status == "ok" else None
+        return _ended(outcome)
 
     def unprobed(self, case: Case) -> Run | None:
         """The run of this case without probes; never kept. None when it did not finish."""
@@ -171,8 +173,8 @@ class WitnessCache:
             if name not in self._kept:
                 path = self._path(name, witness.target)
                 run = self._stored(path) or self._made(name, path, self._retried(name, execute), finish)
-                if run is None:
-                    return None
+                if run is None or not run.complete:
+                    return run
                 self._kept[name] = run
             return self._kept[name]
 
@@ -202,16 +204,24 @@ class WitnessCache:
         if outcome is None:
             return None
         self._made_here.append(WitnessMade(name=name, cpu_s=outcome.cpu_s))
-        if outcome.status != "ok":
-            return None
-        made = run_from_outcome(outcome)
-        run = finish(made) if made.complete else None
-        if run is None:
-            return None
+        made = _ended(outcome)
+        run = finish(made) if made.complete else made
+        if run is None or not run.complete:
+            return run
         with contextlib.suppress(WriteFailed):  # a full disk costs time, not correctness
             content = msgspec.msgpack.encode(run)
             write_whole(path, _seal(content) + content)
         return run
+
+
+def _ended(outcome: JobOutcome) -> Run:
+    """The run of a witness; without traces where it did not finish, with at least one failure that says why."""
+    run = run_from_outcome(outcome)
+    if outcome.status == "ok" and run.complete:
+        return run
+    message = outcome.message or f"it ended as {outcome.status} and left no trace"
+    ended = RankFailure(rank=0, kind=outcome.status, message=message, traceback="", phase="", consequence=False)
+    return Run(traces=(), failures=run.failures or (ended,))
 
 
 def open_witnesses(

@@ -11,6 +11,7 @@ import msgspec
 
 from harness.checks.judge import Judgement
 from harness.checks.parity import worst_distances
+from harness.checks.witnesses import finished
 from harness.engine.hardware import arithmetic_limits
 from harness.engine.messages import JobStatus
 from harness.evidence.golden import find_golden
@@ -69,7 +70,7 @@ class DistanceJudge(SanityJudge):
         """The judgement of SanityJudge; records the distances."""
         judgement = super().judge(case, run, status, cache, fixes)
         sketched = judgement.verdict is Verdict.PASSED and all(trace.sketches for trace in run.traces)
-        solo = cache.solo(case) if sketched and case_id(case) in self._wanted else None
+        solo = finished(cache.solo(case)) if sketched and case_id(case) in self._wanted else None
         if solo is not None:
             self.parity[case_id(case)] = worst_distances(run, solo, steps=range(1, case.train.steps + 1))
         return judgement

@@ -17,6 +17,7 @@ import msgspec
 
 from harness.checks.assembly import assemble, nan_as_inf, relative_distance
 from harness.checks.judge import Judgement
+from harness.checks.witnesses import finished
 from harness.engine.messages import JobStatus
 from harness.evidence.costs import read_costs
 from harness.evidence.golden import Golden, GoldenMissing, find_golden
@@ -198,7 +199,7 @@ class _RecordingJudge:
         judgement = self._judge.judge(case, run, status, cache, fixes)
         self.reached[bool(fixes)] = fault_effect(run)
         if run.complete:
-            self.baseline = baseline_detection(run, self._golden, cache.solo(case))
+            self.baseline = baseline_detection(run, self._golden, finished(cache.solo(case)))
         return judgement
 
 

@@ -14,15 +14,17 @@ from harness.engine.messages import Job
 from harness.engine.unleased import JobRunner
 from harness.errors import HarnessError
 from harness.expect.traffic import expected_transfers, fsdp_units
+from harness.expect.upstream import changes_in
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.known import KnownFault, matching
+from harness.matrix.known import PACKAGES, KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import REFERENCE
 from harness.performance.flops import executed
 from harness.performance.gemms import gemms
 from harness.performance.memory import memory
 from harness.request import SimulationRequest
+from harness.sources import installed_versions
 from harness.trace.flops import multiplied_words
 from harness.trace.simulated import SimulatedRank
 from harness.verdict import Finding
@@ -131,7 +133,8 @@ def _rows(rank: int, formula: Mapping[str, int], found: Mapping[str, int]) -> It
 def _wire(case: Case, found: SimulatedRank) -> tuple[Counter[str], Counter[str]]:
     wanted: Counter[str] = Counter()
     sent: Counter[str] = Counter()
-    for term in expected_transfers(case, step=2, rank=found.rank):
+    changes = changes_in(installed_versions(PACKAGES))
+    for term in expected_transfers(case, step=2, rank=found.rank, changes=changes):
         wanted[f"calls of {term.words}"] += term.times
         wanted[f"bytes of {term.words}"] += term.payload_bytes
     for record in found.traffic:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from harness.checks.graph_scales import check_graph_scales
 from harness.checks.scale_rules import tensorwise_scale
+from harness.expect.casts import CompiledCasts
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace
@@ -59,7 +60,8 @@ def trace(case: Case, rank: int, casts: list[GraphCast], *unknown: UnknownCast) 
 
 def check(case: Case, casts: list[list[GraphCast]], *unknown: UnknownCast) -> list[Finding]:
     run = run_of(*(trace(case, rank, mine, *unknown) for rank, mine in enumerate(casts)))
-    return check_graph_scales(case, run, make_witnesses(case, compiled_linears=1))
+    expected = CompiledCasts(1, 0, int(case.float8.traits.grad_output_dtype == "float8_e5m2"))
+    return check_graph_scales(case, run, make_witnesses(case, compiled_casts=expected))
 
 
 def with_one(make: Any, **changes: Any) -> list[list[GraphCast]]:

@@ -22,6 +22,7 @@ from harness.running.witnesses import WitnessCache
 from harness.trace import RankTrace
 from tests.builders import make_distance, make_trace, run_of
 
+RAISED = RankOutcome(rank=0, status="raised", message="KeyError: 1")
 CASE = parse_case_id("hsdp2x2-tensorwise-ag.fp8pre-ac.full-v2048-b16")
 
 
@@ -205,26 +206,37 @@ def test_one_wrong_bit_is_damage_wherever_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome",
+    ("outcome", "why"),
     [
-        None,
-        JobOutcome(job_id="j", status="infra", ranks=(), message="no room"),
-        JobOutcome(job_id="j", status="crash", ranks=(RankOutcome(rank=0, status="raised"),)),
-        JobOutcome(job_id="j", status="hang", ranks=ok().ranks),
-        JobOutcome(job_id="j", status="ok", ranks=(RankOutcome(rank=0, status="returned", payload=b"\xc1"),)),
-        JobOutcome(job_id="j", status="ok", ranks=()),
+        (JobOutcome(job_id="j", status="infra", ranks=(), message="no room"), "no room"),
+        (JobOutcome(job_id="j", status="crash", ranks=(RAISED,)), "KeyError: 1"),
+        (JobOutcome(job_id="j", status="hang", ranks=ok().ranks), "it ended as hang and left no trace"),
+        (
+            JobOutcome(job_id="j", status="ok", ranks=(RankOutcome(rank=0, status="returned", payload=b"\xc1"),)),
+            "its result cannot be read",
+        ),
+        (JobOutcome(job_id="j", status="ok", ranks=()), "it ended as ok and left no trace"),
     ],
-    ids=["stopped", "infra", "crash", "hang", "garbled", "empty"],
+    ids=["infra", "crash", "hang", "garbled", "empty"],
 )
-def test_a_witness_that_did_not_finish_is_none_and_not_kept(tmp_path: Path, outcome: JobOutcome | None) -> None:
+def test_a_witness_that_did_not_finish_says_why_and_is_not_kept(tmp_path: Path, outcome: JobOutcome, why: str) -> None:
     executor = FakeExecutor(outcome)
     found = cache(executor, tmp_path)
-    assert found.solo(CASE) is None
+    ended = found.solo(CASE)
+    assert ended is not None and ended.traces == () and why in ended.failures[0].message
     assert list(tmp_path.iterdir()) == []
     executor.outcome = ok()
+    again = found.solo(CASE)
+    assert again is not None and again.complete
+    assert len(executor.asked) == 2 + (outcome.status == "infra")
+
+
+def test_a_witness_that_was_stopped_is_none_and_not_kept(tmp_path: Path) -> None:
+    executor = FakeExecutor(None)
+    found = cache(executor, tmp_path)
+    assert found.solo(CASE) is None and list(tmp_path.iterdir()) == []
+    executor.outcome = ok()
     assert found.solo(CASE) is not None
-    tried_again = outcome is not None and outcome.status == "infra"
-    assert len(executor.asked) == 2 + tried_again
 
 
 def test_threads_that_need_one_witness_run_it_once(tmp_path: Path) -> None:

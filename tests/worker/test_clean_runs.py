@@ -56,6 +56,7 @@ COMPARED = [
     "fsdp2-tensorwise-ag.fp8pre-ac.layer2-v2048-gb4-s3-b16",
     "fsdp2-reshard.never-rowwise-ac.full-v2050-gb4-s3-f32",
     "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-v2048-s2-accum2-reduce.last-b16",
+    "fsdp2-tp2-bf16-v2048-s2-accum2-reduce.last-b16",
     "hsdp2x2-rowwise-v2048-gb4-s2-ignore.half-param.b16-b16",
     "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-eval-ignore.unequal-f64",
 ]

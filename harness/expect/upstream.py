@@ -1,0 +1,57 @@
+"""What new versions of torch and torchao do otherwise than the first ones that the formulas were verified with.
+
+A formula that depends on such a change asks for it by name. Each was found by a formula that disagreed, was understood,
+and holds from `since` on; faults are records in `cases/known.toml` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from packaging.version import Version
+
+
+class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
+    """One change. `since`: the first release of `package` that has it."""
+
+    name: str
+    since: str
+    what: str  # one sentence
+    link: str
+    formulas: tuple[str, ...]  # those that depend on it
+    package: str = "torch"
+
+    def is_in(self, software: Mapping[str, str]) -> bool:
+        """True for these versions, by package. A source build "2.15.0a0+git12" counts as 2.15.0."""
+        version = software.get(self.package)
+        return version is not None and Version(Version(version).base_version) >= Version(self.since)
+
+
+Changes = frozenset[UpstreamChange]
+NONE: Changes = frozenset()
+
+SEPARATE_BACKWARD_CASTS = UpstreamChange(
+    name="separate-backward-casts",
+    since="2.14",
+    what="In a compiled block, equal results of forward and backward are not merged any more where they wait for a "
+    "collective, so under TP a weight with one scale is cast once for forward and once for backward, the gradient of a "
+    "column-parallel output once for each of its matmuls, and the scales of backward are saved.",
+    link="https://github.com/pytorch/pytorch/blob/v2.14.0/torch/_functorch/compile_utils.py",
+    formulas=("casts", "saved memory"),
+)
+GRADIENTS_IN_REDUCE_DTYPE = UpstreamChange(
+    name="gradients-in-reduce-dtype",
+    since="2.15",
+    what="FSDP2 keeps unsharded gradients in the reduce dtype, so those of norms under TP are reduced over TP in it; "
+    "before, in the dtype of the computation.",
+    link="https://github.com/pytorch/pytorch/issues/190626",
+    formulas=("traffic",),
+)
+
+CHANGES = (SEPARATE_BACKWARD_CASTS, GRADIENTS_IN_REDUCE_DTYPE)
+
+
+def changes_in(software: Mapping[str, str]) -> Changes:
+    """The changes that these versions have, by package. A package that is missing has none."""
+    return frozenset(change for change in CHANGES if change.is_in(software))
