@@ -1,9 +1,9 @@
 """What records of known faults explain of a failure. See `harness/matrix/known.py`.
 
-A failure is `known` when every record that affects the case shows itself (each finding that it requires is there), and
-every finding is explained by one of them: the right check, words, module, and not larger than recorded. A case that
-passes although a fault is recorded for it is `unexpected_pass`. Everything else keeps its verdict: the findings that no
-record explains come first, and what the records miss is added at the end.
+A failure is `known` when every record that affects the case shows itself (each finding that it requires is there, as far
+as its check was executed), and every finding is explained by one of them: the right check, words, module, and not larger
+than recorded. A case that passes although a fault is recorded for it is `unexpected_pass`. Everything else keeps its
+verdict: the findings that no record explains come first, and what the records miss is added at the end.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def _beyond(unexplained: int, faults: Sequence[KnownFault]) -> Iterator[Finding]
 
 def _notes(found: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Iterator[Finding]:
     """Why the failure is not the recorded one, apart from findings that no record explains."""
+    skipped = {each.check for each in found.not_judged} - set(found.checks)
     for fault in faults:
         for symptom in fault.requires:
-            if not any(symptom.explains(finding) for finding in found.findings):
+            if symptom.check not in skipped and not any(symptom.explains(finding) for finding in found.findings):
                 message = f"the recorded fault {fault.name} does not show as recorded: a finding is missing"
                 yield _finding(message=message, expected=str(symptom), found="none")
         if fault.review_by < today:
