@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from harness.checks import parity
+from harness.checks import metamorphic, parity
 from harness.checks.causes import by_cause
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.checks.divergence import first_divergence
@@ -107,7 +107,7 @@ class CaseJudge:
         basis = self._judged_by[case_id(case)]
         golden, source, reference = self._golden(case, run, cache)
         sketched = run.complete and all(trace.sketches is not None for trace in run.traces)
-        must_be_fixed = any(fault.fix is not None and fault.must_show(case) for fault in basis.known)
+        must_be_fixed = any(_hides_the_partner(fault, case) for fault in basis.known)
         only_with_fix = must_be_fixed and not fixes  # compared with a partner that has the fix, in the second run
         witnesses = msgspec.structs.replace(
             basis.witnesses, golden=golden, reference=reference, partner_has_fix=only_with_fix
@@ -312,6 +312,12 @@ def _judged_by(
         fixes=_fixes_of(faults, fixes),
         partner_fixes=() if other is None else _fixes_of(matching(known, other), fixes),
     )
+
+
+def _hides_the_partner(fault: KnownFault, case: Case) -> bool:
+    """True when a case with this fault cannot be compared with its partner before it runs with the fix."""
+    is_seen_by_it = any(symptom.check == metamorphic.NAME for symptom in fault.requires)
+    return fault.fix is not None and fault.must_show(case) and not is_seen_by_it
 
 
 def _fixes_of(known: Iterable[KnownFault], fixes: Mapping[str, Injection]) -> tuple[Injection, ...]:

@@ -200,3 +200,10 @@ def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
         RELATED, run, "ok", cast("WitnessCache", second), judge(RELATED, known=(fixed,)).fixes(RELATED)
     )
     assert "partner" in second.asked
+
+
+def test_a_fault_that_shows_by_the_partner_is_compared_with_it_at_once() -> None:
+    fixed = replace(KNOWN, fix="x.py:apply", requires=(Symptom(check="metamorphic"),))
+    cache = FakeCache()
+    judge(RELATED, known=(fixed,)).judge(RELATED, make_run(RELATED, sketches=()), "ok", cast("WitnessCache", cache))
+    assert "partner" in cache.asked

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from harness.checks.judge import Judgement
 from harness.checks.recorded import showing, with_known_faults
 from harness.matrix.known import KnownFault, Symptom
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import make_case, make_known
 
 TODAY = datetime.date(2026, 11, 22)
@@ -59,6 +59,15 @@ def test_a_required_finding_that_is_missing_is_named() -> None:
     assert "recorded does not show as recorded" in found.findings[1].message
     assert len(found.findings) == 2
     assert found.findings[1].expected == "graphs: 'wrong rows'"
+
+
+def test_a_finding_of_a_check_that_was_not_executed_is_not_missing() -> None:
+    other = make_known(name="other", requires=(Symptom(check="metamorphic"),))
+    skipped = NotJudged(check="metamorphic", reason="judged in the second run")
+    found = replace(judged(ROWS), checks=("graphs",), not_judged=(skipped,))
+    assert with_known_faults(found, (FAULT, other), TODAY).verdict is Verdict.KNOWN
+    partly = replace(found, checks=("graphs", "metamorphic"))
+    assert with_known_faults(partly, (FAULT, other), TODAY).verdict is Verdict.NUMERIC
 
 
 @pytest.mark.parametrize(
