@@ -62,9 +62,14 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.cases / "quarantine.toml"
 
     @property
+    def shipped(self) -> Path:
+        """The root of the project of the package, in a wheel or in a clone."""
+        return _SHIPPED if _is_root(_SHIPPED) else _CLONE
+
+    @property
     def shipped_known(self) -> Path:
-        """The file of recorded upstream faults of the package, in a wheel or in a clone; may not exist."""
-        return (_SHIPPED if _is_root(_SHIPPED) else _CLONE) / "cases" / "known.toml"
+        """The file of recorded upstream faults of the package; may not exist."""
+        return self.shipped / "cases" / "known.toml"
 
     @property
     def runs(self) -> Path:

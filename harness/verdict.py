@@ -18,6 +18,7 @@ class Verdict(enum.Enum):
     PASSED = "passed"
     NUMERIC = "numeric"  # a number is outside its tolerance: loss, gradient, parameter
     INVARIANT = "invariant"  # another check failed: shapes, scales, conversion, traffic, graphs, missing references
+    CHANGED = "changed"  # differs from a formula, with versions of torch or torchao that nobody verified it with
     CRASH = "crash"  # a rank raised, exited or was killed
     HANG = "hang"  # the deadline passed
     INFRA = "infra"  # the harness or the machine failed, not the case; the only verdict that is retried
@@ -40,6 +41,7 @@ _PHRASES = {
     Verdict.PASSED: "passed every check",
     Verdict.NUMERIC: "computed wrong numbers",
     Verdict.INVARIANT: "failed a non-numeric check",
+    Verdict.CHANGED: "differs from what holds with verified versions",
     Verdict.CRASH: "crashed",
     Verdict.HANG: "did not finish in time",
     Verdict.INFRA: "could not be run: the machine or the harness failed",
@@ -57,6 +59,7 @@ class ExitCode(enum.IntEnum):
     USAGE = 2
     NOTHING_RAN = 3
     INFRA = 4
+    CHANGED = 5  # nothing is worse than a difference from what holds with verified versions
     INTERRUPTED = 130
 
 
@@ -76,11 +79,18 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     found: str | None = None
     size: float | None = None  # how far off: relative for gradients and parameters, nats for a loss; None: no distance
     fix: str | None = None  # what to do about it, where that is known
+    formula: str = ""  # of `expect/`, which it contradicts; empty where it breaks a rule that no version may break
+    differs: str = ""  # "torch 2.16.0 differs from what holds since 2.13.0", where that was not verified here
+
+    @property
+    def headline(self) -> str:
+        """The whole message, after what is to be known first."""
+        return f"{self.differs}: {self.message}" if self.differs else self.message
 
     @property
     def first_line(self) -> str:
-        """The first line of the message."""
-        return self.message.partition("\n")[0]
+        """The first line of the headline."""
+        return self.headline.partition("\n")[0]
 
     @property
     def judged(self) -> bool:
@@ -111,8 +121,7 @@ class FailureSignature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class NotJudged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A check that was not executed, and why.
 
-    `unverified`: it applies to the case, but its formula was not verified with the installed versions, or nothing was
-    recorded with them.
+    `unverified`: it applies to the case, but nothing was recorded with the installed versions.
     """
 
     check: str
@@ -147,10 +156,15 @@ def run_exit_code(outcomes: Sequence[Outcome], *, interrupted: bool, shard: str)
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> ExitCode:
-    """The exit code of a run. Failed cases outrank infrastructure failures; a run in which nothing ran has its own."""
+    """The exit code of a run. A run in which nothing ran has its own.
+
+    Failed cases outrank infrastructure failures, and those what only differs from an unverified formula.
+    """
     if not any(verdict is not Verdict.NOT_RUN for verdict in verdicts):
         return ExitCode.NOTHING_RAN
     bad = [verdict for verdict in verdicts if not verdict.good]
-    if any(verdict is not Verdict.INFRA for verdict in bad):
+    if any(verdict not in (Verdict.INFRA, Verdict.CHANGED) for verdict in bad):
         return ExitCode.FAILED
-    return ExitCode.INFRA if bad else ExitCode.GOOD
+    if Verdict.INFRA in bad:
+        return ExitCode.INFRA
+    return ExitCode.CHANGED if bad else ExitCode.GOOD

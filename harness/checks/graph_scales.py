@@ -19,6 +19,7 @@ from harness.checks.ranks import format_ranks, traces_by_rank
 from harness.checks.scale_rules import SCALE_NOT_FROM_AMAX, Broken, power_of_two_rule, tensorwise_rule, value_rules
 from harness.checks.witnesses import Witnesses
 from harness.expect.casts import CompiledCasts
+from harness.expect.expectations import CASTS
 from harness.matrix.case import Case
 from harness.matrix.mesh import peers
 from harness.matrix.recipes import E5M2, FLOAT8_MAX
@@ -116,7 +117,7 @@ def _counts(case: Case, casts: Casts, expected: CompiledCasts | None) -> Iterato
                 early = what.startswith("weights") and not case.float8.traits.one_scale_per_tensor
                 if found < wanted or (found > wanted and not early):
                     rule = f"wrong number of casts of {what}"
-                    yield Mismatch(step, 0, rank, "the blocks", rule, str(wanted), str(found))
+                    yield Mismatch(step, 0, rank, "the blocks", rule, str(wanted), str(found), CASTS)
 
 
 def _is_counted(cast: GraphCast, what: str) -> bool:

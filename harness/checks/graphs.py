@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from harness.checks.ranks import merge_ranks
 from harness.checks.witnesses import Witnesses
-from harness.expect.expectations import Expectations
+from harness.expect.expectations import FUSION, Expectations
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphTrace, Phase
@@ -109,6 +109,7 @@ def _fusions(expect: Expectations, recorded: GraphTrace) -> Iterator[Finding]:
                 step=step,
                 expected=f"{expected[kind]} a step",
                 found=f"{found}{why}",
+                formula=FUSION,
             )
 
 

@@ -48,7 +48,7 @@ from harness.checks.failures import failures
 from harness.checks.stacks import LAST_OUTPUT
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
-from harness.expect.expectations import Expectations, version_gap
+from harness.expect.expectations import CASTS, FUSION, LIVE_MEMORY, MATMULS, SAVED_MEMORY, TRAFFIC, Expectations
 from harness.expect.records import not_judged_on, partly_judged_on
 from harness.matrix.case import Case
 from harness.measured import Measured
@@ -71,7 +71,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     explains_failures: bool = False  # it also runs when ranks failed
     record: str | None = None  # the field of `RankTrace` that it reads
     compiled_record: str | None = None  # the one that it reads of compiled runs, where it is another
-    formula: str | None = None  # the formula of `expect/` that it relies on
+    formula: str | None = None  # the formula of `expect/` that it evaluates
     needs_signature: bool = False  # it compares with what was recorded, where that was done with these versions
     needs_relation: bool = False  # it compares with a partner, which not every case has
     judges_partner: bool = False  # it judges the partner of a compiled case, whose modules cannot be recorded
@@ -93,7 +93,7 @@ CHECKS: tuple[Check, ...] = (
     Check(name=evaluation.NAME, function=evaluation.check_evaluation),
     Check(name=resume.NAME, function=resume.check_resume),
     Check(name=fp8_on.NAME, function=fp8_on.check_fp8_on),
-    Check(name=matmuls.NAME, function=matmuls.check_matmuls, formula="matmuls"),
+    Check(name=matmuls.NAME, function=matmuls.check_matmuls, formula=MATMULS),
     Check(name=parity.NAME, function=parity.check_parity, record="sketches"),
     Check(
         name=local_parity.NAME,
@@ -101,22 +101,22 @@ CHECKS: tuple[Check, ...] = (
         record="module_tensors",
         judges_partner=True,
     ),
-    Check(name=scales.NAME, function=scales.check_scales, record="operands", formula="casts"),
-    Check(name=graph_scales.NAME, function=graph_scales.check_graph_scales, record="graphs"),
+    Check(name=scales.NAME, function=scales.check_scales, record="operands", formula=CASTS),
+    Check(name=graph_scales.NAME, function=graph_scales.check_graph_scales, record="graphs", formula=CASTS),
     Check(
         name=recompute.NAME,
         function=recompute.check_recompute,
         record="operands",
         compiled_record="graphs",
-        formula="matmuls",
+        formula=MATMULS,
     ),
-    Check(name=traffic.NAME, function=traffic.check_traffic, record="traffic", formula="traffic"),
-    Check(name=memory.NAME, function=memory.check_memory, record="saved_memory", formula="saved memory"),
+    Check(name=traffic.NAME, function=traffic.check_traffic, record="traffic", formula=TRAFFIC),
+    Check(name=memory.NAME, function=memory.check_memory, record="saved_memory", formula=SAVED_MEMORY),
     Check(
         name=live_memory.NAME,
         function=live_memory.check_live_memory,
         record="saved_memory",
-        formula="live memory",
+        formula=LIVE_MEMORY,
     ),
     Check(
         name=stated.NAME,
@@ -126,12 +126,11 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(name=signature.NAME, function=signature.check_signature, record="traffic", needs_signature=True),
     Check(name=live_memory.LEAKS, function=live_memory.check_leaks, record="saved_memory"),
-    Check(name=graphs.NAME, function=graphs.check_graphs, record="graphs", formula="fusion"),
+    Check(name=graphs.NAME, function=graphs.check_graphs, record="graphs", formula=FUSION),
     Check(
         name=metamorphic.NAME,
         function=metamorphic.check_metamorphic,
         record="sketches",
-        formula="relations",
         needs_relation=True,
     ),
     Check(name=alignment.NAME, function=alignment.check_alignment, explains_failures=True),
@@ -221,14 +220,12 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
     reason = _inapplicable(check, run, witnesses)
     if reason is not None:
         return NotJudged(check=check.name, reason=reason)
-    reason = _unverified(check, run.traces[0].software, witnesses) if run.traces else None
+    reason = _unrecorded(run.traces[0].software, witnesses) if run.traces and check.needs_signature else None
     return None if reason is None else NotJudged(check=check.name, reason=reason, unverified=True)
 
 
-def _unverified(check: Check, software: Mapping[str, str], witnesses: Witnesses) -> str | None:
-    """Why what a check compares with says nothing of runs with this software."""
-    if not check.needs_signature:
-        return None if check.formula is None else version_gap(check.formula, software)
+def _unrecorded(software: Mapping[str, str], witnesses: Witnesses) -> str | None:
+    """Why no signature says anything of runs with this software; None where one does."""
     recorded, command = witnesses.signature, witnesses.update_signature
     gap = "no signature is recorded" if recorded is None else recorded.version_gap(software)
     return None if gap is None else f"{gap}; `{command}` records one"

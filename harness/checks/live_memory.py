@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from harness.checks.ranks import merge_ranks, missing_records
 from harness.checks.witnesses import Witnesses
-from harness.expect.expectations import Expectations
+from harness.expect.expectations import LIVE_MEMORY, Expectations
 from harness.expect.live_memory import LiveStorage
 from harness.matrix.case import Case
 from harness.plural import counted
@@ -75,6 +75,7 @@ def _difference(
         step=step,
         expected=_amount(expected, scalars),
         found=_amount(live.tensors, live.scalars),
+        formula=LIVE_MEMORY,
     )
 
 

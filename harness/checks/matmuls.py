@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from harness.checks.ranks import merge_ranks
 from harness.checks.witnesses import Witnesses
+from harness.expect.expectations import MATMULS
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
@@ -28,6 +29,7 @@ def check_matmuls(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
                     step=step.step,
                     expected=f"{expected} calls a step",
                     found=f"{step.scaled_mm_calls} calls",
+                    formula=MATMULS,
                 )
                 return
 

@@ -12,7 +12,7 @@ from harness.checks.parity import rounding_floor, worst_distances
 from harness.checks.ranks import traces_by_rank
 from harness.checks.witnesses import Witnesses, finished
 from harness.expect.casts import OF_GATHERS
-from harness.expect.expectations import Expectations, version_gap
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, multiplied_by, sent_by
 from harness.performance.flops import executed
@@ -90,7 +90,7 @@ def _flops(traces: Iterable[RankTrace]) -> Mapping[str, Multiplied]:
 
 def _expected_flops(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Multiplied]:
     """What the formula says that these ranks multiply; empty where it does not apply."""
-    if not _applies("matmuls", expect, traces) or any(trace.flops is None for trace in traces):
+    if not _applies(expect) or any(trace.flops is None for trace in traces):
         return {}
     steps, saves_attention = expect.case.train.steps, traces[0].device != "cpu"
     found = (executed(expect.case, rank=trace.rank, saves_attention=saves_attention) for trace in traces)
@@ -106,7 +106,7 @@ def _wire(traces: Iterable[RankTrace]) -> Mapping[str, Sent]:
 
 def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping[str, Sent]:
     """What the formula says that these ranks send; empty where it does not apply."""
-    if not _applies("traffic", expect, traces) or any(trace.traffic is None for trace in traces):
+    if not _applies(expect) or any(trace.traffic is None for trace in traces):
         return {}
     terms = [term for step, rank in _turns(expect, traces) for term in expect.transfers(step=step, rank=rank)]
     found = sent_by((term.words, term.times, term.payload_bytes) for term in terms)
@@ -116,14 +116,13 @@ def _expected_wire(expect: Expectations, traces: Sequence[RankTrace]) -> Mapping
 
 def _expected_saved(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
     """What the formula says that these ranks save; None where it does not apply."""
-    if not _applies("saved memory", expect, traces) or not expect.saves_exactly or _saved(traces) is None:
+    if not _applies(expect) or not expect.saves_exactly or _saved(traces) is None:
         return None
     return sum(sum(expect.saved_bytes(step=step, rank=rank).values()) for step, rank in _turns(expect, traces))
 
 
-def _applies(formula: str, expect: Expectations, traces: Sequence[RankTrace]) -> bool:
-    verified = version_gap(formula, traces[0].software) is None
-    return expect.has_formulas and expect.refusal is None and verified
+def _applies(expect: Expectations) -> bool:
+    return expect.has_formulas and expect.refusal is None
 
 
 def _turns(expect: Expectations, traces: Iterable[RankTrace]) -> Iterator[tuple[int, int]]:
@@ -180,7 +179,7 @@ def _cast_calls(traces: Sequence[RankTrace]) -> int | None:
 
 def _expected_cast_calls(expect: Expectations, traces: Sequence[RankTrace]) -> int | None:
     """What the formula says that the linears of these ranks cast; None where it does not apply, or nothing is seen."""
-    if not _applies("casts", expect, traces) or _cast_calls(traces) is None:
+    if not _applies(expect) or _cast_calls(traces) is None:
         return None
     return expect.cast_calls * expect.case.train.steps * len(traces)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from harness.checks.ranks import merge_ranks, missing_records
 from harness.checks.witnesses import Witnesses
-from harness.expect.expectations import Expectations
+from harness.expect.expectations import SAVED_MEMORY, Expectations
 from harness.expect.records import has_memory_formula
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
 from harness.plural import counted
@@ -95,6 +95,7 @@ def _beyond_limits(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
                 step=step,
                 expected=f"{limits.least} to {limits.most} bytes",
                 found=f"{found} bytes",
+                formula=SAVED_MEMORY,
             )
             return
 
@@ -113,6 +114,7 @@ def _first_mismatches(expect: Expectations, trace: RankTrace) -> list[Finding]:
                     step=step,
                     expected=f"{expected.get(dtype, 0)} bytes",
                     found=f"{found.get(dtype, 0)} bytes",
+                    formula=SAVED_MEMORY,
                 )
     return list(first.values())
 

@@ -38,6 +38,7 @@ class Mismatch(NamedTuple):
     what: str  # the value that is wrong, or the rule that is broken
     expected: str
     found: str
+    formula: str = ""  # which it contradicts; empty where it breaks a rule that no version may break
 
     @property
     def place(self) -> str:
@@ -55,6 +56,7 @@ class Mismatch(NamedTuple):
             module=self.module,
             expected=self.expected,
             found=self.found,
+            formula=self.formula,
         )
 
 

@@ -13,7 +13,7 @@ from harness.checks.mismatch import Mismatch
 from harness.checks.occurrences import CastKey, casts_by_key, matmuls_by_key
 from harness.checks.ranks import merge_ranks, missing_records, traces_by_rank
 from harness.checks.witnesses import Witnesses
-from harness.expect.expectations import Expectations
+from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.recipes import Operand
 from harness.plural import counted
@@ -161,7 +161,7 @@ def _not_recomputed(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch
     if not fewest <= count <= most:
         what = "wrong number of recomputed matmuls"
         expected = f"{most}" if fewest == most else f"{fewest} to {most}"
-        yield Mismatch(1, 0, trace.rank, "the model", what, expected, f"{count}")
+        yield Mismatch(1, 0, trace.rank, "the model", what, expected, f"{count}", MATMULS)
 
 
 def _not_as_asked(expect: Expectations, trace: RankTrace, recomputed: bool) -> Iterator[Mismatch]:

@@ -1,7 +1,7 @@
 """What records of known faults explain of a failure. See `harness/matrix/known.py`.
 
-A failure is `known` when every record that affects the case shows itself (each finding that it requires is there, as far
-as its check was executed), and every finding is explained by one of them: the right check, words, module, and not larger
+A failure is `known` when every record that affects the case shows itself (each finding that it requires is there, where
+its check was executed), and every finding is explained by one of them: the right check, words, module, and not larger
 than recorded. A case that passes although a fault is recorded for it is `unexpected_pass`. Everything else keeps its
 verdict: the findings that no record explains come first, and what the records miss is added at the end.
 """

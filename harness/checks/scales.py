@@ -27,7 +27,7 @@ from harness.checks.scale_rules import (
 )
 from harness.checks.witnesses import Witnesses
 from harness.expect.casts import CastForm, CastSite
-from harness.expect.expectations import Expectations
+from harness.expect.expectations import CASTS, Expectations
 from harness.expect.scale_groups import replica_axes, scale_axes, scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.mesh import DP_AXES, peers
@@ -91,7 +91,7 @@ def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
                     wanted, got = (
                         f"{counted(number, f'{site.role} cast')} in {site.phase}" for number in (len(forms), count)
                     )
-                    yield Mismatch(step, index, rank, site.fqn, "wrong number of casts", wanted, got)
+                    yield Mismatch(step, index, rank, site.fqn, "wrong number of casts", wanted, got, CASTS)
 
 
 def _forms(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:

@@ -12,7 +12,7 @@ from harness.checks import traffic_rules
 from harness.checks.ranks import first_of_each, merge_ranks, missing_records
 from harness.checks.traffic_rules import check_any_model
 from harness.checks.witnesses import Witnesses
-from harness.expect.expectations import Expectations
+from harness.expect.expectations import TRAFFIC, Expectations
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
 from harness.plural import counted
@@ -174,6 +174,7 @@ def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
                     step=step.number,
                     expected=f"{step.expected.get(key, Volume())}{_purposes(expect, step, key)}",
                     found=str(step.found.get(key, Volume())),
+                    formula=TRAFFIC,
                 )
 
 

@@ -1,4 +1,4 @@
-"""`fp8-harness evidence kernel | proof | native | all | show`."""
+"""`fp8-harness evidence kernel | proof | native | all | formulas | show`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import msgspec
 
 from harness.cli import options
-from harness.cli.golden import check_committed
+from harness.cli.golden import check_committed, require_reason
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.ring import RINGS, Ring
@@ -54,6 +55,16 @@ Examples:
 """,
 }
 
+_FORMULAS_EPILOG = """\b
+Examples:
+  fp8-harness evidence formulas --reason "torch 2.15.0 is released"
+  fp8-harness evidence formulas smoke --dry-run --reason "a first look"
+
+\b
+Exit codes: 0 every formula is verified, 1 one is not, or a case failed, 2 usage error, 130 interrupted, and nothing
+is stored.
+"""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -62,7 +73,8 @@ def evidence() -> None:
     """Verify on GPUs what the harness assumes of them, and store the evidence with their goldens.
 
     kernel: the float8 matmul of a GPU beside the exact one. proof: the exact matmul with real collectives. native: the
-    real kernels in bfloat16. On a CPU each is a rehearsal.
+    real kernels in bfloat16. On a CPU each is a rehearsal. formulas: what the installed versions of torch and torchao
+    send, cast, multiply and keep; needs no GPU.
     """
 
 
@@ -176,12 +188,58 @@ def _stored(project: Project, report: RingReport) -> str:
     return f"{text}stored in {path} and {path.with_suffix('.md').name}\n"
 
 
+@evidence.command("formulas", epilog=_FORMULAS_EPILOG)
+@options.query_parameter
+@click.option("--reason", metavar="TEXT", help="Why these versions are verified; stored with them. Required.")
+@click.option("--dry-run", is_flag=True, help="Run and compare, but store nothing.")
+@options.allow_dirty_option
+@options.plan_parameter
+@options.root_option
+def formulas_command(
+    *,
+    query: Query,
+    reason: str | None,
+    dry_run: bool,
+    allow_dirty: bool,
+    plan_for: Callable[..., Plan],
+    root: str | None,
+) -> int:
+    """Run cases (default: tier pr) and record with which versions of torch and torchao every formula agrees.
+
+    Later runs with these versions take a disagreement for a fault; with versions that nobody verified it is `changed`.
+    """
+    from harness.evidence.formulas import add_verified
+    from harness.report.formulas import formulas_text
+    from harness.studies.formulas import verification, verified_with
+    from harness.workflow import run
+
+    reason = require_reason(reason, "evidence formulas", "records")
+    project, plan = find_project(root), plan_for()
+    if not query.sources and not query.case_ids:
+        query = msgspec.structs.replace(query, sources=("pr",))
+    if not dry_run:
+        project.check_writable()
+        check_committed(project, "records", allowed=allow_dirty)
+    with open_progress() as progress:
+        result = run(project, query, plan, progress).result
+    found = verification(result)
+    click.echo(formulas_text(found))
+    if result.interrupted:
+        return ExitCode.INTERRUPTED
+    if found.verified and not dry_run:
+        new = verified_with(project, result, reason=reason, command=options.typed_command())
+        click.echo(f"stored in {add_verified(project.root, new)}")
+    return ExitCode.GOOD if found.complete else ExitCode.FAILED
+
+
 @evidence.command("show", epilog="\b\nExample:\n  fp8-harness evidence show --root ../release-1")
 @options.root_option
 def show_command(root: str | None) -> int:
-    """List the stored evidence by hardware class."""
+    """List the stored evidence: versions with verified formulas, and the rings by hardware class."""
+    from harness.evidence.formulas import read_verified
     from harness.evidence.ring import list_rings, read_ring
     from harness.report.evidence import headline
+    from harness.report.formulas import verified_line
 
     project = find_project(root)
     reports = [read_ring(project.root, hardware, ring) for hardware, ring in list_rings(project.root)]
@@ -189,6 +247,9 @@ def show_command(root: str | None) -> int:
         if report is not None:
             torch = report.environment.packages.get("torch", "unknown")
             click.echo(f"{headline(report)}; torch {torch}, {report.created}")
-    if not reports:
+    verified = read_verified((project.shipped, project.root))
+    for each in verified:
+        click.echo(verified_line(each))
+    if not reports and not verified:
         click.echo("no evidence is stored.")
-    return ExitCode.GOOD if reports else ExitCode.NOTHING_RAN
+    return ExitCode.GOOD if reports or verified else ExitCode.NOTHING_RAN

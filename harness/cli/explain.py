@@ -10,7 +10,7 @@ import click
 from harness.cli.options import root_option
 from harness.errors import HarnessError
 from harness.evidence.costs import CostsDamaged
-from harness.expect.expectations import FORMULAS, version_gap
+from harness.evidence.formulas import PACKAGES, doubts, read_verified
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis
 from harness.matrix.case import Case
@@ -25,7 +25,7 @@ from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
 from harness.running.case_judge import known_here
 from harness.running.cost import expected_cost
-from harness.sources import installed_version
+from harness.sources import installed_versions
 
 _EPILOG = """\b
 Examples:
@@ -88,7 +88,7 @@ def _explain_case(project: Project, case: Case) -> None:
         _print_fusion_candidates(case)
     else:
         click.echo(f"  {'FP8 linears':<18} all that {case.target} is found to have, but for filter_fqns")
-    _print_unverified()
+    _print_unverified(project)
     _print_rules(project, case)
 
 
@@ -133,14 +133,14 @@ def _print_fusion_candidates(case: Case) -> None:
         click.echo(f"  {'fused' if fuses else 'plain':<6} {phase:<9} {collective:<15} {purpose}")
 
 
-def _print_unverified() -> None:
-    """Print the formulas that were not verified with the installed versions: their checks are not judged here."""
-    software = {name: version for name in ("torch", "torchao") if (version := installed_version(name)) is not None}
-    gaps = [gap for gap in (version_gap(formula, software) for formula in FORMULAS) if gap is not None]
-    if gaps:
-        click.echo("\nnot judged here")
-    for gap in gaps:
-        click.echo(f"  {gap}")
+def _print_unverified(project: Project) -> None:
+    """Print the formulas that were not verified with the installed versions: what they disagree with is `changed`."""
+    installed = installed_versions(PACKAGES)
+    found = doubts(read_verified((project.shipped, project.root)), installed)
+    if found:
+        versions = " and ".join(f"{name} {installed[name]}" for name in PACKAGES)
+        click.echo(f"\nnot verified with {versions}: {', '.join(found)}")
+        click.echo("  A case that differs from them alone is `changed`. `fp8-harness evidence formulas` verifies them.")
 
 
 def _print_rules(project: Project, case: Case) -> None:

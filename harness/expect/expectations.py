@@ -28,7 +28,6 @@ from harness.expect.model import Model, llama_model, recomputed_matmuls
 from harness.expect.relations import Relation
 from harness.expect.traffic import Transfer
 from harness.expect.upstream import NONE, Changes
-from harness.expect.versions import CURRENT, Verified
 from harness.matrix.case import Case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.rule import Refusal
@@ -36,10 +35,10 @@ from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import is_llama
 from harness.trace.traffic import Moment
 
-# With which versions each was verified, by the name that `Check.formula` and reports use.
-FORMULAS: dict[str, Verified] = dict.fromkeys(
-    ("matmuls", "casts", "traffic", "saved memory", "live memory", "fusion", "relations"), CURRENT
-)
+# What one version does, by the names that `Finding.formula` and the record of verified versions use.
+MATMULS, CASTS, TRAFFIC = "matmuls", "casts", "traffic"
+SAVED_MEMORY, LIVE_MEMORY, FUSION = "saved memory", "live memory", "fusion"
+FORMULAS = (MATMULS, CASTS, TRAFFIC, SAVED_MEMORY, LIVE_MEMORY, FUSION)
 
 
 class Expectations:
@@ -193,9 +192,3 @@ class Expectations:
     def relation(self) -> Relation | None:
         """The partner that the case is compared with and how closely they must match; None without a partner."""
         return relations.partner(self.case, self.numerics)
-
-
-def version_gap(formula: str, software: Mapping[str, str]) -> str | None:
-    """Why a formula must not be used with these package versions; None when it was verified with them."""
-    gap = FORMULAS[formula].gap(software)
-    return None if gap is None else f"the formula for {formula} was not verified: {gap}"

@@ -1,8 +1,4 @@
-"""The versions of torch and torchao with which the formulas of this package were verified.
-
-A formula describes what one version does. With other versions the checks that rely on it are skipped, and `explain` and
-every result say so, instead of failing against an expectation that was never verified.
-"""
+"""Which versions of torch and torchao something holds for, as specifiers."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """Version specifiers as for pip, such as ">=2.13,<2.14". Empty: the formula does not depend on that package."""
+    """Version specifiers as for pip, such as ">=2.13,<2.14". Empty: it does not depend on that package."""
 
     torch: str = ""
     torchao: str = ""
@@ -44,7 +40,3 @@ def is_within(version: str, limits: str) -> bool:
         return SpecifierSet(limits).contains(Version(version).base_version)
     except InvalidVersion:
         return False
-
-
-# Every formula was verified with these versions, and tests/worker and the nightly tier keep verifying them.
-CURRENT = Verified(torch=">=2.13,<2.16", torchao=">=0.17,<0.19")

@@ -18,6 +18,7 @@ _SUITE = "fp8-harness"  # also the class name of every case
 _ELEMENTS = {
     Verdict.NUMERIC: "failure",
     Verdict.INVARIANT: "failure",
+    Verdict.CHANGED: "failure",
     Verdict.UNEXPECTED_PASS: "failure",
     Verdict.CRASH: "error",
     Verdict.HANG: "error",

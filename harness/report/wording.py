@@ -52,7 +52,7 @@ def finding_text(finding: Finding) -> str:
     where = f" [{place(finding)}]" if place(finding) else ""
     values = (("expected", finding.expected), ("found", finding.found), ("fix", finding.fix))
     lines = [
-        f"{finding.check}{where}: {finding.message}",
+        f"{finding.check}{where}: {finding.headline}",
         *(f"  {name}: {value}" for name, value in values if value is not None),
     ]
     return printable("\n".join(lines))

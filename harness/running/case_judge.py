@@ -9,13 +9,13 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from harness.checks import metamorphic, parity
 from harness.checks.causes import by_cause
+from harness.checks.claims import with_doubts
 from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, derived_tolerance
 from harness.checks.divergence import first_divergence
 from harness.checks.judge import Judgement, judge
@@ -24,6 +24,7 @@ from harness.checks.recorded import showing, with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses, finished
 from harness.engine.messages import JobStatus
+from harness.evidence.formulas import doubts, read_verified
 from harness.evidence.golden import Golden, GoldenMissing, find_golden, make_golden
 from harness.evidence.signature import Signature, SignatureMissing, load_signature, needs_signature
 from harness.evidence.tolerance import (
@@ -59,6 +60,7 @@ class JudgedBy(msgspec.Struct, frozen=True, kw_only=True):
     known: tuple[KnownFault, ...] = ()  # the recorded faults that affect the case
     fixes: tuple[Injection, ...] = ()  # their candidate fixes
     partner_fixes: tuple[Injection, ...] = ()  # those that its partner needs as well
+    doubts: Mapping[str, str] = {}  # the formulas that were not verified with the installed versions, each with a note
 
     @property
     def needs_golden(self) -> bool:
@@ -127,7 +129,7 @@ class CaseJudge:
         found = msgspec.structs.replace(found, measured=measured(case, run, witnesses, twin=cache.kept_twin(case)))
         mended = {fix.text for fix in fixes}
         left = tuple(fault for fault in showing(basis.known, case, found.findings) if fault.fix not in mended)
-        return with_known_faults(found, left, datetime.date.today())
+        return with_doubts(with_known_faults(found, left, datetime.date.today()), basis.doubts)
 
     def _golden(self, case: Case, run: Run, cache: WitnessCache) -> tuple[Golden | None, GoldenSource, Run | None]:
         """The stored golden; where there is none, one from a BF16 reference that is run now and kept as a witness.
@@ -209,11 +211,13 @@ Evidence = TypeVar("Evidence", Golden, Tolerance)
 class _EvidenceReader:
     """Reads each golden and each tolerance of a project once."""
 
-    def __init__(self, root: Path, plan: Plan, *, signatures: bool) -> None:
-        self.root = root
+    def __init__(self, project: Project, plan: Plan, *, signatures: bool) -> None:
+        self.root = project.root
         self.plan = plan
         self._signatures = signatures
-        self.changes = changes_in(installed_versions(PACKAGES))
+        installed = installed_versions(PACKAGES)
+        self.changes = changes_in(installed)
+        self.doubts = doubts(read_verified((project.shipped, project.root)), installed)
         self._goldens: dict[object, Golden | None] = {}
         self._tolerances: dict[object, Tolerance | None] = {}  # of the loss and of parity
 
@@ -256,7 +260,7 @@ def prepare_judge(
     `signatures`: it compares with those that are recorded. `explained`: recorded faults explain what they cause. Raises
     `HarnessError` for a damaged golden or signature, an unfounded tolerance or an unreadable record of known faults.
     """
-    evidence = _EvidenceReader(project.root, plan, signatures=signatures)
+    evidence = _EvidenceReader(project, plan, signatures=signatures)
     known = known_here(project) if explained else ()
     fixes = {fault.fix: parse_injection(fault.fix, folder=project.root) for fault in known if fault.fix is not None}
     return CaseJudge({case_id(case): _judged_by(case, evidence, known, fixes) for case in cases})
@@ -264,7 +268,7 @@ def prepare_judge(
 
 def judge_of_any_case(project: Project, plan: Plan) -> CaseJudge:
     """The judge of cases that come one by one, run by this plan. Recorded faults explain nothing."""
-    evidence = _EvidenceReader(project.root, plan, signatures=True)
+    evidence = _EvidenceReader(project, plan, signatures=True)
     return CaseJudge(_JudgedByOnDemand(lambda name: _judged_by(parse_case_id(name), evidence, (), {})))
 
 
@@ -311,6 +315,7 @@ def _judged_by(
         known=faults,
         fixes=_fixes_of(faults, fixes),
         partner_fixes=() if other is None else _fixes_of(matching(known, other), fixes),
+        doubts=evidence.doubts,
     )
 
 

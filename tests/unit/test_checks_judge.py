@@ -12,7 +12,7 @@ from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.expect import relations
-from harness.expect.expectations import Expectations
+from harness.expect.expectations import FORMULAS, Expectations
 from harness.expect.records import not_judged, not_recorded
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import Numerics
@@ -146,24 +146,17 @@ BY_FORMULA = {
 }
 
 
-@pytest.mark.parametrize(
-    ("package", "installed"), [("torch", "2.99.0"), ("torch", "2.12.1+cpu"), ("torchao", "0.19.0")]
-)
-def test_a_formula_judges_nothing_under_versions_that_it_was_not_verified_for(package: str, installed: str) -> None:
-    found = judge(CASE, make_run(CASE, **RECORDED, software=SOFTWARE | {package: installed}), "ok", witnesses())
-    assert (found.verdict, found.findings) == (Verdict.PASSED, ())
-    assert found.checks == ("finite", "loss_vs_golden", "fp8_on", "leaks", "alignment")
-    for name, formula in (BY_FORMULA | {"recompute": "matmuls"}).items():
-        words = f"the formula for {formula} was not verified: {package} {installed} is installed, verified with "
-        assert left_out(found)[name].startswith(words + package)
-
-
-@pytest.mark.parametrize("software", [SOFTWARE, {"torch": "2.13.2"}, {"python": "3.12"}, {}])
-def test_a_formula_judges_under_versions_that_it_was_verified_for(software: dict[str, str]) -> None:
+@pytest.mark.parametrize("software", [SOFTWARE, {"torch": "2.99.0"}, {"python": "3.12"}, {}])
+def test_a_formula_judges_with_every_version_and_its_findings_name_it(software: dict[str, str]) -> None:
     found = judge(CASE, make_run(CASE, **RECORDED, software=software), "ok", witnesses())
     assert found.verdict is Verdict.INVARIANT
     assert {finding.check for finding in found.findings} == set(BY_FORMULA)
     assert not left_out(found).keys() & {*BY_FORMULA, "recompute"}
+    assert {finding.check: finding.formula for finding in found.findings} == BY_FORMULA
+
+
+def test_every_formula_is_evaluated_by_a_check() -> None:
+    assert {check.formula for check in CHECKS} - {None} == set(FORMULAS)
 
 
 def test_what_needs_no_formula_is_judged_whatever_is_installed() -> None:

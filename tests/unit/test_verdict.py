@@ -29,6 +29,9 @@ def test_every_verdict_has_a_phrase_of_its_own() -> None:
         ([Verdict.PASSED, Verdict.INFRA], ExitCode.INFRA),
         ([Verdict.INFRA, Verdict.CRASH], ExitCode.FAILED),
         ([Verdict.UNEXPECTED_PASS], ExitCode.FAILED),
+        ([Verdict.CHANGED, Verdict.PASSED], ExitCode.CHANGED),
+        ([Verdict.CHANGED, Verdict.INFRA], ExitCode.INFRA),
+        ([Verdict.CHANGED, Verdict.NUMERIC], ExitCode.FAILED),
     ],
 )
 def test_exit_code(verdicts: list[Verdict], code: ExitCode) -> None:

@@ -32,6 +32,7 @@ _WORST_FIRST = (
     Verdict.HANG,
     Verdict.INVARIANT,
     Verdict.NUMERIC,
+    Verdict.CHANGED,
     Verdict.UNEXPECTED_PASS,
     Verdict.INFRA,
     Verdict.NOT_RUN,
@@ -254,7 +255,7 @@ def _findings(findings: Sequence[Finding]) -> Iterable[FindingText]:
     for number, each in enumerate(findings):
         yield FindingText(
             check=printable(each.check),
-            message=printable(each.message),
+            message=printable(each.headline),
             place=printable(place(each)),
             expected=printable(each.expected or ""),
             found=printable(each.found or ""),

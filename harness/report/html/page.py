@@ -32,6 +32,7 @@ _STATES = {
     ExitCode.GOOD: "good",
     ExitCode.NOTHING_RAN: "nothing ran",
     ExitCode.INFRA: "infrastructure failed",
+    ExitCode.CHANGED: "changed by unverified versions",
     ExitCode.INTERRUPTED: "interrupted",
 }
 

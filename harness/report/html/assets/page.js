@@ -6,7 +6,7 @@ const sections = [...document.querySelectorAll("nav a")].map((link) => link.data
 const axisNumber = new Map(index.axes.map((axis, number) => [axis.name, number]));
 const rankOf = new Map(index.verdicts.map((verdict, number) => [verdict.name, number]));
 const MARKS = {
-  passed: "✓", known: "k", numeric: "≠", invariant: "✗", crash: "!", hang: "…",
+  passed: "✓", known: "k", numeric: "≠", invariant: "✗", changed: "Δ", crash: "!", hang: "…",
   infra: "?", unexpected_pass: "+", not_run: "–",
 };
 

@@ -1,0 +1,156 @@
+"""Formulas are claims about versions: recorded where they agree, doubted elsewhere, and never lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from harness.checks.claims import with_doubts
+from harness.checks.judge import Judgement
+from harness.evidence.formulas import (
+    FormulasDamaged,
+    VerifiedWith,
+    add_verified,
+    base_version,
+    doubts,
+    formulas_path,
+    read_verified,
+)
+from harness.evidence.golden import Provenance
+from harness.expect.expectations import CASTS, FORMULAS, FUSION, TRAFFIC
+from harness.report.formulas import formulas_text, verified_line
+from harness.result import RunResult, WithFix
+from harness.studies.formulas import verification
+from harness.verdict import Finding, Verdict
+from tests.builders import make_result
+
+SENT = Finding(check="traffic", message="wrong number of all_reduce", formula=TRAFFIC, expected="14", found="28")
+CAST = Finding(check="scales", message="wrong number of casts", formula=CASTS)
+BROKEN = Finding(check="scales", message="scale does not match the amax")
+ALL_CHECKS = ("matmuls", "scales", "traffic", "memory", "live_memory", "graphs")
+DIFFERS = "torch 2.16.0 differs from what holds since 2.13.0"
+
+
+def record(torch: str, torchao: str = "0.18.0", **cases: int) -> VerifiedWith:
+    said = Provenance(
+        software={}, device="cpu", commit="c", command="x", reason="released", created="2026-11-23T00:00:00"
+    )
+    return VerifiedWith(torch=torch, torchao=torchao, cases=cases or dict.fromkeys(FORMULAS, 90), provenance=said)
+
+
+KNOWN = (record("2.13.0"), record("2.13.0", "0.17.0"), record("2.15.0"))
+
+
+def doubted(torch: str, torchao: str = "0.18.0") -> set[str]:
+    return set(doubts(KNOWN, {"torch": torch, "torchao": torchao}).values())
+
+
+def test_what_was_verified_is_not_doubted() -> None:
+    for versions in (("2.13.0", "0.18.0"), ("2.13.0+cpu", "0.17.0"), ("2.15.0a0+git12", "0.18.0+cu132")):
+        assert doubted(*versions) == set()
+    assert doubts(KNOWN, {"torch": "2.16.0"}) == {}  # a package that is not known
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchao", "says"),
+    [
+        ("2.16.0", "0.18.0", DIFFERS),
+        ("2.14.0", "0.18.0", "torch 2.14.0 differs from what holds with 2.13.0"),
+        ("2.13.0", "0.19.0", "torchao 0.19.0 differs from what holds since 0.17.0"),
+        ("2.15.0", "0.17.0", "torch 2.15.0 with torchao 0.17.0 differs from what holds with each of them"),
+        ("unknown", "0.18.0", "torch unknown differs from what holds with 2.13.0"),
+    ],
+)
+def test_a_doubt_names_the_package_that_nobody_verified(torch: str, torchao: str, says: str) -> None:
+    assert doubts(KNOWN, {"torch": torch, "torchao": torchao}) == dict.fromkeys(FORMULAS, says)
+
+
+def test_a_formula_without_cases_is_not_verified() -> None:
+    found = doubts((record("2.13.0", traffic=3, casts=0),), {"torch": "2.13.0", "torchao": "0.18.0"})
+    assert set(found) == set(FORMULAS) - {TRAFFIC}
+    assert found[CASTS] == "torch 2.13.0 with torchao 0.18.0 differs from a formula that was verified with no version"
+
+
+@pytest.mark.parametrize("version", ["2.13", "x", "", "2.13.0.post1+cu"])
+def test_what_is_no_version_stays_as_it_is(version: str) -> None:
+    assert base_version(version) in (version, "2.13.0")
+
+
+def test_a_case_that_only_differs_from_unverified_formulas_is_changed() -> None:
+    found = with_doubts(Judgement(verdict=Verdict.INVARIANT, findings=(SENT, CAST)), {TRAFFIC: DIFFERS, CASTS: DIFFERS})
+    assert found.verdict is Verdict.CHANGED
+    assert found.findings[0].first_line == f"{DIFFERS}: wrong number of all_reduce"
+    assert found.findings[0].message == SENT.message  # which records of known faults are compared with
+
+
+@pytest.mark.parametrize("others", [(BROKEN,), (CAST,), (replace(BROKEN, verdict=Verdict.NUMERIC),)])
+def test_what_breaks_a_rule_or_a_verified_formula_keeps_its_verdict(others: tuple[Finding, ...]) -> None:
+    found = with_doubts(Judgement(verdict=Verdict.INVARIANT, findings=(SENT, *others)), {TRAFFIC: DIFFERS})
+    assert found.verdict is Verdict.INVARIANT
+    assert [each.differs for each in found.findings] == [DIFFERS, ""]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.PASSED, Verdict.KNOWN, Verdict.CRASH, Verdict.NUMERIC])
+def test_no_other_verdict_becomes_changed(verdict: Verdict) -> None:
+    findings = () if verdict is Verdict.PASSED else (SENT,)
+    assert with_doubts(Judgement(verdict=verdict, findings=findings), {TRAFFIC: DIFFERS}).verdict is verdict
+
+
+def test_a_record_is_kept_by_versions_in_order(tmp_path: Path) -> None:
+    for each in (KNOWN[2], KNOWN[0], KNOWN[1], record("2.13.0", traffic=1)):
+        add_verified(tmp_path, each)
+    found = read_verified((tmp_path, tmp_path / "none", tmp_path))
+    assert [each.versions for each in found] == [("2.13.0", "0.17.0"), ("2.13.0", "0.18.0"), ("2.15.0", "0.18.0")]
+    assert found[1].cases == {"traffic": 1}
+
+
+def test_a_record_that_was_edited_says_so(tmp_path: Path) -> None:
+    path = add_verified(tmp_path, KNOWN[0])
+    path.write_text(path.read_text().replace("2.13.0", "2.99.0"))
+    with pytest.raises(FormulasDamaged, match="changed after the tool wrote it"):
+        read_verified((tmp_path,))
+    assert path == formulas_path(tmp_path)
+
+
+def run(*results: object) -> RunResult:
+    return RunResult(results=tuple(results), wall_s=1.0)  # type: ignore[arg-type]
+
+
+def test_clean_runs_verify_the_formulas_that_they_were_compared_with() -> None:
+    found = verification(run(make_result("a", checks=ALL_CHECKS), make_result("b", checks=("traffic",))))
+    assert found.verified == dict.fromkeys(FORMULAS, 1) | {TRAFFIC: 2}
+    assert found.complete
+    part = verification(run(make_result("b", checks=("traffic",))))
+    assert part.verified == {TRAFFIC: 1} and not part.complete
+    assert "not verified: no clean run" in formulas_text(part)
+
+
+def test_one_case_that_disagrees_keeps_a_formula_unverified() -> None:
+    changed = make_result("b", Verdict.CHANGED, findings=(SENT,), checks=ALL_CHECKS)
+    found = verification(run(make_result("a", checks=ALL_CHECKS), changed))
+    assert TRAFFIC not in found.verified and found.contradicted[TRAFFIC] == ("b",)
+    assert set(found.verified) == set(FORMULAS) - {TRAFFIC} and not found.complete
+    assert "not verified: 2 cases compared; disagrees in 1: b" in formulas_text(found)
+
+
+def test_what_failed_otherwise_says_nothing_and_is_shown() -> None:
+    failed = make_result("b", Verdict.INVARIANT, findings=(BROKEN,), checks=ALL_CHECKS)
+    found = verification(run(make_result("a", checks=ALL_CHECKS), failed))
+    assert found.verified == dict.fromkeys(FORMULAS, 1)
+    assert not found.complete and BROKEN.message in formulas_text(found)
+
+
+def test_a_recorded_fault_is_compared_with_the_run_that_has_its_fix() -> None:
+    known = make_result("k", Verdict.KNOWN, findings=(SENT,), checks=ALL_CHECKS)
+    assert verification(run(known)).verified == {}
+    fixed = replace(known, with_fix=WithFix(fixes=("f",), verdict=Verdict.PASSED, findings=(), checks=("graphs",)))
+    assert verification(run(fixed)).verified == {FUSION: 1}
+
+
+def test_a_pair_of_versions_is_one_line_that_names_what_is_missing() -> None:
+    assert verified_line(record("2.13.0")) == (
+        "formulas with torch 2.13.0 and torchao 0.18.0: 90 cases, 2026-11-23: released"
+    )
+    assert "not matmuls, casts, " in verified_line(record("2.13.0", traffic=3))
