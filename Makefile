@@ -13,7 +13,7 @@ TITAN_0_3_READY := $(TITAN_0_3_VENV)/.ready
 # The suite starts hundreds of interpreters: bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: smoke gloo test sweep unit gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 lint format docs clean
+.PHONY: smoke gloo test sweep unit gpu-evidence browser torchtitan torchtitan-sweep torchtitan-0.3 versions lint format docs clean
 
 smoke: $(READY)  ## run the smoke tier end to end and print the verdict table
 	$(BIN)/fp8-harness run --tier smoke
@@ -49,6 +49,25 @@ torchtitan-sweep: $(TITAN_READY)  ## run the kill matrix of the torchtitan targe
 torchtitan-0.3: $(TITAN_0_3_READY)  ## the same for torchtitan 0.3.0, which needs torch 2.14
 	$(TITAN_0_3_VENV)/bin/python -m pytest -q tests/torchtitan_0_3
 
+# Other versions of torch and torchao, each in an environment of its own: ci/constraints-torch-*.txt replace the lines of
+# ci/constraints.txt. PyPI has CUDA builds of torch 2.14 and later only, of 5 GB each, which run on a CPU.
+TIER_2.15 := pr
+VERSIONS := $(patsubst ci/constraints-torch-%.txt,torch-%,$(wildcard ci/constraints-torch-*.txt))
+
+versions: $(VERSIONS)  ## all of them, for every night: whole pr with the newest torch, smoke with the others
+
+$(VERSIONS): torch-%: .venv-torch-%/.ready  ## as `make torch-2.15`
+	.venv-torch-$*/bin/fp8-harness run $(or $(TIER_$*),smoke)
+	.venv-torch-$*/bin/python -m pytest -q tests/worker/test_internals.py
+
+.venv-torch-%/.ready: pyproject.toml ci/constraints.txt ci/constraints-torch-%.txt
+	$(PYTHON) -m venv .venv-torch-$*
+	awk -F== 'NR == FNR {own[$$1]} NR == FNR || !($$1 in own)' ci/constraints-torch-$*.txt ci/constraints.txt \
+		> .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c .venv-torch-$*/constraints.txt -e '.[dev]'
+	touch $@
+
 lint: $(READY)  ## ruff and mypy, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,4 +97,4 @@ $(TITAN_0_3_READY): pyproject.toml ci/constraints-torchtitan-0.3.txt
 	touch $@
 
 clean:
-	rm -rf site $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(TITAN_VENV) $(TITAN_0_3_VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

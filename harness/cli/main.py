@@ -55,7 +55,7 @@ Examples:
 
 \b
 Exit codes: 0 good, 1 a case failed, 2 usage error or bad input, 3 nothing to run,
-4 infrastructure, 130 interrupted.
+4 infrastructure, 5 nothing worse than `changed`, 130 interrupted.
 """
 
 

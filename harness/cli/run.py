@@ -57,7 +57,7 @@ Examples:
 
 \b
 Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
-4 infrastructure, 130 interrupted.
+4 infrastructure, 5 nothing worse than `changed`, 130 interrupted.
 """
 
 _BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
