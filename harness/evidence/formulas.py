@@ -110,7 +110,7 @@ def base_version(version: str) -> str:
 
 
 def _read(path: Path) -> tuple[VerifiedWith, ...]:
-    fix = "restore it, or remove it and run `fp8-harness evidence formulas` again."
+    fix = "restore it from version control."
     try:
         return read_sealed(path, FormulaEvidence, schema=SCHEMA, damaged=FormulasDamaged, fix=fix).verified
     except FileNotFoundError:

@@ -24,10 +24,10 @@ from harness.matrix.targets import REFERENCE, is_llama
 from harness.request import RunRequest
 from harness.trace import RankTrace
 from harness.trace.patch import Patch
-from tests.builders import SOFTWARE, make_saved, make_sent, make_trace
+from tests.builders import make_saved, make_sent, make_trace
 
 REFUSAL = "Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])"
-RAISES, HANGS, NAN, FAR, EXITS, SLOW, UNVERIFIED, WAITS = 1, 2, 3, 4, 5, 6, 7, 8
+RAISES, HANGS, NAN, FAR, EXITS, SLOW, ONE_CALL, WAITS = 1, 2, 3, 4, 5, 6, 7, 8
 
 
 def preload(options: Mapping[str, str]) -> None:
@@ -73,14 +73,12 @@ def _behave(case: Case, rank: int) -> None:
 
 
 def _trace(case: Case, rank: int) -> RankTrace:
-    unverified = _planted(case) == UNVERIFIED
     return make_trace(
         msgspec.structs.replace(case, target=REFERENCE),
         rank,
         losses=[_loss(case, step) for step in range(1, case.train.steps + 1)],
-        calls=1 if unverified else None,
+        calls=1 if _planted(case) == ONE_CALL else None,
         data_digest=f"data-{case.model.vocab_size}-{case.train.seed}",
-        software=SOFTWARE | {"torch": "2.99.0"} if unverified else SOFTWARE,
         **({} if is_llama(case.target) else _records(case.train.steps)),
     )
 

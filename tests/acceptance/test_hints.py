@@ -22,7 +22,7 @@ OTHERS = 'recipe = "rowwise", dp_shard = 2, steps = 3'
 PASSES = f"{OTHERS}, loss_tolerance = 0.05"
 
 # Commands in the text of files that print them without a function of `harness/hints.py`; each has a test below.
-BARE = {"fp8-harness tolerance measure"}
+BARE = {"fp8-harness tolerance measure", "fp8-harness evidence formulas"}
 NO_COMMANDS = {"fp8-harness zygote", "fp8-harness on both sides"}
 REMARKS = {"fp8-harness tier choose"}  # in the head of a file
 

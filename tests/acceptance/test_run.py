@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from harness.checks.judge import CHECKS
-from tests.acceptance.fake_program import EXITS, FAR, HANGS, NAN, RAISES, UNVERIFIED
+from tests.acceptance.fake_program import EXITS, FAR, HANGS, NAN, ONE_CALL, RAISES
 from tests.acceptance.inside import Inside, Warm
 
 if TYPE_CHECKING:
@@ -100,12 +100,22 @@ def test_rank_hangs(project: Inside) -> None:
     assert "in rank_main" in case["failures"][0]["traceback"]
 
 
-def test_formulas_do_not_judge_a_torch_that_they_were_not_verified_for(project: Inside) -> None:
-    code, case, _ = failing(project, UNVERIFIED)
-    assert (code, case["verdict"]) == (0, "passed")
-    assert {"finite", "loss_vs_golden", "fp8_on"} <= set(case["checks"])
-    (reason,) = [each["reason"] for each in case["not_judged"] if each["check"] == "matmuls"]
-    assert reason.startswith("the formula for matmuls was not verified: torch 2.99.0 is installed")
+def test_what_disagrees_with_an_unverified_torch_is_changed(project: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = project.folder / "torch-2.99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.0\n")
+    monkeypatch.syspath_prepend(str(project.folder))
+    code, case, text = failing(project, ONE_CALL)
+    assert (code, case["verdict"]) == (5, "changed")
+    (finding,) = case["findings"]
+    assert finding["formula"] == "matmuls"
+    assert finding["differs"] == "torch 2.99.0 differs from what holds since 2.13.0"
+    assert finding["differs"] in text
+
+
+def test_what_disagrees_with_a_verified_torch_is_a_fault(project: Inside) -> None:
+    code, case, _ = failing(project, ONE_CALL)
+    assert (code, case["verdict"]) == (1, "invariant")
 
 
 def test_without_a_golden_the_reference_is_run_and_named(project: Inside) -> None:
