@@ -22,8 +22,11 @@ from harness.worker.virtual import graph_backend
 
 
 def symmetric_memory_not_enabled() -> None:
-    """The fusion pass is on, but symmetric memory is not enabled for the TP group."""
-    wrap(symm_mem, "enable_symm_mem_for_group", lambda stock, group_name: None)
+    """The fusion pass is on, but the TP group has no symmetric memory.
+
+    Until torch 2.14 because nobody enabled it for the group; in 2.15 where no allocator is registered for the device.
+    """
+    wrap(symm_mem, "is_symm_mem_enabled_for_group", lambda stock, group_name: False)
 
 
 def fusion_pass_off() -> None:
