@@ -54,10 +54,11 @@ torchtitan-0.3: $(TITAN_0_3_READY)  ## the same for torchtitan 0.3.0, which need
 TIER_2.15 := pr
 VERSIONS := $(patsubst ci/constraints-torch-%.txt,torch-%,$(wildcard ci/constraints-torch-*.txt))
 
-versions: $(VERSIONS)  ## all of them, for every night: whole pr with the newest torch, smoke with the others
+versions: $(VERSIONS)  ## all of them, for every night: whole pr with the newest torch, smoke with the others, conformance
 
 $(VERSIONS): torch-%: .venv-torch-%/.ready  ## as `make torch-2.15`
 	.venv-torch-$*/bin/fp8-harness run $(or $(TIER_$*),smoke)
+	.venv-torch-$*/bin/fp8-harness conformance
 	.venv-torch-$*/bin/python -m pytest -q tests/worker/test_internals.py
 
 .venv-torch-%/.ready: pyproject.toml ci/constraints.txt ci/constraints-torch-%.txt

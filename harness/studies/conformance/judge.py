@@ -50,21 +50,23 @@ class Conclusion(Record, frozen=True, kw_only=True):
         return self.status in ("passed", "known")
 
 
-def conclude(check: OperatorCheck, observed: Sequence[Observation]) -> Conclusion:
-    """Judge the observations of one check by all ranks."""
+def conclude(check: OperatorCheck, observed: Sequence[Observation], *, torch: str) -> Conclusion:
+    """Judge the observations of one check by all ranks, with this version of torch."""
     budget = cheapest_bytes(check)
     moved = max((each.wire_bytes for each in observed), default=0.0)
-    return _conclusion(check, tuple(problems(check, observed, budget)), moved, budget)
+    known = deviations_of(check, torch)
+    return _conclusion(check, known, tuple(problems(check, observed, budget)), moved, budget)
 
 
 def conclude_lost(check: OperatorCheck, message: str) -> Conclusion:
     """The conclusion on a check that brought its ranks down or made them hang."""
     problem = Problem(kind="lost", rank=None, expected="a result from every rank", found=message)
-    return _conclusion(check, (problem,), 0.0, cheapest_bytes(check))
+    return _conclusion(check, (), (problem,), 0.0, cheapest_bytes(check))
 
 
-def _conclusion(check: OperatorCheck, found: tuple[Problem, ...], moved: float, budget: float) -> Conclusion:
-    known = deviations_of(check)
+def _conclusion(
+    check: OperatorCheck, known: Sequence[Deviation], found: tuple[Problem, ...], moved: float, budget: float
+) -> Conclusion:
     used = [_explanation(known, problem) for problem in found]
     names = dict.fromkeys(deviation.name for deviation in used if deviation is not None)
     status: Status = "passed"

@@ -1,4 +1,4 @@
-"""Known deviations of torch and torchao from what this study requires, found with torch 2.13.0 and torchao 0.18.0.
+"""Known deviations of torch and torchao from what this study requires, with torch 2.13 to 2.15 and torchao 0.18.0.
 
 Every public function below `_deviation` is one deviation. Its name is the name of the deviation, its docstring the
 reason, its result whether a check is affected. The decorator says what the problem looks like: a problem that looks
@@ -12,6 +12,9 @@ import re
 from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from harness.studies.conformance.strategy import LINEAR, is_local_matmul, reduced_dims, view_dim
 from harness.trace.operator_checks import OperatorCheck, Placements, local_shape, shard_dim
@@ -37,10 +40,12 @@ class Deviation(NamedTuple):
     reason: str
     link: str
     always: bool
+    torch: SpecifierSet  # the affected versions
 
-    def hits(self, check: OperatorCheck) -> bool:
-        """True if a check is affected."""
-        return (not self.ops or check.op in self.ops) and self.affects(check)
+    def hits(self, check: OperatorCheck, torch: str) -> bool:
+        """True if a check is affected with this version of torch. A nightly build counts as its release."""
+        affected = self.torch.contains(Version(torch).base_version)
+        return affected and (not self.ops or check.op in self.ops) and self.affects(check)
 
     def explains(self, kind: str, found: str) -> bool:
         """True if a problem of this kind is the problem of the deviation."""
@@ -51,19 +56,20 @@ KNOWN: list[Deviation] = []
 
 
 def _deviation(
-    *kinds: str, ops: str = "", pattern: str, link: str = UNREPORTED, always: bool = True
+    *kinds: str, ops: str = "", pattern: str, link: str = UNREPORTED, always: bool = True, torch: str = ""
 ) -> Callable[[Predicate], Predicate]:
     def register(affects: Predicate) -> Predicate:
         name, reason = affects.__name__.replace("_", "-"), " ".join((affects.__doc__ or "").split())
-        KNOWN.append(Deviation(name, frozenset(ops.split()), affects, kinds, pattern, reason, link, always))
+        versions = SpecifierSet(torch)
+        KNOWN.append(Deviation(name, frozenset(ops.split()), affects, kinds, pattern, reason, link, always, versions))
         return affects
 
     return register
 
 
-def deviations_of(check: OperatorCheck) -> tuple[Deviation, ...]:
-    """The deviations that affect a check."""
-    return tuple(deviation for deviation in KNOWN if deviation.hits(check))
+def deviations_of(check: OperatorCheck, torch: str) -> tuple[Deviation, ...]:
+    """The deviations that affect a check with this version of torch."""
+    return tuple(deviation for deviation in KNOWN if deviation.hits(check, torch))
 
 
 def _is_partial(check: OperatorCheck, *kinds: str) -> bool:
@@ -115,14 +121,27 @@ def reduction_of_empty_shard(check: OperatorCheck) -> bool:
     return not _is_max_over_dim(check) and bool(empty - gathered)
 
 
-@_deviation("bytes", ops="max aminmax mul div mm", pattern="all_gather")
+@_deviation("bytes", ops="max", pattern="all_gather", torch="<2.14")
+def short_dim_is_gathered_for_max(check: OperatorCheck) -> bool:
+    """As short-dim-is-gathered, for the maximum over another dim."""
+    reduced = reduced_dims(check)
+    return check.dim is not None and any(
+        check.shape[dim] < count and dim not in reduced for dim, count in _chunks(check, check.inputs[0]).items()
+    )
+
+
+@_deviation("bytes", "missing", ops="t f8.t", pattern=r"all_gather|aten\.pad\.default", torch=">=2.14")
+def short_dim_is_gathered_for_transpose(check: OperatorCheck) -> bool:
+    """As short-dim-is-gathered, for a transpose, which torch 2.13 did without communication."""
+    return any(check.shape[dim] < count for dim, count in _chunks(check, check.inputs[0]).items())
+
+
+@_deviation("bytes", ops="aminmax mul div mm", pattern="all_gather")
 def short_dim_is_gathered(check: OperatorCheck) -> bool:
     """A dim with fewer elements than ranks counts as not shardable, so a local operator gathers it."""
-    if check.op == "max" and check.dim is None:
-        return False
     shapes = [check.shape, (check.shape[-1], *check.sizes)] if check.op == "mm" else [check.shape] * 2
     return any(
-        shape[dim] < count and not (check.op == "max" and dim in reduced_dims(check))
+        shape[dim] < count
         for placements, shape in zip(check.inputs, shapes, strict=False)
         for dim, count in _chunks(check, placements).items()
     )
@@ -185,7 +204,7 @@ def rowwise_scale_may_be_scattered(check: OperatorCheck) -> bool:
     return check.dim is not None and len(check.axes) > 1
 
 
-@_deviation("bytes", ops="amax amin max", pattern="all_gather")
+@_deviation("bytes", ops="amax amin max", pattern="all_gather", torch="<2.14")
 def amax_gathers_beside_pending_axis(check: OperatorCheck) -> bool:
     """With a reduction pending on one axis, the reduced dim is gathered on the other."""
     sharded = any(dim in reduced_dims(check) for dim, _ in _shards(check))
@@ -198,9 +217,11 @@ def scale_pending_gathers_tensor(check: OperatorCheck) -> bool:
     return check.inputs[1] == ("Psum",) and bool(_shards(check))
 
 
-@_deviation("bytes", ops="cat", pattern="all_reduce.*all_gather|all_gather.*all_reduce")
+@_deviation("bytes", ops="cat", pattern="(all_reduce|reduce_scatter).*all_gather|all_gather.*all_reduce")
 def cat_of_pending_and_sharded(check: OperatorCheck) -> bool:
-    """cat of a partial sum and a shard of its dim replicates both; gathering the shard would be enough."""
+    """cat of a partial sum and a shard of its dim replicates both; gathering the shard would be enough. Since torch
+    2.14 it reduce-scatters the sum, which then is gathered with the shard.
+    """
     shards = any(shard_dim(placement) == check.dim for placements in check.inputs for placement in placements)
     return shards and _is_partial(check) and check.inputs[0] != check.inputs[1]
 

@@ -8,6 +8,7 @@ import msgspec
 
 from harness.engine.messages import Job, JobOutcome
 from harness.engine.unleased import JobRunner
+from harness.sources import installed_version
 from harness.studies.conformance.judge import Conclusion, conclude, conclude_lost
 from harness.studies.surviving import run_surviving
 from harness.trace.operator_checks import WORLD_SIZE, Batch, Observation, OperatorCheck
@@ -34,11 +35,16 @@ def run_checks(
             deadline_s=_BASE_DEADLINE_S + _DEADLINE_PER_CHECK_S * len(pending),
             one_node=True,
         ),
-        judge=lambda pending, outcome: [conclude(*each) for each in zip(pending, _observations(outcome), strict=True)],
+        judge=_concluded,
         conclude_lost=conclude_lost,
         where="conformance",
         fix="check the memory of this machine, and --inject.",
     )
+
+
+def _concluded(pending: Sequence[OperatorCheck], outcome: JobOutcome) -> list[Conclusion]:
+    torch = installed_version("torch") or "0"
+    return [conclude(*each, torch=torch) for each in zip(pending, _observations(outcome), strict=True)]
 
 
 def _observations(outcome: JobOutcome) -> list[tuple[Observation, ...]]:
