@@ -50,7 +50,8 @@ def not_judged(
     if gap is not None:
         reasons["metamorphic"] = gap
     if is_llama(case.target):
-        return {**reasons, "signature": "formulas say what the model sends, multiplies and keeps"}
+        own = _not_of_plain_shards(case) if computes_on_plain_shards(case.target) else {}
+        return {**reasons, **own, "signature": "formulas say what the model sends, multiplies and keeps"}
     no_formula = f"no formula for the model of {case.target}"
     reasons["memory"] = f"{no_formula}; {_see(SAVED_BYTES, stated)}"
     reasons["live_memory"] = f"{no_formula}; see `signature`"
@@ -58,6 +59,18 @@ def not_judged(
         reasons |= dict.fromkeys(_OF_LINEARS, "the single-rank reference, which tells the linears, did not run")
     elif case.compile != "none":
         reasons["matmuls"] = f"calls of linears are not counted in compiled runs; {_see(MATMULS, stated)}"
+    return reasons
+
+
+def _not_of_plain_shards(case: Case) -> dict[str, str]:
+    """What a target whose modules compute with plain shards does otherwise than with DTensor, which formulas describe."""
+    formula = "the formula is that of modules that compute with DTensor"
+    reasons = dict.fromkeys(("memory", "live_memory"), f"{formula}: {case.target} saves and keeps other tensors")
+    reasons["traffic"] = f"{formula}: {case.target} reduces counts of tokens and metrics as well"
+    if case.layout.tp > 1:
+        reasons["scales"] = "modules get plain tensors under TP, which do not tell which part of an operand they are"
+    if case.layout.tp > 1 and case.compile != "none":
+        reasons["recompute"] = "in backward, a graph reads a plain tensor that was gathered through a copy"
     return reasons
 
 
