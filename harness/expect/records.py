@@ -63,7 +63,7 @@ def not_judged(
 
 
 def _not_of_plain_shards(case: Case) -> dict[str, str]:
-    """What a target whose modules compute with plain shards does otherwise than with DTensor, which formulas describe."""
+    """What formulas, which describe modules that compute with DTensor, do not say of a target with plain shards."""
     formula = "the formula is that of modules that compute with DTensor"
     reasons = dict.fromkeys(("memory", "live_memory"), f"{formula}: {case.target} saves and keeps other tensors")
     reasons["traffic"] = f"{formula}: {case.target} reduces counts of tokens and metrics as well"
