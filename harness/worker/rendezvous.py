@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]  # documented, but not listed as exported
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext

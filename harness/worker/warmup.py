@@ -14,7 +14,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not listed as exported
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+from torch import DispatchKey, DispatchKeySet
 
 _KERNELS = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 _LIBRARIES: list[torch.library.Library] = []  # torch drops a registration when its Library object is collected

@@ -22,7 +22,6 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.trace.traffic import LiveMemory, LiveTensor, Moment
@@ -118,11 +117,17 @@ class Census:
 
 def plain_tensors(tensor: torch.Tensor) -> Collection[torch.Tensor]:
     """The tensors with storage inside `tensor`: of a DTensor its local one, of a float8 tensor its data and scale."""
-    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) in _PLAIN or not _wraps(tensor):
         return (tensor,)
-    names, _ = tensor.__tensor_flatten__()
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
     inner = (getattr(tensor, name) for name in names)  # a DTensor also names its mesh
     return [plain for part in inner if isinstance(part, torch.Tensor) for plain in plain_tensors(part)]
+
+
+def _wraps(tensor: torch.Tensor) -> bool:
+    """True for a tensor that holds others, as torch asks it: DTensor, float8 tensors."""
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -141,7 +146,7 @@ def _alive(explained: Collection[int]) -> list[_Live]:
     hidden |= {id(held) for each in objects if type(each) in _MESHES for held in vars(each).values()}
     found: dict[int, _Live] = {}
     for tensor in tensors:
-        if (type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor)) and id(tensor) not in hidden:
+        if (type(tensor) in _PLAIN or not _wraps(tensor)) and id(tensor) not in hidden:
             storage = tensor.untyped_storage()
             if storage._cdata not in explained and storage.nbytes() and storage.device.type != "meta":
                 known = found.get(storage._cdata)
@@ -162,8 +167,9 @@ def _holders(model: nn.Module) -> dict[int, str]:
     """By storage, the module attribute that holds a tensor in it, or holds a container of such tensors."""
     holders: dict[int, str] = {}
     for fqn, module in model.named_modules():
-        grads = {f"{name}.grad": param.grad for name, param in module._parameters.items() if param is not None}
-        for name, value in (*module._parameters.items(), *grads.items(), *vars(module).items()):
+        params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        grads = {f"{name}.grad": param.grad for name, param in params.items()}
+        for name, value in (*params.items(), *grads.items(), *vars(module).items()):
             tensors = _tensors_in(value)
             if tensors:
                 place = clean_fqn(f"{fqn}.{name}" if fqn else name)

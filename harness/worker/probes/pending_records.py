@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord, Role
 from harness.worker.probes.cast_meter import Measurement
@@ -91,6 +90,6 @@ class PendingMatmul(NamedTuple):
 
 
 def _placement_name(placement: Placement) -> str:
-    if isinstance(placement, _StridedShard):
-        return repr(placement)
-    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"
+    if type(placement) is Shard:
+        return f"Shard({placement.dim})"
+    return repr(placement) if hasattr(placement, "dim") else f"{type(placement).__name__}()"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, Work
-from torch.distributed import ReduceOp
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
+from torch.distributed import ReduceOp, Work
 
 from harness.worker.virtual.fabric import Fabric, Group, Loopback
 

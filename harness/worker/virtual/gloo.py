@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
+from torch.distributed import (
     AllreduceOptions,
     BroadcastOptions,
     GatherOptions,

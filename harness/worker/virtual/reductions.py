@@ -12,17 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-# torch 2.12 and earlier name the method `_reduce_scatter_base`; 2.13 adds `reduce_scatter_single` and keeps both.
-_REDUCE_SCATTER_NAMES = ("_reduce_scatter_base", "reduce_scatter_single")
-
 
 def install() -> None:
     """Scale in the methods of every process group of this process."""
-    group = dist.ProcessGroup
-    for name in _REDUCE_SCATTER_NAMES:
-        if hasattr(group, name):
-            setattr(group, name, _scaled_reduce_scatter(getattr(group, name)))
-    setattr(group, "allreduce", _scaled_allreduce(group.allreduce))  # noqa: B010  mypy rejects assigning to a method
+    group: Any = dist.ProcessGroup
+    group.reduce_scatter_single = _scaled_reduce_scatter(group.reduce_scatter_single)
+    group.allreduce = _scaled_allreduce(group.allreduce)
 
 
 def _factor(op: Any) -> float | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed._symmetric_memory as symm_mem
@@ -49,7 +48,7 @@ def enable_async_tp(tp: DeviceMesh, case: Case) -> None:
 
 def forget() -> None:
     """Undo what `apply_compile` enabled in this process, and drop everything that was compiled."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch._inductor.config._micro_pipeline_tp = False
     virtual_symm_mem.reset()
     rng.workarounds.clear()

@@ -28,7 +28,7 @@ def require_device(device: torch.device) -> None:
 
 def register_graph_backend() -> None:
     """Make the harness's graph backend known to dynamo by name, the only way torchtitan can be given one."""
-    if GRAPH_BACKEND not in torch._dynamo.list_backends(exclude_tags=()):
+    if GRAPH_BACKEND not in torch.compiler.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(graph_backend, name=GRAPH_BACKEND)
 
 
