@@ -6,6 +6,8 @@ recorded, which is different from recorded and empty.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from harness.trace.flops import FlopsRecord
@@ -52,6 +54,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     model: ModelRecord | None = None
     inputs: tuple[StepInputs, ...] | None = None  # None where the model is not called as a whole, or compiled whole
     state: tuple[StateChange, ...] = ()
+    not_recorded: Mapping[str, str] = {}  # what was asked for in vain, and why
     resumed: Resumed | None = None  # None where the case is not
     stated: tuple[Stated, ...] | None = None  # one for every step; None where the target states nothing
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters

@@ -8,7 +8,6 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -27,21 +26,15 @@ from harness.matrix.resumed import resumed_in
 from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
 from harness.trace.resumed import Resumed
-from harness.worker import data
+from harness.worker import data, internals
 from harness.worker.discovery import Digests, Discovery, parameter_digests
 from harness.worker.evaluation import evaluate
 from harness.worker.inputs import InputRecorder
 from harness.worker.noise import add_noise
-from harness.worker.probes.flops import FlopsProbe
-from harness.worker.probes.graphs import GraphProbe
+from harness.worker.probes.factories import factories
 from harness.worker.probes.matmuls import ScaledMMCounter
-from harness.worker.probes.module_tensors import ModuleTensorProbe
-from harness.worker.probes.operands import OperandProbe
-from harness.worker.probes.probe import ProbeFactory, ProbeSet
+from harness.worker.probes.probe import ProbeSet
 from harness.worker.probes.probe_tensors import mark_owned
-from harness.worker.probes.saved_memory import SavedMemoryProbe
-from harness.worker.probes.sketches import SketchProbe
-from harness.worker.probes.traffic import TrafficProbe
 from harness.worker.reduction import gradient_norm, squared_norm_share
 from harness.worker.resuming import hand_over
 from harness.worker.sequential_ranks import SequentialRanks
@@ -52,18 +45,6 @@ from harness.worker.targets.target import IGNORED, Target, World
 from harness.worker.weights import write_weights
 
 ReportPhase = Callable[[str], None]
-
-# By the field of RankTrace that each fills.
-PROBES: dict[str, ProbeFactory] = {
-    "sketches": SketchProbe,
-    "operands": OperandProbe,
-    "traffic": TrafficProbe,
-    "saved_memory": SavedMemoryProbe,
-    "graphs": GraphProbe,
-    "flops": FlopsProbe,
-    "module_tensors": ModuleTensorProbe,
-}
-
 
 # Not used in compiled runs, whose code does not call what the operand probe patches: the graph probe watches instead.
 EAGER_PROBES = ("operands",)
@@ -108,9 +89,10 @@ def train(  # noqa: PLR0913  what a request may ask for
     resumed = None
     if case.compile != "none":
         probes = [name for name in probes if name not in EAGER_PROBES]
-    factories: dict[str, ProbeFactory] = {**PROBES, "module_tensors": partial(ModuleTensorProbe, numerics=numerics)}
+    lost = {record: reason for record, reason in internals.lost_records().items() if record in probes}
+    used = factories([name for name in probes if name not in lost], numerics)
     with (
-        ProbeSet(probes, factories, _as_built(case, solo_witness), device) as watching,
+        ProbeSet(used, _as_built(case, solo_witness), device) as watching,
         ScaledMMCounter() as scaled_mm,
     ):
         prepared = prepare(case, device, solo_witness=solo_witness, digests_built=digests_built)
@@ -150,6 +132,7 @@ def train(  # noqa: PLR0913  what a request may ask for
         state=STATE.changes,
         resumed=resumed,
         stated=stated,
+        not_recorded=lost,
         **watching.results(),
     )
 

@@ -18,9 +18,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # documen
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
+from harness.worker import internals
+from harness.worker.probes.factories import PROBES
 from harness.worker.probes.places import mesh_axes
-from harness.worker.targets.reference.compiled import forget as forget_compiled
-from harness.worker.train import PROBES, train
+from harness.worker.train import train
 from harness.worker.virtual import collectives
 
 _TRAIN = Train(steps=1, global_batch=4, seq_len=16)
@@ -79,7 +80,14 @@ def warm_up(*, compiled: bool = False) -> None:
             finally:
                 dist.destroy_process_group()
                 collectives.FABRIC.disconnect()
-    forget_compiled()
+    if not internals.gaps(internals.COMPILED):
+        from harness.worker.targets.reference import compiled as compiled_blocks
+
+        compiled_blocks.forget()
+    if not internals.gaps(internals.ASYNC_TP):
+        from harness.worker.targets.reference import async_tp
+
+        async_tp.forget()
     clear_mesh_caches()
     mesh_axes.cache_clear()
 

@@ -31,10 +31,19 @@ LEVELS = [
     ["expect"],
     ["request", "result", "jsonform"],
     ["engine", "matrix", "durable"],
-    ["environment", "errors", "hints", "measured", "plural", "sources", "timestamp", "trace", "verdict"],
+    ["environment", "errors", "hints", "internals", "measured", "plural", "sources", "timestamp", "trace", "verdict"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-WORKER_MAY_READ = {"matrix", "trace", "request", "result", "verdict", "errors", "sources"}  # values, and files
+WORKER_MAY_READ = {
+    "matrix",
+    "trace",
+    "request",
+    "result",
+    "verdict",
+    "errors",
+    "sources",
+    "internals",
+}  # values, and files
 # What a rank program is, and what it must not do before the fork.
 WORKER_MAY_ALSO_READ = {"harness.engine.program", "harness.engine.messages", "harness.engine.forking"}
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}

@@ -25,8 +25,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.trace.traffic import LiveMemory, LiveTensor, Moment
-from harness.worker.probes.gathered import fsdp_params, local_part
+from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.optimizers import optimizers_of
+from harness.worker.probes.places import local_part
 from harness.worker.probes.probe_tensors import is_owned
 from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn

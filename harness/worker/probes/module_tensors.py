@@ -19,7 +19,7 @@ from harness.matrix.replayed import RECORDED_BYTES, replayed_steps
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.digests import bytes_of, ordered_digest
-from harness.worker.probes.places import Places, local_shard
+from harness.worker.probes.places import Places, local_shard, local_tensor
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.probe_tensors import mark_owned
 from harness.worker.probes.scales import dtype_name
@@ -211,5 +211,4 @@ class _SeparateGraphInput(torch.autograd.Function):
 
 def is_wide(tensor: torch.Tensor) -> bool:
     """False for tokens, and for an operand that was cast to float8 already: its module casts nothing."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return tensor.is_floating_point() and not isinstance(local, Float8TrainingTensor)
+    return tensor.is_floating_point() and not isinstance(local_tensor(tensor), Float8TrainingTensor)

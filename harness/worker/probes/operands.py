@@ -26,9 +26,9 @@ from harness.worker.evaluation import evaluating
 from harness.worker.probes.cast_meter import CastMeter
 from harness.worker.probes.cast_numbers import Cast
 from harness.worker.probes.contents import Contents
-from harness.worker.probes.gathered import gathered_weights, local_part, own_rows
+from harness.worker.probes.gathered import gathered_weights, own_rows
 from harness.worker.probes.pending_records import Distribution, PendingCast, PendingMatmul
-from harness.worker.probes.places import mesh_axes
+from harness.worker.probes.places import local_part, mesh_axes
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.probes.scales import read_scale
 from harness.worker.probes.sketches import clean_fqn
@@ -84,7 +84,7 @@ class OperandProbe(Probe):
             self.replace(function, "forward", staticmethod(self._remember_place(function.forward)))
             watched = self._watch_backward(function.backward, uses_weight=function is matmul)
             self.replace(function, "backward", staticmethod(watched))
-        self.replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(FSDPParam.__dict__["all_gather_inputs"]))
+        self.replace(FSDPParam, "all_gather_inputs", self._watch_all_gather(vars(FSDPParam)["all_gather_inputs"]))
         self.observe(scaled_mm.observers, self._on_matmul)
 
     def attach(self, model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Layout
 from harness.matrix.mesh import AXES, axis_of_group, axis_size, coordinates
@@ -81,8 +82,19 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """`local_part`, detached."""
+    shard: torch.Tensor = local_part(tensor).detach()
+    return shard
+
+
+def local_part(tensor: torch.Tensor) -> Any:
     """What this rank holds of `tensor`, without wrappers: DTensor, collectives in flight, torchao's weight."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     if isinstance(local, AsyncCollectiveTensor):
-        local = local.trigger_wait()
-    return getattr(local, "_tensor", local).detach()
+        local = local.wait()
+    return local._tensor if isinstance(local, WeightWithDynamicFloat8CastTensor) else local
+
+
+def local_tensor(tensor: torch.Tensor) -> Any:
+    """The local tensor of a DTensor, without a copy and unknown to autograd; other tensors as they are."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -64,12 +64,10 @@ ProbeFactory = Callable[[Case, torch.device], Probe]
 
 
 class ProbeSet:
-    """Several probes as one context; `results` are keyed by the name each probe was asked for."""
+    """Several probes as one context; `results` are keyed by the names of `factories`."""
 
-    def __init__(self, names: Sequence[str], factories: dict[str, ProbeFactory], case: Case, device: torch.device):
-        unknown = sorted(set(names) - set(factories))
-        assert not unknown, f"unknown probes {unknown}; there are {sorted(factories)}"
-        self._probes = {name: factories[name](case, device) for name in names}
+    def __init__(self, factories: Mapping[str, ProbeFactory], case: Case, device: torch.device) -> None:
+        self._probes = {name: make(case, device) for name, make in factories.items()}
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:

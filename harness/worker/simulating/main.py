@@ -26,7 +26,7 @@ from harness.matrix.mesh import dp_rank
 from harness.request import SimulationRequest
 from harness.trace.simulated import SimulatedRank
 from harness.worker.probes.flops import FlopsProbe
-from harness.worker.probes.gathered import fsdp_params
+from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.live_memory import plain_tensors
 from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.traffic import TrafficProbe

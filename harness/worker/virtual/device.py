@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 
 from harness.request import Arithmetic, Fabric
-from harness.worker.virtual import collectives, gloo, reductions, rng, scaled_mm, symm_mem
-
-# By fabric: the name of the part that carries collectives, and its CPU kernels.
-_TRANSPORTS = {"shared": ("collectives", collectives.CPU_KERNELS), "gloo": ("gloo", gloo.CPU_KERNELS)}
+from harness.worker import internals
+from harness.worker.virtual import collectives, reductions, scaled_mm
 
 # torch.library drops an override when its Library object is collected.
 _LIBRARIES: list[torch.library.Library] = []
@@ -48,22 +46,41 @@ def _install_exact(key: str) -> None:
 
 
 def _install_transport(fabric: Fabric) -> None:
-    name, kernels = _TRANSPORTS[fabric]
+    name = "gloo" if fabric == "gloo" else "collectives"
     if name not in _transport:
         for library in _transport.values():
             library._destroy()  # restores the kernels that it had overridden
         _transport.clear()
-        _transport[name] = _override("c10d", kernels)
+        _transport[name] = _override("c10d", _kernels(fabric))
+
+
+def _kernels(fabric: Fabric) -> Mapping[str, object]:
+    """The CPU kernels of the operators that collectives end in."""
+    if fabric == "gloo":
+        from harness.worker.virtual import gloo
+
+        return gloo.CPU_KERNELS
+    return collectives.CPU_KERNELS
 
 
 @functools.cache
 def _install_device() -> None:
-    _LIBRARIES.append(_override("symm_mem", symm_mem.CPU_KERNELS))
-    symm_mem.install()
-    rng.install()
+    if not internals.gaps(internals.ASYNC_TP):
+        _install_async_tp()
+    if not internals.gaps(internals.COMPILED):
+        from harness.worker.virtual import rng
+
+        rng.install()
     _without_pretended_gpus()
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     reductions.install()
+
+
+def _install_async_tp() -> None:
+    from harness.worker.virtual import symm_mem
+
+    _LIBRARIES.append(_override("symm_mem", symm_mem.CPU_KERNELS))
+    symm_mem.install()
     _installed.add("symm_mem")
 
 

@@ -22,7 +22,6 @@ from harness.matrix.case import Case
 from harness.worker.targets.reference.checkpointing import apply_checkpointing
 from harness.worker.targets.reference.checkpoints import load_state, save_state
 from harness.worker.targets.reference.clipping import clip_gradients
-from harness.worker.targets.reference.compiled import apply_compile
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert
 from harness.worker.targets.reference.loss import Batch, forward, forward_backward, global_loss, global_token_count
 from harness.worker.targets.reference.model import Llama
@@ -116,6 +115,8 @@ def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama
         apply_tp(model, meshes.tp, case)
     apply_checkpointing(model.layers, case.checkpointing)
     if case.compile != "none":
+        from harness.worker.targets.reference.compiled import apply_compile
+
         apply_compile(model, meshes.tp, case)
     if meshes.dp is not None:
         apply_fsdp(model, meshes.dp, case)

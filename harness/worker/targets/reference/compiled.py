@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch._inductor.config
-import torch.distributed._symmetric_memory as symm_mem
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.matrix.case import Case
 from harness.worker.targets.reference.model import Llama
 from harness.worker.virtual import rng
-from harness.worker.virtual import symm_mem as virtual_symm_mem
 from harness.worker.virtual.graph_backend import graph_backend
 
 
@@ -26,6 +24,8 @@ def apply_compile(model: Llama, tp: DeviceMesh | None, case: Case) -> None:
     """Compile the blocks of `model` in place, with async TP over `tp` if the case asks for it."""
     _configure(case)
     if case.layout.async_tp:
+        from harness.worker.targets.reference.async_tp import enable_async_tp
+
         assert tp is not None, "async TP needs a TP mesh"
         enable_async_tp(tp, case)
     if case.layout.wait_for_embedding:
@@ -36,21 +36,9 @@ def apply_compile(model: Llama, tp: DeviceMesh | None, case: Case) -> None:
         model.layers[name] = compiled
 
 
-def enable_async_tp(tp: DeviceMesh, case: Case) -> None:
-    """Enable the fusion pass, and symmetric memory for the TP group, without which the pass silently fuses nothing."""
-    torch._inductor.config._micro_pipeline_tp = True
-    group_name = tp.get_group().group_name
-    if case.layout.symm_mem == "fallback":
-        virtual_symm_mem.use_reference(group_name)
-    else:
-        symm_mem.enable_symm_mem_for_group(group_name)
-
-
 def forget() -> None:
-    """Undo what `apply_compile` enabled in this process, and drop everything that was compiled."""
+    """Drop everything that was compiled in this process."""
     torch.compiler.reset()
-    torch._inductor.config._micro_pipeline_tp = False
-    virtual_symm_mem.reset()
     rng.workarounds.clear()
 
 

@@ -1,0 +1,75 @@
+"""The private parts of torch and torchao that ranks use: each declared once, in `internals.toml`.
+
+`worker/internals.py` checks them inside of a rank; `tests/unit/test_internals.py` holds them against the source.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+RUN = "run"  # the part that every run needs
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a name is used, and what else must hold for it.
+
+    `since`: the release that brought it, as "torch 2.15": without it nothing is missing in an older one.
+    """
+
+    why: str
+    since: str = ""
+    set: bool = False  # ranks assign it on an object
+    patched: bool = False  # ranks put something of theirs in its place, in its class or module
+    takes: tuple[str, ...] = ()  # parameters that it must have
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one thing that ranks do needs of torch and torchao, by dotted name.
+
+    `files`: those of `worker/` that use these names; a folder ends in "/". `needs`: parts whose files these import.
+    """
+
+    uses: Mapping[str, str | Use]
+    without: str = ""  # what is lost where a name is not as declared; empty: what those that need it have
+    files: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    record: str = ""  # the field of `RankTrace` that is not recorded then
+    preloaded: bool = False  # ranks are forked from a process that has imported the files
+
+    def use(self, name: str) -> Use:
+        """How the part uses one of its names."""
+        found = self.uses[name]
+        return Use(why=found) if isinstance(found, str) else found
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of its files, in their order."""
+        return tuple(f"harness.worker.{file.removesuffix('.py').replace('/', '.')}" for file in self.files)
+
+
+@functools.cache
+def read_parts() -> Mapping[str, Part]:
+    """Every part by its name, the one that every run needs first."""
+    path = Path(__file__).with_name("internals.toml")
+    return msgspec.convert(tomllib.loads(path.read_text()), dict[str, Part])
+
+
+def with_needed(name: str) -> tuple[str, ...]:
+    """A part and all that it needs, those that it needs first."""
+    found: dict[str, None] = {}
+    for needed in read_parts()[name].needs:
+        found |= dict.fromkeys(with_needed(needed))
+    return (*found, name)
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the private parts are in one environment: its versions, and what is not as declared, part by part."""
+
+    versions: Mapping[str, str]  # torch, torchao
+    gaps: Mapping[str, Mapping[str, str]]  # by part and name: "is gone", "is read-only", "no longer takes x"
+    milliseconds: float  # that the check of what every run checks took

@@ -1,0 +1,205 @@
+"""Checks the private parts of torch and torchao against what `harness/internals.toml` declares.
+
+Only names are looked up: nothing is called, and of what no run imports only the parts in use are.
+`python -m harness.worker.internals` prints the state of all parts as JSON (`harness.internals.State`).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import inspect
+import sys
+import time
+import types
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import msgspec
+
+from harness.internals import RUN, State, Use, read_parts, with_needed
+from harness.sources import installed_versions
+
+COMPILED, ASYNC_TP, GLOO, MODULE_TENSORS = "compiled", "async_tp", "gloo", "module_tensors"
+_OF_COMPILED_RUNS = (COMPILED, ASYNC_TP)
+
+_GONE = "is gone"
+_READ_ONLY = "is read-only"
+_MISSING = object()
+_IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+
+
+class Gap(NamedTuple):
+    """One name that is not as declared."""
+
+    name: str
+    problem: str
+
+    def line(self, *lost: str) -> str:
+        """What is said of it: the library with its version, the name, what is wrong with it, and what is lost."""
+        library = self.name.partition(".")[0]
+        version = installed_versions([library]).get(library, "")
+        return f"{library} {version}: {self.name} {self.problem}: {'; '.join(lost)}"
+
+
+@functools.cache
+def gaps(part: str) -> tuple[Gap, ...]:
+    """What is not as declared of a part and of those that it needs. Found once: later patches are no gaps."""
+    return tuple(gap for name in with_needed(part) for gap in own_gaps(name))
+
+
+@functools.cache
+def own_gaps(part: str) -> tuple[Gap, ...]:
+    """What is not as declared of the names that a part declares itself."""
+    declared = read_parts()[part]
+    problems = {name: problem_of(name, declared.use(name)) for name in declared.uses}
+    return tuple(Gap(name, problem) for name, problem in problems.items() if problem)
+
+
+def require(*parts: str) -> None:
+    """Raises RuntimeError where a part has a gap; its text is one line."""
+    for part in parts:
+        for gap in gaps(part):
+            raise RuntimeError(gap.line(read_parts()[part].without))
+
+
+def lost_records() -> dict[str, str]:
+    """The fields of `RankTrace` that cannot be recorded here, each with the reason."""
+    return {
+        part.record: gaps(name)[0].line(part.without)
+        for name, part in read_parts().items()
+        if part.record and gaps(name)
+    }
+
+
+def import_parts() -> None:
+    """Import the files of every part that ranks have before the fork, where nothing is missing."""
+    for name, part in read_parts().items():
+        if part.preloaded and not gaps(name):
+            for module in part.modules:
+                importlib.import_module(module)
+
+
+def lines(*, compiled: bool) -> list[str]:
+    """One line for every gap of what runs use, with all that is lost by it; `compiled` runs too."""
+    told = [RUN, *(_OF_COMPILED_RUNS if compiled else ())]
+    told += [name for name, part in read_parts().items() if part.record and (compiled or COMPILED not in part.needs)]
+    lost: dict[Gap, list[str]] = {}
+    for part in told:
+        for gap in gaps(part):
+            lost.setdefault(gap, []).append(read_parts()[part].without)
+    return [gap.line(*(each[:1] if gap in gaps(RUN) else each)) for gap, each in lost.items()]
+
+
+def problem_of(name: str, use: Use) -> str:
+    """What is wrong with one name here: "is gone", "is read-only", "no longer takes x". Empty where nothing is."""
+    if use.since and _is_older(use.since):
+        return ""
+    owner, found = _look_up(name)
+    if found is _MISSING:
+        return _GONE
+    if (use.set and _is_read_only(found)) or (use.patched and _is_immutable(owner)):
+        return _READ_ONLY
+    parameters = _parameters(found) if use.takes else ()
+    missing = [each for each in use.takes if each not in parameters]
+    return f"no longer takes {', '.join(missing)}" if missing else ""
+
+
+def _is_older(since: str) -> bool:
+    """True where the library is older than this release, as "torch 2.15"."""
+    library, _, release = since.partition(" ")
+    installed = installed_versions([library]).get(library, "0").partition("+")[0]
+    return _numbers(installed)[:2] < _numbers(release)[:2]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+
+
+def _look_up(name: str) -> tuple[Any, Any]:
+    """The owner of a dotted name and what it has under the last one, imported as far as it is a module."""
+    module, *rest = _module_of(name)
+    owner, found = None, module
+    for attribute in rest:
+        owner, found = found, _attribute(found, attribute)
+        if found is _MISSING:
+            break
+    return owner, found
+
+
+def _module_of(name: str) -> list[Any]:
+    """The innermost module on the way to a name, followed by the other words of it."""
+    words = name.split(".")
+    module: Any = importlib.import_module(words[0])
+    for at in range(1, len(words)):
+        path = ".".join(words[: at + 1])
+        if path not in sys.modules and hasattr(module, words[at]):
+            return [module, *words[at:]]
+        try:
+            module = importlib.import_module(path)
+        except ImportError:
+            return [module, *words[at:]]
+    return [module]
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """What `owner` has under this name; for a class also what its objects get, of which only the name is known."""
+    try:
+        return inspect.getattr_static(owner, name) if isinstance(owner, type) else getattr(owner, name)
+    except AttributeError:
+        kinds = owner.__mro__[:-1] if isinstance(owner, type) else ()
+        is_set = any(_sets(kind, name) for kind in kinds) or _assigns(owner, name)
+        return None if is_set else _MISSING
+
+
+def _sets(kind: type, name: str) -> bool:
+    """True where a class annotates an attribute, or a method of it assigns one of this name."""
+    return name in vars(kind).get("__annotations__", {}) or any(_assigns(each, name) for each in vars(kind).values())
+
+
+def _assigns(function: object, name: str) -> bool:
+    """True for a function that assigns an attribute of this name."""
+    function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
+    return (
+        isinstance(function, types.FunctionType)
+        and name in function.__code__.co_names
+        and any(each.opname == "STORE_ATTR" and each.argval == name for each in dis.get_instructions(function))
+    )
+
+
+def _is_read_only(found: Any) -> bool:
+    """True for a property that objects cannot be given."""
+    return isinstance(found, property) and found.fset is None
+
+
+def _is_immutable(owner: Any) -> bool:
+    """True for a class that nothing can be put into."""
+    return isinstance(owner, type) and bool(owner.__flags__ & _IMMUTABLE_TYPE)
+
+
+def _parameters(function: Any) -> Collection[str]:
+    function = getattr(function, "__func__", function)
+    return inspect.signature(function).parameters
+
+
+def state() -> State:
+    """What all parts are here."""
+    parts = read_parts()
+    for name in parts:
+        gaps(name)
+    started = time.perf_counter()
+    for name, part in parts.items():
+        if name == RUN or part.preloaded:
+            for each in part.uses:
+                problem_of(each, part.use(each))
+    milliseconds = 1000 * (time.perf_counter() - started)
+    return State(
+        versions=installed_versions(("torch", "torchao")),
+        gaps={name: dict(own_gaps(name)) for name in parts},
+        milliseconds=milliseconds,
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(state()))

@@ -1,0 +1,21 @@
+"""What FSDP2 knows of the parameters that it manages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+FSDPParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
+
+
+def fsdp_params(model: nn.Module) -> list[FSDPParam]:
+    """What FSDP2 knows of every parameter that it manages."""
+    return [
+        param
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        for param in group.fsdp_params
+    ]

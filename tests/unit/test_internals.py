@@ -1,0 +1,161 @@
+"""The list of private parts against the source of the worker: what is used is declared, what is declared is used."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from harness.internals import RUN, Part, read_parts, with_needed
+from harness.trace import RankTrace
+from tests.privates import Use, attributes_of_self, identifiers, private_uses
+
+WORKER = Path(__file__).parents[2] / "harness" / "worker"
+
+
+@functools.cache
+def sources() -> Mapping[str, ast.Module]:
+    """Every file of the worker, by its path in there."""
+    return {str(path.relative_to(WORKER)): ast.parse(path.read_text()) for path in sorted(WORKER.rglob("*.py"))}
+
+
+@functools.cache
+def inherited() -> frozenset[str]:
+    return frozenset(name for tree in sources().values() for name in attributes_of_self(tree))
+
+
+def part_of(file: str) -> str:
+    """The part that a file belongs to: that of every run, where none says so."""
+    found = [name for name, part in read_parts().items() if any(_has(each, file) for each in part.files)]
+    assert len(found) <= 1, f"{file} is of several parts: {found}"
+    return found[0] if found else RUN
+
+
+def _has(listed: str, file: str) -> bool:
+    return file.startswith(listed) if listed.endswith("/") else file == listed
+
+
+def files_of(name: str) -> list[str]:
+    """The files that may use what a part declares: its own, and those of parts that need it."""
+    return [file for file in sources() if name in (RUN, *with_needed(part_of(file)))]
+
+
+def declared_for(name: str) -> dict[str, Part]:
+    """What the files of a part may use, each with the part that declares it."""
+    parts = read_parts()
+    return {use: parts[each] for each in (RUN, *with_needed(name)) for use in parts[each].uses}
+
+
+def is_declared(use: Use, declared: Mapping[str, Part]) -> bool:
+    if not use.is_whole:
+        return any(name.endswith(use.name) for name in declared)
+    if use.name in declared:
+        return not use.patched or declared[use.name].use(use.name).patched
+    # a method of what is declared, or the module of what is looked up by a name that the source does not tell
+    return not use.patched and any(use.name.rpartition(".")[0] == n or n.startswith(f"{use.name}.") for n in declared)
+
+
+def undeclared(file: str, tree: ast.Module) -> Iterator[str]:
+    declared = declared_for(part_of(file))
+    for use in sorted(private_uses(tree, inherited())):
+        if not is_declared(use, declared):
+            yield f"{file}:{use.line} {'patches' if use.patched else 'uses'} {use.name}"
+
+
+def test_every_private_part_that_the_worker_uses_is_declared() -> None:
+    found = [line for file, tree in sources().items() for line in undeclared(file, tree)]
+    assert found == [], "declare them in harness/internals.toml, or use a public name"
+
+
+def test_every_declared_part_is_used() -> None:
+    unused = []
+    for name, part in read_parts().items():
+        used = {word for file in files_of(name) for word in identifiers(sources()[file])}
+        unused += [use for use in part.uses if not {use.rpartition(".")[2], use.rpartition("._")[2]} & used]
+    assert unused == [], "remove them from harness/internals.toml"
+
+
+def test_a_part_is_declared_once() -> None:
+    names = [use for part in read_parts().values() for use in part.uses]
+    assert len(names) > 150 and len(names) == len(set(names))
+
+
+def test_every_file_of_the_list_is_there() -> None:
+    listed = [each for part in read_parts().values() for each in part.files]
+    assert [each for each in listed if not any(_has(each, file) for file in sources())] == []
+
+
+def test_every_part_says_what_is_lost() -> None:
+    parts = read_parts()
+    assert [name for name, part in parts.items() if part.files and not part.without] == ["fsdp2"]
+    assert {part.record for part in parts.values()} - {""} <= set(RankTrace.__struct_fields__)
+    assert all(part.use(use).why for part in parts.values() for use in part.uses)
+
+
+def module_level_imports(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("harness.worker"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield str(node.module)
+
+
+def test_no_file_imports_one_of_a_part_that_its_own_does_not_need() -> None:
+    """A part that is gone must break what needs it and nothing else."""
+    wrong = []
+    for file, tree in sources().items():
+        allowed = {RUN, *with_needed(part_of(file))}
+        for module in module_level_imports(tree):
+            target = module.removeprefix("harness.worker.").replace(".", "/") + ".py"
+            if target in sources() and part_of(target) not in allowed:
+                wrong.append(f"{file} imports {target}")
+    assert wrong == []
+
+
+HEAD = "import torch\nimport torch.distributed as dist\nfrom torch._inductor import config\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from torch._x import y\ny()", "torch._x.y"),
+        ("import torch._x\ntorch._x.y.z()", "torch._x.y.z"),
+        ("def f(param):\n    return param._hidden", "._hidden"),
+        ("config.new_option = 1", "torch._inductor.config.new_option!"),
+        ("module = dist\nmodule.broadcast = None", "torch.distributed.broadcast!"),
+        ("setattr(dist, 'gather', None)", "torch.distributed.gather!"),
+        ("for each in (dist, config):\n    wrap(each, 'scatter', None)", "torch.distributed.scatter!"),
+        ("NAME = '_secret'\ngetattr(torch, NAME)", "torch._secret"),
+        ("wanted = ['_hidden_op']", "._hidden_op"),
+        ("torch.ops.aten._op.default()", "torch.ops.aten._op"),
+    ],
+)
+def test_what_is_private_is_seen(source: str, found: str) -> None:
+    uses = private_uses(ast.parse(HEAD + source))
+    assert found in {use.name + "!" * use.patched for use in uses}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n    def __init__(self, other):\n        self._x = other._x",
+        "def _f(): ...\n_f()",
+        "import functools\nfunctools._private",
+        "place._replace(owner=1)",
+        "torch.nn.Linear.__init__",
+        "'''a docstring with _names'''",
+        "def f(dist):\n    dist.broadcast = 1",
+    ],
+)
+def test_what_is_our_own_is_not(source: str) -> None:
+    uses = private_uses(ast.parse("import torch\nimport torch.distributed as dist\n" + source))
+    assert {use.name for use in uses} == set()
+
+
+def test_what_patches_needs_more_than_a_name() -> None:
+    declared = declared_for("compiled")
+    assert is_declared(Use("torch._inductor.compile_fx.fake_tensor_prop", 1), declared)
+    assert not is_declared(Use("torch._inductor.compile_fx.fake_tensor_prop", 1, patched=True), declared)
+    assert not is_declared(Use("torch._inductor.compile_fx.other", 1), declared)
