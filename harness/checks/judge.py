@@ -71,6 +71,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     explains_failures: bool = False  # it also runs when ranks failed
     record: str | None = None  # the field of `RankTrace` that it reads
     compiled_record: str | None = None  # the one that it reads of compiled runs, where it is another
+    also_reads: tuple[str, ...] = ()  # other fields, which are compared where they are there
     formula: str | None = None  # the formula of `expect/` that it evaluates
     needs_signature: bool = False  # it compares with what was recorded, where that was done with these versions
     needs_relation: bool = False  # it compares with a partner, which not every case has
@@ -82,6 +83,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
         if self.judges_partner and expect.stands_for_modules:
             return None
         return self.compiled_record or self.record if expect.case.compile != "none" else self.record
+
+    def reads(self, expect: Expectations) -> tuple[str, ...]:
+        """Every field of `RankTrace` that it reads, of a run or of its partner."""
+        record = self.record_of(expect) or self.record
+        return (*([] if record is None else [record]), *self.also_reads)
 
 
 CHECKS: tuple[Check, ...] = (
@@ -122,9 +128,16 @@ CHECKS: tuple[Check, ...] = (
         name=stated.NAME,
         function=stated.check_stated,
         record="stated",
+        also_reads=("saved_memory", "traffic"),
         absent="the target states nothing of the case: its module has no `expect`, or that returns nothing",
     ),
-    Check(name=signature.NAME, function=signature.check_signature, record="traffic", needs_signature=True),
+    Check(
+        name=signature.NAME,
+        function=signature.check_signature,
+        record="traffic",
+        also_reads=("saved_memory", "operands", "graphs"),
+        needs_signature=True,
+    ),
     Check(name=live_memory.LEAKS, function=live_memory.check_leaks, record="saved_memory"),
     Check(name=graphs.NAME, function=graphs.check_graphs, record="graphs", formula=FUSION),
     Check(
@@ -220,7 +233,9 @@ def _skipped(check: Check, run: Run, witnesses: Witnesses) -> NotJudged | None:
     reason = _inapplicable(check, run, witnesses)
     if reason is not None:
         return NotJudged(check=check.name, reason=reason)
-    reason = _unrecorded(run.traces[0].software, witnesses) if run.traces and check.needs_signature else None
+    reason = _lost(check, run, witnesses.expect)
+    if reason is None and run.traces and check.needs_signature:
+        reason = _unrecorded(run.traces[0].software, witnesses)
     return None if reason is None else NotJudged(check=check.name, reason=reason, unverified=True)
 
 
@@ -253,6 +268,12 @@ def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
 def _device(run: Run) -> str:
     """The device of the ranks; a CPU where none left a trace."""
     return run.traces[0].device if run.traces else "cpu"
+
+
+def _lost(check: Check, run: Run, expect: Expectations) -> str | None:
+    """Why the installed versions do not let ranks record what a check reads; None where they do."""
+    lost = {record: reason for trace in run.traces for record, reason in trace.not_recorded.items()}
+    return next((lost[each] for each in check.reads(expect) if each in lost and each not in expect.not_recorded), None)
 
 
 def _is_missing(check: Check, run: Run, witnesses: Witnesses) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import click
 
+from harness.cli.internals import print_internals
 from harness.cli.options import root_option
 from harness.errors import HarnessError
 from harness.evidence.costs import CostsDamaged
@@ -33,18 +34,26 @@ Examples:
   fp8-harness explain --ids                                every word of case ids, and what is out of scope
   fp8-harness explain tp=4 recipe=tensorwise               the rules for these cells of tier pr
   fp8-harness explain output_layer=true --tier nightly
+  fp8-harness explain --internals                          private parts of torch and torchao, and what they are here
 """
 
 
 @click.command("explain", epilog=_EPILOG)
 @click.argument("words", metavar="CASE-ID | AXIS=VALUE...", nargs=-1)
 @click.option("--ids", is_flag=True, help="List every word that a case id can have, and what is out of scope.")
+@click.option("--internals", is_flag=True, help="List every private part of torch and torchao that ranks use, and why.")
+@click.option("--json", "as_json", is_flag=True, help="With --internals: print JSON.")
 @click.option("--tier", default="pr", show_default=True, metavar="TIER|FILE", help="Matrix to search for AXIS=VALUE.")
 @root_option
-def explain(words: tuple[str, ...], *, ids: bool, tier: str, root: str | None) -> None:
+def explain(words: tuple[str, ...], *, ids: bool, internals: bool, as_json: bool, tier: str, root: str | None) -> None:
     """Describe a case: the words of its id, its cost and its rules. Or list the rules for AXIS=VALUE."""
+    if as_json and not internals:
+        raise HarnessError("only the private parts are printed as JSON.", where="--json", fix="give --internals too.")
     if ids:
         _print_words()
+        return
+    if internals:
+        print_internals(as_json=as_json)
         return
     project = find_project(root)
     if any("=" in word for word in words):

@@ -106,6 +106,7 @@ class Hello(Message, frozen=True, tag="hello", forbid_unknown_fields=False):
 
     version: int
     pid: int
+    notes: tuple[str, ...] = ()  # what the program says of this environment
 
 
 class Submit(Message, frozen=True, tag="submit"):

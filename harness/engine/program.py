@@ -63,6 +63,12 @@ class RankProgram(Protocol):
         """Do the work of one rank in a fresh process; the engine passes the returned bytes to its caller unchanged."""
 
 
+def notes_of(program: RankProgram) -> tuple[str, ...]:
+    """What a preloaded program says of its environment, a line each: nothing where it has no function `notes`."""
+    notes: Callable[[], tuple[str, ...]] = getattr(program, "notes", tuple)
+    return notes()
+
+
 class BrokenProgram:
     """Stands for a program that raised before it was ready: every rank raises what it raised."""
 

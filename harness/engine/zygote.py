@@ -33,7 +33,7 @@ from harness.engine.messages import (
     ToZygote,
     encode_frame,
 )
-from harness.engine.program import RankProgram, preloaded_program
+from harness.engine.program import RankProgram, notes_of, preloaded_program
 from harness.engine.supervisor import Supervisor
 
 SHUTDOWN_S = 5.0  # from losing the controller to giving up on ranks that survive SIGKILL
@@ -61,7 +61,7 @@ class Zygote:
 
         Returns what the controller did wrong; empty when it has just left.
         """
-        self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid()))
+        self._send(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), notes=notes_of(self._program)))
         while not self._end_reason:
             self._poll()
         reason, left = self._end_reason, not self._connected

@@ -109,8 +109,11 @@ class ZygoteClient:
         """False after it has died or was closed."""
         return not (self._failure or self._close_reason)
 
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the program is preloaded. After a ZygoteFailure, the caller must `close` this client."""
+    def wait_until_ready(self, timeout_s: float) -> tuple[str, ...]:
+        """Wait until the program is preloaded; returns its notes.
+
+        After a ZygoteFailure, the caller must `close` this client.
+        """
         try:
             hello = self._receive_hello(time.monotonic() + timeout_s)
         except TimeoutError:
@@ -127,6 +130,7 @@ class ZygoteClient:
         self._socket.settimeout(None)
         self._listener = threading.Thread(target=self._listen, name="fp8-harness-zygote", daemon=True)
         self._listener.start()
+        return hello.notes
 
     def _receive_hello(self, until_s: float) -> Hello | None:
         while True:

@@ -22,10 +22,18 @@ REPLY_MARGIN_S = 60.0  # after the deadline of a job; stacks, kill and sweep tak
 class ZygoteEngine:
     """Runs shares of jobs of the rank program `program`, a dotted module name, preloaded with `options` by `python`.
 
-    The first share starts the zygote. Use as a context manager, or `close` it.
+    The first share starts the zygote, and `note` gets what the program says of its environment, in any thread. Use as a
+    context manager, or `close` it.
     """
 
-    def __init__(self, program: str, options: Mapping[str, str] | None = None, python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        program: str,
+        options: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._note = note
         self._spec = ZygoteSpec(program=program, options=dict(options or {}), python=python)
         self._starting = threading.Lock()
         self._client: ZygoteClient | None = None
@@ -113,7 +121,7 @@ class ZygoteEngine:
         try:
             if self._closed:  # closed between the check above and the spawn
                 raise ZygoteFailure("the engine is closed")
-            client.wait_until_ready(START_TIMEOUT_S)
+            notes = client.wait_until_ready(START_TIMEOUT_S)
         except ZygoteFailure as failure:
             self._failed_starts += 1
             self._failure = str(failure)
@@ -123,6 +131,8 @@ class ZygoteEngine:
             client.close("interrupted while the zygote started")
             raise
         self._failed_starts = 0
+        for text in notes:
+            self._note(text)
 
     def close(self) -> None:
         """Shut down the zygote and all ranks. Pending and later shares end as `infra`."""

@@ -98,6 +98,9 @@ def make_signature(run: Run, *, case_id: str, command: str, reason: str, commit:
 
     if not run.complete or any(trace.traffic is None or trace.saved_memory is None for trace in run.traces):
         raise refused("not every rank finished and recorded traffic and saved memory", "run it on the virtual device.")
+    lost = next((reason for trace in run.traces for reason in trace.not_recorded.values()), None)
+    if lost is not None:
+        raise refused(lost, "run it with versions that every record can be had with.")
     traces = sorted(run.traces, key=lambda trace: trace.rank)
     unsettled = next((found for trace in traces for found in _unlike_settled(trace)), None)
     if unsettled is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -13,7 +13,7 @@ import msgspec
 from harness.engine.cluster import Cluster
 from harness.engine.devices import open_leases
 from harness.engine.messages import Job, JobOutcome
-from harness.engine.node import LocalNode, Node
+from harness.engine.node import LocalNode, Node, Runner
 from harness.engine.ray_cluster import open_nodes, own_address
 from harness.engine.remote import node_name
 from harness.engine.storeprocess import StoreProcess
@@ -126,6 +126,7 @@ def open_executor(
 ) -> Executor:
     """An executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`.
 
+    `note` gets what is lost in this environment, when ranks are warmed up.
     `others`: the nodes of the plan besides this machine. Those of a Ray cluster are reserved here, which may wait for
     other runs: `note` tells the user.
     """
@@ -138,12 +139,34 @@ def open_executor(
     return Executor(plan, Cluster([node, *others], met), project.root)
 
 
+class _Once:
+    """Passes every text on once: several zygotes say the same of one environment. Thread-safe."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+
+    def __call__(self, text: str) -> None:
+        with self._lock:
+            is_new = text not in self._told
+            self._told.add(text)
+        if is_new:
+            self._note(text)
+
+
 def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> LocalNode:
     """This machine as a node of the plan, whose first capacity is that of this machine. `note`: what it waits for."""
-    launch = TorchrunEngine if plan.engine == "torchrun" else ZygoteEngine
+    told = _Once(note)
+
+    def launch(preload: Mapping[str, str]) -> Runner:
+        if plan.engine == "torchrun":
+            return TorchrunEngine(plan.program, preload)
+        return ZygoteEngine(plan.program, preload, note=told)
+
     here = plan.capacity.nodes[0]
     leases = open_leases(project.lease_folder(), plan.device, here.slots, note)
-    node = LocalNode(lambda preload: launch(plan.program, preload), leases, here, logs=plan.logs)
+    node = LocalNode(launch, leases, here, logs=plan.logs)
     if plan.rendezvous is not None:
         node.name = node_name(plan.rendezvous.node_rank, here.host)
     return node

@@ -146,6 +146,25 @@ BY_FORMULA = {
 }
 
 
+@pytest.mark.parametrize(
+    ("text", "record", "lost"),
+    [
+        ("fsdp2-tensorwise-v2048-b16", "operands", {"scales", "recompute"}),
+        ("fsdp2-tensorwise-v2048-b16", "saved_memory", {"memory", "live_memory", "leaks"}),
+        ("fsdp2-tensorwise-v2048-b16", "graphs", set()),  # it compiles nothing
+        ("tp2-tensorwise-tpstyle.fp8-graph-v2048-f64", "graphs", {"graph_scales", "recompute", "graphs"}),
+    ],
+)
+def test_what_the_versions_do_not_let_ranks_record_is_not_judged_and_says_why(
+    text: str, record: str, lost: set[str]
+) -> None:
+    case, gone = parse_case_id(text), "torch 2.15.0: a.b._c is gone: this and that is not judged"
+    run = make_run(case, not_recorded={record: gone})
+    found = judge(case, run, "ok", Witnesses(expect=Expectations(case), records=(record,)))
+    assert {each.check for each in found.not_judged if each.reason == gone and each.unverified} == lost
+    assert "which they were asked for" not in messages(found)
+
+
 @pytest.mark.parametrize("software", [SOFTWARE, {"torch": "2.99.0"}, {"python": "3.12"}, {}])
 def test_a_formula_judges_with_every_version_and_its_findings_name_it(software: dict[str, str]) -> None:
     found = judge(CASE, make_run(CASE, **RECORDED, software=software), "ok", witnesses())
