@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.internals import RUN, Part, read_parts, with_needed
+from harness.internals import Use as Declared
 from harness.trace import RankTrace
+from harness.worker.internals import problem_of
 from tests.privates import Use, attributes_of_self, identifiers, private_uses
 
 WORKER = Path(__file__).parents[2] / "harness" / "worker"
@@ -159,3 +164,44 @@ def test_what_patches_needs_more_than_a_name() -> None:
     assert is_declared(Use("torch._inductor.compile_fx.fake_tensor_prop", 1), declared)
     assert not is_declared(Use("torch._inductor.compile_fx.fake_tensor_prop", 1, patched=True), declared)
     assert not is_declared(Use("torch._inductor.compile_fx.other", 1), declared)
+
+
+class Base:
+    annotated: int
+
+    def __init__(self) -> None:
+        self.assigned = 1
+
+    @property
+    def read_only(self) -> int:
+        return 1
+
+    def method(self, known: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "problem"),
+    [
+        ("Base", {}, ""),
+        ("Base.annotated", {}, ""),
+        ("Base.assigned", {"set": True}, ""),
+        ("Base.other", {}, "is gone"),
+        ("Base.other.deeper", {}, "is gone"),
+        ("Missing", {}, "is gone"),
+        ("Base.read_only", {}, ""),
+        ("Base.read_only", {"set": True}, "is read-only"),
+        ("Base.read_only", {"patched": True}, ""),  # in the class another property can stand in its place
+        ("Base.method", {"takes": ("known",)}, ""),
+        ("Base.method", {"takes": ("known", "new", "other")}, "no longer takes new, other"),
+        ("int.real", {"patched": True}, "is read-only"),
+        ("Missing", {"since": "pytest 999.1"}, ""),
+        ("Missing", {"since": "pytest 1.0"}, "is gone"),
+    ],
+)
+def test_what_is_not_as_declared_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, use: dict[str, Any], problem: str
+) -> None:
+    library = types.ModuleType("library")
+    vars(library).update(Base=Base, int=int)
+    monkeypatch.setitem(sys.modules, "library", library)
+    assert problem_of(f"library.{name}", Declared(why="a test", **use)) == problem

@@ -1,0 +1,80 @@
+"""Private parts of torch and torchao: the installed ones are as declared, and one that is gone costs a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.checks.judge import judge, run_from_outcome
+from harness.checks.witnesses import Witnesses
+from harness.engine.messages import JobOutcome
+from harness.engine.zygote_engine import ZygoteEngine
+from harness.expect.expectations import Expectations
+from harness.internals import State, read_parts
+from harness.matrix.caseid import parse_case_id
+from harness.running.internals import internals_here
+from harness.running.plan import PROBES
+from harness.sources import installed_versions
+from tests.jobs import run_request
+from tests.worker.conftest import make_request
+
+EAGER = parse_case_id("fsdp2-tensorwise-v2048-s1-b16")
+COMPILED = parse_case_id("single-tensorwise-graph-v2048-s1-f64")
+OF_MEMORY = "torch.utils.checkpoint._VersionWrapper"  # torch itself uses it for selective checkpointing alone
+OF_COMPILED = "torch._inductor.fx_passes.post_grad.view_to_reshape"
+OF_EVERY_RUN = "torch.distributed.tensor.debug._clear_sharding_prop_cache"
+
+
+@pytest.fixture(scope="module")
+def state() -> State:
+    return internals_here()
+
+
+def test_every_private_part_is_as_declared_with_the_installed_versions(state: State) -> None:
+    assert set(state.gaps) == set(read_parts())
+    assert {part: found for part, found in state.gaps.items() if found} == {}
+    assert state.versions == installed_versions(("torch", "torchao"))
+
+
+def test_the_check_takes_milliseconds(state: State) -> None:
+    assert state.milliseconds < 200, "it took 12 ms on an idle machine"
+
+
+def line(name: str, lost: str) -> str:
+    return f"torch {installed_versions(['torch'])['torch']}: {name} is gone: {lost}"
+
+
+def without(names: str, *cases: object, folder: Path) -> tuple[list[str], list[JobOutcome]]:
+    """What is said at the start, and how these cases end, with a torch that lacks these names."""
+    notes: list[str] = []
+    options = {"device": "cpu", "compile": "on", "warmup": "off", "without": names}
+    with ZygoteEngine("tests.worker.brokenprogram", options, note=notes.append) as engine:
+        outcomes = []
+        for number, case in enumerate(cases):
+            job = folder / str(number)
+            job.mkdir()
+            outcomes.append(run_request(engine, job, make_request(case, probes=PROBES)))  # type: ignore[arg-type]
+    return notes, outcomes
+
+
+def test_a_part_that_is_gone_costs_its_checks_and_the_cases_that_need_it(tmp_path: Path) -> None:
+    notes, (eager, compiled) = without(f"{OF_MEMORY} {OF_COMPILED}", EAGER, COMPILED, folder=tmp_path)
+    of_memory = line(OF_MEMORY, read_parts()["saved_memory"].without)
+    of_compiled = line(OF_COMPILED, read_parts()["compiled"].without)
+    assert len(notes) == 2 and of_memory in notes
+    assert any(note.startswith(of_compiled) for note in notes)
+    assert compiled.status == "crash" and compiled.message.endswith(f"RuntimeError: {of_compiled}")
+    assert eager.status == "ok", eager.message
+    run = run_from_outcome(eager)
+    found = judge(EAGER, run, eager.status, Witnesses(expect=Expectations(EAGER), records=PROBES))
+    reasons = {each.check: each.reason for each in found.not_judged if each.unverified}
+    assert reasons == dict.fromkeys(("memory", "live_memory", "leaks"), of_memory)
+    assert {"scales", "traffic", "fp8_on"} <= set(found.checks)
+    assert all(trace.saved_memory is None and trace.operands is not None for trace in run.traces)
+
+
+def test_without_what_every_run_needs_ranks_say_so_in_one_line(tmp_path: Path) -> None:
+    notes, (outcome,) = without(OF_EVERY_RUN, EAGER, folder=tmp_path)
+    assert notes == [line(OF_EVERY_RUN, "no case can run")]
+    assert outcome.status == "crash" and outcome.message.endswith(f"RuntimeError: {notes[0]}")
