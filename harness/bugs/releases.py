@@ -13,7 +13,8 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import InvalidVersion, Version
 
 from harness.errors import HarnessError
-from harness.running.environments import Source, last_line
+from harness.running.environments import last_line
+from harness.running.versions import Source
 
 _LIST_S = 120.0
 

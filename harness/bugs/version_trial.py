@@ -18,7 +18,7 @@ from harness.bugs.reproduce import Reproduced
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
-from harness.running.environments import NotInstalled, Source, python_with
+from harness.running.versions import NotInstalled, Versions
 from harness.sources import source_digest
 
 _TRIAL_S = 1800.0  # of one case and its witnesses
@@ -31,18 +31,17 @@ class VersionTrial:
     """Runs one case with versions of one package by `bug repro CASE_WORD WORDS`."""
 
     def __init__(
-        self, project: Project, case_word: str, case: Case, *, package: str, source: Source, words: Sequence[str] = ()
+        self, project: Project, case_word: str, case: Case, versions: Versions, *, words: Sequence[str] = ()
     ) -> None:
-        self._case_word, self._package, self._source, self._words = case_word, package, source, tuple(words)
+        self._case_word, self._versions, self._words = case_word, versions, tuple(words)
         self._folder = project.state / "versions"
         # What the answers depend on besides the version: the case, the injections, and the harness itself.
-        self.depends_on = (case_id(case), package, *words, source_digest(_HARNESS, _HARNESS.rglob("*.py")))
+        self.depends_on = (case_id(case), versions.package, *words, source_digest(_HARNESS, _HARNESS.rglob("*.py")))
 
     def run(self, version: str) -> VersionAnswer:
         """Install the version and run the case with it. A version that tells nothing is skipped, with the reason."""
         try:
-            python = python_with(self._package, version, self._source, self._folder)
-            answer, why = self._repro(python, version)
+            answer, why = self._repro(self._versions.environment(version).python, version)
         except NotInstalled as error:
             return VersionAnswer(version=version, answer="skipped", why=f"not installed: {error}")
         except subprocess.TimeoutExpired as error:
@@ -51,7 +50,7 @@ class VersionTrial:
 
     def _repro(self, python: Path, version: str) -> tuple[Answer, str]:
         """What `bug repro --exit-code` answers, and what it says in a line."""
-        result = self._folder / f"{self._package}-{version}.json"
+        result = self._folder / f"{self._versions.package}-{version}.json"
         first = self._folder / f"{key_of(self.depends_on)}.json"
         result.unlink(missing_ok=True)
         like = ("--like", str(first)) if first.exists() else ()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from harness.cli.options import json_option, quiet_option, root_option, write_json
+from harness.cli.options import json_option, quiet_option, root_option, versions_parameter, write_json
+
+if TYPE_CHECKING:
+    from harness.running.versions import Versions
 
 _EPILOG = """\b
 Examples:
@@ -15,10 +19,12 @@ Examples:
   fp8-harness bug bisect tp2-rowwise-v2048-s2-f64 --package torchao --good 0.14.1 --bad 0.18.0
   fp8-harness bug bisect ao-2677 --package torchao --bad 0.10.0 --good 0.18.0
   fp8-harness bug bisect my.toml --package torchao --good 0.14.1 --bad 0.18.0 --find-links wheels/
+  fp8-harness bug bisect CASE --package torch --good 2.13.0 --bad 2.15.0 --env 2.15.0=.venv-new
 
 \b
 Every version is installed once, into an environment in the state folder
-that sees all other packages of this one; its results are kept. Over
+that sees all other packages of this one, unless --env has it or it runs
+now; torch comes with its libraries, 5 GB with CUDA. Results are kept. Over
 commits: git bisect run fp8-harness bug repro CASE --exit-code
 
 \b
@@ -32,13 +38,7 @@ version is not good or the bad one not bad, 130 interrupted.
 @click.option("--package", required=True, help="The package to bisect, such as torchao.")
 @click.option("--good", metavar="VERSION", required=True, help="A version with which CASE does not fail.")
 @click.option("--bad", metavar="VERSION", required=True, help="A version with which it fails.")
-@click.option("--index-url", metavar="URL", help="Take versions from this package index.")
-@click.option(
-    "--find-links",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Take versions from the wheels in this folder, and from no index.",
-)
+@versions_parameter
 @click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank. Repeatable.")
 @json_option("what was tried")
 @quiet_option
@@ -49,8 +49,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     package: str,
     good: str,
     bad: str,
-    index_url: str | None,
-    find_links: Path | None,
+    versions_for: Callable[..., Versions],
     inject: tuple[str, ...],
     json_file: Path | None,
     quiet: bool,
@@ -68,16 +67,15 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     from harness.bugs.version_trial import VersionTrial
     from harness.project import find_project
     from harness.report.bugs import bisected_text
-    from harness.running.environments import Source
     from harness.running.progress import open_progress
 
     project = find_project(root)
     named = named_case(project, case)
-    source = Source(index_url=index_url, find_links=find_links)
-    versions = versions_between(package, good, bad, source)
     words = (*(("--root", root) if root is not None else ()), *(word for each in inject for word in ("--inject", each)))
-    trial = VersionTrial(project, case, named.case, package=package, source=source, words=words)
     with open_progress(quiet=quiet) as progress:
+        environments = versions_for(project, package, progress.note)
+        versions = versions_between(package, good, bad, environments.source)
+        trial = VersionTrial(project, case, named.case, environments, words=words)
         answers = open_answers(project, trial.depends_on)
         found = bisect(versions, _spelled(bad, versions), trial.run, answers, package=package, note=progress.note)
     click.echo(bisected_text(found), nl=False, err=str(json_file) == "-")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from harness.document import RunDocument
     from harness.project import Project
     from harness.running.environments import NamedEnvironment
+    from harness.running.versions import Versions
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-_WORST_FIRST = (ExitCode.INTERRUPTED, ExitCode.FAILED, ExitCode.NOTHING_RAN, ExitCode.INFRA)
+_WORST_FIRST = (
+    ExitCode.INTERRUPTED, ExitCode.FAILED, ExitCode.NOTHING_RAN, ExitCode.INFRA, ExitCode.CHANGED,
+)  # fmt: skip
 
 
 def run_in_environments(project: Project, given: Sequence[str], words: Sequence[str]) -> int:
@@ -27,34 +30,63 @@ def run_in_environments(project: Project, given: Sequence[str], words: Sequence[
     from harness.report.environments import environments_text
     from harness.running.environments import NamedEnvironment, python_over
 
-    named = [_named(text) for text in given]
-    if len({name for name, _ in named}) < len(named):
-        raise HarnessError("two environments have one name.", where="--env", fix="give each a name of its own.")
     folder = project.state / "environments"
-    environments = [NamedEnvironment(name=name, python=python_over(path, folder)) for name, path in named]
+    environments = [
+        NamedEnvironment(name=name, python=python_over(path, folder), folder=path)
+        for name, path in given_environments(given).items()
+    ]
     runs = run_in_each(project, environments, words)
     click.echo(environments_text(runs), nl=False)
     return exit_code_of(runs)
 
 
-def versions_of(project: Project, text: str) -> list[NamedEnvironment]:
-    """The environments of `--matrix PACKAGE=V1,V2`, made where they are not there."""
-    from harness.running.environments import NamedEnvironment, NotInstalled, Source, python_with
+def open_versions(
+    project: Project,
+    package: str,
+    note: Callable[[str], None],
+    *,
+    index_url: str | None,
+    find_links: Path | None,
+    environments: Sequence[str],
+) -> Versions:
+    """The environments of the versions of a package, with `options.version_options`."""
+    from harness.running.versions import Source, Versions
 
+    source, given = Source(index_url=index_url, find_links=find_links), given_environments(environments)
+    return Versions(package, project.state / "versions", source=source, given=given, note=note)
+
+
+def versions_of(project: Project, text: str, versions_for: Callable[..., Versions]) -> list[NamedEnvironment]:
+    """The environments of `--matrix PACKAGE=V1,V2`: given by `--env`, the one that runs, or made and kept."""
     package, _, listed = text.partition("=")
-    versions = [version.strip() for version in listed.split(",") if version.strip()]
-    if not package or len(set(versions)) < 2:
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if not package or len(set(names)) < 2:
         fix = "write --matrix torchao=0.17.0,0.18.0."
         raise HarnessError("it names no package with two versions.", where=f"--matrix {text}", fix=fix)
-    environments = []
-    for version in versions:
-        try:
-            python = python_with(package, version, Source(), project.state / "versions")
-        except (NotInstalled, subprocess.TimeoutExpired) as error:
-            what, fix = f"{package} {version} cannot be installed: {error}.", "check the version and the index of pip."
-            raise HarnessError(what, where="--matrix", fix=fix) from error
-        environments.append(NamedEnvironment(name=f"{package}-{version}", python=python))
-    return environments
+    versions = versions_for(project, package, _note)
+    for name in versions.given:
+        if name not in names:
+            raise HarnessError(f"--matrix {text} has no {name}.", where="--env", fix="name one of its versions.")
+    return [_with_version(versions, name) for name in names]
+
+
+def _with_version(versions: Versions, version: str) -> NamedEnvironment:
+    from harness.running.versions import NotInstalled
+
+    try:
+        return versions.environment(version)
+    except (NotInstalled, subprocess.TimeoutExpired) as error:
+        what = f"{versions.package} {version} cannot be installed: {error}."
+        fix = "check the version and the index, or give an environment that has it by --env."
+        raise HarnessError(what, where="--matrix", fix=fix) from error
+
+
+def given_environments(given: Sequence[str]) -> dict[str, Path]:
+    """The virtual environments of `--env NAME=PATH` by name."""
+    named = [_named(text) for text in given]
+    if len({name for name, _ in named}) < len(named):
+        raise HarnessError("two environments have one name.", where="--env", fix="give each a name of its own.")
+    return dict(named)
 
 
 def run_in_each(
@@ -67,11 +99,15 @@ def run_in_each(
     folder.mkdir(parents=True, exist_ok=True)
     runs = {}
     for environment in environments:
-        click.echo(f"fp8-harness: note: {environment.name}", err=True)
+        _note(environment.name)
         runs[environment.name] = run_in_environment(environment, words, folder)
         if runs[environment.name].interrupted:
             raise KeyboardInterrupt
     return runs
+
+
+def _note(text: str) -> None:
+    click.echo(f"fp8-harness: note: {text}", err=True)
 
 
 def exit_code_of(runs: Mapping[str, RunDocument]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from harness.gate.reason import Allowance
     from harness.gate.references import Goldens
     from harness.project import Project
+    from harness.running.versions import Versions
 
 _EPILOG = """\b
 Examples:
@@ -29,17 +30,22 @@ Examples:
   fp8-harness gate --baseline v1 --candidate v2 --allow 'wire=two gathers became one'
   fp8-harness gate --baseline v1 --candidate v2 --html gate.html
   fp8-harness gate --matrix torchao=0.17.0,0.18.0 pr --select tp=2 -j 4
+  fp8-harness gate --matrix torch=2.13.0,2.15.0 pr
+  fp8-harness gate --matrix torch=2.15.0,nightly --env nightly=.venv-nightly pr
 
 \b
 A and B are a name of `run --name`, "last", "last~2", the folder of a run,
 a file of `run --json`, or a folder of such files, the shards of one run.
-Cases in cases/quarantine.toml do not gate.
+Cases in cases/quarantine.toml do not gate. Environments of --matrix are made
+in the state folder and kept; torch comes with its libraries, 5 GB with CUDA.
 
 \b
 Exit codes: 0 GO, 1 NO-GO, 2 usage or bad input, 3 nothing to compare.
 """
 
 _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
+_OF_THE_VERSIONS = ("environments", "index_url", "find_links")
+_Sides = tuple[tuple[str, str], "tuple[RunDocument, RunDocument]"]  # names and results
 
 
 @click.command("gate", epilog=_EPILOG)
@@ -56,6 +62,7 @@ _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
 @click.option("--allow", "allowed", metavar="KIND=WHY", multiple=True, help="Accept a kind of change. Repeatable.")
 @click.option("--strict", is_flag=True, help="Cases that failed before gate too.")
 @click.option("--gate-times", is_flag=True, help="A slower candidate gates on a CPU too.")
+@options.versions_parameter
 @options.json_option("the answer")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=options.OUTPUT, help="Write the answer as markdown.")
 @options.html_option
@@ -72,6 +79,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     allowed: tuple[str, ...],
     strict: bool,
     gate_times: bool,
+    versions_for: Callable[..., Versions],
     json_file: Path | None,
     markdown_file: Path | None,
     html_file: Path | None,
@@ -82,7 +90,6 @@ def gate_command(  # noqa: PLR0913  one parameter an option
 
     With --matrix the tiers are run, and --select, -j and --timeout-s are as in `run`.
     """
-    from harness.cli.environments import given_words
     from harness.gate.gate import GatePolicy, gate
     from harness.matrix.quarantine import read_quarantine
     from harness.matrix.required import read_required
@@ -98,8 +105,12 @@ def gate_command(  # noqa: PLR0913  one parameter an option
         strict=strict,
         gate_times=gate_times,
     )
-    words = given_words(_OF_THE_RUNS)
-    names, (before, after) = _sides(project, words, baseline, candidate, matrix, root)
+    if matrix is not None and (baseline is not None or candidate is not None):
+        what = "the first and the last version are compared."
+        raise HarnessError(what, where="--matrix", fix="leave out --baseline and --candidate.")
+    names, (before, after) = (
+        _stored(project, baseline, candidate) if matrix is None else _of_matrix(project, matrix, versions_for, root)
+    )
     found = gate(before, after, terms, names=names, goldens=_goldens(project, after))
     width = shutil.get_terminal_size().columns
     click.echo(gate_text(found, width=width), nl=False, err=str(json_file) == "-")
@@ -116,37 +127,26 @@ def _page(project: Project, found: Gate, candidate: RunDocument) -> bytes:
     return page_of(project, candidate, front=gate_front(found, candidate))
 
 
-def _sides(
-    project: Project,
-    words: Sequence[str],
-    baseline: str | None,
-    candidate: str | None,
-    matrix: str | None,
-    root: str | None,
-) -> tuple[tuple[str, str], tuple[RunDocument, RunDocument]]:
-    """The names and the results of the two sides: two that are stored, or of runs, with these words, of versions."""
+def _stored(project: Project, baseline: str | None, candidate: str | None) -> _Sides:
+    """The names and the results of two sides that are stored."""
+    from harness.cli.environments import given_words
     from harness.running.stored import results_of
 
-    if matrix is not None:
-        if baseline is not None or candidate is not None:
-            what = "the first and the last version are compared."
-            raise HarnessError(what, where="--matrix", fix="leave out --baseline and --candidate.")
-        return _matrix(project, matrix, [*words, *(() if root is None else ("--root", root))])
     if baseline is None or candidate is None:
         raise click.UsageError("--baseline and --candidate are needed, or --matrix.")
-    if words:
-        raise click.UsageError("tiers, --select, -j and --timeout-s are of the runs that --matrix makes.")
+    if given_words((*_OF_THE_RUNS, *_OF_THE_VERSIONS)):
+        options_of_matrix = "--select, -j, --timeout-s, --env, --index-url and --find-links"
+        raise click.UsageError(f"tiers, {options_of_matrix} are of the runs that --matrix makes.")
     return (baseline, candidate), (results_of(project, baseline), results_of(project, candidate))
 
 
-def _matrix(
-    project: Project, matrix: str, words: Sequence[str]
-) -> tuple[tuple[str, str], tuple[RunDocument, RunDocument]]:
+def _of_matrix(project: Project, matrix: str, versions_for: Callable[..., Versions], root: str | None) -> _Sides:
     """The first and the last version of a package, after the tiers were run with every one."""
-    from harness.cli.environments import run_in_each, versions_of
+    from harness.cli.environments import given_words, run_in_each, versions_of
     from harness.report.environments import environments_text
 
-    runs = run_in_each(project, versions_of(project, matrix), words)
+    words = [*given_words(_OF_THE_RUNS), *(() if root is None else ("--root", root))]
+    runs = run_in_each(project, versions_of(project, matrix, versions_for), words)
     click.echo(environments_text(runs), err=True)
     first, *_, last = runs
     return (first, last), (runs[first], runs[last])

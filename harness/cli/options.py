@@ -112,6 +112,23 @@ markdown_option = click.option(
 html_option = click.option(
     "--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file that needs no network."
 )
+# Where versions of a package come from.
+version_options = compose_options(
+    click.option("--index-url", metavar="URL", help="Take versions from this package index."),
+    click.option(
+        "--find-links",
+        metavar="DIR",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        help="Take versions from the wheels in this folder, and from no index.",
+    ),
+    click.option(
+        "--env",
+        "environments",
+        metavar="VERSION=VENV",
+        multiple=True,
+        help="Use this virtual environment for that version. Repeatable.",
+    ),
+)
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 
 # Which cases.
@@ -213,6 +230,19 @@ def plan_parameter(command: Command) -> Command:
         return command(plan_for=functools.partial(make_plan, **options), **given)
 
     return plan_options(with_plan)
+
+
+def versions_parameter(command: Command) -> Command:
+    """`version_options`, passed to the command as one parameter `versions_for`: `open_versions` with these options."""
+
+    @functools.wraps(command)
+    def with_versions(**given: Any) -> Any:
+        from harness.cli.environments import open_versions
+
+        options = {name: given.pop(name) for name in ("index_url", "find_links", "environments")}
+        return command(versions_for=functools.partial(open_versions, **options), **given)
+
+    return version_options(with_versions)
 
 
 def write_output(path: Path | None, content: Callable[[], bytes]) -> None:

@@ -1,12 +1,12 @@
-"""Other Python environments that run the same cases: one with another version of a package, or one that a user made.
+"""Other Python environments that run the same cases: virtual environments of a user, as they are.
 
-Both are made in the state folder: what they have of their own comes first, then this harness, then every other package
-of the environment that runs. So they cost little, and need not have the harness installed.
+What they have comes first, then every other package of the environment that runs; the harness is always the one that
+runs. So they need not have it installed.
 """
 
 from __future__ import annotations
 
-import shutil
+import shlex
 import site
 import subprocess
 import sys
@@ -17,57 +17,23 @@ from hashlib import sha256
 from pathlib import Path
 
 import msgspec
-from packaging.utils import canonicalize_name
+from msgspec.structs import replace
 
 from harness.document import RunDocument
 from harness.errors import HarnessError
 from harness.jsonform import from_json
 from harness.running.stored import read_document
 
-_HARNESS = Path(__file__).parents[2]  # what the environments run is the harness that runs
-_INSTALL_S = 1800.0
+HARNESS = Path(__file__).parents[2]  # what the environments run is the harness that runs
 _PACKAGES = ("torch", "torchao", "torchtitan", "numpy")  # come from the environment of the user if it has them
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Where versions come from: the index of pip, another one, or a folder of wheels."""
-
-    index_url: str | None = None
-    find_links: Path | None = None
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The options of pip and uv."""
-        index = () if self.index_url is None else ("--index-url", self.index_url)
-        links = () if self.find_links is None else ("--no-index", "--find-links", str(self.find_links))
-        return (*index, *links)
-
-
-class NotInstalled(Exception):
-    """A version that cannot be installed; the text says why."""
-
-
 class NamedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment under the name of its runs."""
+    """An environment under the name of its runs. `folder`: that of `run --env`; None for the one that runs."""
 
     name: str
     python: Path
-
-
-def python_with(package: str, version: str, source: Source, folder: Path) -> Path:
-    """The Python of an environment with this version, made in `folder` where it is not there.
-
-    Raises NotInstalled, or TimeoutExpired.
-    """
-    home = folder / f"{canonicalize_name(package)}-{version}"
-    python, done = home / "bin" / "python", home / ".ready"
-    if not done.exists():
-        shutil.rmtree(home, ignore_errors=True)
-        venv.create(home, with_pip=False, symlinks=True)
-        _install(package, version, source, python)
-        done.touch()
-    _add_paths(home, [str(_HARNESS), *site.getsitepackages()])  # another checkout may have made it
-    return python
+    folder: Path | None = None
 
 
 def python_over(path: Path, folder: Path) -> Path:
@@ -76,15 +42,19 @@ def python_over(path: Path, folder: Path) -> Path:
     Raises HarnessError where `path` is none, is of another Python, or hides a package behind a hook of its own.
     """
     where, packages = f"--env {path}", _site_packages(path)
-    lines = [f"import site; site.addsitedir({str(packages)!r})", str(_HARNESS), *site.getsitepackages()]
+    checkout = [str(HARNESS)] if (HARNESS / "pyproject.toml").is_file() else []  # has no package that hides theirs
+    lines = [*checkout, f"import site; site.addsitedir({str(packages)!r})", str(HARNESS), *site.getsitepackages()]
     home = folder / f"over-{sha256(repr(lines).encode()).hexdigest()[:16]}"
     if not (home / ".ready").exists():
         venv.create(home, with_pip=False, symlinks=True, clear=True)
-        _add_paths(home, lines)
+        add_paths(home, lines)
         (home / ".ready").touch()
     theirs, ours = _origins(path / "bin" / "python"), _origins(home / "bin" / "python")
+    if ours.pop("harness") != str(HARNESS / "harness" / "__init__.py"):
+        fix = "remove fp8-harness there: the one that runs is used."
+        raise HarnessError("it has a harness of its own.", where=where, fix=fix)
     for name, origin in theirs.items():
-        if origin and ours[name] != origin:
+        if origin and ours.get(name, origin) != origin:
             what = f"{name} would be imported from {ours[name]}, not from {origin}."
             fix = f"install {name} there without -e, or --config-settings editable_mode=compat."
             raise HarnessError(what, where=where, fix=fix)
@@ -106,10 +76,18 @@ def run_in_environment(place: NamedEnvironment, words: Sequence[str], folder: Pa
             code = process.wait()
     if not file.exists():
         raise HarnessError(f"the run there ended with {code}.", where=place.name, fix="see what it says above.")
-    return read_document(file)
+    return _repeated_there(read_document(file), place)
 
 
-def _add_paths(home: Path, lines: Sequence[str]) -> None:
+def _repeated_there(run: RunDocument, place: NamedEnvironment) -> RunDocument:
+    """The results, with commands that repeat cases in the same environment."""
+    if place.folder is None:
+        return run
+    words = shlex.join(("--env", f"{place.name}={place.folder}"))
+    return replace(run, cases=tuple(replace(case, command=f"{case.command} {words}") for case in run.cases))
+
+
+def add_paths(home: Path, lines: Sequence[str]) -> None:
     """Write what else the environment at `home` imports from, in this order, after its own packages."""
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
     (packages / "of_the_harness.pth").write_text("".join(f"{line}\n" for line in lines))
@@ -137,25 +115,26 @@ def _origins(python: Path) -> dict[str, str]:
         "import importlib.util, json, sys; found = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}; "
         "print(json.dumps({name: spec.origin or '' if spec else '' for name, spec in found.items()}))"
     )
-    command = [str(python), "-I", "-c", code, *_PACKAGES]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return from_json(_said_by(python, code, (*_PACKAGES, "harness")), dict[str, str])
+
+
+def installed_in(python: Path, package: str) -> str:
+    """The version of a package that this Python would import; empty where it has none. Raises HarnessError."""
+    code = (
+        "import json, sys; from importlib import metadata\n"
+        "try: print(json.dumps(metadata.version(sys.argv[1])))\n"
+        "except metadata.PackageNotFoundError: print(json.dumps(''))"
+    )
+    return from_json(_said_by(python, code, (package,)), str)
+
+
+def _said_by(python: Path, code: str, words: Sequence[str]) -> bytes:
+    """What the code prints there. Raises HarnessError where it ends otherwise than well."""
+    done = subprocess.run([str(python), "-I", "-c", code, *words], capture_output=True, check=False, timeout=60)
     if done.returncode != 0:
-        what = f"its Python does not start: {last_line(done.stderr)}."
+        what = f"its Python does not start: {last_line(done.stderr.decode(errors='replace'))}."
         raise HarnessError(what, where=str(python), fix="make the environment again.")
-    return from_json(done.stdout.encode(), dict[str, str])
-
-
-def _install(package: str, version: str, source: Source, python: Path) -> None:
-    wanted = f"{package}=={version}"
-    uv = shutil.which("uv")
-    if uv is not None:
-        command = [uv, "pip", "install", "--python", str(python), "--no-deps", *source.options, wanted]
-    else:
-        pip = [sys.executable, "-m", "pip", "--python", str(python)]
-        command = [*pip, "install", "--quiet", "--no-deps", "--only-binary", ":all:", *source.options, wanted]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S, check=False)
-    if done.returncode != 0:
-        raise NotInstalled(last_line(done.stderr) or f"{Path(command[0]).name} ended with {done.returncode}")
+    return done.stdout
 
 
 def last_line(text: str) -> str:

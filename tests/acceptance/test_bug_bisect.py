@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from harness.running.environments import NotInstalled, Source, python_with
+from harness.running.versions import NotInstalled, Source, Versions
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -29,17 +30,30 @@ def wheel(folder: Path, version: str, text: str = "") -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
+def environment(folder: Path, version: str, text: str = "") -> Path:
+    """A virtual environment with this version of the module, and no harness."""
+    venv.create(folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    wheel(folder, version, text)
+    with zipfile.ZipFile(folder / f"{PACKAGE}-{version}-py3-none-any.whl") as file:
+        file.extractall(packages)
+    return folder
+
+
 def test_an_environment_has_its_version_and_everything_else(tmp_path: Path) -> None:
     wheel(tmp_path, "0.3")
-    source = Source(find_links=tmp_path)
-    python = python_with(PACKAGE, "0.3", source, tmp_path / "versions")
+    told: list[str] = []
+    versions = Versions(PACKAGE, tmp_path / "versions", source=Source(find_links=tmp_path), note=told.append)
+    made = versions.environment("0.3")
     code = f"import {PACKAGE}, harness, msgspec; print({PACKAGE}.VERSION, harness.__file__)"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run([made.python, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == ["0.3", str(Path(sys.modules["harness"].__file__ or ""))]
+    assert told[0] == f"{PACKAGE} 0.3: installing it into {made.folder}, which is kept" and "KiB in" in told[-1]
     (tmp_path / f"{PACKAGE}-0.3-py3-none-any.whl").unlink()
-    assert python_with(PACKAGE, "0.3", source, tmp_path / "versions") == python  # installed once
+    assert versions.environment("0.3") == made and sum("installing it" in line for line in told) == 1
     with pytest.raises(NotInstalled, match=r"0\.4"):
-        python_with(PACKAGE, "0.4", source, tmp_path / "versions")
+        versions.environment("0.4")
+    assert not (tmp_path / "versions" / f"{PACKAGE}-0.4").exists()
 
 
 def test_the_version_that_breaks_a_case_is_found(project: Command) -> None:
@@ -48,7 +62,10 @@ def test_the_version_that_breaks_a_case_is_found(project: Command) -> None:
     for version in ("0.1", "0.2", "0.3"):
         wheel(wheels, version, f"def apply(): assert VERSION < '0.3', 'version is not below {version}'\n")
     (project.folder / "broken.py").write_text(f"from {PACKAGE} import apply\n")
+    (wheels / f"{PACKAGE}-0.2-py3-none-any.whl").write_text("not read: --env has this version")
+    environment(project.folder / "mine", "0.2", "def apply(): assert VERSION < '0.3'\n")
     words = ("bug", "bisect", CASE, "--package", PACKAGE, "--find-links", "wheels", "--inject", "broken.py:apply")
+    words = (*words, "--env", "0.2=mine")
     done = project.call(*words, "--good", "0.1", "--bad", "0.3", "--json", "bisect.json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"the first version that fails: {PACKAGE} 0.3\n  good      0.2: no failure\n")

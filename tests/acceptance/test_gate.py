@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import venv
-from pathlib import Path
 from typing import Any
 
 from tests.acceptance.conftest import Command
-from tests.acceptance.test_bug_bisect import PACKAGE, wheel
+from tests.acceptance.test_bug_bisect import PACKAGE, environment, wheel
 
 CPU = ("--device", "cpu")
 BREAKS = "def apply():\n    raise ValueError('broken')\n"
@@ -59,6 +57,7 @@ def test_what_cannot_be_compared_has_codes_of_its_own(project: Command) -> None:
         (("--baseline", "v1", "--candidate", "v2", "--allow", "wire="), "it does not say why"),
         (("--baseline", "v1", "--candidate", "v2", "--html", "no/such.html"), "there is no such folder"),
         (("--baseline", "v1", "--candidate", "v2", "-j", "2"), "of the runs that --matrix makes"),
+        (("--baseline", "v1", "--candidate", "v2", "--env", "a=b"), "of the runs that --matrix makes"),
         (("--matrix", "torchao=1"), "no package with two versions"),
         (("--matrix", "torchao=1,2", "--baseline", "v1"), "leave out --baseline"),
     ):
@@ -94,14 +93,6 @@ def test_quarantined_cases_run_and_fail_nothing_until_their_day(project: Command
     assert project.call("run", "smoke", *CPU).returncode == 2
 
 
-def environment(folder: Path, version: str) -> Path:
-    """A virtual environment with a module of its own and no harness."""
-    venv.create(folder)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / f"{PACKAGE}.py").write_text(f"VERSION = {version!r}\n")
-    return folder
-
-
 def test_the_same_cases_run_in_several_environments(project: Command) -> None:
     environment(project.folder / "old env", "0.1")
     environment(project.folder / "new", "0.2")
@@ -116,6 +107,8 @@ def test_the_same_cases_run_in_several_environments(project: Command) -> None:
     assert [line.split()[:3] for line in lines[1:3]] == [["old", "1", "1"], ["new", "0", "1"]]
     assert "different verdicts in 1 case of 1:" in lines and "  old: passed" in lines and "  new: crash" in lines
     assert gate(project, "old", "new")[0] == 1
+    stored = json.loads(project.call("results", "list", "--json").stdout)
+    assert {each["name"] for each in stored} == {"old", "new"}
     (project.folder / "other").mkdir()
     (project.folder / "other" / "pyvenv.cfg").touch()
     for option, message in (
@@ -169,5 +162,22 @@ def test_versions_of_a_package_are_gated(project: Command) -> None:
     assert "--timeout-s 77" in (project.folder / "gate.html").read_text()
     (asked, *_) = json.loads(project.call("results", "list", "--json").stdout)
     assert asked["cases"] == 1 and "--select" in asked["asked"]
+    assert f"{PACKAGE} 0.1: installing it into " in done.stderr and "which is kept" in done.stderr
     missing = project.call("gate", "--matrix", f"{PACKAGE}=0.1,0.3", "mine")
     assert missing.returncode == 2 and "0.3 cannot be installed" in missing.stderr
+
+
+def test_environments_that_are_there_are_used_for_their_versions(project: Command) -> None:
+    environment(project.folder / "old env", "0.1")
+    environment(project.folder / "new", "0.2.dev3")
+    words = ("smoke", "--select", "recipe=bf16", "--env", "0.1=old env", "--env", "nightly=new")
+    done = project.call("gate", "--matrix", f"{PACKAGE}=0.1,nightly", *words)
+    assert done.returncode == 0, done.stderr
+    assert f"GO: {PACKAGE}-nightly against {PACKAGE}-0.1\n" in done.stdout
+    for given, message in (
+        (("--env", "0.1=new", "--env", "nightly=new"), f"it has {PACKAGE} 0.2.dev3, not 0.1"),
+        (("--env", "zzz=new"), "has no zzz"),
+        (("--env", "0.1=nowhere"), "this is no virtual environment"),
+    ):
+        refused = project.call("gate", "--matrix", f"{PACKAGE}=0.1,nightly", "smoke", *given)
+        assert refused.returncode == 2 and message in refused.stderr, refused.stderr

@@ -12,7 +12,7 @@ from harness.bugs.bisect import Bisected, VersionAnswer, answers_in, bisect
 from harness.bugs.releases import versions_between
 from harness.errors import HarnessError
 from harness.report.bugs import bisected_text
-from harness.running.environments import Source
+from harness.running.versions import Source
 
 PACKAGE = "fp8_harness_toy"
 
