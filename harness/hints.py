@@ -35,6 +35,11 @@ def gate_runs(baseline: str, candidate: str) -> str:
     return _command("gate", "--baseline", baseline, "--candidate", candidate)
 
 
+def bisect_versions(case_id: str, package: str, *, good: str, bad: str, words: Sequence[str] = ()) -> str:
+    """Finds the released version of a package with which a case starts or stops to fail."""
+    return _command("bug", "bisect", case_id, "--package", package, "--good", good, "--bad", bad, *words)
+
+
 def run_file(file: str) -> str:
     """Runs the cases of a file."""
     return _command("run", file)

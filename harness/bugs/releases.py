@@ -6,7 +6,7 @@ import contextlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
@@ -19,20 +19,29 @@ from harness.running.versions import Source
 _LIST_S = 120.0
 
 
-def versions_between(package: str, good: str, bad: str, source: Source) -> tuple[str, ...]:
+def versions_between(
+    package: str, good: str, bad: str, source: Source, *, given: Collection[str] = ()
+) -> tuple[str, ...]:
     """The released versions between `good` and `bad`, both included, oldest first. HarnessError for one not released.
 
-    Versions before a release count only where `good` or `bad` is one.
+    `given` are versions that need no release. Versions before a release count only where `good` or `bad` is one.
     """
     low, high = sorted(_version(text) for text in (good, bad))
     found = set(_in_folder(package, source.find_links) if source.find_links is not None else _in_index(package, source))
+    found |= set(map(_version, given))
     for each in (low, high):
         if each not in found:
             known = ", ".join(map(str, sorted(found, reverse=True)[:8])) or "none"
             fix = f"the newest are {known}." if found else "check its name and the index."
             raise HarnessError(f"{package} {each} is not released there.", where=f"--package {package}", fix=fix)
     early = low.is_prerelease or high.is_prerelease
-    return tuple(str(each) for each in sorted(found) if low <= each <= high and (early or not each.is_prerelease))
+    between = (each for each in sorted(found) if low <= each <= high and (early or not each.is_prerelease))
+    return tuple(str(each) for each in between if each in (low, high) or not _is_a_build(each, found))
+
+
+def _is_a_build(version: Version, found: Collection[Version]) -> bool:
+    """True for "2.13.0+cpu" where 2.13.0 is released too: one release is run once."""
+    return version.local is not None and Version(version.public) in found
 
 
 def _in_index(package: str, source: Source) -> Iterable[Version]:

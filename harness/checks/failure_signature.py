@@ -71,7 +71,7 @@ def _unordered(message: str) -> str:
 
 
 def _of_finding(finding: Finding) -> FailureSignature:
-    text = finding.first_line
+    text = finding.message.partition("\n")[0]  # not which version it differs from
     text = _COUNT.sub("", _RANKS.sub("", text, count=1).strip() if _RANKS.match(text) else text)
     if finding.module is not None:
         text = text.replace(f" of {finding.module}", "").replace(finding.module, "MODULE")

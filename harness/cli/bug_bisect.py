@@ -74,7 +74,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     words = (*(("--root", root) if root is not None else ()), *(word for each in inject for word in ("--inject", each)))
     with open_progress(quiet=quiet) as progress:
         environments = versions_for(project, package, progress.note)
-        versions = versions_between(package, good, bad, environments.source)
+        versions = versions_between(package, good, bad, environments.source, given=environments.given)
         trial = VersionTrial(project, case, named.case, environments, words=words)
         answers = open_answers(project, trial.depends_on)
         found = bisect(versions, _spelled(bad, versions), trial.run, answers, package=package, note=progress.note)

@@ -90,7 +90,9 @@ def gate_command(  # noqa: PLR0913  one parameter an option
 
     With --matrix the tiers are run, and --select, -j and --timeout-s are as in `run`.
     """
+    from harness.cli.environments import given_words
     from harness.gate.gate import GatePolicy, gate
+    from harness.matrix.known import known_with_shipped
     from harness.matrix.quarantine import read_quarantine
     from harness.matrix.required import read_required
     from harness.project import find_project
@@ -104,6 +106,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
         allowed=tuple(map(_allowance, allowed)),
         strict=strict,
         gate_times=gate_times,
+        faults=known_with_shipped(project.known, project.shipped_known),
     )
     if matrix is not None and (baseline is not None or candidate is not None):
         what = "the first and the last version are compared."
@@ -111,7 +114,8 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     names, (before, after) = (
         _stored(project, baseline, candidate) if matrix is None else _of_matrix(project, matrix, versions_for, root)
     )
-    found = gate(before, after, terms, names=names, goldens=_goldens(project, after))
+    words = given_words(_OF_THE_VERSIONS)
+    found = gate(before, after, terms, names=names, goldens=_goldens(project, after), words=words)
     width = shutil.get_terminal_size().columns
     click.echo(gate_text(found, width=width), nl=False, err=str(json_file) == "-")
     options.write_json(json_file, found)

@@ -13,7 +13,11 @@ from packaging.version import Version
 
 
 class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One change. `since`: the first release of `package` that has it."""
+    """One change. `since`: the first release of `package` that has it.
+
+    `within_limits`: formulas that give limits, within which numbers move where a formula of `formulas` says something
+    else. `rounds`: a selector of the cases in which ranks round otherwise, so that every number may move.
+    """
 
     name: str
     since: str
@@ -21,6 +25,8 @@ class UpstreamChange(msgspec.Struct, frozen=True, kw_only=True):
     link: str
     formulas: tuple[str, ...]  # those that depend on it
     package: str = "torch"
+    within_limits: tuple[str, ...] = ()
+    rounds: str = ""
 
     def is_in(self, software: Mapping[str, str]) -> bool:
         """True for these versions, by package. A source build "2.15.0a0+git12" counts as 2.15.0."""
@@ -39,14 +45,16 @@ SEPARATE_BACKWARD_CASTS = UpstreamChange(
     "column-parallel output once for each of its matmuls, and the scales of backward are saved.",
     link="https://github.com/pytorch/pytorch/blob/v2.14.0/torch/_functorch/compile_utils.py",
     formulas=("casts", "saved memory"),
+    within_limits=("casts", "traffic"),  # an amax that is computed twice is reduced twice
 )
 GRADIENTS_IN_REDUCE_DTYPE = UpstreamChange(
     name="gradients-in-reduce-dtype",
     since="2.15",
-    what="FSDP2 keeps unsharded gradients in the reduce dtype, so those of norms under TP are reduced over TP in it; "
-    "before, in the dtype of the computation.",
+    what="FSDP2 keeps unsharded gradients in the reduce dtype; before, in the dtype of the computation. They are "
+    "rounded once less, and those of norms under TP are reduced over TP in it.",
     link="https://github.com/pytorch/pytorch/issues/190626",
     formulas=("traffic",),
+    rounds="dtype=bfloat16 reduce_dtype=float32",
 )
 
 CHANGES = (SEPARATE_BACKWARD_CASTS, GRADIENTS_IN_REDUCE_DTYPE)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from msgspec.structs import replace
 
-from harness.gate.reason import Kind, Reason
+from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Pair, Sides
 from harness.measured import Measured
 
@@ -51,6 +51,7 @@ def changed_counts(sides: Sides) -> Iterable[Reason]:
 
 
 _KINDS = (Kind.MATMULS, Kind.WIRE, Kind.SAVED_BYTES, Kind.FUSED)
+_TOPICS = dict(zip(_KINDS, (Topic.MATMULS, Topic.TRAFFIC, Topic.MEMORY, Topic.FUSION), strict=True))
 
 
 def _counted(found: Measured) -> tuple[Mapping[str, int], ...]:
@@ -79,6 +80,7 @@ def _reason(kind: Kind, pair: Pair, changed: list[Count]) -> Reason:
         candidate=_shown(largest.after),
         size=largest.relative,
         command=pair.candidate.command,
+        topics=(_TOPICS[kind],),
         details=tuple(count.text for count in changed if count is not largest),
     )
 

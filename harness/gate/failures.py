@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from harness.checks import divergence
 from harness.document import CaseDocument
-from harness.gate.reason import Kind, Reason
+from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Sides
 from harness.verdict import Verdict
 
@@ -38,10 +38,10 @@ def _known(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]
     if before is not None and before.verdict is Verdict.KNOWN:
         faults = [name for name in faults if name not in _faults(before)]
     elif before is not None and before.verdict is not Verdict.PASSED:
-        yield _reason(Kind.EXPLAINED, before, after, what=f"shows {', '.join(faults)}", gates=False)
+        yield _reason(Kind.EXPLAINED, before, after, what=f"shows {', '.join(faults)}", gates=False, faults=faults)
         return
     if faults:
-        yield _reason(Kind.KNOWN_FAULT, before, after, what=f"shows {', '.join(faults)}", gates=gates)
+        yield _reason(Kind.KNOWN_FAULT, before, after, what=f"shows {', '.join(faults)}", gates=gates, faults=faults)
 
 
 def _good(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
@@ -49,7 +49,7 @@ def _good(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
         return
     if before.verdict is Verdict.KNOWN:
         what = f"{', '.join(_faults(before))} does not show, and no record expects it"
-        yield _reason(Kind.FAULT_GONE, before, after, what=what, gates=False)
+        yield _reason(Kind.FAULT_GONE, before, after, what=what, gates=False, faults=_faults(before))
     else:
         yield _reason(Kind.FIXED, before, after, what=_first(before), gates=False)
 
@@ -60,7 +60,15 @@ def _failed_before(before: CaseDocument, after: CaseDocument, *, strict: bool) -
     return _reason(kind, before, after, what=_first(after), gates=strict or not alike)
 
 
-def _reason(kind: Kind, before: CaseDocument | None, after: CaseDocument, *, what: str, gates: bool = True) -> Reason:
+def _reason(
+    kind: Kind,
+    before: CaseDocument | None,
+    after: CaseDocument,
+    *,
+    what: str,
+    gates: bool = True,
+    faults: Sequence[str] = (),
+) -> Reason:
     return Reason(
         kind=kind,
         case=after.id,
@@ -70,6 +78,8 @@ def _reason(kind: Kind, before: CaseDocument | None, after: CaseDocument, *, wha
         gates=gates,
         command=after.command,
         details=tuple(_details(before, after)),
+        topics=(Topic.VERDICT,),
+        faults=tuple(faults),
         signature="" if after.failure_signature is None else after.failure_signature.text,
     )
 

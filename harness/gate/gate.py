@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from harness.errors import HarnessError
 from harness.gate.bf16 import twins
 from harness.gate.counts import changed_counts
 from harness.gate.failures import failures
+from harness.gate.grouping import Group, grouped
 from harness.gate.lost import lost_cases, lost_checks, unfinished
 from harness.gate.moved import moved_numbers
 from harness.gate.reason import Allowance, Kind, Reason
@@ -21,6 +22,7 @@ from harness.gate.sides import Sides
 from harness.gate.times import Times, changed_speedups, changed_times, times
 from harness.hints import run_cases
 from harness.matrix.caseid import parse_case_id
+from harness.matrix.known import KnownFault
 from harness.matrix.quarantine import Quarantine, quarantine_of
 from harness.matrix.required import Required
 from harness.plural import counted
@@ -38,6 +40,7 @@ class GatePolicy(msgspec.Struct, frozen=True, kw_only=True):
     allowed: tuple[Allowance, ...] = ()
     strict: bool = False  # what failed before gates too
     gate_times: bool = False
+    faults: tuple[KnownFault, ...] = ()  # on record, of all versions
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +74,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[Reason, ...]
     times: Times | None
     notes: tuple[Note, ...]
+    groups: tuple[Group, ...] = ()  # what moved, by origin and cause
 
     @property
     def gating(self) -> tuple[Reason, ...]:
@@ -94,9 +98,11 @@ def gate(
     *,
     names: tuple[str, str] = ("baseline", "candidate"),
     goldens: Goldens = lambda case_id: None,
+    words: Sequence[str] = (),
 ) -> Gate:
     """The answer. `names` are those of the two sides, `goldens` finds the golden that the project has for a case.
 
+    `words` are the options by which `bug bisect` finds the environments of the two sides.
     Raises NothingCompared where no case was run on both sides.
     """
     sides = Sides(baseline=baseline, candidate=candidate)
@@ -129,6 +135,7 @@ def gate(
         reasons=tuple(reasons),
         times=found_times,
         notes=tuple(_notes(sides, found, terms)),
+        groups=grouped(sides, reasons, terms.faults, words=words),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from harness.document import CaseDocument
-from harness.gate.reason import Kind, Reason
+from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Pair, Sides
 from harness.plural import counted
 from harness.verdict import Verdict
@@ -23,6 +23,7 @@ def lost_cases(sides: Sides) -> Iterable[Reason]:
                 baseline=before.verdict.value,
                 candidate=why,
                 command=before.command,
+                topics=(Topic.COVERAGE,),
             )
 
 
@@ -45,6 +46,7 @@ def unfinished(sides: Sides) -> Iterable[Reason]:
             what=f"the candidate was interrupted: {counted(len(missing), 'case')} without a result",
             baseline="interrupted" if sides.baseline.interrupted else "ended",
             candidate="interrupted",
+            topics=(Topic.COVERAGE,),
             gates=bool(missing) or not sides.baseline.interrupted,
         )
 
@@ -76,5 +78,6 @@ def _lost(pair: Pair, what: str, details: tuple[str, ...], *, size: int) -> Reas
         candidate=counted(len(pair.candidate.checks), "check"),
         size=size,
         command=pair.candidate.command,
+        topics=(Topic.CHECKS,),
         details=details,
     )

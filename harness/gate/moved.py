@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from harness.checks.mismatch import same_number
 from harness.checks.movement import DIGESTS, GRADIENT_NORMS, LOSSES, moved
 from harness.gate.bf16 import Bf16
-from harness.gate.reason import Reason
+from harness.gate.reason import Reason, Topic
 from harness.gate.sides import Pair, Sides
 from harness.measured import CastRange, Curve, Measured
 
@@ -37,6 +37,7 @@ def moved_numbers(sides: Sides) -> Iterable[Reason]:
             gates=share > 1,
             size=share,
             command=pair.candidate.command,
+            topics=_topics(pair, exact=exact),
             details=(*texts[1:], diagnosis.text),
         )
 
@@ -57,6 +58,26 @@ def movements(pair: Pair, *, exact: bool) -> list[str]:
         *_cast_texts(before.casts, after.casts),
         *([f"other bits in {', '.join(digests)}"] if digests else []),
     ]
+
+
+_TOPICS = {
+    LOSSES: Topic.LOSSES,
+    GRADIENT_NORMS: Topic.GRADIENTS,
+    "gradients": Topic.GRADIENTS,
+    "parameters": Topic.GRADIENTS,
+    "casts": Topic.CASTS,
+    "matmuls": Topic.OPERANDS,
+}
+
+
+def _topics(pair: Pair, *, exact: bool) -> tuple[Topic, ...]:
+    """What moved of the numbers; where bits may differ, only a loss is looked at."""
+    if not exact:
+        return (Topic.LOSSES,)
+    before, after = pair.baseline.measured, pair.candidate.measured
+    casts = bool(before and after and _cast_texts(before.casts, after.casts))
+    found = {_TOPICS[name] for name in moved(before, after) if name in _TOPICS} | ({Topic.CASTS} if casts else set())
+    return tuple(sorted(found, key=lambda topic: topic.place))
 
 
 def loss_share(pair: Pair) -> float:
@@ -93,8 +114,17 @@ def _loss_text(before: Measured, after: Measured, share: float) -> str:
 
 def _norm_text(old: Curve, new: Curve) -> str:
     step = _first_change(old.grad_norms, new.grad_norms)
-    shown = [f"{norms[step - 1]:.6g}" if step <= len(norms) else "none" for norms in (old.grad_norms, new.grad_norms)]
-    return f"gradient norm, step {step}: {' -> '.join(shown)}"
+    before, after = (norms[step - 1] if step <= len(norms) else None for norms in (old.grad_norms, new.grad_norms))
+    return f"gradient norm, step {step}: {_change(before, after)}"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    """Both numbers with as many digits as tell them apart."""
+    for digits in (6, 9, 12, 17):
+        shown = ["none" if each is None else f"{each:.{digits}g}" for each in (before, after)]
+        if shown[0] != shown[1]:
+            break
+    return " -> ".join(shown)
 
 
 def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> list[str]:
@@ -112,7 +142,7 @@ def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> 
     texts = [f"casts that only one run has: {only}"] if only else []
     if others:
         was, cast, name = min(others, key=lambda each: each[1].step)
-        change = f"{getattr(was, name):.6g} -> {getattr(cast, name):.6g}"
+        change = _change(getattr(was, name), getattr(cast, name))
         texts.append(
             f"{len(others)} of {len(after)} casts; first {name} of {cast.fqn} {cast.role}, step {cast.step}: {change}"
         )

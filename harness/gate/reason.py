@@ -8,6 +8,29 @@ import math
 import msgspec
 
 
+class Topic(enum.Enum):
+    """What moved. The value is the name in reports."""
+
+    VERDICT = "verdict"
+    LOSSES = "losses"
+    GRADIENTS = "gradients"
+    CASTS = "casts"
+    OPERANDS = "operands"  # of matmuls
+    MATMULS = "matmuls"
+    TRAFFIC = "traffic"
+    MEMORY = "memory"
+    FUSION = "fusion"
+    CHECKS = "checks"
+    REFERENCES = "references"
+    COVERAGE = "coverage"
+    TIMES = "times"
+
+    @property
+    def place(self) -> int:
+        """Its place in reports."""
+        return list(Topic).index(self)
+
+
 class Kind(enum.Enum):
     """What kind of reason it is, the heaviest first. The value is the name in reports and of `--allow`."""
 
@@ -91,6 +114,8 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""  # reproduces it
     details: tuple[str, ...] = ()
     signature: str = ""  # of the failure: equal ones are told once
+    topics: tuple[Topic, ...] = ()  # what moved
+    faults: tuple[str, ...] = ()  # the recorded faults that it is about
     pardon: str = ""
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from harness.checks.assembly import largest
 from harness.checks.mismatch import same_number, same_numbers
 from harness.evidence.golden import Golden
-from harness.gate.reason import Kind, Reason
+from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Pair, Sides
 
 Goldens = Callable[[str], Golden | None]  # the golden that the project has now for a case
@@ -18,7 +18,8 @@ def changed_goldens(sides: Sides, stored: Goldens) -> Iterable[Reason]:
     """Every case whose stored golden is another one. It gates unless the golden says why it was changed."""
     for pair in sides.pairs.values():
         before, after = pair.baseline, pair.candidate
-        if before.golden == after.golden == "stored" and not same_numbers(before.golden_losses, after.golden_losses):
+        are_stored = before.golden == after.golden == "stored" and before.golden_losses and after.golden_losses
+        if are_stored and not same_numbers(before.golden_losses, after.golden_losses):
             golden = stored(pair.id)
             reason = _reason_of(golden, after.golden_losses)
             yield Reason(
@@ -30,6 +31,7 @@ def changed_goldens(sides: Sides, stored: Goldens) -> Iterable[Reason]:
                 gates=not reason,
                 size=_apart(before.golden_losses, after.golden_losses),
                 command=after.command,
+                topics=(Topic.REFERENCES,),
                 details=(reason or f"no reason is known: {_unknown(sides, golden)}",),
             )
 
@@ -52,6 +54,7 @@ def changed_tolerances(sides: Sides) -> Iterable[Reason]:
                 gates=not wider <= 1 and not derived,
                 size=wider,
                 command=pair.candidate.command,
+                topics=(Topic.REFERENCES,),
                 details=("derived in each run" if derived else "golden/tolerances.toml changed",),
             )
 
@@ -78,6 +81,7 @@ def _other(pair: Pair, what: str, before: str, after: str, *, gates: bool) -> Re
         candidate=after,
         gates=gates,
         command=pair.candidate.command,
+        topics=(Topic.REFERENCES,),
     )
 
 

@@ -83,3 +83,17 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """True when the same things are counted: the virtual device of a CPU, or a GPU of one name."""
         before, after = self.environments
         return before.device == after.device
+
+    def cost(self, case_id: str) -> float:
+        """The CPU seconds of a case in the candidate, or else in the baseline."""
+        case = self.after.get(case_id) or self.before.get(case_id)
+        return 0.0 if case is None else case.cpu_s
+
+    def verdicts(self, case_id: str) -> tuple[str, str]:
+        """How a case ended in the baseline and in the candidate."""
+        before, after = self.before.get(case_id), self.after.get(case_id)
+        return _ended(before), _ended(after)
+
+
+def _ended(case: CaseDocument | None) -> str:
+    return "not selected" if case is None else case.verdict.value

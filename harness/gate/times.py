@@ -13,7 +13,7 @@ from statistics import NormalDist, median
 
 import msgspec
 
-from harness.gate.reason import Kind, Reason
+from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Sides
 from harness.plural import counted
 
@@ -102,6 +102,7 @@ def changed_speedups(sides: Sides) -> Iterable[Reason]:
             baseline=f"{before.low:.3g} to {before.high:.3g}",
             candidate=f"{after.low:.3g} to {after.high:.3g}",
             gates=after.ratio < before.ratio,
+            topics=(Topic.TIMES,),
             size=abs(math.log(after.ratio / before.ratio)),
         )
 

@@ -11,13 +11,14 @@ from harness.report.wording import aligned
 
 
 def environments_text(runs: Mapping[str, RunDocument]) -> str:
-    """One line for every environment, a table of the cases whose verdicts differ, and the command that compares."""
+    """One line for every environment, and a table of the cases whose verdicts differ."""
     rows = [("environment", "good", "cases", "CPU s", "wall s"), *(_row(name, run) for name, run in runs.items())]
-    parts = [aligned(rows, right=(1, 2, 3, 4)), _differences(runs)]
-    names = list(runs)
-    if len(names) > 1:
-        parts.append(f"to decide: `{gate_runs(names[0], names[-1])}`")
-    return "\n\n".join(parts) + "\n"
+    return f"{aligned(rows, right=(1, 2, 3, 4))}\n\n{_differences(runs)}\n"
+
+
+def decision_text(names: Sequence[str]) -> str:
+    """The command that compares the first environment with the last; empty for a single one."""
+    return f"\nto decide: `{gate_runs(names[0], names[-1])}`\n" if len(names) > 1 else ""
 
 
 def _row(name: str, run: RunDocument) -> tuple[str, ...]:

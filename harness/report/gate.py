@@ -9,6 +9,7 @@ from itertools import groupby
 from harness.gate.gate import Gate, Note
 from harness.gate.reason import Kind, Reason
 from harness.plural import counted
+from harness.report.grouping import groups_text, origins_text, summary_rows, what_moved
 from harness.report.wording import printable, wrapped
 
 SHOWN = 5  # reasons of one kind in full; the others by id. JSON has all
@@ -22,17 +23,19 @@ def gate_text(found: Gate, *, width: int) -> str:
     width = min(max(width, NARROWEST), WIDEST)
     parts = [_head(found, width), _kinds("gates:", found.gating, width), _kinds("does not gate:", found.others, width)]
     parts += [_details(each, width) for each in (found.gating, found.others)]
-    parts += ["\n".join(line for note in found.notes for line in _note(note, width))]
+    parts += ["\n".join(line for note in found.notes for line in _note(note, width)), groups_text(found, width)]
     return printable("\n\n".join(filter(None, parts))) + "\n"
 
 
 def gate_markdown(found: Gate) -> str:
     """The answer for a pull request or a summary page of CI."""
     parts = [f"## {answer(found)}: {sides_text(found)}", "\n".join(f"- {_code(line)}" for line in _facts(found))]
+    if found.groups:
+        parts += [f"### {what_moved(found)}", _cells(summary_rows(found)), _fenced(origins_text(found, WIDEST))]
     for title, reasons in (("gates", found.gating), ("does not gate", found.others)):
         if reasons:
             parts += [f"### {title}", _table(reasons)]
-            parts.append("```text\n" + _details(reasons, WIDEST).replace("```", "'''") + "\n```")
+            parts.append(_fenced(_details(reasons, WIDEST)))
     if found.notes:
         parts.append("\n".join(f"- {_code(each.text)}{_command(each)}" for each in found.notes))
     return printable("\n\n".join(parts)) + "\n"
@@ -161,6 +164,16 @@ def _table(reasons: Iterable[Reason]) -> str:
         same = list(group)
         rows.append(f"| {len(same)} | {kind.phrase} | `{same[0].case or 'the run'}` | {_code(same[0].what)} |")
     return "\n".join(["| | what | first | |", "|---:|---|---|---|", *rows])
+
+
+def _cells(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first row has its columns; all but the first are numbers."""
+    first, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([first, f"|---|{'---:|' * (len(rows[0]) - 1)}", *others])
+
+
+def _fenced(text: str) -> str:
+    return "```text\n" + text.replace("```", "'''") + "\n```"
 
 
 def _code(text: str) -> str:

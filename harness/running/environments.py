@@ -51,7 +51,7 @@ def python_over(path: Path, folder: Path) -> Path:
         (home / ".ready").touch()
     theirs, ours = _origins(path / "bin" / "python"), _origins(home / "bin" / "python")
     if ours.pop("harness") != str(HARNESS / "harness" / "__init__.py"):
-        fix = "remove fp8-harness there: the one that runs is used."
+        fix = "uninstall it there: the harness that runs is used."
         raise HarnessError("it has a harness of its own.", where=where, fix=fix)
     for name, origin in theirs.items():
         if origin and ours.get(name, origin) != origin:

@@ -1,8 +1,8 @@
 """A rank program without torch: what it does to a tensorwise case is written in the seed of the case.
 
 Seed 1 raises, 2 never returns, 3 has a NaN loss, 4 is far from its golden, 5 exits, 6 is slow, 7 runs another number
-of matmuls under a torch that no formula was verified for, 8 waits until the file GO of the environment is there; other
-seeds and all other recipes train well.
+of matmuls under a torch that no formula was verified for, 8 waits until the file GO of the environment is there, 9
+raises where torchtitan is 9.1; other seeds and all other recipes train well.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from harness.matrix.case import Case
 from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import REFERENCE, is_llama
 from harness.request import RunRequest
+from harness.sources import installed_version
 from harness.trace import RankTrace
 from harness.trace.patch import Patch
 from tests.builders import make_saved, make_sent, make_trace
 
 REFUSAL = "Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])"
-RAISES, HANGS, NAN, FAR, EXITS, SLOW, ONE_CALL, WAITS = 1, 2, 3, 4, 5, 6, 7, 8
+RAISES, HANGS, NAN, FAR, EXITS, SLOW, ONE_CALL, WAITS, BROKEN = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 
 def preload(options: Mapping[str, str]) -> None:
@@ -62,6 +63,8 @@ def _behave(case: Case, rank: int) -> None:
     planted = _planted(case)
     if planted == RAISES:
         raise ValueError("planted failure")
+    if planted == BROKEN and installed_version("torchtitan") == "9.1":
+        raise ValueError("broken by torchtitan 9.1")
     if planted == HANGS and rank == 0:
         time.sleep(3600)
     if planted == EXITS:

@@ -20,22 +20,22 @@ PACKAGE = "fp8_harness_toy"
 CASE = "single-tensorwise-v2048-s3-f32-tol.0.05"
 
 
-def wheel(folder: Path, version: str, text: str = "") -> None:
+def wheel(folder: Path, version: str, text: str = "", package: str = PACKAGE) -> None:
     """A wheel of a package with one module."""
-    info = f"{PACKAGE}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{PACKAGE}-{version}-py3-none-any.whl", "w") as file:
-        file.writestr(f"{PACKAGE}.py", f"VERSION = {version!r}\n{text}")
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {version}\n")
+    info = f"{package}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{package}.py", f"VERSION = {version!r}\n{text}")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")
 
 
-def environment(folder: Path, version: str, text: str = "") -> Path:
-    """A virtual environment with this version of the module, and no harness."""
+def environment(folder: Path, version: str, text: str = "", package: str = PACKAGE) -> Path:
+    """A virtual environment with this version of the module, and no harness. Its wheel is in the same folder."""
     venv.create(folder)
     (packages,) = folder.glob("lib/python*/site-packages")
-    wheel(folder, version, text)
-    with zipfile.ZipFile(folder / f"{PACKAGE}-{version}-py3-none-any.whl") as file:
+    wheel(folder, version, text, package)
+    with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl") as file:
         file.extractall(packages)
     return folder
 

@@ -36,6 +36,8 @@ def test_two_runs_of_the_same_are_go_and_a_broken_one_is_not(project: Command) -
     found: dict[str, Any] = json.loads(done.stdout)
     assert (done.returncode, found["go"], found["reasons"][0]["kind"]) == (1, False, "new-failure")
     assert found["reasons"][0]["command"].endswith("--inject broken.py:apply")
+    (moved,) = found["groups"]
+    assert (moved["origin"], moved["moved"].keys()) == ("ours", {"verdict"}), "no frame of torch is in it"
     assert done.stderr.startswith("NO-GO: v3 against v1\n")
     assert (project.folder / "gate.md").read_text().startswith("## NO-GO: v3 against v1\n")
     page = (project.folder / "gate.html").read_text()

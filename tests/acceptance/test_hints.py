@@ -14,6 +14,7 @@ import pytest
 
 from harness import hints
 from tests.acceptance.conftest import REPOSITORY, Command
+from tests.acceptance.test_bug_bisect import environment, wheel
 from tests.unit.test_costs import report
 
 PACKAGE = REPOSITORY / "harness"
@@ -191,6 +192,19 @@ def two_environments(project: Command) -> str:
     return project.call("run", "smoke", *CPU, "--env", "one=one", "--env", "two=two").stdout
 
 
+def broken_version(project: Command) -> str:
+    project.planted("mine", 9)
+    wheels = project.folder / "wheels"
+    wheels.mkdir()
+    for version in ("9.0", "9.1"):
+        environment(project.folder / version, version, package="torchtitan")
+        wheel(wheels, version, package="torchtitan")
+    words = ("--env", "9.0=9.0", "--env", "9.1=9.1", "--find-links", "wheels")
+    done = project.call("gate", "--matrix", "torchtitan=9.0,9.1", "mine", *words)
+    lines = done.stdout.partition("what moved, by cause (torchtitan 9.0 -> 9.1):\n")[2].splitlines()
+    return f"`{next(line for line in lines if line.startswith('    $ ')).removeprefix('    $ ')}`"
+
+
 def moved_numbers(project: Command) -> str:
     project.cases("mine", PASSES)
     patch = "import tests.acceptance.fake_program as program\nusual = program._loss\n"
@@ -209,6 +223,7 @@ SITUATIONS: dict[str, Callable[[Command], str]] = {
     "run_file": imported_bug,
     "run_cases": moved_numbers,
     "gate_runs": two_environments,
+    "bisect_versions": broken_version,
     "list_faults": wrong_fault,
     "list_checks": no_check,
     "list_goldens": wrong_family,

@@ -79,14 +79,16 @@ def test_ends_must_be_as_said(tmp_path: Path) -> None:
 
 
 def test_versions_of_a_folder_are_in_order(tmp_path: Path) -> None:
-    for version in ("0.9", "0.10", "0.10rc1", "0.11", "0.2"):
+    for version in ("0.9", "0.10", "0.10rc1", "0.11", "0.11+cpu", "0.2"):
         (tmp_path / f"{PACKAGE}-{version}-py3-none-any.whl").touch()
     (tmp_path / "other-1.0-py3-none-any.whl").touch()
     (tmp_path / "broken.whl").touch()
     source = Source(find_links=tmp_path)
     assert versions_between(PACKAGE, "0.9", "0.11", source) == ("0.9", "0.10", "0.11")
     assert versions_between(PACKAGE, "0.11", "0.10rc1", source) == ("0.10rc1", "0.10", "0.11")
-    with pytest.raises(HarnessError, match=r"0\.12 is not released there\. Fix: the newest are 0\.11, 0\.10"):
+    assert versions_between(PACKAGE, "0.10", "0.11+cpu", source) == ("0.10", "0.11", "0.11+cpu")
+    assert versions_between(PACKAGE, "0.11", "0.12.dev3", source, given=("0.12.dev3",)) == ("0.11", "0.12.dev3")
+    with pytest.raises(HarnessError, match=r"0\.12 is not released there\. Fix: the newest are 0\.11\+cpu, 0"):
         versions_between(PACKAGE, "0.9", "0.12", source)
     with pytest.raises(HarnessError, match="'new' is no version"):
         versions_between(PACKAGE, "0.9", "new", source)

@@ -25,7 +25,9 @@ def many() -> Gate:
 
 
 def test_the_first_lines_decide() -> None:
-    lines = gate_text(many(), width=60).splitlines()
+    text, _, causes = gate_text(many(), width=60).partition("what moved, by cause:\n")
+    lines = text.splitlines()
+    assert all(len(line) <= 60 for line in causes.splitlines() if not any(name in line for name in IDS))
     assert lines[0] == "NO-GO: v2 against v1"
     head = "\n".join(lines[:12])
     assert lines[1] == "40 reasons gate"
@@ -40,7 +42,9 @@ def test_the_first_lines_decide() -> None:
 def test_failures_of_one_signature_are_told_once() -> None:
     before = make_document(*map(result, IDS[:3]))
     other = failed(IDS[2], replace(SIGNATURE, what="loss is nan"))
-    text = gate_text(gate(before, make_document(*map(failed, IDS[:2]), other), TERMS), width=100)
+    found = gate(before, make_document(*map(failed, IDS[:2]), other), TERMS)
+    text, _, causes = gate_text(found, width=100).partition("what moved, by cause:\n")
+    assert "  parity: 2 cases\n" in causes and "  parity: 1 case\n" in causes
     assert text.count("signature: parity: gradients differ") == 1 and text.count("signature: parity: loss is nan") == 1
     assert f"  the same in {IDS[1]}\n" in text and text.count("    $ fp8-harness run") == 2
 
@@ -69,7 +73,7 @@ def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:
     text = gate_markdown(found)
     assert text.startswith("## NO-GO: candidate against baseline\n")
     assert f"| 1 | fails, and did not in the baseline | `{IDS[0]}` | finite: ``` &lt;b>\\|&lt;/b> |" in text
-    assert text.count("```text") == 1 and "''' <b>" in text
+    assert text.count("```text") == 2 and "''' <b>" in text
 
 
 def test_json_has_every_reason() -> None:

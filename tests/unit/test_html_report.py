@@ -244,7 +244,8 @@ def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
     front = gate_front(found, after)
     assert (front.title, front.state, front.good) == ("v2 against v1", "NO-GO", False)
     assert front.line == "3 reasons gate" and front.section is not None
-    groups = front.section.groups
+    groups, causes = front.section.groups[:3], front.section.groups[3:]
+    assert [group.title.partition(":")[0] for group in causes] == ["moved, ours", "moved, unexplained"]
     assert [group.title for group in groups] == [
         "gates: fails, and did not in the baseline (1) [new-failure]",
         "gates: case was lost (1) [lost-coverage]",
@@ -259,7 +260,8 @@ def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
     assert saved.title == "" and saved.lines == ("bytes saved for backward: 1,000 -> 9",), (
         "values that the line has are not repeated"
     )
-    sides, environments = front.section.listings
+    moved, sides, environments = front.section.listings
+    assert moved.rows[0] == ("causes", "0", "1", "2")
     assert ("name", "v1", "v2") in sides.rows and ("torch none -> vfar",) in environments.rows
 
 
@@ -268,7 +270,8 @@ def test_what_does_not_gate_is_folded() -> None:
     reasons = tuple(replace(reason, gates=False, pardon="allowed: why") for reason in found.reasons)
     front = gate_front(replace(found, go=True, reasons=reasons), after)
     assert front.section is not None and front.state == "GO" and front.good
-    assert all(group.folded and group.entries[0].lines[0] == "allowed: why" for group in front.section.groups)
+    groups = [group for group in front.section.groups if not group.title.startswith("moved, ")]
+    assert all(group.folded and group.entries[0].lines[0] == "allowed: why" for group in groups)
 
 
 @given(st.text(max_size=20))

@@ -9,6 +9,7 @@ from harness.document import RunDocument
 from harness.gate.gate import Gate
 from harness.gate.reason import Reason
 from harness.report.gate import answer, facts, short_digests, sides_text
+from harness.report.grouping import group_lines, phrase, summary_rows, title, what_moved
 from harness.report.html.sections import Entry, Front, Group, Listing, Section
 from harness.report.wording import printable
 
@@ -21,10 +22,32 @@ def gate_front(found: Gate, candidate: RunDocument) -> Front:
         name="gate",
         title="Gate",
         notes=(*more, "All other parts of this page are of the candidate."),
-        groups=(*_groups(found.reasons, ids), *_notes(found)),
-        listings=tuple(_sides(found)),
+        groups=(*_groups(found.reasons, ids), *_causes(found, ids), *_notes(found)),
+        listings=(*_moved(found), *_sides(found)),
     )
     return Front(title=printable(sides_text(found)), state=answer(found), good=found.go, line=line, section=section)
+
+
+def _causes(found: Gate, ids: Collection[str]) -> Iterator[Group]:
+    """What moved, one group for every origin."""
+    for origin, same in groupby(found.groups, key=lambda group: group.origin):
+        entries = tuple(
+            Entry(
+                title=printable(title(group)),
+                case=group.example if group.example in ids else "",
+                lines=tuple(group_lines(group)),
+                command=printable(group.command),
+            )
+            for group in same
+        )
+        yield Group(title=f"moved, {phrase(origin)} ({len(entries)})", entries=entries)
+
+
+def _moved(found: Gate) -> Iterator[Listing]:
+    """In how many cases what moved, by origin."""
+    if found.groups:
+        columns, *rows = summary_rows(found)
+        yield Listing(title=printable(what_moved(found)), columns=columns, rows=tuple(rows))
 
 
 def _groups(reasons: Sequence[Reason], ids: Collection[str]) -> Iterator[Group]:

@@ -1,0 +1,204 @@
+"""What moved between two sides, by its origin: a change of torch with a name, our own side, or nothing that has a name.
+
+A group is all reasons with one cause. Everything is decided by kinds, verdicts, formulas and records, never by text.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from harness.document import CaseDocument
+from harness.expect.upstream import UpstreamChange
+from harness.gate.reason import Kind, Reason, Topic
+from harness.gate.sides import Pair, Sides
+from harness.gate.upstream import Upstream
+from harness.hints import bisect_versions
+from harness.matrix.caseid import parse_case_id
+from harness.matrix.known import PACKAGES, KnownFault
+from harness.verdict import Verdict
+
+
+class Origin(enum.Enum):
+    """Whose change it is. The value is the name in reports."""
+
+    TORCH = "torch"  # a named change of torch or torchao, or a recorded fault of one side's versions
+    OURS = "ours"  # references, witnesses, records and the harness: what the candidate was not judged by
+    UNEXPLAINED = "unexplained"  # nothing that is recorded accounts for it
+
+    @property
+    def place(self) -> int:
+        """Its place in reports."""
+        return list(Origin).index(self)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasons with one cause. `example` is the cheapest of the cases; what follows is of it."""
+
+    origin: Origin
+    name: str  # of the upstream change or of the recorded fault; else of the check or the kind of reason
+    what: str  # the cause in a sentence
+    link: str = ""
+    side: Literal["", "baseline", "candidate"] = ""  # which has the change or the fault of torch
+    moved: Mapping[Topic, tuple[str, ...]]  # the ids of the cases by what moved in them
+    example: str
+    verdicts: tuple[str, str]  # of the example: in the baseline and in the candidate
+    first: str  # the first finding, or the first number that moved
+    command: str  # reproduces or bisects it
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """The ids of all cases."""
+        return tuple(dict.fromkeys(case for cases in self.moved.values() for case in cases))
+
+
+class _Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group is told apart by."""
+
+    origin: Origin
+    name: str
+    what: str
+    link: str = ""
+    side: Literal["", "baseline", "candidate"] = ""
+
+
+def grouped(
+    sides: Sides, reasons: Sequence[Reason], faults: Sequence[KnownFault], *, words: Sequence[str] = ()
+) -> tuple[Group, ...]:
+    """Every reason of a case in a group, by origin, the largest group first.
+
+    `faults`: those on record, of all versions. `words` are options that a bisection needs besides its versions.
+    """
+    upstream = Upstream(sides, faults)
+    by_cause: dict[_Cause, list[Reason]] = {}
+    by_case: dict[str, list[Reason]] = {}
+    for reason in reasons:
+        if reason.case is not None and reason.kind not in _NOT_MOVED:
+            by_case.setdefault(reason.case, []).append(reason)
+    for case, found in by_case.items():
+        attribution = _Attribution(upstream, case, sides.after.get(case))
+        for reason in found:
+            by_cause.setdefault(attribution.cause(reason), []).append(reason)
+    bisection = _bisection(sides, words)
+    groups = [_group(cause, found, sides, faults, bisection) for cause, found in by_cause.items()]
+    return tuple(sorted(groups, key=lambda each: (each.origin.place, -len(each.cases), each.name)))
+
+
+_NOT_MOVED = (Kind.STILL_FAILING, Kind.REQUIRED)
+_OURS = (
+    Kind.UNEXPECTED_PASS, Kind.INTERRUPTED, Kind.LOST_COVERAGE, Kind.LOST_CHECK, Kind.GOLDEN, Kind.TOLERANCE,
+    Kind.REFERENCES,
+)  # fmt: skip
+_OF_FAULTS = (Kind.KNOWN_FAULT, Kind.FAULT_GONE, Kind.EXPLAINED, Kind.FIXED)
+_OF_FORMULAS = {Topic.TRAFFIC: "traffic", Topic.MEMORY: "saved memory", Topic.CASTS: "casts"}
+_NUMBERS = (Kind.FP8_MOVED, Kind.BF16_MOVED, Kind.MOVED)
+
+
+class _Attribution:
+    """Finds the causes of what moved in one case."""
+
+    def __init__(self, upstream: Upstream, case_id: str, after: CaseDocument | None) -> None:
+        self._case, self._upstream, self._after = parse_case_id(case_id), upstream, after
+
+    def cause(self, reason: Reason) -> _Cause:
+        """The cause of one of its reasons."""
+        fault, change = self._fault(reason), self._change(reason)
+        if fault is not None:
+            what, side = fault.reason, self._upstream.side_of(fault)
+            return _Cause(origin=Origin.TORCH, name=fault.name, what=what, link=fault.link, side=side)
+        if change is not None:
+            side = self._upstream.side_of(change)
+            return _Cause(origin=Origin.TORCH, name=change.name, what=change.what, link=change.link, side=side)
+        if reason.kind in _OURS or self._is_ours(reason):
+            return _Cause(origin=Origin.OURS, name=reason.kind.value, what=_of_kind(reason))
+        if Topic.VERDICT in reason.topics and self._after is not None and self._after.failure_signature is not None:
+            signature = self._after.failure_signature
+            return _Cause(origin=Origin.UNEXPLAINED, name=signature.kind, what=signature.text)
+        return _Cause(origin=Origin.UNEXPLAINED, name=reason.kind.value, what=reason.kind.phrase)
+
+    def _change(self, reason: Reason) -> UpstreamChange | None:
+        """The named change that accounts for all that moved: by formulas, or because ranks round otherwise."""
+        formulas = frozenset(_OF_FORMULAS.get(topic, "") for topic in reason.topics)
+        found = self._upstream.explaining(self._case, formulas)
+        return self._upstream.rounding(self._case) if found is None and reason.kind in _NUMBERS else found
+
+    def _fault(self, reason: Reason) -> KnownFault | None:
+        """The recorded fault of one side alone that the reason names, or that its numbers follow."""
+        if reason.kind not in (*_OF_FAULTS, *_NUMBERS):
+            return None
+        found = self._upstream.faults(self._case)
+        return next((fault for fault in found if not reason.faults or fault.name in reason.faults), None)
+
+    def _is_ours(self, reason: Reason) -> bool:
+        """True for a failure that proves nothing about torch: nothing was judged, or the harness itself raised."""
+        case = self._after
+        if reason.kind not in (Kind.NEW_FAILURE, Kind.OTHER_FAILURE) or case is None:
+            return False
+        if case.verdict is Verdict.CRASH:
+            return case.failure_signature is None or not case.failure_signature.where
+        return not any(finding.judged for finding in case.findings)
+
+
+def _of_kind(reason: Reason) -> str:
+    return reason.what if reason.kind is Kind.LOST_CHECK else reason.kind.phrase
+
+
+def _group(
+    cause: _Cause, reasons: Sequence[Reason], sides: Sides, faults: Sequence[KnownFault], bisection: _Bisection | None
+) -> Group:
+    moved: dict[Topic, dict[str, None]] = {}
+    for reason in reasons:
+        for topic in reason.topics:
+            moved.setdefault(topic, {})[reason.case or ""] = None
+    example = min(reasons, key=lambda reason: (Topic.VERDICT not in reason.topics, sides.cost(reason.case or "")))
+    pair = sides.pairs.get(example.case or "")
+    return Group(
+        origin=cause.origin,
+        name=cause.name,
+        what=cause.what,
+        link=cause.link,
+        side=cause.side,
+        moved={topic: tuple(cases) for topic, cases in sorted(moved.items(), key=lambda each: each[0].place)},
+        example=example.case or "",
+        verdicts=sides.verdicts(example.case or ""),
+        first=_first(example, pair, [fault for fault in faults if fault.name == cause.name]),
+        command=(bisection and pair and bisection.command(pair)) or example.command,
+    )
+
+
+def _first(reason: Reason, pair: Pair | None, faults: Sequence[KnownFault]) -> str:
+    """The first finding of a recorded fault, on the side that shows it; of anything else what the reason says."""
+    findings = () if pair is None else (*pair.candidate.findings, *pair.baseline.findings)
+    shown = (each.first_line for each in findings if any(fault.explains(each) for fault in faults))
+    return next(shown, reason.what) if Topic.VERDICT in reason.topics else reason.what
+
+
+class _Bisection(msgspec.Struct, frozen=True, kw_only=True):
+    """A search over the versions of the one package that differs between the two sides."""
+
+    package: str
+    before: str
+    after: str
+    words: Sequence[str]
+
+    def command(self, pair: Pair) -> str:
+        """Finds the version with which a case starts or stops to fail; empty where it does neither."""
+        verdicts = pair.baseline.verdict, pair.candidate.verdict
+        fails = tuple(verdict is not Verdict.PASSED for verdict in verdicts)
+        if fails[0] == fails[1] or Verdict.INFRA in verdicts:
+            return ""
+        good, bad = (self.before, self.after) if fails[1] else (self.after, self.before)
+        return bisect_versions(pair.id, self.package, good=good, bad=bad, words=self.words)
+
+
+def _bisection(sides: Sides, words: Sequence[str]) -> _Bisection | None:
+    """None where several packages differ, or none does: then no search over versions of one finds a change."""
+    before, after = (each.packages for each in sides.environments)
+    differ = [name for name in PACKAGES if name in before and name in after and before[name] != after[name]]
+    if len(differ) != 1:
+        return None
+    old, new = (each[differ[0]].partition("+")[0] for each in (before, after))
+    return _Bisection(package=differ[0], before=old, after=new, words=words)

@@ -1,0 +1,247 @@
+"""What moved, by origin: named changes of torch, recorded faults, our own side, and what nothing accounts for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.checks.failure_signature import signature_of
+from harness.environment import Environment
+from harness.gate.gate import Gate, gate
+from harness.gate.grouping import Group, Origin
+from harness.gate.reason import Kind, Topic
+from harness.jsonform import to_json
+from harness.matrix.known import KnownFault, Symptom
+from harness.measured import Curve, Sent
+from harness.report.gate import gate_markdown, gate_text
+from harness.report.html.gate import gate_front
+from harness.result import CaseResult
+from harness.verdict import FailureSignature, Finding, Verdict
+from tests.builders import make_attempt, make_document, make_known, make_measured
+from tests.unit.test_gate import TERMS, result
+
+HERE = Environment(device="cpu", cpu="a CPU", threads=2, platform="Linux x86_64", commit="c0ffee")
+OLD, NEW = ({"torch": version, "torchao": "0.18.0"} for version in ("2.13.0+cpu", "2.15.0"))
+UNDER_TP = "fsdp2-tp2-tensorwise-v2048-s2-b16"  # norms are reduced over TP in float32 from torch 2.15 on
+COMPILED = "tp2-nosp-tensorwise-tpstyle.fp8-ac.op-graph-v2256-s3-f64"  # casts twice from torch 2.14 on
+EXACT = "tp2-rowwise-v2048-s2-f64"  # no named change is about it
+ROUNDS = make_known(
+    name="rounds",
+    where="dtype=bfloat16 compile=graph",
+    requires=(Symptom(check="parity", message="gradients differ"),),
+    torch=">=2.15",
+    reason="Compiled blocks round.",
+)
+LOSES = replace(ROUNDS, name="loses", torch="==2.13.0", reason="Gradients are lost.")
+GRAPH = "single-bf16-graph-v2048-s2-b16"
+SHOWN = (
+    Finding(check="judge", message="known fault rounds"),
+    Finding(check="parity", message="4 gradients differ by 2 %", verdict=Verdict.NUMERIC),
+)
+OTHER_WIRE = {"all_reduce (sum) in float32 along tp": Sent(calls=4, payload_bytes=4096)}
+OTHER_NORM = {"case": Curve(losses=(8.0, 7.5), grad_norms=(1.0, 0.900000002))}
+
+
+def compared(
+    before: Sequence[CaseResult], after: Sequence[CaseResult], *faults: KnownFault, words: Sequence[str] = ()
+) -> Gate:
+    """The gate of torch 2.13.0 against 2.15.0."""
+    sides = (
+        make_document(*results, environment=replace(HERE, packages=packages))
+        for results, packages in ((before, OLD), (after, NEW))
+    )
+    return gate(*sides, replace(TERMS, faults=faults), names=("torch-2.13.0", "torch-2.15.0"), words=words)
+
+
+def only(found: Gate) -> Group:
+    (group,) = found.groups
+    return group
+
+
+def moved(case_id: str, **changes: Any) -> Group:
+    """The one group of a case that is good on both sides, with these numbers on the second."""
+    return only(compared([result(case_id)], [result(case_id, measured=make_measured(**changes))]))
+
+
+def known(*faults: KnownFault, **changes: Any) -> CaseResult:
+    expectation = ", ".join(fault.name for fault in faults)
+    return result(GRAPH, Verdict.KNOWN, expectation=expectation, findings=SHOWN, **changes)
+
+
+def test_traffic_is_a_named_change_where_its_formula_says_so() -> None:
+    group = moved(UNDER_TP, wire=OTHER_WIRE)
+    assert (group.origin, group.name, group.side) == (Origin.TORCH, "gradients-in-reduce-dtype", "candidate")
+    assert group.moved == {Topic.TRAFFIC: (UNDER_TP,)} and group.link.startswith("https://")
+    assert (
+        group.first.startswith("bytes of all_gather in uint8 along dp_shard: 4,096 -> none")
+        and group.command == f"fp8-harness run --case {UNDER_TP}"
+    )
+
+
+def test_a_change_is_gone_on_the_way_back() -> None:
+    before, after = (
+        make_document(result(UNDER_TP)),
+        make_document(result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE))),
+    )
+    sides = (replace(each, environment=replace(HERE, packages=of)) for each, of in ((before, NEW), (after, OLD)))
+    assert only(gate(*sides, TERMS)).side == "baseline"
+
+
+def test_traffic_without_a_formula_that_says_so_is_unexplained() -> None:
+    group = moved(EXACT, wire=OTHER_WIRE)
+    assert (group.origin, group.name, group.side) == (Origin.UNEXPLAINED, Kind.WIRE.value, "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"saved_bytes": 1096},
+        {"digests": {"casts": "c2", "gradients": "g1"}},
+        {"wire": {"all_gather in uint8 along dp_shard": Sent(calls=6, payload_bytes=6144)}},
+    ],
+)
+def test_limits_move_where_another_formula_of_the_change_says_so(changes: dict[str, Any]) -> None:
+    assert moved(COMPILED, **changes).name == "separate-backward-casts"
+    assert moved(EXACT, **changes).origin is Origin.UNEXPLAINED
+
+
+def test_numbers_follow_a_change_that_rounds_otherwise() -> None:
+    group = moved("fsdp4-rowwise-v2048-s2-b16", curves=OTHER_NORM)
+    assert (group.name, group.moved) == ("gradients-in-reduce-dtype", {Topic.GRADIENTS: group.cases})
+    assert group.first == "gradient norm, step 2: 0.9 -> 0.900000002", "as many digits as tell the numbers apart"
+    exact = moved(EXACT, curves=OTHER_NORM)
+    assert (exact.origin, exact.name, exact.what) == (Origin.UNEXPLAINED, "moved", "numbers moved, no BF16 to tell why")
+
+
+def test_a_recorded_fault_of_one_side_is_named_and_bisected() -> None:
+    moved_too = make_measured(curves=OTHER_NORM)
+    group = only(compared([result(GRAPH)], [known(ROUNDS, measured=moved_too)], ROUNDS, words=("--env", "2.15.0=new")))
+    assert (group.origin, group.name, group.side) == (Origin.TORCH, "rounds", "candidate")
+    assert group.moved == {Topic.VERDICT: (GRAPH,), Topic.GRADIENTS: (GRAPH,)}
+    assert (group.verdicts, group.first, group.what) == (("passed", "known"), SHOWN[1].message, ROUNDS.reason)
+    versions = "--package torch --good 2.13.0 --bad 2.15.0 --env 2.15.0=new"
+    assert group.command == f"fp8-harness bug bisect {GRAPH} {versions}"
+
+
+def test_a_fault_that_is_gone_is_bisected_the_other_way() -> None:
+    group = only(compared([known(LOSES)], [result(GRAPH)], LOSES))
+    assert (group.name, group.side, group.verdicts) == ("loses", "baseline", ("known", "passed"))
+    assert group.first == SHOWN[1].message and "--good 2.15.0 --bad 2.13.0" in group.command
+
+
+def test_a_fault_of_both_sides_that_shows_on_one_is_unexplained() -> None:
+    both = replace(ROUNDS, torch=">=2.13")
+    assert only(compared([result(GRAPH)], [known(both)], both)).origin is Origin.UNEXPLAINED
+
+
+FAILED = FailureSignature(kind="parity", what="gradients differ")
+CRASHED = FailureSignature(kind="crash", what="RuntimeError: sizes", where=("torch._ops:__call__",))
+
+
+def failed(verdict: Verdict, signature: FailureSignature | None, message: str = "wrong") -> CaseResult:
+    findings = (Finding(check="parity", message=message, verdict=Verdict.NUMERIC),)
+    return result(EXACT, verdict, findings=findings, failure_signature=signature)
+
+
+@pytest.mark.parametrize(
+    ("after", "origin", "name"),
+    [
+        (failed(Verdict.NUMERIC, FAILED), Origin.UNEXPLAINED, "parity"),
+        (failed(Verdict.CHANGED, FAILED), Origin.UNEXPLAINED, "parity"),
+        (failed(Verdict.CRASH, CRASHED), Origin.UNEXPLAINED, "crash"),
+        (failed(Verdict.CRASH, replace(CRASHED, where=())), Origin.OURS, "new-failure"),
+        (failed(Verdict.INVARIANT, None, "cannot be judged: no golden"), Origin.OURS, "new-failure"),
+        (failed(Verdict.UNEXPECTED_PASS, None), Origin.OURS, "unexpected-pass"),
+        (failed(Verdict.INFRA, None), Origin.OURS, "lost-coverage"),
+        (result(EXACT, checks=("finite",)), Origin.OURS, "lost-check"),
+        (result(EXACT, golden="run here"), Origin.OURS, "references"),
+    ],
+)
+def test_whose_a_failure_is(after: CaseResult, origin: Origin, name: str) -> None:
+    found = compared([result(EXACT, golden="stored"), result(UNDER_TP)], [after, result(UNDER_TP)])
+    group = next(each for each in found.groups if each.name == name)
+    assert group.origin is origin
+    assert ("bug bisect" in group.command) == (after.verdict not in (Verdict.INFRA, Verdict.PASSED))
+
+
+def test_what_failed_before_and_fails_alike_did_not_move() -> None:
+    same = failed(Verdict.NUMERIC, FAILED)
+    assert compared([same], [same]).groups == ()
+
+
+def test_the_example_is_the_cheapest_case_with_another_verdict() -> None:
+    ids = [f"{GRAPH.removesuffix('-b16')}-seed{seed}-b16" for seed in (1, 2, 3)]
+    before = [result(name) for name in ids]
+    costs = (9.0, 4.0, 6.0)
+    after = [
+        replace(known(ROUNDS, attempts=(make_attempt(cpu_s=cost),)), case_id=name)
+        for name, cost in zip(ids, costs, strict=True)
+    ]
+    group = only(compared(before, after, ROUNDS))
+    assert group.cases == tuple(ids) and group.example == ids[1]
+
+
+def several() -> Gate:
+    after = [
+        known(ROUNDS),
+        result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE)),
+        result(EXACT, measured=make_measured(saved_bytes=7), checks=("finite",)),
+    ]
+    return compared([result(GRAPH), result(UNDER_TP), result(EXACT)], after, ROUNDS)
+
+
+def test_it_is_the_end_of_the_text_in_60_columns() -> None:
+    lines = gate_text(several(), width=60).splitlines()
+    at = lines.index("what moved, by cause (torch 2.13.0+cpu -> 2.15.0):")
+    assert lines[at + 2 : at + 9] == [
+        "         torch  ours  unexplained",
+        "causes       2     1            1",
+        "cases        2     1            1",
+        "verdict      1     0            0",
+        "traffic      1     0            0",
+        "memory       0     0            1",
+        "checks       0     1            0",
+    ]
+    end = lines[at + 9 :]
+    assert [line for line in end if line.endswith(":")] == [
+        "torch: changed on purpose, or a fault on record:",
+        "ours: what the candidate was not judged by:",
+        "unexplained: nothing on record accounts for it:",
+    ]
+    assert "  rounds, new: 1 case" in end and f"    {GRAPH}: passed -> known" in end
+    assert all(len(line) <= 60 for line in lines if not line.startswith(("    $ ", "    http")))
+
+
+def test_markdown_json_and_html_have_the_same() -> None:
+    found = several()
+    text = gate_markdown(found)
+    assert "### what moved, by cause (torch 2.13.0+cpu -> 2.15.0)\n\n|  | torch | ours | unexplained |" in text
+    assert "| traffic | 1 | 0 | 0 |" in text and "  rounds, new: 1 case\n" in text
+    plain = json.loads(to_json(found))
+    assert [(each["origin"], each["name"]) for each in plain["groups"]] == [
+        ("torch", "gradients-in-reduce-dtype"),
+        ("torch", "rounds"),
+        ("ours", "lost-check"),
+        ("unexplained", "saved-bytes"),
+    ]
+    assert plain["groups"][1]["moved"] == {"verdict": [GRAPH]}
+    section = gate_front(found, make_document(result(GRAPH))).section
+    assert section is not None and section.listings[0].rows[0] == ("causes", "2", "1", "1")
+    first = next(group for group in section.groups if group.title.startswith("moved, "))
+    assert first.title == "moved, torch: changed on purpose, or a fault on record (2)"
+    assert first.entries[1].case == GRAPH and first.entries[1].title == "rounds, new: 1 case"
+
+
+def test_nothing_moved_says_nothing() -> None:
+    found = compared([result()], [result()])
+    assert found.groups == () and "what moved" not in gate_text(found, width=60) + gate_markdown(found)
+
+
+def test_a_signature_does_not_say_which_version_differs() -> None:
+    finding = Finding(check="traffic", message="2 calls are missing", differs="torch 2.16.0 differs from what holds")
+    one, other = (signature_of(Verdict.CHANGED, (each,), None) for each in (finding, replace(finding, differs="")))
+    assert one == other is not None
