@@ -21,11 +21,15 @@ Answer = Literal["good", "bad", "skipped"]
 
 
 class VersionAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one version shows: good without the failure, bad with it, skipped where it tells nothing; and why."""
+    """What one version shows: good without the failure, bad with it, skipped where it tells nothing; and why.
+
+    `says` is the message of what failed.
+    """
 
     version: str
     answer: Answer
     why: str
+    says: str = ""
     cached: bool = False
 
 

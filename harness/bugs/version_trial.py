@@ -41,15 +41,15 @@ class VersionTrial:
     def run(self, version: str) -> VersionAnswer:
         """Install the version and run the case with it. A version that tells nothing is skipped, with the reason."""
         try:
-            answer, why = self._repro(self._versions.environment(version).python, version)
+            return self._repro(self._versions.environment(version).python, version)
         except NotInstalled as error:
             return VersionAnswer(version=version, answer="skipped", why=f"not installed: {error}")
         except subprocess.TimeoutExpired as error:
             return VersionAnswer(version=version, answer="skipped", why=f"took longer than {error.timeout:.0f} s")
-        return VersionAnswer(version=version, answer=answer, why=why)
 
-    def _repro(self, python: Path, version: str) -> tuple[Answer, str]:
-        """What `bug repro --exit-code` answers, and what it says in a line."""
+    def _repro(self, python: Path, version: str) -> VersionAnswer:
+        """What `bug repro --exit-code` answers, and what it says."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         result = self._folder / f"{self._versions.package}-{version}.json"
         first = self._folder / f"{key_of(self.depends_on)}.json"
         result.unlink(missing_ok=True)
@@ -60,11 +60,13 @@ class VersionTrial:
         )
         if not result.exists():
             errors = [line for line in done.stderr.splitlines() if line.strip()]
-            return "skipped", errors[-1] if errors else f"it ended with {done.returncode}"
+            why = errors[-1] if errors else f"it ended with {done.returncode}"
+            return VersionAnswer(version=version, answer="skipped", why=why)
         found = msgspec.json.decode(result.read_bytes(), type=Reproduced).found
         if found.signature is not None and _NOT_IMPORTED.match(found.signature.what):
-            return "skipped", f"not imported: {found.signature.what}"
+            why = f"not imported: {found.signature.what}"
+            return VersionAnswer(version=version, answer="skipped", why=why)
         answer = _ANSWERS.get(done.returncode, "skipped")
         if answer == "bad" and not like:
             first.write_bytes(result.read_bytes())
-        return answer, found.text
+        return VersionAnswer(version=version, answer=answer, why=found.text, says=found.message)

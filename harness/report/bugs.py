@@ -58,6 +58,7 @@ def bisected_text(found: Bisected) -> str:
     lines = [f"the first version {what}: {found.package} {_one_of(found)}"]
     for told in (found.before, found.after):
         lines += _pair(told.answer, f"{told.version}: {told.why}")
+        lines += _pair("", told.says) if told.answer == "bad" and told.says else []
     if found.unknown:
         lines += [line for told in found.unknown for line in _pair("skipped", f"{told.version}: {told.why}")]
     tried = ", ".join(f"{told.version} {told.answer}{' (kept)' * told.cached}" for told in found.tried)

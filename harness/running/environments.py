@@ -49,7 +49,7 @@ def python_over(path: Path, folder: Path) -> Path:
         venv.create(home, with_pip=False, symlinks=True, clear=True)
         add_paths(home, lines)
         (home / ".ready").touch()
-    theirs, ours = _origins(path / "bin" / "python"), _origins(home / "bin" / "python")
+    theirs, ours = _origins(path.resolve() / "bin" / "python"), _origins(home / "bin" / "python")
     if ours.pop("harness") != str(HARNESS / "harness" / "__init__.py"):
         fix = "uninstall it there: the harness that runs is used."
         raise HarnessError("it has a harness of its own.", where=where, fix=fix)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,3 +72,19 @@ def test_the_version_that_breaks_a_case_is_found(project: Command) -> None:
     assert done.stdout.startswith(f"the first version that fails: {PACKAGE} 0.3\n  good      0.2: no failure\n")
     wrong = project.call(*words, "--good", "0.2", "--bad", "0.1")
     assert wrong.returncode == 2 and "0.1 is good, not bad: no failure" in wrong.stderr
+
+
+def test_the_version_that_runs_is_used_as_it_is(project: Command) -> None:
+    here = metadata.version("iniconfig")
+    wheels = project.folder / "wheels"
+    wheels.mkdir()
+    wheel(wheels, "0.0", package="iniconfig")
+    (wheels / f"iniconfig-{here}-py3-none-any.whl").write_text("not read: this version runs")
+    (project.folder / "broken.py").write_text(
+        "def apply():\n    import iniconfig\n    assert hasattr(iniconfig, 'VERSION')\n"
+    )
+    words = ("--package", "iniconfig", "--find-links", "wheels", "--inject", "broken.py:apply")
+    done = project.call("bug", "bisect", CASE, *words, "--good", "0.0", "--bad", here)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"the first version that fails: iniconfig {here}\n  good      0.0: no failure\n")
+    assert "broken.py:apply raised AssertionError" in " ".join(done.stdout.split())

@@ -101,7 +101,8 @@ def test_the_same_cases_run_in_several_environments(project: Command) -> None:
     (project.folder / "patch.py").write_text(
         f"def apply():\n    import {PACKAGE}\n    assert {PACKAGE}.VERSION == '0.1'\n"
     )
-    words = ("--env", "old=old env", "--env", "new=new", "--inject", "patch.py:apply", "--select", "recipe=bf16")
+    (project.folder / "link").symlink_to("new")
+    words = ("--env", "old=old env", "--env", "new=link", "--inject", "patch.py:apply", "--select", "recipe=bf16")
     done = project.call("run", "smoke", *CPU, *words)
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()

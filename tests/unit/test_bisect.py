@@ -35,7 +35,8 @@ class Versions:
         if at in self._mute:
             return VersionAnswer(version=version, answer="skipped", why="not installed")
         answer = "bad" if (at >= self._change) != self._fixed else "good"
-        return VersionAnswer(version=version, answer=answer, why=f"answer {at}")  # type: ignore[arg-type]
+        says = "4 gradients differ by 2 %" if answer == "bad" else ""
+        return VersionAnswer(version=version, answer=answer, why=f"answer {at}", says=says)  # type: ignore[arg-type]
 
     def found(self, folder: Path) -> Bisected:
         return bisect(self.names, self.bad, self.ask, answers_in(folder / "answers.jsonl"), package="toy")
@@ -68,7 +69,8 @@ def test_what_is_known_is_not_asked_again(tmp_path: Path) -> None:
 
 def test_the_first_version_without_the_failure_is_found_too(tmp_path: Path) -> None:
     text = bisected_text(Versions(6, 2, fixed=True).found(tmp_path))
-    assert text.startswith("the first version without the failure: toy 0.2\n  bad       0.1: answer 1\n  good      0.2")
+    says = "            4 gradients differ by 2 %"
+    assert text.startswith(f"the first version without the failure: toy 0.2\n  bad       0.1: answer 1\n{says}\n  good")
 
 
 def test_ends_must_be_as_said(tmp_path: Path) -> None:
