@@ -92,7 +92,7 @@ _OURS = (
     Kind.UNEXPECTED_PASS, Kind.INTERRUPTED, Kind.LOST_COVERAGE, Kind.LOST_CHECK, Kind.GOLDEN, Kind.TOLERANCE,
     Kind.REFERENCES,
 )  # fmt: skip
-_OF_FAULTS = (Kind.KNOWN_FAULT, Kind.FAULT_GONE, Kind.EXPLAINED, Kind.FIXED)
+_OF_FAULTS = (Kind.KNOWN_FAULT, Kind.FAULT_GONE, Kind.EXPLAINED)
 _OF_FORMULAS = {Topic.TRAFFIC: "traffic", Topic.MEMORY: "saved memory", Topic.CASTS: "casts"}
 _NUMBERS = (Kind.FP8_MOVED, Kind.BF16_MOVED, Kind.MOVED)
 
@@ -133,12 +133,14 @@ class _Attribution:
         return next((fault for fault in found if not reason.faults or fault.name in reason.faults), None)
 
     def _is_ours(self, reason: Reason) -> bool:
-        """True for a failure that proves nothing about torch: nothing was judged, or the harness itself raised."""
+        """True for a failure that proves nothing about torch: nothing was judged, or it was raised outside of torch."""
         case = self._after
         if reason.kind not in (Kind.NEW_FAILURE, Kind.OTHER_FAILURE) or case is None:
             return False
-        if case.verdict is Verdict.CRASH:
-            return case.failure_signature is None or not case.failure_signature.where
+        causes = [failure.kind for failure in case.failures if not failure.consequence]
+        if causes:
+            in_torch = case.failure_signature is not None and case.failure_signature.where
+            return set(causes) == {"raised"} and not in_torch
         return not any(finding.judged for finding in case.findings)
 
 

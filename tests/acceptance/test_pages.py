@@ -31,6 +31,9 @@ NOT_RUN = {
     "fp8-harness run nightly --nnodes 2 --node-rank 0 --rdzv-endpoint node-0:29400": "needs two machines",
     "fp8-harness run nightly --nnodes 2 --node-rank 1 --rdzv-endpoint node-0:29400": "needs two machines",
     "fp8-harness gate --matrix torchao=0.17.0,0.18.0 pr": "makes environments from a package index",
+    "fp8-harness gate --matrix torch=2.13.0,2.15.0 pr": "makes environments from a package index",
+    "fp8-harness gate --matrix torch=2.13.0,nightly --env nightly=.venv-nightly pr": "needs an environment",
+    "fp8-harness gate --matrix torch=2.13.0,2.15.0 --env 2.15.0=.venv-torch-2.15 pr": "needs an environment",
     'fp8-harness golden update --only-failing --reason "torch 2.14 changed AdamW"': "run where a loss is off",
     "fp8-harness golden diff --against HEAD": "run in a git repository",
 }

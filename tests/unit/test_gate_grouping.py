@@ -21,7 +21,7 @@ from harness.report.gate import gate_markdown, gate_text
 from harness.report.html.gate import gate_front
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, Finding, Verdict
-from tests.builders import make_attempt, make_document, make_known, make_measured
+from tests.builders import make_attempt, make_document, make_failure, make_known, make_measured, run_of
 from tests.unit.test_gate import TERMS, result
 
 HERE = Environment(device="cpu", cpu="a CPU", threads=2, platform="Linux x86_64", commit="c0ffee")
@@ -139,7 +139,13 @@ def test_a_fault_of_both_sides_that_shows_on_one_is_unexplained() -> None:
 
 
 FAILED = FailureSignature(kind="parity", what="gradients differ")
-CRASHED = FailureSignature(kind="crash", what="RuntimeError: sizes", where=("torch._ops:__call__",))
+IN_TORCH = FailureSignature(kind="crash", what="RuntimeError: sizes", where=("torch._ops:__call__",))
+OUTSIDE = replace(IN_TORCH, where=())
+
+
+def crashed(signature: FailureSignature, kind: str = "raised") -> CaseResult:
+    run = run_of(make_failure(kind=kind), make_failure(rank=1, kind="killed", consequence=True))
+    return replace(failed(Verdict.CRASH, signature), run=run)
 
 
 def failed(verdict: Verdict, signature: FailureSignature | None, message: str = "wrong") -> CaseResult:
@@ -152,8 +158,9 @@ def failed(verdict: Verdict, signature: FailureSignature | None, message: str = 
     [
         (failed(Verdict.NUMERIC, FAILED), Origin.UNEXPLAINED, "parity"),
         (failed(Verdict.CHANGED, FAILED), Origin.UNEXPLAINED, "parity"),
-        (failed(Verdict.CRASH, CRASHED), Origin.UNEXPLAINED, "crash"),
-        (failed(Verdict.CRASH, replace(CRASHED, where=())), Origin.OURS, "new-failure"),
+        (crashed(IN_TORCH), Origin.UNEXPLAINED, "crash"),
+        (crashed(OUTSIDE, "killed"), Origin.UNEXPLAINED, "crash"),
+        (crashed(OUTSIDE), Origin.OURS, "new-failure"),
         (failed(Verdict.INVARIANT, None, "cannot be judged: no golden"), Origin.OURS, "new-failure"),
         (failed(Verdict.UNEXPECTED_PASS, None), Origin.OURS, "unexpected-pass"),
         (failed(Verdict.INFRA, None), Origin.OURS, "lost-coverage"),

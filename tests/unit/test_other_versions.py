@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from harness.cli.environments import exit_code_of
 from harness.running.versions import NotInstalled, Source, Versions, is_release
 from harness.sources import installed_version
+from tests.builders import make_document
 
 FAKE_UV = """#!/bin/sh
 echo "$@" > "{asked}"
@@ -87,3 +90,9 @@ def test_what_cannot_be_installed_leaves_nothing(tmp_path: Path, asked: Path) ->
     assert asked.exists() and not (tmp_path / "versions" / "torch-2.99.0").exists()
     put_uv(tmp_path, code=0)
     assert versions.environment("2.99.0").python.exists()
+
+
+@pytest.mark.parametrize(("codes", "worst"), [((0, 5), 5), ((5, 4), 4), ((5, 1), 1), ((0, 0), 0)])
+def test_the_worst_run_decides_the_exit_code(codes: tuple[int, int], worst: int) -> None:
+    runs = {str(place): replace(make_document(), exit_code=code) for place, code in enumerate(codes)}
+    assert exit_code_of(runs) == worst
