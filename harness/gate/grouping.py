@@ -36,7 +36,10 @@ class Origin(enum.Enum):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasons with one cause. `example` is the cheapest of the cases; what follows is of it."""
+    """Reasons with one cause. `example` is a case that ends otherwise, if there is one, and the cheapest of these.
+
+    What follows is of it.
+    """
 
     origin: Origin
     name: str  # of the upstream change or of the recorded fault; else of the check or the kind of reason
@@ -155,7 +158,7 @@ def _group(
     for reason in reasons:
         for topic in reason.topics:
             moved.setdefault(topic, {})[reason.case or ""] = None
-    example = min(reasons, key=lambda reason: (Topic.VERDICT not in reason.topics, sides.cost(reason.case or "")))
+    example = min(reasons, key=lambda reason: _order_of_examples(reason, sides))
     pair = sides.pairs.get(example.case or "")
     return Group(
         origin=cause.origin,
@@ -167,8 +170,15 @@ def _group(
         example=example.case or "",
         verdicts=sides.verdicts(example.case or ""),
         first=_first(example, pair, [fault for fault in faults if fault.name == cause.name]),
-        command=(bisection and pair and bisection.command(pair)) or example.command,
+        command=(Topic.VERDICT in example.topics and bisection and pair and bisection.command(pair)) or example.command,
     )
+
+
+def _order_of_examples(reason: Reason, sides: Sides) -> tuple[bool, bool, float]:
+    """Cases whose verdict is what moved come first, those with another verdict for another cause last."""
+    before, after = sides.verdicts(reason.case or "")
+    is_moved = before != after
+    return not (is_moved and Topic.VERDICT in reason.topics), is_moved, sides.cost(reason.case or "")
 
 
 def _first(reason: Reason, pair: Pair | None, faults: Sequence[KnownFault]) -> str:

@@ -192,6 +192,19 @@ def test_the_example_is_the_cheapest_case_with_another_verdict() -> None:
     assert group.cases == tuple(ids) and group.example == ids[1]
 
 
+def test_a_case_that_fails_for_another_cause_is_the_last_example() -> None:
+    other = UNDER_TP.replace("-b16", "-seed3-b16")
+    before = [result(UNDER_TP), result(other)]
+    cheap = {"attempts": (make_attempt(cpu_s=0.1),), "measured": make_measured(wire=OTHER_WIRE)}
+    after = [
+        result(UNDER_TP, Verdict.KNOWN, expectation="else", **cheap),
+        result(other, measured=make_measured(wire=OTHER_WIRE)),
+    ]
+    group = next(each for each in compared(before, after).groups if each.origin is Origin.TORCH)
+    assert group.cases == (UNDER_TP, other) and group.example == other
+    assert group.command == f"fp8-harness run --case {other}", "its verdict did not move"
+
+
 def several() -> Gate:
     after = [
         known(ROUNDS),
