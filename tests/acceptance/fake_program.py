@@ -1,8 +1,8 @@
 """A rank program without torch: what it does to a tensorwise case is written in the seed of the case.
 
 Seed 1 raises, 2 never returns, 3 has a NaN loss, 4 is far from its golden, 5 exits, 6 is slow, 7 runs another number
-of matmuls under a torch that no formula was verified for, 8 waits until the file GO of the environment is there, 9
-raises where torchtitan is 9.1; other seeds and all other recipes train well.
+of matmuls, 8 waits until the file GO of the environment is there, 9 raises where torchtitan is 9.1; other seeds and
+all other recipes train well.
 """
 
 from __future__ import annotations
