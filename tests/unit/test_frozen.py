@@ -1,0 +1,13 @@
+"""What follows from a case stays: ids, names of goldens and witnesses, relations, tolerance keys, costs."""
+
+from __future__ import annotations
+
+from harness.matrix.caseid import parse_case_id
+from tests.frozen import STORED, frozen_line
+
+
+def test_what_follows_from_a_case_is_what_was_stored() -> None:
+    lines = STORED.read_text().splitlines()
+    assert len(lines) > 700
+    changed = [line for line in lines if frozen_line(parse_case_id(line.split()[0])) != line]
+    assert changed == []
