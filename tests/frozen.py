@@ -86,7 +86,7 @@ def _values(name: str) -> tuple[object, ...]:
 def _derived(case: Case) -> Iterable[object]:
     yield family_id(case)
     yield from (case_id(other(case)) for other in (solo_case, twin_case, reference_case))
-    yield own_axes(case)
+    yield sorted(own_axes(case).items())
     yield from (case_id(each) for each in resumed_in(case))
     refusal = expected_refusal(case)
     yield refusal.name if refusal is not None else None

@@ -10,32 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, axis_values, case_from_axes, shown_value
+from harness.matrix.axes import AXES, DECLARED, axis_values, case_from_axes, shown_value
+from harness.matrix.axis import Changes
 from harness.matrix.case import Case
 from harness.matrix.rules import exclusions, expected_refusal
 
 # Every axis, in the order in which it is tried: what costs most first. Of sizes, the least that there can be.
-_SMALLEST: dict[str, int] = {
-    "dp_replicate": 1,
-    "dp_shard": 1,
-    "tp": 1,
-    "layers": 1,
-    "steps": 1,
-    "global_batch": 1,
-    "seq_len": 16,
-    "vocab_size": 64,
-    "dim": 32,
-    "ffn_dim": 32,
-    "heads": 1,
-    "kv_heads": 1,
-}
-# Options, by the value to which each goes; those that are not here go to their defaults.
-_SIMPLEST: dict[str, object] = {"recipe": "tensorwise", "dtype": "float32"}
-_KEPT = ("model", "seed", "lr", "loss_tolerance")  # change no code path, and the size is told by other axes
-OPTIONS = tuple(name for name in AXES if name not in _SMALLEST and name not in _KEPT)
+_SMALLEST: Mapping[str, int] = {name: axis.smallest for name, axis in DECLARED.items() if axis.smallest is not None}
+OPTIONS = tuple(name for name, axis in DECLARED.items() if axis.smallest is None and axis.shrinks)
 GROUPS: tuple[tuple[str, ...], ...] = (
-    ("layers", "steps", "global_batch", "seq_len", "vocab_size", "dim", "ffn_dim", "heads", "kv_heads"),
-    ("dp_replicate", "dp_shard", "tp"),
+    tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.TRAINING),
+    tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.LAYOUT),
     OPTIONS,
 )
 _GRID = 64  # a size that keeps its remainder by this keeps what alignment makes of it
@@ -89,7 +74,7 @@ def _values(case: Case, name: str, steps: int) -> Sequence[object]:
     value = axis_values(case)[name]
     if name in _SMALLEST:
         return _sizes(value, steps if name == "steps" else _smallest(case, name))
-    simplest = _SIMPLEST.get(name, axis_values(Case())[name])
+    simplest = DECLARED[name].simplest or axis_values(Case())[name]
     if (name, value) in (("recipe", "bf16"), ("dtype", "float64")):  # simpler already; the sharpest comparison
         return ()
     return () if value == simplest else (simplest,)

@@ -10,7 +10,7 @@ import click
 
 from harness.cli.options import AT_LEAST_1, Command, compose_options
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, MEANINGS, axis_type, axis_values, case_from_axes, choices, ignored_axes
+from harness.matrix.axes import AXES, DECLARED, axis_type, axis_values, case_from_axes, choices, ignored_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.rules import exclusions
@@ -20,12 +20,7 @@ MAX_WORLD = 4096
 _SHORT = {"vocab_size": ("--vocab",)}
 
 # Axes that change the cost of a step: options of the same name override those of a named model or a case.
-_OF_COST = tuple(
-    name
-    for name in AXES
-    if name not in ("target", "model", "symm_mem", "wait_for_embedding", "steps", "ignored_tokens", "max_norm")
-    and name not in ("resume", "lr", "seed", "loss_tolerance")
-)
+_OF_COST = tuple(name for name, axis in DECLARED.items() if axis.costs)
 
 
 def axis_options(names: Collection[str] = tuple(AXES), *, defaults: bool = True) -> Callable[[Command], Command]:
@@ -35,10 +30,10 @@ def axis_options(names: Collection[str] = tuple(AXES), *, defaults: bool = True)
 
 
 def _axis_option(name: str, *, defaults: bool) -> Callable[[Command], Command]:
-    option, kind = f"--{name.replace('_', '-')}", axis_type(name)
+    option, kind, meaning = f"--{name.replace('_', '-')}", axis_type(name), DECLARED[name].meaning
     if kind is tuple:
-        return click.option(option, name, metavar="NAME", multiple=True, help=f"{MEANINGS[name]}. Repeatable.")
-    text = f"{MEANINGS[name]}. Default: {_word(axis_values(Case())[name])}." if defaults else f"{MEANINGS[name]}."
+        return click.option(option, name, metavar="NAME", multiple=True, help=f"{meaning}. Repeatable.")
+    text = f"{meaning}. Default: {_word(axis_values(Case())[name])}." if defaults else f"{meaning}."
     if kind is bool:
         return click.option(f"{option}/--no-{option[2:]}", name, default=None, help=text)
     known = [str(each) for each in choices(name)]

@@ -21,7 +21,8 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.sealed import Sealed, own_root, read_sealed, write_sealed
-from harness.matrix.case import Case, ModelShape, Train
+from harness.matrix.axes import DECLARED, DEFAULTS, own_values
+from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import OUTPUT_FQN, is_converted
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
@@ -136,14 +137,14 @@ def parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> str:
 
 def _training(case: Case) -> str:
     """The model, and the learning rate where it is not the default. A preset with overrides is another model."""
-    model, lr = case.model, case.train.lr
     target = "" if case.target == REFERENCE else f"{case.target.replace('.', '_')}_"
-    changed = [
-        f"_{name}{value}" for name in ModelShape.__struct_fields__ if (value := getattr(model, name)) is not None
-    ]
-    changed += ["_bias"] if model.bias else []
-    changed += [] if case.train.parameter_dtype == "float32" else [f"_param_{case.train.parameter_dtype}"]
-    return f"{target}{model.preset}{''.join(changed)}{'' if lr == Train().lr else f'_lr{lr:g}'}"
+    values = own_values(case)
+    changed = (
+        axis.noise.format(values[name])
+        for name, axis in DECLARED.items()
+        if axis.noise and values[name] != DEFAULTS[name]
+    )
+    return f"{target}{case.model.preset}{''.join(changed)}"
 
 
 def tolerance_for(case: Case, root: Path) -> Tolerance:

@@ -1,7 +1,7 @@
 """The axes: flat names of everything that can vary in a case, and the field of `Case` behind each.
 
-These are the names that users write in case files, selectors and on the command line. Converts between flat values and
-cases.
+These are the names that users write in case files, selectors and on the command line. What is declared of each is on
+its field. Converts between flat values and cases.
 """
 
 from __future__ import annotations
@@ -17,84 +17,45 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.case import Case, CaseStruct, Model, ModelShape
+from harness.matrix.axis import Axis, Changes
+from harness.matrix.case import Case, Model, ModelShape
+from harness.matrix.model import CaseStruct
 from harness.matrix.scope import out_of_scope
 
-# Fields whose name does not say enough outside of their part of a case.
-_RENAMED: dict[tuple[str, ...], str] = {
-    ("model", "preset"): "model",
-    ("checkpointing", "mode"): "checkpointing",
-    ("checkpointing", "every"): "checkpoint_every",
-}
+
+def _declared() -> Iterator[tuple[tuple[str, ...], Axis]]:
+    """Every field of a case and of its parts with its declaration, in the order of the words of ids."""
+    for path, hint in _fields(Case):
+        (axis,) = (each for each in typing.get_args(hint) if isinstance(each, Axis))
+        yield path, axis
 
 
-def _paths() -> Iterator[tuple[str, ...]]:
-    """Every field of a case and of its parts, in order."""
-    for name, default in zip(Case.__struct_fields__, Case.__struct_defaults__, strict=True):
-        if isinstance(default, CaseStruct):
-            yield from ((name, field) for field in default.__struct_fields__)
+def _fields(owner: type[CaseStruct]) -> Iterator[tuple[tuple[str, ...], object]]:
+    for name, hint in typing.get_type_hints(owner, include_extras=True).items():
+        if isinstance(hint, type) and issubclass(hint, CaseStruct):
+            yield from (((name, *path), inner) for path, inner in _fields(hint))
         else:
-            yield (name,)
+            yield (name,), hint
 
 
-AXES: dict[str, tuple[str, ...]] = {_RENAMED.get(path, path[-1]): path for path in _paths()}
-# What each is, in a few words: for comments in case files, options and the schema of editors.
-MEANINGS: dict[str, str] = {
-    "target": "what trains: reference, torchtitan, torchtitan_0_3, or the module of your own target",
-    "model": "preset; every size below overrides it",
-    "vocab_size": "tokens of the vocabulary",
-    "pad_vocab_to_multiple_of": "add rows to embedding and output layer up to a multiple of this",
-    "dim": "features of the residual stream",
-    "layers": "blocks",
-    "heads": "attention heads",
-    "kv_heads": "heads of keys and values",
-    "ffn_dim": "hidden features of the feed-forward",
-    "bias": "the linears of blocks have a bias; the output layer has none",
-    "dp_replicate": "HSDP: replicas of every shard",
-    "dp_shard": "FSDP2: ranks that share every parameter",
-    "tp": "tensor parallelism: ranks that share every linear",
-    "async_tp": "fuse the collectives of TP with matmuls; needs compile",
-    "symm_mem": "form of the fused operators of async TP",
-    "wait_for_embedding": "compiled blocks get the finished embedding",
-    "sequence_parallel": "TP ranks share the positions of the residual stream",
-    "loss_parallel": "TP ranks share the logits",
-    "reshard_after_forward": "FSDP2 frees gathered weights after forward; by default all but those of the last unit",
-    "recipe": "how linears are converted to FP8; bf16 converts none",
-    "fp8_all_gather": "FSDP2 gathers weights in float8",
-    "precompute_scale": "compute the scales of all gathered weights at once",
-    "pad_inner_dim": "pad inner dimensions of matmuls to multiples of 16",
-    "output_layer": "convert the output layer too",
-    "tp_styles": "float8: TP gathers activations in float8",
-    "filter_fqns": "do not convert linears whose name contains one of these",
-    "casts": "operands whose cast differs from the recipe: go:e4m3, i_gw:dis, w_gi:ten",
-    "checkpointing": "activation checkpointing",
-    "checkpoint_every": "selective_layer: every n-th block is checkpointed",
-    "compile": "graph executes compiled graphs, inductor generates code",
-    "steps": "optimizer steps",
-    "global_batch": "sequences per step, over all ranks",
-    "seq_len": "tokens of a sequence",
-    "dtype": "dtype of parameters and activations; float64 for sharp comparisons",
-    "parameter_dtype": "dtype of the parameters that the optimizer updates, where activations are bfloat16",
-    "reduce_dtype": "dtype in which FSDP2 sums gradients over ranks",
-    "accumulation": "microbatches per optimizer step",
-    "reduce_grads": "microbatches after which FSDP2 reduces gradients",
-    "max_norm": "clip gradients to this global norm; without it there is no clipping",
-    "evaluate": "evaluate the batch of every step first, without gradients and in evaluation mode",
-    "ignored_tokens": "labels that the loss ignores: a different number per rank, or half the batch",
-    "resume": "save the state mid-run and load it into a new target; resharded: through another layout",
-    "lr": "learning rate of AdamW",
-    "seed": "seed of weights and data",
-    "loss_tolerance": "allowed distance of the loss from BF16, in nats",
-}
+AXES: dict[str, tuple[str, ...]] = {axis.name or path[-1]: path for path, axis in _declared()}
+DECLARED: dict[str, Axis] = {axis.name or path[-1]: axis for path, axis in _declared()}
 _VALUES = operator.attrgetter(*(".".join(path) for path in AXES.values()))  # of a case, in the order of the axes
 _AXIS_OF_PATH = {path: name for name, path in AXES.items()}
+
+
+def own_values(case: Case) -> dict[str, object]:
+    """Every axis with the value of its field; None for a model size that the preset gives."""
+    return dict(zip(AXES, _VALUES(case), strict=True))
+
+
+DEFAULTS = own_values(Case())
 
 
 def axis_values(case: Case) -> dict[str, object]:
     """Every axis of a case with its value, in the order of `AXES`. Model sizes are the effective ones, never None."""
     shape = case.model.shape
-    values = dict(zip(AXES, _VALUES(case), strict=True))
-    return values | {name: getattr(shape, name) for name in ModelShape.__struct_fields__}
+    return own_values(case) | {name: getattr(shape, name) for name in ModelShape.__struct_fields__}
 
 
 def own_axes(case: Case) -> dict[str, object]:
@@ -124,6 +85,27 @@ def case_from_axes(values: Mapping[str, object]) -> Case:
         return msgspec.convert(tree, Case)
     except msgspec.ValidationError as error:
         raise _invalid_case(error, values) from error
+
+
+def without(case: Case, *changes: Changes) -> Case:
+    """The case with the default, or the value of references, on every axis that changes one of these."""
+    for part, fields in _resets(frozenset(changes)).items():
+        if part:
+            case = msgspec.structs.replace(case, **{part: msgspec.structs.replace(getattr(case, part), **fields)})
+        else:
+            case = msgspec.structs.replace(case, **fields)
+    return case
+
+
+@functools.cache
+def _resets(changes: frozenset[Changes]) -> dict[str, dict[str, object]]:
+    """By part of a case, "" for its own fields, the values of the axes that change one of these."""
+    found: dict[str, dict[str, object]] = {}
+    for name, axis in DECLARED.items():
+        if axis.changes in changes:
+            *part, field = AXES[name]
+            found.setdefault("".join(part), {})[field] = DEFAULTS[name] if axis.reference is None else axis.reference
+    return found
 
 
 def known_axis(name: str) -> str:
@@ -168,7 +150,7 @@ def axis_schema(name: str) -> dict[str, typing.Any]:
     if "anyOf" in schema:  # TOML has no null: an axis is left out instead
         schema = next(each for each in schema["anyOf"] if each != {"type": "null"})
     default = axis_values(Case())[name]
-    return {**schema, "description": MEANINGS[name], **({} if default is None else {"default": default})}
+    return {**schema, "description": DECLARED[name].meaning, **({} if default is None else {"default": default})}
 
 
 def suggestion(word: str, known: Iterable[object]) -> str:
@@ -196,11 +178,7 @@ def _as_tuple(value: object) -> object:
 
 @functools.cache
 def _type_of(name: str) -> object:
-    owner: typing.Any = Case
-    *parents, last = AXES[name]
-    for part in parents:
-        owner = typing.get_type_hints(owner, include_extras=True)[part]
-    return typing.get_type_hints(owner, include_extras=True)[last]
+    return dict(_fields(Case))[AXES[name]]
 
 
 def _base_type(hint: object) -> object:

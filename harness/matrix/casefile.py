@@ -32,7 +32,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.matrix.axes import (
     AXES,
-    MEANINGS,
+    DECLARED,
     axis_type,
     axis_values,
     case_from_axes,
@@ -106,7 +106,7 @@ def write_case(case: Case, *, schema: str, command: str) -> str:
     """
     values, own = axis_values(case), own_axes(case)
     chosen = [_assignment(name, value) for name, value in own.items()]
-    others = [f"# {_assignment(name, _EXAMPLES.get(name, values[name]))}" for name in AXES if name not in own]
+    others = [f"# {_assignment(name, _example(name, values[name]))}" for name in AXES if name not in own]
     head = [f"#:schema {schema}", f"# Run it by `{command}`.", f"description = {_toml(case_id(case))}"]
     rest = "# Every other axis has its default. To change one, remove the # before it."
     return "\n".join([*head, "", "[[case]]", "[case.axes]", *chosen, "", rest, *others, ""])
@@ -114,10 +114,12 @@ def write_case(case: Case, *, schema: str, command: str) -> str:
 
 def _assignment(name: str, value: object) -> str:
     one_of = f" ({', '.join(map(str, choices(name)))})" if axis_type(name) is str and choices(name) else ""
-    return f"{f'{name} = {_toml(value)}':<34} # {MEANINGS[name]}{one_of}"
+    return f"{f'{name} = {_toml(value)}':<34} # {DECLARED[name].meaning}{one_of}"
 
 
-_EXAMPLES = {"loss_tolerance": 0.05, "max_norm": 1.0}  # of axes that have no default
+def _example(name: str, value: object) -> object:
+    """The value, or one that the axis can have where it has no default."""
+    return DECLARED[name].example if value is None else value
 
 
 def _toml(value: object) -> str:

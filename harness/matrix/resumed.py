@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from harness.matrix.axes import without
+from harness.matrix.axis import Changes
 from harness.matrix.case import Case, Layout
 from harness.matrix.rule import Exclusion
 
@@ -31,15 +33,8 @@ def other_layout(layout: Layout) -> Layout | None:
 
 def _only_built(case: Case, layout: Layout) -> Case:
     """The case in another layout, without the options of training: it loads and saves."""
-    train = msgspec.structs.replace(
-        case.train,
-        global_batch=layout.world_size,
-        reduce_dtype="float32",
-        accumulation=1,
-        reduce_grads="every_microbatch",
-        evaluate=False,
-        resume="none",
-    )
+    train = without(case, Changes.SUMS).train
+    train = msgspec.structs.replace(train, global_batch=layout.world_size, evaluate=False, resume="none")
     float8 = msgspec.structs.replace(case.float8, tp_styles="plain")
     return msgspec.structs.replace(case, layout=layout, float8=float8, train=train)
 

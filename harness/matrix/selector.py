@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, axis_type, axis_values, checked_value, choices, suggestion
+from harness.matrix.axes import AXES, DECLARED, axis_type, axis_values, checked_value, choices, suggestion
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 
@@ -58,12 +58,7 @@ class Selector(msgspec.Struct, frozen=True, kw_only=True):
 
 # By axis, the other axes without which its value means nothing.
 _DEPENDS_ON: dict[str, tuple[str, ...]] = {
-    "symm_mem": ("async_tp",),
-    "sequence_parallel": ("tp",),
-    "loss_parallel": ("tp",),
-    "wait_for_embedding": ("tp", "compile"),
-    "checkpoint_every": ("checkpointing",),
-    **{name: ("recipe",) for name, path in AXES.items() if path[0] == "float8" and name != "recipe"},
+    **{name: axis.needs for name, axis in DECLARED.items()},
     "world_size": ("dp_replicate", "dp_shard", "tp"),
     "local_batch": ("global_batch", "dp_replicate", "dp_shard"),
 }

@@ -1,43 +1,112 @@
-"""The words of case ids: every token that an id can have, what it means and which axis values it stands for.
+"""The words of case ids: how the axes that a case sets are spelled, what each word means, and its values.
 
-`caseid.py` puts them together. Here are also the hints for a token that is no such word.
+Made from the declarations of the axes, in their order. Here are also the hints for a token that is no such word.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
 from harness.hints import list_words
-from harness.matrix.axes import AXES
-from harness.matrix.case import MODEL_PRESETS
+from harness.matrix.axes import AXES, DECLARED, DEFAULTS, axis_type
+from harness.matrix.axis import Word as Declared
 from harness.matrix.scope import out_of_scope
-from harness.matrix.targets import NAME
 
 NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-SHAPE_WORDS = {"dim": "dim", "layers": "layers", "heads": "heads", "kv_heads": "kvheads", "ffn_dim": "ffn"}
-PRESETS = {preset: preset.replace("-", ".") for preset in MODEL_PRESETS}  # `-` separates tokens
-DTYPES = {"float64": "f64", "float32": "f32", "bfloat16": "b16"}
-
-_Reader = Callable[[re.Match[str]], dict[str, object]]
+_PATTERNS: Mapping[type[object], str] = {int: r"\d+", float: NUMBER}
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
-    """A token, or with a number in it, a family of tokens. `{0}` in `meaning` is what the pattern's first group holds.
+    """A token, or with a value in it, a family of tokens.
 
-    `stem` is what comes before the number; empty for a token without one.
+    `inside`: the axes whose values are in it. `sets`: these and those that it stands for.
     """
 
     part: str
-    example: str
-    meaning: str
+    declared: Declared
     pattern: re.Pattern[str]
-    read: _Reader
-    stem: str = ""
+    inside: tuple[str, ...]
+    sets: frozenset[str]
+
+    @property
+    def example(self) -> str:
+        """One token."""
+        return self.declared.example
+
+    @property
+    def stem(self) -> str:
+        """What comes before the number; empty for a token without one."""
+        numbers = self.inside and all(axis_type(name) in _PATTERNS for name in self.inside)
+        return self.declared.template.partition("{")[0] if numbers else ""
+
+    def read(self, found: re.Match[str]) -> dict[str, object]:
+        """The axis values that a token stands for, in a match of its pattern."""
+        inside = {name: self._value(name, found[at]) for at, name in enumerate(self.inside, start=1)}
+        return {**self.declared.values, **inside}
+
+    def applies(self, values: Mapping[str, object], *, with_defaults: bool = False) -> bool:
+        """True when it spells values of these. `with_defaults`: it spells numbers that are defaults too."""
+        if not self.sets or any(values[name] != value for name, value in self.declared.values.items()):
+            return False
+        return all(self._is_spelled(name, values[name], with_defaults=with_defaults) for name in self.inside)
+
+    def spelled(self, values: Mapping[str, object]) -> str:
+        """The token with these values in it."""
+        return self.declared.template.format(**{name: self._text(values[name]) for name in self.inside})
+
+    def _is_spelled(self, name: str, value: object, *, with_defaults: bool) -> bool:
+        if value is None or value != DEFAULTS[name]:
+            return value is not None
+        numbers = with_defaults and axis_type(name) in _PATTERNS
+        return bool(self.declared.values) or DECLARED[name].always or numbers
+
+    def _value(self, name: str, text: str) -> object:
+        kind = axis_type(name)
+        if kind in (int, float):
+            return kind(text)
+        plain = text.replace(".", ":") if self.declared.dotted else text
+        return plain.split("+") if kind is tuple else plain
+
+    def _text(self, value: object) -> str:
+        if isinstance(value, tuple):
+            text = "+".join(map(str, value))
+            return text.replace(":", ".") if self.declared.dotted else text
+        return repr(value) if isinstance(value, float) else str(value)
+
+
+def _words() -> Iterator[Word]:
+    for axis in DECLARED.values():
+        for declared in axis.words:
+            parts = re.split(r"\{(\w+)\}", declared.template)
+            inside = tuple(parts[1::2])
+            groups = (f"({declared.pattern or _PATTERNS[axis_type(name)]})" for name in inside)
+            texts = map(re.escape, parts[::2])
+            pattern = "".join(text + group for text, group in zip(texts, (*groups, ""), strict=True))
+            yield Word(
+                part=axis.part,
+                declared=declared,
+                pattern=re.compile(pattern, re.ASCII),
+                inside=inside,
+                sets=frozenset((*inside, *declared.values)),
+            )
+
+
+# In the order in which an id has them.
+WORDS: tuple[Word, ...] = tuple(_words())
+FLOAT_STEMS = tuple(word.stem for word in WORDS if word.inside and axis_type(word.inside[0]) is float)
+
+
+def spelled(values: Mapping[str, object], names: Collection[str] = AXES, *, with_defaults: bool = False) -> list[str]:
+    """The words for these values of axes, in the order of ids; of two words for an axis, that which sets more.
+
+    `names`: the axes that are spelled. `with_defaults`: numbers that are defaults too.
+    """
+    found = [word for word in WORDS if word.sets.issubset(names) and word.applies(values, with_defaults=with_defaults)]
+    return [word.spelled(values) for word in found if not any(word.sets < other.sets for other in found)]
 
 
 def values_of(token: str) -> dict[str, object] | None:
@@ -50,7 +119,7 @@ def meaning_of(token: str) -> str:
     """What a token means; it must be a word of an id."""
     found = _match(token)
     assert found is not None, f"'{token}' is no word of an id"
-    return found[0].meaning.format(*found[1].groups())
+    return found[0].declared.meaning.format(*found[1].groups())
 
 
 def hint(token: str) -> str:
@@ -60,136 +129,6 @@ def hint(token: str) -> str:
         return f"leave it out: {outside.text}."
     near = _for_axis(token) or _similar(token)
     return f"did you mean {' or '.join(near)}?" if near else f"see `{list_words()}`."
-
-
-def _flag(part: str, token: str, meaning: str, **values: object) -> Word:
-    return Word(part=part, example=token, meaning=meaning, pattern=re.compile(re.escape(token)), read=lambda _: values)
-
-
-def _numbered(
-    part: str, stem: str, number: str, meaning: str, axis: str, *, kind: type[Any] = int, **values: object
-) -> Word:
-    digits = r"\d+" if kind is int else NUMBER
-    return Word(
-        part=part,
-        example=stem + number,
-        meaning=meaning,
-        pattern=re.compile(rf"{re.escape(stem)}({digits})"),
-        read=lambda found: {axis: kind(found[1]), **values},
-        stem=stem,
-    )
-
-
-# In the order in which an id has them.
-WORDS: tuple[Word, ...] = (
-    Word(
-        part="target",
-        example="target.my_pkg.my_target",
-        meaning="trained by {0} instead of the reference Llama",
-        pattern=re.compile(rf"target\.({NAME.pattern})", re.ASCII),
-        read=lambda found: {"target": found[1]},
-    ),
-    _flag("layout", "single", "one rank"),
-    _numbered("layout", "fsdp", "4", "FSDP2 over {0} ranks", "dp_shard"),
-    Word(
-        part="layout",
-        example="hsdp2x4",
-        meaning="HSDP: {0} replicas of {1} shards each",
-        pattern=re.compile(r"hsdp(\d+)x(\d+)"),
-        read=lambda found: {"dp_replicate": int(found[1]), "dp_shard": int(found[2])},
-        stem="hsdp",
-    ),
-    _numbered("layout", "ddp", "2", "{0} replicas without shards: DDP, which is excluded", "dp_replicate"),
-    _numbered("layout", "tp", "4", "tensor parallelism over {0} ranks", "tp"),
-    _numbered("layout", "atp", "4", "async tensor parallelism over {0} ranks", "tp", async_tp=True),
-    _flag("layout", "fallback", "async TP in torch's unfused reference form", symm_mem="fallback"),
-    _flag("layout", "nowait", "blocks get an embedding that is still being gathered", wait_for_embedding=False),
-    _flag("layout", "nosp", "TP without sequence parallelism", sequence_parallel=False),
-    _flag("layout", "nolp", "TP without loss parallelism", loss_parallel=False),
-    _flag("layout", "reshard.always", "FSDP2 gathers all weights again in backward", reshard_after_forward="always"),
-    _flag("layout", "reshard.never", "FSDP2 keeps gathered weights until backward", reshard_after_forward="never"),
-    _flag("recipe", "bf16", "no FP8: no linear is converted", recipe="bf16"),
-    _flag("recipe", "tensorwise", "FP8 with one scale per tensor", recipe="tensorwise"),
-    _flag("recipe", "rowwise", "FP8 with one scale per row", recipe="rowwise"),
-    _flag("recipe", "rowwise_with_gw_hp", "rowwise, but no FP8 in weight gradients", recipe="rowwise_with_gw_hp"),
-    _flag("FP8 options", "ag.fp8", "FSDP2 gathers weights in float8", fp8_all_gather=True),
-    _flag(
-        "FP8 options", "ag.fp8pre", "ag.fp8 with precomputed weight scales", fp8_all_gather=True, precompute_scale=True
-    ),
-    _flag("FP8 options", "ag.pre", "precomputed weight scales without ag.fp8: excluded", precompute_scale=True),
-    _flag("FP8 options", "tpstyle.fp8", "TP gathers activations in float8 (Float8ColwiseParallel)", tp_styles="float8"),
-    _flag("FP8 options", "head.fp8", "the output layer is converted too", output_layer=True),
-    _flag("FP8 options", "pad", "inner dimensions are padded to multiples of 16", pad_inner_dim=True),
-    Word(
-        part="FP8 options",
-        example="filter.wk+wq",
-        meaning="linears with one of {0} in their names are not converted",
-        pattern=re.compile(r"filter\.([a-z0-9_.+]+)"),
-        read=lambda found: {"filter_fqns": found[1].split("+")},
-    ),
-    Word(
-        part="FP8 options",
-        example="casts.go.e4m3",
-        meaning="operands whose cast differs from the recipe: {0}",
-        pattern=re.compile(r"casts\.([a-z0-9_]+\.[a-z0-9]+(?:\+[a-z0-9_]+\.[a-z0-9]+)*)"),
-        read=lambda found: {"casts": found[1].replace(".", ":").split("+")},
-    ),
-    _flag("checkpointing", "ac.full", "every block is checkpointed whole", checkpointing="full"),
-    _flag("checkpointing", "ac.op", "every second matmul of a block is recomputed", checkpointing="selective_op"),
-    _numbered(
-        "checkpointing",
-        "ac.layer",
-        "2",
-        "block {0} of every {0} is checkpointed whole",
-        "checkpoint_every",
-        checkpointing="selective_layer",
-    ),
-    _flag("compile", "graph", "compiled blocks, as graphs that are executed", compile="graph"),
-    _flag("compile", "inductor", "compiled blocks, as code that inductor generates", compile="inductor"),
-    *(
-        _flag("model", token, f"preset {preset} instead of tiny", model=preset)
-        for preset, token in PRESETS.items()
-        if preset != "tiny"
-    ),
-    *(
-        _numbered("model", f"{word}.", "512" if name.endswith("dim") else "4", f"{name} {{0}}", name)
-        for name, word in SHAPE_WORDS.items()
-    ),
-    _flag("model", "bias", "the linears of blocks have a bias", bias=True),
-    _numbered("vocabulary", "v", "2048", "vocabulary of {0} tokens", "vocab_size"),
-    _numbered("vocabulary", "vpad", "128", "padded to a multiple of {0}", "pad_vocab_to_multiple_of"),
-    _numbered("training", "gb", "8", "{0} sequences per step, over all ranks", "global_batch"),
-    _numbered("training", "sl", "32", "sequences of {0} tokens", "seq_len"),
-    _numbered("training", "s", "5", "{0} steps", "steps"),
-    _numbered("training", "accum", "2", "{0} microbatches per rank and optimizer step", "accumulation"),
-    _flag(
-        "training",
-        "reduce.last",
-        "gradients are reduced after the last microbatch alone",
-        reduce_grads="last_microbatch",
-    ),
-    _numbered("training", "clip", "0.5", "gradients are clipped to a global norm of {0}", "max_norm", kind=float),
-    _flag("training", "eval", "the batch of every step is evaluated before it is trained on", evaluate=True),
-    _flag(
-        "training", "ignore.unequal", "every sequence has fewer labels than the one before", ignored_tokens="unequal"
-    ),
-    _flag("training", "ignore.half", "the second half of the batch has no labels", ignored_tokens="half"),
-    _flag("training", "resume", "state is saved in the middle of the run, and resumed by a new target", resume="same"),
-    _flag(
-        "training",
-        "resume.resharded",
-        "resumed through another layout, which loads and saves state",
-        resume="resharded",
-    ),
-    _numbered("training", "lr", "0.001", "learning rate {0}", "lr", kind=float),
-    _numbered("training", "seed", "0", "seed {0}", "seed"),
-    _flag("training", "param.b16", "parameters are updated in bfloat16", parameter_dtype="bfloat16"),
-    _flag("training", "reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),
-    _flag("dtype", "f64", "float64, for sharp comparisons", dtype="float64"),
-    _flag("dtype", "f32", "float32", dtype="float32"),
-    _flag("dtype", "b16", "bfloat16, with float32 master weights but for param.b16", dtype="bfloat16"),
-    _numbered("checks", "tol.", "0.05", "loss may be {0} nats from BF16", "loss_tolerance", kind=float),
-)
 
 
 def _match(token: str) -> tuple[Word, re.Match[str]] | None:

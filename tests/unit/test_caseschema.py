@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from hypothesis import given
 
-from harness.matrix.axes import AXES, MEANINGS
+from harness.matrix.axes import AXES, DECLARED
 from harness.matrix.case import Case
 from harness.matrix.casefile import write_case
 from harness.matrix.caseschema import FILE_NAME, case_file_schema
@@ -33,8 +33,8 @@ def test_the_stored_schema_is_the_one_that_the_axes_give() -> None:
 
 
 def test_every_axis_has_a_meaning() -> None:
-    assert MEANINGS.keys() == AXES.keys()
-    assert all(SCHEMA["$defs"][name]["description"] == MEANINGS[name] for name in AXES)
+    assert DECLARED.keys() == AXES.keys()
+    assert all(SCHEMA["$defs"][name]["description"] == DECLARED[name].meaning for name in AXES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -10,7 +10,7 @@ import msgspec
 
 from harness.bugs.export.bundle import bundle, code
 from harness.errors import HarnessError
-from harness.matrix.axes import own_axes
+from harness.matrix.axes import DECLARED, own_axes
 from harness.matrix.case import Case
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.numerics import sums_in_order
@@ -24,19 +24,6 @@ _EXACT = 1e-5  # clean runs are bitwise equal to one rank, or differ by the roun
 _FLOAT32 = 0.03  # clean runs: 0.007, where sums in another order move a value to the next one of float8
 _BFLOAT16 = 0.3  # clean runs under TP: 0.15
 _LINEAR = 0.012  # one linear by its own operands, in such runs: 0.0029 with 2 TP ranks, 0.0044 with 8
-# What no script has.
-_DROPPED = (
-    "casts",
-    "parameter_dtype",
-    "reshard_after_forward",
-    "reduce_dtype",
-    "accumulation",
-    "reduce_grads",
-    "max_norm",
-    "evaluate",
-    "ignored_tokens",
-    "resume",
-)
 _NEEDED: Mapping[str, str] = {
     "hang": "a deadline that tells a hang from a slow machine",
     "loss_vs_golden": "the BF16 reference curve",
@@ -65,7 +52,7 @@ def exported_case(case: Case) -> Case:
             f"target {case.target} cannot be exported: a script has the reference Llama.",
             fix="export the case without its target, if it fails there too.",
         )
-    dropped = [name for name in own_axes(case) if name in _DROPPED]
+    dropped = [name for name in own_axes(case) if not DECLARED[name].exported]
     if dropped:
         raise HarnessError(
             f"{' and '.join(dropped)} cannot be exported: a script converts by a recipe and trains in plain steps.",

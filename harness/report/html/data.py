@@ -13,7 +13,7 @@ import msgspec
 from harness.checks.causes import first_effect
 from harness.document import CaseDocument, RunDocument, run_result
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, MEANINGS, axis_values, choices, own_axes, shown_value
+from harness.matrix.axes import AXES, DECLARED, axis_values, choices, own_axes, shown_value
 from harness.matrix.case import Case
 from harness.matrix.caseid import mesh_words, parse_case_id
 from harness.measured import CastRange, Curve, Sent
@@ -153,7 +153,7 @@ def index_and_details(document: RunDocument, history: Mapping[str, Listing]) -> 
     index = Index(
         verdicts=tuple(VerdictWord(name=each.value, phrase=each.phrase, good=each.good) for each in _WORST_FIRST),
         axes=axes,
-        meanings={_LAYOUT: "ranks of every mesh axis", **MEANINGS},
+        meanings={_LAYOUT: "ranks of every mesh axis", **{name: axis.meaning for name, axis in DECLARED.items()}},
         cases=tuple(_row(each, axes) for each in known),
     )
     return index, tuple(_detail(each, history.get(each.case.id)) for each in known)

@@ -1,0 +1,82 @@
+"""What an axis declares of itself beside its type and default: on its field of `Case`, and nowhere else.
+
+Ids and their parser, options, case files, families, witnesses, selectors, `shrink` and `export` follow from it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class Changes(enum.Enum):
+    """What a run with another value of the axis differs in. A witness goes without what must not make a difference."""
+
+    NOTHING = "no bit of what is trained"
+    LAYOUT = "which rank computes what, and the order of sums"
+    SUMS = "how gradients of ranks and microbatches are summed"
+    PADDING = "sizes of tensors, with values that no loss depends on"
+    ROUNDING = "what is rounded, and to what"
+    TRAINING = "the function that is trained, its data or its updates"
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """A word of case ids. `{axis}` in `template` stands for a value of that axis.
+
+    `meaning`: what it means; `{0}` in it is the first such value. `example`: the word with values. `values`: what the
+    word sets beside. `pattern`: of the value of a list or a name. `dotted`: a colon in the value is a dot in the word.
+    """
+
+    template: str
+    meaning: str
+    example: str
+    values: Mapping[str, object] = {}
+    pattern: str = ""
+    dotted: bool = False
+
+
+class Axis(msgspec.Struct, frozen=True, kw_only=True):
+    """The declaration of an axis.
+
+    `name`: where the field is not named like it. `meaning`: in a few words, for options, case files and editors.
+    `part`: of an id, under which its words are listed. `needs`: axes without which its values mean nothing.
+    `always`: ids spell its default too. `example`: a value, of an axis without a default. `reference`: its value in
+    BF16 references, where that is not the default. `noise`: how a tolerance key spells a value that rounds otherwise.
+    `costs`: whether a step takes longer, or sends or keeps more. `exported`: whether exported scripts have it.
+    `smallest`: the least that `shrink` tries of a size. `simplest`: the value that it tries of an option, where that is
+    not the default. `shrinks`: False where another value runs no other code.
+    """
+
+    meaning: str
+    changes: Changes
+    part: str
+    words: tuple[Word, ...] = ()
+    name: str = ""
+    needs: tuple[str, ...] = ()
+    reference: object = None
+    always: bool = False
+    example: object = None
+    costs: bool = True
+    smallest: int | None = None
+    simplest: object = None
+    shrinks: bool = True
+    exported: bool = True
+    noise: str = ""
+
+
+def axis(meaning: str, *words: Word, changes: Changes, part: str, **rest: Any) -> Axis:
+    """The declaration of an axis with these words; `rest` are the other fields of `Axis`."""
+    return Axis(meaning=meaning, words=words, changes=changes, part=part, **rest)
+
+
+def flag(word: str, meaning: str, **values: object) -> Word:
+    """A word without a value in it, which stands for these values of axes."""
+    return Word(template=word, meaning=meaning, example=word, values=values)
+
+
+def number(template: str, example: str, meaning: str, **values: object) -> Word:
+    """A word with numbers in it, which may stand for further values of axes."""
+    return Word(template=template, meaning=meaning, example=example, values=values)

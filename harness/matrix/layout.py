@@ -1,0 +1,119 @@
+"""The layout of a case: the mesh, and how ranks share the work."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from harness.matrix.axis import Changes, axis, flag, number
+from harness.matrix.model import CaseStruct
+
+SymmMem = Literal["pipelined", "fallback"]
+Resharding = Literal["default", "always", "never"]
+Degree = Annotated[int, Meta(ge=1, le=4096)]
+
+_axis = functools.partial(axis, part="layout", changes=Changes.LAYOUT)
+
+
+class Layout(CaseStruct, frozen=True, kw_only=True):
+    """How the run is parallelized. Degrees are sizes of mesh axes; the world size is their product.
+
+    `dp_replicate` > 1 with `dp_shard` > 1 is HSDP. `sequence_parallel` and `loss_parallel` are options of TP: at
+    `tp` = 1 they have no meaning and keep their defaults.
+
+    `symm_mem` selects the implementation of async TP's fused operators on a CPU: torch's `pipelined` one, chunk by
+    chunk, or its unfused reference `fallback`. With `wait_for_embedding` a compiled block gets the finished output of
+    the embedding; without it the block gets an AsyncCollectiveTensor, as in torchtitan.
+
+    `reshard_after_forward` is FSDP2's: after forward it frees the weights that it gathered and gathers them again in
+    backward, `always` or `never`. With `default` it keeps those of the last unit, with which backward begins.
+    """
+
+    dp_replicate: Annotated[
+        Degree,
+        _axis(
+            "HSDP: replicas of every shard",
+            flag("single", "one rank"),
+            number("fsdp{dp_shard}", "fsdp4", "FSDP2 over {0} ranks"),
+            number("hsdp{dp_replicate}x{dp_shard}", "hsdp2x4", "HSDP: {0} replicas of {1} shards each"),
+            number("ddp{dp_replicate}", "ddp2", "{0} replicas without shards: DDP, which is excluded"),
+            smallest=1,
+        ),
+    ] = 1
+    dp_shard: Annotated[Degree, _axis("FSDP2: ranks that share every parameter", smallest=1)] = 1
+    tp: Annotated[
+        Degree,
+        _axis(
+            "tensor parallelism: ranks that share every linear",
+            number("tp{tp}", "tp4", "tensor parallelism over {0} ranks"),
+            smallest=1,
+        ),
+    ] = 1
+    async_tp: Annotated[
+        bool,
+        _axis(
+            "fuse the collectives of TP with matmuls; needs compile",
+            number("atp{tp}", "atp4", "async tensor parallelism over {0} ranks", async_tp=True),
+        ),
+    ] = False
+    symm_mem: Annotated[
+        SymmMem,
+        _axis(
+            "form of the fused operators of async TP",
+            flag("fallback", "async TP in torch's unfused reference form", symm_mem="fallback"),
+            needs=("async_tp",),
+            costs=False,
+        ),
+    ] = "pipelined"
+    wait_for_embedding: Annotated[
+        bool,
+        _axis(
+            "compiled blocks get the finished embedding",
+            flag("nowait", "blocks get an embedding that is still being gathered", wait_for_embedding=False),
+            needs=("tp", "compile"),
+            costs=False,
+        ),
+    ] = True
+    sequence_parallel: Annotated[
+        bool,
+        _axis(
+            "TP ranks share the positions of the residual stream",
+            flag("nosp", "TP without sequence parallelism", sequence_parallel=False),
+            needs=("tp",),
+        ),
+    ] = True
+    loss_parallel: Annotated[
+        bool,
+        _axis(
+            "TP ranks share the logits", flag("nolp", "TP without loss parallelism", loss_parallel=False), needs=("tp",)
+        ),
+    ] = True
+    reshard_after_forward: Annotated[
+        Resharding,
+        _axis(
+            "FSDP2 frees gathered weights after forward; by default all but those of the last unit",
+            flag("reshard.always", "FSDP2 gathers all weights again in backward", reshard_after_forward="always"),
+            flag("reshard.never", "FSDP2 keeps gathered weights until backward", reshard_after_forward="never"),
+            exported=False,
+        ),
+    ] = "default"
+
+    def __post_init__(self) -> None:
+        if self.tp == 1:
+            for name in ("sequence_parallel", "loss_parallel", "wait_for_embedding"):
+                msgspec.structs.force_setattr(self, name, True)
+        if not self.async_tp:
+            msgspec.structs.force_setattr(self, "symm_mem", "pipelined")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree: the number of different slices of the batch."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp

@@ -1,0 +1,135 @@
+"""The model of a case: a Llama by preset, every size of which can be overridden."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from harness.matrix.axis import Axis, Changes, axis, flag, number
+
+Preset = Literal["tiny", "debug", "llama3-8b-layer"]
+PRESET_WORDS = {"tiny": "tiny", "debug": "debug", "llama3-8b-layer": "llama3.8b.layer"}  # `-` separates words of ids
+PositiveInt = Annotated[int, Meta(ge=1)]
+
+_axis = functools.partial(axis, part="model", changes=Changes.TRAINING)
+
+
+class CaseStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of a case and of its parts: immutable, keyword-only, unknown keys rejected."""
+
+
+class ModelShape(CaseStruct, frozen=True, kw_only=True):
+    """The sizes of a Llama: `dim` and `ffn_dim` in features, the others are counts."""
+
+    dim: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    ffn_dim: PositiveInt
+
+    @property
+    def head_dim(self) -> int:
+        """Features per attention head."""
+        return self.dim // self.heads
+
+
+# `debug` is torchtitan 0.2.2's llama3 debugmodel (dim 256, 6 layers, 16 heads); `llama3-8b-layer` is one block of
+# Llama 3 8B. Both ffn sizes follow their SwiGLU rule (multiple_of 256, ffn_dim_multiplier 1.3 for 8B).
+MODEL_PRESETS: dict[str, ModelShape] = {
+    "tiny": ModelShape(dim=128, layers=2, heads=8, kv_heads=8, ffn_dim=256),
+    "debug": ModelShape(dim=256, layers=6, heads=16, kv_heads=16, ffn_dim=768),
+    "llama3-8b-layer": ModelShape(dim=4096, layers=1, heads=32, kv_heads=8, ffn_dim=14336),
+}
+
+
+_PRESETS = tuple(
+    flag(word, f"preset {preset} instead of tiny", model=preset)
+    for preset, word in PRESET_WORDS.items()
+    if preset != "tiny"
+)
+
+
+def _size(name: str, example: str, meaning: str, *, smallest: int = 1) -> Axis:
+    stem = example.partition(".")[0]
+    return _axis(
+        meaning, number(f"{stem}.{{{name}}}", example, f"{name} {{0}}"), smallest=smallest, noise=f"_{name}{{}}"
+    )
+
+
+class Model(CaseStruct, frozen=True, kw_only=True):
+    """Which model is trained: a preset, every size of which can be overridden, and the vocabulary size.
+
+    `pad_vocab_to_multiple_of` adds rows to the embedding and to the output layer. Their logits are masked in the loss:
+    the result is that of the unpadded vocabulary, the shapes are those that a GPU accepts.
+
+    With `bias` every linear of a block has one, colwise and rowwise ones; the output layer has none.
+    """
+
+    preset: Annotated[
+        Preset, _axis("preset; every size below overrides it", *_PRESETS, name="model", shrinks=False, costs=False)
+    ] = "tiny"
+    dim: Annotated[PositiveInt | None, _size("dim", "dim.512", "features of the residual stream", smallest=32)] = None
+    layers: Annotated[PositiveInt | None, _size("layers", "layers.4", "blocks")] = None
+    heads: Annotated[PositiveInt | None, _size("heads", "heads.4", "attention heads")] = None
+    kv_heads: Annotated[PositiveInt | None, _size("kv_heads", "kvheads.4", "heads of keys and values")] = None
+    ffn_dim: Annotated[
+        PositiveInt | None, _size("ffn_dim", "ffn.512", "hidden features of the feed-forward", smallest=32)
+    ] = None
+    bias: Annotated[
+        bool,
+        _axis(
+            "the linears of blocks have a bias; the output layer has none",
+            flag("bias", "the linears of blocks have a bias", bias=True),
+            noise="_bias",
+        ),
+    ] = False
+    vocab_size: Annotated[
+        PositiveInt,
+        _axis(
+            "tokens of the vocabulary",
+            number("v{vocab_size}", "v2048", "vocabulary of {0} tokens"),
+            part="vocabulary",
+            always=True,
+            smallest=64,
+        ),
+    ] = 2048
+    pad_vocab_to_multiple_of: Annotated[
+        PositiveInt,
+        _axis(
+            "add rows to embedding and output layer up to a multiple of this",
+            number("vpad{pad_vocab_to_multiple_of}", "vpad128", "padded to a multiple of {0}"),
+            changes=Changes.PADDING,
+            part="vocabulary",
+        ),
+    ] = 1
+
+    def __post_init__(self) -> None:
+        base = MODEL_PRESETS[self.preset]
+        for name in ModelShape.__struct_fields__:
+            if getattr(self, name) == getattr(base, name):
+                msgspec.structs.force_setattr(self, name, None)  # one spelling per model, so that ids are canonical
+        shape = self.shape
+        if shape.dim % shape.heads or shape.head_dim % 2:
+            raise ValueError(f"dim {shape.dim} does not split into {shape.heads} heads of an even size")
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"{shape.heads} heads is not a multiple of {shape.kv_heads} kv_heads")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the output layer."""
+        multiple = self.pad_vocab_to_multiple_of
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the preset with the overrides applied."""
+        return _shape(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(model: Model) -> ModelShape:
+    base = MODEL_PRESETS[model.preset]
+    return ModelShape(**{name: getattr(model, name) or getattr(base, name) for name in ModelShape.__struct_fields__})
