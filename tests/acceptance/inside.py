@@ -29,8 +29,11 @@ class Warm:
         self._engines: dict[object, ZygoteEngine] = {}
         self._lock = threading.Lock()
 
-    def lend(self, environment: Mapping[str, str], program: str, options: Mapping[str, str]) -> Borrowed:
+    def lend(
+        self, environment: Mapping[str, str], program: str, options: Mapping[str, str], *, note: Callable[[str], None]
+    ) -> Borrowed:
         """The engine of a rank program with these options, whose ranks have this environment."""
+        del note  # programs of tests lack nothing, and the engine outlives the run
         key = (program, tuple(sorted(options.items())), tuple(sorted(environment.items())))
         with self._lock:
             if key not in self._engines:

@@ -92,7 +92,6 @@ def test_every_command_of_the_page_is_understood() -> None:
         (("proof", "--device", "cpu", "--arithmetic", "kernel"), 2, "each ring has its own"),
         (("native", "smoke", "--device", "cpu", "--select", "dtype=float32"), 3, "no selected case is in bfloat16"),
         (("proof", "--device", "cpu", "--fault", "no_such_fault"), 2, "no_such_fault"),
-        (("show",), 3, ""),
     ],
 )
 def test_what_cannot_be_made_is_told_in_words(project: Command, words: tuple[str, ...], code: int, said: str) -> None:
