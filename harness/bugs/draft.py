@@ -352,10 +352,9 @@ class Draft:
         if not self._take("dtype"):
             default = self._default("dtype") if self._configured else None
             self._put("dtype", "bfloat16", self.assumed, default[1] if default else "what users run")
-        for fact in ("accumulation", "emulate"):
-            found = self._facts.get(fact)
-            if found is not None and found.value not in (1, False):
-                self.ignored.append(f"{found.words}: no case has it")
+        emulated = self._facts.get("emulate")
+        if emulated is not None and emulated.value:
+            self.ignored.append(f"{emulated.words}: FP8 is never emulated")
         if self._take("parameter_dtype") and self.axes["dtype"] != "bfloat16":
             self._drop("parameter_dtype", "parameters in bfloat16 are those of runs in bfloat16")
         if self._take("reduce_dtype") and self._count("dp_shard") == 1:
@@ -370,11 +369,23 @@ class Draft:
         else:
             words = "2 sequences a data-parallel rank: no batch is in the report"
             self._put("global_batch", 2 * dp, self.assumed, words)
+        self._accumulation(dp)
         step = self.situation.first_bad_step
         if step is not None and (step <= _LONGEST or self.situation.full_size):
             self._put("steps", max(5, step), self.derived, f"the first bad step is {step}")
         elif step is not None:
             self.assumed["steps"] = f"5; the first bad step is {step}: set steps to reach it"
+
+    def _accumulation(self, dp: int) -> None:
+        """As many microbatches as are stated, of one sequence at least."""
+        if not self._take("accumulation"):
+            return
+        count = self._count("accumulation")
+        if self.axes.get("compile", "none") != "none":
+            self._drop("accumulation", "compiled blocks train whole batches")
+        elif self._count("global_batch") % (dp * count):
+            words = f"a sequence for each of {count} microbatches on {dp} data-parallel ranks"
+            self._put("global_batch", dp * count, self.derived, words)
 
     def _local_batch(self) -> int:
         """Sequences of a rank, which is no axis: its words explain that of all ranks."""

@@ -220,7 +220,7 @@ def _training(config: _Config, notes: list[str], layout: Mapping[str, object]) -
     wide = config("training.dtype", "float32")
     narrow = config("training.mixed_precision_param", "bfloat16")
     if config("training.max_norm", 1.0):
-        notes.append("training.max_norm: out of reach here, because active clipping amplifies rounding")
+        notes.append("training.max_norm: clipping is compared in float64 alone: set dtype and max_norm for it")
     notes.append("data, steps, batch, sequence length and learning rate are those of a case")
     dp = int(str(layout["dp_replicate"])) * int(str(layout["dp_shard"]))
     return {"dtype": "bfloat16" if "bfloat16" in (wide, narrow) else "float32", "global_batch": max(8, dp)}

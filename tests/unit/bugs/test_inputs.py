@@ -81,6 +81,15 @@ def test_the_reduce_dtype_is_an_axis_and_clipping_is_told() -> None:
     assert found.bug.missing == {} and any("clipping" in words for words in found.ignored)
 
 
+def test_microbatches_are_an_axis_and_have_a_sequence_each() -> None:
+    found = imported("--parallelism.data_parallel_shard_degree 2 --gradient_accumulation_steps 4")
+    assert found.bug.case is not None and found.bug.missing == {}
+    assert (found.bug.case.train.accumulation, found.bug.case.train.global_batch) == (4, 8)
+    compiled = imported("--parallelism.data_parallel_shard_degree 2 --gradient_accumulation_steps 4 --compile.enable")
+    assert compiled.bug.case is not None and compiled.bug.case.train.accumulation == 1
+    assert any("compiled blocks train whole batches" in words for words in compiled.ignored)
+
+
 def test_toml_without_a_date_is_of_the_last_torchtitan_with_toml() -> None:
     assert imported(TOML).day == datetime.date(2026, 2, 22)
     assert imported(PYTHON).day == datetime.date(2026, 11, 22)
