@@ -1,4 +1,4 @@
-"""Candidate fix for torch 2.13.0: a compiled block loses the gradient of an input that is still being gathered.
+"""Candidate fix for torch 2.13 to 2.15: a compiled block loses the gradient of an input that is still being gathered.
 
     fp8-harness run pr --select 'wait_for_embedding=false' --inject cases/fixes/async_block_input.py:apply
 
