@@ -83,7 +83,11 @@ def run_power(  # noqa: PLR0913  what is planted where, and what runs it
     clean = [_Planting(case=case) for case in used]
     plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in carriers[fault.name]))
     progress.begin(len(plantings))
-    with nullcontext(executor.with_plan(plan)) if executor is not None else open_executor(plan, project) as opened:
+    with (
+        nullcontext(executor.with_plan(plan))
+        if executor is not None
+        else open_executor(plan, project, note=progress.note) as opened
+    ):
         work = _TrialWork(project, used, plan, opened, progress)
         ended = run_schedule(plantings, work, _TrialObserver(progress), jobs=plan.jobs)
     tried = [outcome for outcome in ended.results if outcome is not None]
