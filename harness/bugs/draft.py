@@ -13,6 +13,7 @@ from harness.bugs.scaling import Sizes, made_smaller
 from harness.bugs.statements import Resolved, Statement, shown
 from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import Case
+from harness.matrix.layout import MESH_AXES
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.recipes import TRAITS
 from harness.matrix.rules import exclusions
@@ -410,7 +411,7 @@ class Draft:
         dp = int(str(values["dp_shard"])) * int(str(values["dp_replicate"]))
         wraps = values["checkpointing"] == "selective_layer"
         sizes = Sizes(
-            **{name: int(str(values[name])) for name in (*_SIZES, "seq_len", "dp_replicate", "dp_shard", "tp")},
+            **{name: int(str(values[name])) for name in (*_SIZES, "seq_len", *MESH_AXES)},
             local_batch=max(1, int(str(values["global_batch"])) // dp),
             every=int(str(values["checkpoint_every"])) if wraps else 1,
         )

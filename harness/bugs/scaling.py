@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.matrix.job_config import MAX_RANKS
+from harness.matrix.layout import MESH_AXES
 
 _FLOORS = {"dim": 128, "ffn_dim": 256, "vocab_size": 2048}  # of sizes that are made smaller
 _CHEAP = 4  # sizes up to this many times the floor are kept
@@ -105,7 +106,7 @@ def _degrees(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
 
 def _rank_of(sizes: Sizes, small: Sizes) -> tuple[int, int, int, int]:
     """What is better first: less lost, degrees kept, more ranks, powers of two."""
-    pairs = [(getattr(sizes, name), getattr(small, name)) for name in ("dp_replicate", "dp_shard", "tp")]
+    pairs = [(getattr(sizes, name), getattr(small, name)) for name in MESH_AXES]
     odd = sum(after & (after - 1) != 0 for _, after in pairs)
     return len(lost(sizes, small)), sum(before != after for before, after in pairs), odd, -small.ranks
 
@@ -185,7 +186,7 @@ def _arithmetic(sizes: Sizes, small: Sizes) -> Iterator[tuple[str, str]]:
 
 def _reason(name: str, sizes: Sizes, small: Sizes) -> str:
     before, after = getattr(sizes, name), getattr(small, name)
-    if name in ("dp_replicate", "dp_shard", "tp"):
+    if name in MESH_AXES:
         return f"{after}, still above 1, so that at most {MAX_RANKS} ranks run"
     if name == "layers":
         return f"{after}, as many as the checkpointing pattern needs"

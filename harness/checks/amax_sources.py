@@ -17,7 +17,8 @@ from harness.checks.occurrences import CastKey, on_ranks
 from harness.checks.ranks import format_ranks
 from harness.checks.scale_rules import as_float32, tensorwise_scale
 from harness.matrix.case import Case
-from harness.matrix.mesh import AXES, axis_size, peers
+from harness.matrix.layout import MESH_AXES
+from harness.matrix.mesh import peers
 from harness.matrix.recipes import FLOAT8_MAX
 from harness.trace.operands import CastRecord, CastStatistics
 
@@ -140,7 +141,7 @@ def _amax(parts: Mapping[int, CastRecord]) -> float:
 
 def _other_groups(case: Case, rank: int) -> Iterator[tuple[int, ...]]:
     """The peers of a rank along every choice of mesh axes, fewest first: the rank alone is the first."""
-    used = [axis for axis in AXES if axis_size(case.layout, axis) > 1]
+    used = [axis for axis in MESH_AXES if case.layout.mesh[axis] > 1]
     for count in range(len(used) + 1):
         for chosen in itertools.combinations(used, count):
             yield peers(case.layout, rank, chosen)

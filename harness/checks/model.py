@@ -14,6 +14,7 @@ from functools import partial
 from harness.checks.ranks import format_ranks, traces_by_rank
 from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
+from harness.matrix.layout import DP_AXES
 from harness.matrix.mesh import peers
 from harness.plural import counted
 from harness.trace import RankTrace, Run
@@ -188,7 +189,7 @@ def _buffers(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> lis
 
 def _unequal_pair(case: Case, held: Mapping[int, Buffer], reference: Buffer | None) -> str:
     for rank, buffer in held.items():
-        for other in peers(case.layout, rank, ("dp_replicate", "dp_shard")):
+        for other in peers(case.layout, rank, DP_AXES):
             if other in held and held[other].digest != buffer.digest:
                 return f"rank {rank} and rank {other}"
         kind = (buffer.shape, buffer.dtype)

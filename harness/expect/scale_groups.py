@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from harness.matrix.case import Case
-from harness.matrix.mesh import DP_AXES
+from harness.matrix.layout import DP_AXES
 from harness.trace.operands import CastRecord
 
 

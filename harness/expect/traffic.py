@@ -19,6 +19,7 @@ from harness.expect.fusion import fusion_candidates
 from harness.expect.trainer_traits import traits_of
 from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, Changes
 from harness.matrix.case import Case
+from harness.matrix.layout import DP_AXES
 from harness.matrix.linears import (
     BLOCK_LINEARS,
     OUTPUT_FQN,
@@ -29,7 +30,6 @@ from harness.matrix.linears import (
     local_features,
     shard_sizes,
 )
-from harness.matrix.mesh import DP_AXES, axis_size
 from harness.matrix.recipes import ITEM_BYTES, Operand
 from harness.trace.traffic import collective_words
 
@@ -74,7 +74,7 @@ def expected_transfers(case: Case, *, step: int, rank: int, changes: Changes = N
         *_global_norm(case),
         *_token_count(case),
     )
-    sent = tuple(term for term in terms if term.times and axis_size(case.layout, term.axis) > 1)
+    sent = tuple(term for term in terms if term.times and case.layout.mesh[term.axis] > 1)
     return (*sent, *reports(case)) if traits_of(case).logs else sent
 
 
@@ -455,7 +455,7 @@ def _global_norm(case: Case) -> Iterator[Transfer]:
 def reports(case: Case) -> Iterator[Transfer]:
     """The all-reduces of logged numbers, over one group of all data-parallel ranks, however many axes they have."""
     layout, wide = case.layout, case.wide_dtype
-    used = [axis for axis in DP_AXES if axis_size(layout, axis) > 1]
+    used = [axis for axis in DP_AXES if layout.mesh[axis] > 1]
     joined = "world" if len(used) > 1 and layout.tp == 1 else "+".join(used)
     for op, dtype, times, purpose in (
         ("sum", "int64", 2, "tokens of this step, and of all steps"),

@@ -15,6 +15,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, case_from_axes, own_values, without
 from harness.matrix.axis import Changes
 from harness.matrix.case import Case, Layout
+from harness.matrix.layout import MESH_AXES
 from harness.matrix.model import PRESET_WORDS
 from harness.matrix.scope import out_of_scope
 from harness.matrix.words import FLOAT_STEMS, NUMBER, hint, spelled, values_of
@@ -79,7 +80,7 @@ def id_words(text: str) -> list[str]:
 
 def mesh_words(layout: Layout) -> str:
     """The words for the mesh of a layout alone: "fsdp2-tp2", "single"."""
-    mesh = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "async_tp")}
+    mesh = {name: getattr(layout, name) for name in (*MESH_AXES, "async_tp")}
     return layout_id(Layout(**mesh))
 
 

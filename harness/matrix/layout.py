@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,6 +15,9 @@ from harness.matrix.model import CaseStruct
 SymmMem = Literal["pipelined", "fallback"]
 Resharding = Literal["default", "always", "never"]
 Degree = Annotated[int, Meta(ge=1, le=4096)]
+
+MESH_AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first
+DP_AXES = ("dp_replicate", "dp_shard")  # those whose ranks train on different slices of the batch
 
 _axis = functools.partial(axis, part="layout", changes=Changes.LAYOUT)
 
@@ -109,11 +113,16 @@ class Layout(CaseStruct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "symm_mem", "pipelined")
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """The degree of every axis of the mesh, outermost first: the last varies fastest over ranks."""
+        return {name: getattr(self, name) for name in MESH_AXES}
+
+    @property
     def dp(self) -> int:
         """Data-parallel degree: the number of different slices of the batch."""
-        return self.dp_replicate * self.dp_shard
+        return math.prod(self.mesh[name] for name in DP_AXES)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp
+        return math.prod(self.mesh.values())

@@ -7,38 +7,38 @@ fastest.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from harness.matrix.case import Layout
-
-AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first
-DP_AXES = AXES[:2]
-
-
-def axis_size(layout: Layout, axis: str) -> int:
-    """Number of ranks along one axis."""
-    size: int = getattr(layout, axis)
-    return size
+from harness.matrix.layout import DP_AXES, Layout
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
     """The coordinate of `rank` on every axis."""
     found = {}
-    for axis in reversed(AXES):
-        rank, found[axis] = divmod(rank, axis_size(layout, axis))
+    for axis, degree in reversed(layout.mesh.items()):
+        rank, found[axis] = divmod(rank, degree)
     return found
 
 
 def dp_rank(layout: Layout, rank: int) -> int:
-    """Which part of the global batch `rank` trains on: TP ranks, which vary fastest, share one."""
-    return rank // layout.tp
+    """Which part of the global batch `rank` trains on; ranks that differ on other axes alone share one."""
+    mine = coordinates(layout, rank)
+    return _position((mine[axis], layout.mesh[axis]) for axis in DP_AXES)
 
 
 def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
     """The ranks that differ from `rank` only on these axes, including itself, ascending."""
-    mine = coordinates(layout, rank)
-    ranges = (range(axis_size(layout, axis)) if axis in axes else (mine[axis],) for axis in AXES)
-    return tuple((i * layout.dp_shard + j) * layout.tp + k for i, j, k in itertools.product(*ranges))
+    mine, mesh = coordinates(layout, rank), layout.mesh
+    ranges = (range(degree) if axis in axes else (mine[axis],) for axis, degree in mesh.items())
+    return tuple(_position(zip(place, mesh.values(), strict=True)) for place in itertools.product(*ranges))
+
+
+def _position(place: Iterable[tuple[int, int]]) -> int:
+    """The number of a place, of which every axis has its coordinate and its degree."""
+    number = 0
+    for coordinate, degree in place:
+        number = number * degree + coordinate
+    return number
 
 
 def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:
@@ -46,7 +46,7 @@ def axis_of_group(layout: Layout, rank: int, ranks: tuple[int, ...]) -> str:
 
     "world" for all ranks of a mesh with several axes, "self" for a group of one, "ranks 0,3" for any other group.
     """
-    used = [axis for axis in AXES if axis_size(layout, axis) > 1]
+    used = [axis for axis, degree in layout.mesh.items() if degree > 1]
     if len(ranks) == 1:
         return "self"
     for count in range(1, len(used) + 1):

@@ -12,6 +12,7 @@ import msgspec
 from harness.matrix.axes import without
 from harness.matrix.axis import Changes
 from harness.matrix.case import Case, Layout
+from harness.matrix.layout import MESH_AXES
 from harness.matrix.rule import Exclusion
 
 
@@ -58,7 +59,7 @@ OF_RESUMING: tuple[Exclusion, ...] = (
         name="resharding_needs_another_layout",
         reason="one rank has no other layout; nor has FSDP2 over two ranks or an odd number, whose other one is HSDP",
         source="harness/matrix/resumed.py",
-        axes=("resume", "dp_replicate", "dp_shard", "tp"),
+        axes=("resume", *MESH_AXES),
         when=lambda case: case.train.resume == "resharded" and other_layout(case.layout) is None,
     ),
 )

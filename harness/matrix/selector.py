@@ -18,6 +18,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_type, axis_values, checked_value, choices, suggestion
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.layout import DP_AXES, MESH_AXES
 
 _TERM = re.compile(r"([A-Za-z_0-9]+)(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
 _BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
@@ -59,8 +60,8 @@ class Selector(msgspec.Struct, frozen=True, kw_only=True):
 # By axis, the other axes without which its value means nothing.
 _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     **{name: axis.needs for name, axis in DECLARED.items()},
-    "world_size": ("dp_replicate", "dp_shard", "tp"),
-    "local_batch": ("global_batch", "dp_replicate", "dp_shard"),
+    "world_size": MESH_AXES,
+    "local_batch": ("global_batch", *DP_AXES),
 }
 
 

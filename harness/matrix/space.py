@@ -17,6 +17,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, axis_values, case_from_axes, ignored_axes
 from harness.matrix.case import Case
 from harness.matrix.casefile import AxisGroup, Block
+from harness.matrix.layout import MESH_AXES
 from harness.matrix.rule import Exclusion, Rule
 from harness.matrix.rules import EXCLUSIONS, REFUSALS
 
@@ -113,7 +114,7 @@ def _world_limit(block: Block, of_file: int | None) -> list[tuple[Rule, Kind]]:
         name="max_world_size",
         reason=f"this file asks for worlds of at most {min(limits)} ranks",
         source="max_world_size in [select] or [[matrix]]",
-        axes=("dp_replicate", "dp_shard", "tp"),
+        axes=MESH_AXES,
         when=lambda case: case.world_size > min(limits),
     )
     return [(rule, "excluded")]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Layout
-from harness.matrix.mesh import axis_size
 from harness.performance.machine import Machine
 from harness.performance.wire import sent_bytes, stride
 
 
 def transfer_s(transfer: Transfer, layout: Layout, machine: Machine) -> float:
     """Seconds of all executions of a transfer on one rank, by ring algorithms without contention."""
-    sent = sent_bytes(transfer, axis_size(layout, transfer.axis))
+    sent = sent_bytes(transfer, layout.mesh[transfer.axis])
     return sent / axis_bytes_s(layout, transfer.axis, machine) + transfer.times * machine.rates.collective_us * 1e-6
 
 
@@ -22,7 +21,7 @@ def axis_bytes_s(layout: Layout, axis: str, machine: Machine) -> float:
     many devices as it has in a node.
     """
     between = stride(layout, axis)
-    if between * axis_size(layout, axis) <= machine.gpus_per_node:
+    if between * layout.mesh[axis] <= machine.gpus_per_node:
         return machine.link_bytes_s
     in_node = max(1, machine.gpus_per_node // between)
     return min(machine.link_bytes_s, in_node * machine.network_bytes_s)

@@ -9,7 +9,7 @@ import msgspec
 
 from harness.expect.traffic import Transfer, expected_transfers
 from harness.matrix.case import Case, Layout
-from harness.matrix.mesh import AXES, axis_size
+from harness.matrix.layout import MESH_AXES
 
 
 class AxisTraffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ def wire(case: Case, *, rank: int, gpus_per_node: int) -> tuple[AxisTraffic, ...
     found: dict[str, list[Transfer]] = {}
     for term in expected_transfers(case, step=2, rank=rank):
         found.setdefault(term.axis, []).append(term)
-    order = sorted(found, key=lambda axis: AXES.index(_axes(case.layout, axis)[0]))
+    order = sorted(found, key=lambda axis: MESH_AXES.index(_axes(case.layout, axis)[0]))
     return tuple(_along(case.layout, axis, found[axis], gpus_per_node) for axis in order)
 
 
@@ -63,12 +63,12 @@ def reduces_amax(transfer: Transfer) -> bool:
 
 def group_size(layout: Layout, axis: str) -> int:
     """Ranks of a group along an axis, or along several that are joined by "+"."""
-    return math.prod(axis_size(layout, name) for name in _axes(layout, axis))
+    return math.prod(layout.mesh[name] for name in _axes(layout, axis))
 
 
 def stride(layout: Layout, axis: str) -> int:
     """The rank stride of this axis: the product of the sizes of the axes that vary faster."""
-    return math.prod(axis_size(layout, name) for name in AXES[AXES.index(_axes(layout, axis)[-1]) + 1 :])
+    return math.prod(layout.mesh[name] for name in MESH_AXES[MESH_AXES.index(_axes(layout, axis)[-1]) + 1 :])
 
 
 def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
@@ -79,5 +79,5 @@ def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
 
 def _axes(layout: Layout, axis: str) -> tuple[str, ...]:
     if axis == "world":
-        return tuple(name for name in AXES if axis_size(layout, name) > 1)
+        return tuple(name for name in MESH_AXES if layout.mesh[name] > 1)
     return tuple(axis.split("+"))

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.matrix.case import Layout
-from harness.matrix.mesh import AXES, DP_AXES, axis_of_group, axis_size, coordinates, peers
+from harness.matrix.layout import DP_AXES, MESH_AXES
+from harness.matrix.mesh import axis_of_group, coordinates, peers
 
 SIZES = st.integers(1, 3)
 LAYOUTS = st.builds(Layout, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)
-SOME_AXES = st.sets(st.sampled_from(AXES))
+SOME_AXES = st.sets(st.sampled_from(MESH_AXES))
 
 
 def ranks(layout: Layout) -> range:
@@ -23,15 +24,15 @@ def ranks(layout: Layout) -> range:
 
 @given(LAYOUTS)
 def test_every_rank_has_a_place_of_its_own_and_the_last_axis_varies_fastest(layout: Layout) -> None:
-    places = [tuple(coordinates(layout, rank)[axis] for axis in AXES) for rank in ranks(layout)]
-    assert places == list(itertools.product(*(range(axis_size(layout, axis)) for axis in AXES)))
+    places = [tuple(coordinates(layout, rank)[axis] for axis in MESH_AXES) for rank in ranks(layout)]
+    assert places == list(itertools.product(*(range(layout.mesh[axis]) for axis in MESH_AXES)))
 
 
 @given(LAYOUTS, SOME_AXES)
 def test_every_rank_is_in_exactly_one_group_of_some_axes(layout: Layout, axes: set[str]) -> None:
     groups = {peers(layout, rank, axes) for rank in ranks(layout)}
     assert sorted(rank for group in groups for rank in group) == list(ranks(layout))
-    assert {len(group) for group in groups} == {math.prod(axis_size(layout, axis) for axis in axes)}
+    assert {len(group) for group in groups} == {math.prod(layout.mesh[axis] for axis in axes)}
 
 
 @given(LAYOUTS, SOME_AXES, st.data())
@@ -41,7 +42,7 @@ def test_peers_differ_on_these_axes_only(layout: Layout, axes: set[str], data: s
     assert rank in found and list(found) == sorted(found)
     for other in ranks(layout):
         theirs = coordinates(layout, other)
-        assert (other in found) is ({axis for axis in AXES if theirs[axis] != mine[axis]} <= axes)
+        assert (other in found) is ({axis for axis in MESH_AXES if theirs[axis] != mine[axis]} <= axes)
         if other in found:
             assert peers(layout, other, axes) == found
 
@@ -51,7 +52,7 @@ def test_a_group_of_peers_is_named_by_the_axes_that_have_several_ranks(
     layout: Layout, axes: set[str], data: st.DataObject
 ) -> None:
     rank = data.draw(st.sampled_from(ranks(layout)))
-    used = [axis for axis in AXES if axis_size(layout, axis) > 1]
+    used = [axis for axis in MESH_AXES if layout.mesh[axis] > 1]
     chosen = [axis for axis in used if axis in axes]
     name = axis_of_group(layout, rank, peers(layout, rank, axes))
     if not chosen:
@@ -67,7 +68,7 @@ def test_other_sets_of_ranks_are_named_as_ranks(layout: Layout, data: st.DataObj
     rank = data.draw(st.sampled_from(ranks(layout)))
     others = data.draw(st.sets(st.sampled_from(ranks(layout)), min_size=2) if layout.world_size > 1 else st.just({0}))
     group = tuple(sorted({rank, *others}))
-    groups = {peers(layout, rank, axes) for count in range(4) for axes in itertools.combinations(AXES, count)}
+    groups = {peers(layout, rank, axes) for count in range(4) for axes in itertools.combinations(MESH_AXES, count)}
     name = axis_of_group(layout, rank, group)
     assert (name == f"ranks {','.join(map(str, group))}") is (group not in groups)
 
@@ -76,7 +77,7 @@ def test_other_sets_of_ranks_are_named_as_ranks(layout: Layout, data: st.DataObj
 def test_data_parallel_axes_and_tp_are_the_whole_mesh(layout: Layout) -> None:
     assert len(peers(layout, 0, DP_AXES)) == layout.dp
     assert len(peers(layout, 0, ("tp",))) == layout.tp
-    assert peers(layout, 0, AXES) == tuple(ranks(layout))
+    assert peers(layout, 0, MESH_AXES) == tuple(ranks(layout))
 
 
 @pytest.mark.parametrize(

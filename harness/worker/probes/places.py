@@ -15,7 +15,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Layout
-from harness.matrix.mesh import AXES, axis_of_group, axis_size, coordinates
+from harness.matrix.layout import MESH_AXES
+from harness.matrix.mesh import axis_of_group, coordinates
 
 
 class Place(NamedTuple):
@@ -32,9 +33,9 @@ class Places:
     Along those of `axes` that a tensor knows nothing of, ranks hold the same of it.
     """
 
-    def __init__(self, layout: Layout, axes: Collection[str] = AXES) -> None:
+    def __init__(self, layout: Layout, axes: Collection[str] = MESH_AXES) -> None:
         self._layout = layout
-        self._axes = [axis for axis in axes if axis_size(layout, axis) > 1]
+        self._axes = [axis for axis in axes if layout.mesh[axis] > 1]
         self._found: dict[Hashable, Place] = {}
 
     def __call__(self, tensor: torch.Tensor) -> Place:
@@ -56,7 +57,7 @@ class Places:
 
     def _absent_axes(self, tensor: torch.Tensor) -> list[str]:
         known = mesh_axes(tensor.device_mesh, self._layout) if isinstance(tensor, DTensor) else ()
-        joined = {axis for name in known for axis in (AXES if name == "world" else name.split("+"))}
+        joined = {axis for name in known for axis in (MESH_AXES if name == "world" else name.split("+"))}
         return [axis for axis in self._axes if axis not in joined]
 
 

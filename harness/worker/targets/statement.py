@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from harness.matrix.case import Case
-from harness.matrix.mesh import AXES
+from harness.matrix.layout import MESH_AXES
 from harness.matrix.targets import module_of
 from harness.trace.stated import MATMULS, SAVED_BYTES, TRAFFIC, Sent, Stated
 from harness.trace.traffic import collective_of
@@ -81,11 +81,11 @@ def _require_collective(words: str) -> None:
             f"name kind, reduction, dtype and mesh axis as findings and signatures do: '{_COLLECTIVE}'.",
         )
     _require_dtype(found["dtype"], words)
-    if found["axis"] not in ("world", "self") and not set(found["axis"].split("+")) <= set(AXES):
+    if found["axis"] not in ("world", "self") and not set(found["axis"].split("+")) <= set(MESH_AXES):
         raise TargetMisfit(
             f"expect() names an axis '{found['axis']}' in '{words}'.",
-            f"the axes are {', '.join(AXES)}, several joined by '+', 'world' for all ranks of several axes, and 'self' "
-            "for a group of one.",
+            f"the axes are {', '.join(MESH_AXES)}, several joined by '+', 'world' for all ranks of several axes, and "
+            "'self' for a group of one.",
         )
 
 
