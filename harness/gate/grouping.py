@@ -108,13 +108,11 @@ class _Attribution:
 
     def cause(self, reason: Reason) -> _Cause:
         """The cause of one of its reasons."""
-        fault, change = self._fault(reason), self._change(reason)
-        if fault is not None:
-            what, side = fault.reason, self._upstream.side_of(fault)
-            return _Cause(origin=Origin.TORCH, name=fault.name, what=what, link=fault.link, side=side)
-        if change is not None:
-            side = self._upstream.side_of(change)
-            return _Cause(origin=Origin.TORCH, name=change.name, what=change.what, link=change.link, side=side)
+        named = self._fault(reason) or self._change(reason)
+        if named is not None:
+            what = named.reason if isinstance(named, KnownFault) else named.what
+            side = self._upstream.side_of(named)
+            return _Cause(origin=Origin.TORCH, name=named.name, what=what, link=named.link, side=side)
         if reason.kind in _OURS or self._is_ours(reason):
             return _Cause(origin=Origin.OURS, name=reason.kind.value, what=_of_kind(reason))
         if Topic.VERDICT in reason.topics and self._after is not None and self._after.failure_signature is not None:

@@ -23,14 +23,8 @@ from harness.matrix.model import CaseStruct
 from harness.matrix.scope import out_of_scope
 
 
-def _declared() -> Iterator[tuple[tuple[str, ...], Axis]]:
-    """Every field of a case and of its parts with its declaration, in the order of the words of ids."""
-    for path, hint in _fields(Case):
-        (axis,) = (each for each in typing.get_args(hint) if isinstance(each, Axis))
-        yield path, axis
-
-
 def _fields(owner: type[CaseStruct]) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Every field of a case and of its parts, with its type and declaration."""
     for name, hint in typing.get_type_hints(owner, include_extras=True).items():
         if isinstance(hint, type) and issubclass(hint, CaseStruct):
             yield from (((name, *path), inner) for path, inner in _fields(hint))
@@ -38,8 +32,12 @@ def _fields(owner: type[CaseStruct]) -> Iterator[tuple[tuple[str, ...], object]]
             yield (name,), hint
 
 
-AXES: dict[str, tuple[str, ...]] = {axis.name or path[-1]: path for path, axis in _declared()}
-DECLARED: dict[str, Axis] = {axis.name or path[-1]: axis for path, axis in _declared()}
+_HINTS = dict(_fields(Case))  # by path, in the order of the words of ids
+_DECLARATIONS = {
+    path: next(each for each in typing.get_args(hint) if isinstance(each, Axis)) for path, hint in _HINTS.items()
+}
+AXES: dict[str, tuple[str, ...]] = {axis.name or path[-1]: path for path, axis in _DECLARATIONS.items()}
+DECLARED: dict[str, Axis] = {name: _DECLARATIONS[path] for name, path in AXES.items()}
 _VALUES = operator.attrgetter(*(".".join(path) for path in AXES.values()))  # of a case, in the order of the axes
 _AXIS_OF_PATH = {path: name for name, path in AXES.items()}
 
@@ -176,9 +174,8 @@ def _as_tuple(value: object) -> object:
     return tuple(sorted(set(value))) if isinstance(value, list | tuple) else value
 
 
-@functools.cache
 def _type_of(name: str) -> object:
-    return dict(_fields(Case))[AXES[name]]
+    return _HINTS[AXES[name]]
 
 
 def _base_type(hint: object) -> object:

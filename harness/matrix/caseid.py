@@ -6,6 +6,7 @@ differs from its default. Ids consist of `A-Z a-z 0-9 . _ + -`. Numbers are spel
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 
@@ -37,6 +38,7 @@ _OF_FAMILY = tuple(
 )
 
 
+@functools.lru_cache(maxsize=4096)
 def case_id(case: Case) -> str:
     """The id of a case: equal for equal cases, different for different ones."""
     values = own_values(case)

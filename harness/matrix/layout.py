@@ -120,7 +120,7 @@ class Layout(CaseStruct, frozen=True, kw_only=True):
     @property
     def dp(self) -> int:
         """Data-parallel degree: the number of different slices of the batch."""
-        return math.prod(self.mesh[name] for name in DP_AXES)
+        return math.prod(getattr(self, name) for name in DP_AXES)
 
     @property
     def world_size(self) -> int:

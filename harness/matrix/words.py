@@ -6,8 +6,9 @@ Made from the declarations of the axes, in their order. Here are also the hints 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -100,13 +101,19 @@ WORDS: tuple[Word, ...] = tuple(_words())
 FLOAT_STEMS = tuple(word.stem for word in WORDS if word.inside and axis_type(word.inside[0]) is float)
 
 
-def spelled(values: Mapping[str, object], names: Collection[str] = AXES, *, with_defaults: bool = False) -> list[str]:
+def spelled(values: Mapping[str, object], names: tuple[str, ...], *, with_defaults: bool = False) -> list[str]:
     """The words for these values of axes, in the order of ids; of two words for an axis, that which sets more.
 
     `names`: the axes that are spelled. `with_defaults`: numbers that are defaults too.
     """
-    found = [word for word in WORDS if word.sets.issubset(names) and word.applies(values, with_defaults=with_defaults)]
+    found = [word for word in _words_for(names) if word.applies(values, with_defaults=with_defaults)]
     return [word.spelled(values) for word in found if not any(word.sets < other.sets for other in found)]
+
+
+@functools.cache
+def _words_for(names: tuple[str, ...]) -> tuple[Word, ...]:
+    """The words that set no other axes."""
+    return tuple(word for word in WORDS if word.sets.issubset(names))
 
 
 def values_of(token: str) -> dict[str, object] | None:

@@ -10,6 +10,7 @@ import msgspec
 from harness.engine.interpreter import child_environ, module_command
 from harness.errors import HarnessError
 from harness.internals import State
+from harness.running.environments import last_line
 from harness.running.machine import check_rank_packages
 
 _TIMEOUT_S = 300.0  # importing torch and inductor takes 5 s, and much more on a busy machine
@@ -31,6 +32,6 @@ def internals_here() -> State:
     except subprocess.TimeoutExpired:
         raise HarnessError(f"torch was not imported within {_TIMEOUT_S:g} s.", where="explain --internals") from None
     except subprocess.CalledProcessError as error:
-        last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        last = last_line(error.stderr.decode(errors="replace"))
         raise HarnessError(f"torch and torchao cannot be asked: {last}", where="explain --internals") from error
     return _STATES.decode(done.stdout)
