@@ -25,7 +25,7 @@ from harness.verdict import (
     run_exit_code,
 )
 
-SCHEMA = 1
+SCHEMA = 2
 # The fields that `RunResult` and `RunDocument` share.
 _SHARED_FIELDS = ("interrupted", "witnesses", "left_out", "environment", "name", "started", "shard")
 

@@ -28,7 +28,7 @@ from harness.request import Arithmetic
 from harness.result import CaseResult, RunResult, WitnessMade
 from harness.verdict import Verdict
 
-SCHEMA = 1
+SCHEMA = 2
 FILE_NAME = "results.jsonl"
 PLAN_NAME = "cases.json"
 END_NAME = "ended.json"

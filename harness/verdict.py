@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
+
+from harness.sentence import filled
 
 # What the losses of a case were compared with: a golden on disk, a BF16 reference run for want of one, or nothing.
 GoldenSource = Literal["stored", "run here", ""]
@@ -63,24 +65,58 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
-UNJUDGED = "cannot be judged: "  # in the message of a finding: what follows is missing, nothing was found wrong
+Value = str | int | float  # of a finding; numbers where something is compared or counted
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that is wrong: which check found it, where, what was expected and what was found."""
+    """One thing that is wrong: the rule that is broken, where, what was expected and what was found.
 
-    check: str
-    message: str
+    Everything that decides reads the rule, the place and the numbers. The sentence is for people.
+    """
+
+    rule: str  # "scales/amax": the check and what is wrong, or "engine/..." for ranks that did not finish
+    says: str  # the template of its sentence (`sentence.py`), filled in from `values` and the place
+    values: Mapping[str, Value] = {}
+    judged: bool = True  # False: a check lacks something, such as a golden or a record; nothing was found wrong
     verdict: Verdict = Verdict.INVARIANT  # of the case, if this is its worst finding: NUMERIC or INVARIANT
     step: int | None = None
     rank: int | None = None
+    ranks: tuple[int, ...] = ()  # all that show it, where they were compared
     module: str | None = None  # FQN
+    operand: str = ""  # of the module: "weight in forward"
     expected: str | None = None
     found: str | None = None
     size: float | None = None  # how far off: relative for gradients and parameters, nats for a loss; None: no distance
     fix: str | None = None  # what to do about it, where that is known
     formula: str = ""  # of `expect/`, which it contradicts; empty where it breaks a rule that no version may break
     differs: str = ""  # "torch 2.16.0 differs from what holds since 2.13.0", where that was not verified here
+    within: str = ""  # the run that it is about, where that is not the run of the case: "with cases/fixes/a.py:apply"
+    notes: tuple[str, ...] = ()  # what explains it
+    details: str = ""  # further lines, such as a table
+
+    def __hash__(self) -> int:
+        return hash((self.rule, self.step, self.rank, self.module, self.operand, self.expected, self.found))
+
+    @property
+    def check(self) -> str:
+        """The check that found it, or "engine" or "judge"."""
+        return self.rule.partition("/")[0]
+
+    @property
+    def place(self) -> str:
+        """Where it is: "step 3, rank 1, module layers.0.attention.wq"; empty if it is about the whole run."""
+        parts = (("step", self.step), ("rank", self.rank), ("module", self.module), ("operand", self.operand or None))
+        return ", ".join(f"{name} {value}" for name, value in parts if value is not None)
+
+    @property
+    def message(self) -> str:
+        """The sentence, with what explains it, and the details below."""
+        own = {name: getattr(self, name) for name in ("step", "rank", "ranks", "module", "operand")}
+        sentence = filled(self.says, {**own, **self.values})
+        lacks = "" if self.judged else "cannot be judged: "
+        within = f"{self.within}: " if self.within else ""
+        line = within + lacks + "; ".join([sentence, *self.notes])
+        return f"{line}\n{self.details}" if self.details else line
 
     @property
     def headline(self) -> str:
@@ -93,29 +129,39 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.headline.partition("\n")[0]
 
     @property
-    def judged(self) -> bool:
-        """False when it says that a check lacks something, such as a golden or a record, and proves nothing."""
-        return UNJUDGED not in self.message
+    def excess(self) -> float | None:
+        """How many times the allowed distance it is; None where it is none, or where nothing at all is allowed."""
+        distance, allowed = self.values.get("distance"), self.values.get("allowed")
+        if not isinstance(distance, int | float) or not isinstance(allowed, int | float) or not allowed:
+            return None
+        return distance / allowed
 
 
 class FailureSignature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a failure is, the same on every rank and machine, and in every run of the case.
 
-    `kind` is "crash", "hang" or the name of a check, `what` the exception or the finding without sizes and places,
-    `where` the innermost calls of torch and torchao, or the kind of module and the operand with its direction.
+    `kind` is "crash", "hang" or the rule that is broken, `what` the exception, or the values that tell failures of the
+    rule apart. `where`: the innermost calls of torch and torchao, or the kind of module and its operand.
     """
 
     kind: str
-    what: str
+    what: str = ""
     where: tuple[str, ...] = ()
     first_step: int | None = None  # None: before the first step, or of no step
 
     @property
+    def check(self) -> str:
+        """The check that found it; empty for a crash and a hang."""
+        check, rule, _ = self.kind.partition("/")
+        return check if rule else ""
+
+    @property
     def text(self) -> str:
         """One line that people read."""
+        what = f": {self.what}" if self.what else ""
         at = f" in {', '.join(self.where)}" if self.where else ""
         step = f", from step {self.first_step} on" if self.first_step is not None else ""
-        return f"{self.kind}: {self.what}{at}{step}"
+        return f"{self.kind}{what}{at}{step}"
 
 
 class NotJudged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

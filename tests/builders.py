@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from harness.checks.catalogue import CHECKS, probes_of
 from harness.checks.traffic import expected_traffic
 from harness.checks.witnesses import Witnesses
 from harness.document import RunDocument, run_document
@@ -37,7 +38,7 @@ from harness.trace.modules import ModuleDistance
 from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.trace.traffic import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
-from harness.verdict import Verdict
+from harness.verdict import Finding, Verdict
 
 SOFTWARE = {"torch": "2.13.0+cpu", "torchao": "0.18.0"}  # what the formulas were verified with
 WQ = "layers.0.attention.wq"
@@ -421,7 +422,7 @@ def make_known(**changes: Any) -> KnownFault:
         name="recorded",
         where="recipe!=bf16",
         verdict=Verdict.NUMERIC,
-        requires=(Symptom(check="loss_vs_golden", message="from the golden at step"),),
+        requires=(Symptom(rule="loss_vs_golden/loss"),),
         link="https://example.org/1",
         torch=">=2.13",
         review_by=datetime.date(2999, 1, 1),
@@ -494,3 +495,27 @@ def make_document(*results: CaseResult, **changes: Any) -> RunDocument:
     started = "2026-11-20T12:00:00+00:00"
     run = RunResult(results=results, wall_s=5.0, environment=environment, name="a", started=started)
     return run_document(replace(run, **changes))
+
+
+def a_finding(*, check: str = "", message: str = "", rule: str = "", **fields: Any) -> Finding:
+    """A finding of a check with this sentence: by a rule of its own, unless `rule` names another of the check."""
+    values = {"sentence": message, **fields.pop("values", {})}
+    return Finding(rule=rule or f"{check}/test", says="{sentence}", values=values, **fields)
+
+
+def not_judged(of: Case | Expectations, *, device: str = "cpu") -> dict[str, str]:
+    """The checks that can say nothing of a case on a device, each with the reason."""
+    expect = Expectations(of) if isinstance(of, Case) else of
+    reasons = ((check.name, check.says_nothing_of(expect, device)) for check in CHECKS)
+    return {name: reason for name, reason in reasons if reason}
+
+
+def partly_judged(expect: Expectations, *, device: str = "cpu") -> dict[str, str]:
+    """The checks that judge a part of a case on a device, each with what they do not judge."""
+    parts = ((check.name, check.partly(expect, device)) for check in CHECKS)
+    return {name: part for name, part in parts if part}
+
+
+def probes_for(case: Case) -> tuple[str, ...]:
+    """What ranks of the virtual device are asked to record of a case."""
+    return probes_of(Expectations(case), "cpu")

@@ -23,9 +23,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from harness.checks.catalogue import probes_of
 from harness.engine.messages import Job, Share
 from harness.engine.outcome import conclude
 from harness.engine.zygote_engine import ZygoteEngine
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.known import matching
@@ -33,7 +35,7 @@ from harness.matrix.rules import expected_refusal
 from harness.project import find_project
 from harness.request import Fabric, RunRequest
 from harness.running.case_judge import known_here
-from harness.running.plan import DEFAULT_PROGRAM, PROBES
+from harness.running.plan import DEFAULT_PROGRAM
 from harness.running.selection import Query, select_cases
 from harness.verdict import Verdict
 
@@ -136,7 +138,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="TIER | CASE", help="what is run; a sample, if nothing is given")
     parser.add_argument("--case", action="append", default=[], metavar="ID", help="one more case")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs of every case (default 3)")
-    parser.add_argument("--probes", default=",".join(PROBES), help="separated by commas (default: all)")
+    parser.add_argument("--probes", default="", help="separated by commas (default: those that checks read)")
     parser.add_argument("--fabric", choices=("shared", "gloo"), default="shared", help="what collectives run on")
     parser.add_argument("--sort", action="store_true", help="print the table again, the dearest cases last")
     return parser.parse_args()
@@ -154,7 +156,8 @@ def main() -> None:
     with ZygoteEngine(DEFAULT_PROGRAM, {"device": "cpu", "compile": compiles}) as engine:
         ask = functools.partial(cpu_s, engine, options.fabric)
         for case in cases:
-            costs.append(measure(ask, case, tuple(options.probes.split(",")), options.rounds))
+            probes = tuple(options.probes.split(",")) if options.probes else probes_of(Expectations(case), "cpu")
+            costs.append(measure(ask, case, probes, options.rounds))
             print(costs[-1].row(), flush=True)
     if options.sort:
         print("", header, sep="\n")

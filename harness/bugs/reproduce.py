@@ -106,7 +106,7 @@ def shows(bug: Bug, signature: FailureSignature) -> bool:
     if bug.symptom == "crash" or signature.kind in ("crash", "hang"):
         return False
     checks = _SHOWN_BY[bug.symptom]
-    return checks is None or signature.kind in checks
+    return checks is None or signature.check in checks
 
 
 def _as_reported(bug: Bug | None) -> str:

@@ -7,9 +7,9 @@ A matmul whose sizes the hardware does not support must raise the named error. I
 from __future__ import annotations
 
 import re
-from functools import partial
 
-from harness.checks.ranks import format_ranks
+from harness.checks.check import Check
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -22,7 +22,31 @@ NAME = "alignment"
 # torch's wording in the size checks of `_scaled_mm` (CUDA and meta registrations) and in its stride checks.
 REFUSED = re.compile(r"divisible by 16\b|multiple of 16\b")
 
-_finding = partial(Finding, check=NAME)
+
+REFUSED_ALIGNED = Rule(
+    name="alignment/refused", says="refused on {ranks} although every GEMM is aligned", stage=Stage.MODEL
+)
+REFUSED_SIZES = Rule(
+    name="alignment/sizes",
+    says="refused on {ranks}: sizes of a converted linear, or of its tokens, are no multiples of 16 there",
+    stage=Stage.MODEL,
+)
+TRAINED = Rule(
+    name="alignment/trained",
+    says="trained silently on {ranks} instead of being refused ({refusal}: {reason})",
+    stage=Stage.MODEL,
+)
+OTHER_ERROR = Rule(
+    name="alignment/other-error",
+    says="failed on rank {rank} with another error than the refusal {refusal}",
+    stage=Stage.MODEL,
+)
+NO_END = Rule(name="alignment/no-end", says="{ranks} neither trained nor failed", stage=Stage.MODEL)
+NONE_REFUSED = Rule(
+    name="alignment/none-refused",
+    says="no rank was refused: every failure is the consequence of another one",
+    stage=Stage.MODEL,
+)
 
 
 def check_alignment(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -37,20 +61,18 @@ def _aligned_but_refused(expect: Expectations, run: Run) -> list[Finding]:
     refused = [failure for failure in run.causes if REFUSED.search(failure.message)]
     if not refused:
         return []
-    where = format_ranks(failure.rank for failure in refused)
-    message = f"refused on {where} although every GEMM is aligned"
-    if not expect.has_formulas:
-        message = f"refused on {where}: sizes of a converted linear, or of its tokens, are no multiples of 16 there"
-    return [_finding(message=message, rank=refused[0].rank, expected="training", found=refused[0].message)]
+    rule = REFUSED_ALIGNED if expect.has_formulas else REFUSED_SIZES
+    ranks = [failure.rank for failure in refused]
+    return [rule.finding(rank=ranks[0], ranks=ranks, expected="training", found=refused[0].message)]
 
 
 def _trained(run: Run, refusal: Refusal) -> list[Finding]:
     trained = [trace.rank for trace in run.traces]
     if not trained:
         return []
-    message = f"trained silently on {format_ranks(trained)} instead of being refused ({refusal.name}: {refusal.reason})"
     expected = f"an error matching {refusal.pattern!r}"
-    return [_finding(message=message, rank=min(trained), expected=expected, found="no error")]
+    names = {"refusal": refusal.name, "reason": refusal.reason}
+    return [TRAINED.finding(ranks=trained, expected=expected, found="no error", values=names)]
 
 
 def _other_errors(run: Run, refusal: Refusal) -> list[Finding]:
@@ -59,9 +81,9 @@ def _other_errors(run: Run, refusal: Refusal) -> list[Finding]:
     With uneven shards only some ranks hold a misaligned shard: the others wait for them and are stopped.
     """
     return [
-        _finding(
-            message=f"failed on rank {failure.rank} with another error than the refusal {refusal.name}",
+        OTHER_ERROR.finding(
             rank=failure.rank,
+            refusal=refusal.name,
             expected=f"an error matching {refusal.pattern!r}",
             found=f"{failure.kind}: {failure.message}",
         )
@@ -75,9 +97,17 @@ def _no_outcome(case: Case, run: Run) -> list[Finding]:
     ended = {failure.rank for failure in run.failures} | {trace.rank for trace in run.traces}
     missing = set(range(case.world_size)) - ended
     if missing:
-        message = f"{format_ranks(missing)} neither trained nor failed"
-        return [_finding(message=message, rank=min(missing), expected=f"{case.world_size} refused ranks")]
+        return [NO_END.finding(ranks=missing, expected=f"{case.world_size} refused ranks")]
     if run.failures and not run.causes:
-        message = "no rank was refused: every failure is the consequence of another one"
-        return [_finding(message=message, expected="at least 1 refused rank", found="0")]
+        return [NONE_REFUSED.finding(expected="at least 1 refused rank", found="0")]
     return []
+
+
+CHECK = Check(
+    name=NAME,
+    question="Is a misaligned FP8 matmul refused, and only a misaligned one?",
+    blind="A refusal by a kernel that has other limits than torch's registrations state.",
+    function=check_alignment,
+    rules=(REFUSED_ALIGNED, REFUSED_SIZES, TRAINED, OTHER_ERROR, NO_END, NONE_REFUSED),
+    explains_failures=True,
+)

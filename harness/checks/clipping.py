@@ -6,11 +6,14 @@ that the single-rank reference shares is seen too.
 
 from __future__ import annotations
 
+from harness.checks.check import Check
 from harness.checks.ranks import traces_by_rank
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.trace import Run, StepTrace
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding
 
 NAME = "clipping"
 
@@ -18,6 +21,15 @@ ROUNDING = (
     1e-5  # of the factor, which torch computes in the dtype of the norm; of a step that is clipped, measured: 2e-6
 )
 _EPS = 1e-6  # torch adds it to the norm that it divides by
+
+NOT_CLIPPED = Rule(
+    name="clipping/norm",
+    says="gradients are not clipped to a norm of {max_norm:g}: {reported}, the optimizer gets {norm:.6g}",
+    stage=Stage.STEP,
+    numeric=True,
+    fix="call torch.nn.utils.clip_grad_norm_(parameters, case.train.max_norm) before optimizer.step(), and return "
+    "the norm that it returns; over several meshes, of all of them.",
+)
 
 
 def check_clipping(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -46,14 +58,27 @@ def _is_clipped(step: StepTrace, max_norm: float) -> bool:
 def _finding(step: StepTrace, rank: int, max_norm: float) -> Finding:
     expected, reported = _expected(step, max_norm), step.reported_grad_norm
     told = "no norm is reported" if reported is None else f"the reported norm is {reported:.6g}"
-    return Finding(
-        check=NAME,
-        verdict=Verdict.NUMERIC,
-        message=f"gradients are not clipped to a norm of {max_norm:g}: {told}, the optimizer gets {step.grad_norm:.6g}",
+    return NOT_CLIPPED.finding(
         step=step.step,
         rank=rank,
         expected=f"a norm of at most {max_norm:g}" if expected is None else f"a norm of {expected:.9g}",
         found=f"{step.grad_norm:.9g}",
-        fix="call torch.nn.utils.clip_grad_norm_(parameters, case.train.max_norm) before optimizer.step(), and return "
-        "the norm that it returns; over several meshes, of all of them.",
+        max_norm=max_norm,
+        reported=told,
+        norm=step.grad_norm,
     )
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    del device
+    return "gradients are not clipped" if expect.case.train.max_norm is None else ""
+
+
+CHECK = Check(
+    name=NAME,
+    question="Does the optimizer get gradients of the norm that the case clips to?",
+    blind="Gradients of the right norm and a wrong direction; other checks compare them.",
+    function=check_clipping,
+    rules=(NOT_CLIPPED,),
+    not_judged=_not_judged,
+)

@@ -23,6 +23,7 @@ from harness.checks.assembly import largest
 from harness.checks.mismatch import Mismatch, same_number
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
 from harness.checks.ranks import traces_by_rank
+from harness.checks.rule import Rule, Stage
 from harness.checks.scale_rules import format_scale
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.case import Case
@@ -31,9 +32,18 @@ from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
 from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding
 
 NAME = "divergence"
+
+OPERAND = Rule(
+    name="divergence/operand",
+    says="first operand that diverges from the single-rank reference: {what} of {module} at step {step} on rank {rank}",
+    stage=Stage.OPERAND,
+    numeric=True,
+    key=("number",),
+    located=True,
+)
 
 # Relative distance of a scale or an amax. Measured over TP, FSDP2 x TP and HSDP x TP: weights 8e-5, and one rounding to
 # bfloat16 (2**-7) where they are cast from it; inputs 1e-3 and gradients 4e-2 at the first step in float32; otherwise
@@ -61,9 +71,7 @@ def first_divergence(
     found = [first for trace in traces_by_rank(run) if (first := next(comparison.of(trace), None)) is not None]
     if not found:
         return None
-    first = min(found)
-    message = f"first operand that diverges from the single-rank reference: {first.what} of {first.place}"
-    return first.finding(NAME, message, Verdict.NUMERIC)
+    return min(found, key=lambda each: each.place).finding()
 
 
 class _Comparison:
@@ -135,8 +143,8 @@ class _Comparison:
         return (replay * microbatches + microbatch) * of_witness + within
 
     def _missing_matmul(self, rank: int, key: MatmulKey, expected: MatmulRecord) -> Iterator[Mismatch]:
-        what, found = f"matmul {key.gemm}", "none: was the linear converted?"
-        yield Mismatch(key.step, expected.index, rank, key.fqn, what, "a scaled matmul", found)
+        found = "none: was the linear converted?"
+        yield _mismatch(key, expected.index, rank, "", f"matmul {key.gemm}", "a scaled matmul", found)
 
     def _cast(self, rank: int, key: CastKey, occurrence: int, at: int) -> Iterator[Mismatch]:
         found, expected = self._casts[rank][key, occurrence], self._witness_casts.get((_in_witness(key), at))
@@ -145,10 +153,10 @@ class _Comparison:
         operand = f"{key.role} in {key.phase}"
         if expected is None:
             if self._case.float8.tp_styles == "plain":
-                yield Mismatch(key.step, found.index, rank, key.fqn, operand, "no such cast", "a cast")
+                yield _mismatch(key, found.index, rank, "", operand, "no such cast", "a cast")
             return
         for name, right, wrong in self._differences(found, expected, self._shards(rank, (key, occurrence))):
-            yield Mismatch(key.step, found.index, rank, key.fqn, f"{name} of {operand}", right, wrong)
+            yield _mismatch(key, found.index, rank, name, operand, right, wrong)
 
     def _sums_in_order(self, step: int) -> bool:
         """True when the layout sums in the order of one rank, so that every bit is equal."""
@@ -195,12 +203,12 @@ class _Comparison:
     def _matmul(self, rank: int, key: MatmulKey, found: MatmulRecord, at: int) -> Iterator[Mismatch]:
         expected = self._witness_matmuls.get((_in_witness(key), at))
         if expected is None:
-            yield Mismatch(key.step, found.index, rank, key.fqn, f"matmul {key.gemm}", "no such matmul", "a matmul")
+            yield _mismatch(key, found.index, rank, "", f"matmul {key.gemm}", "no such matmul", "a matmul")
             return
         for side, role in zip("ab", GEMM_OPERANDS[key.gemm], strict=True):
             values = self._operand(side, role, found, expected) if self._factor_of(role) == 1 else None
             if values:
-                yield Mismatch(key.step, found.index, rank, key.fqn, f"{role} of matmul {key.gemm}", *values)
+                yield _mismatch(key, found.index, rank, "", f"{role} of matmul {key.gemm}", *values)
 
     def _operand(self, side: str, role: str, found: MatmulRecord, expected: MatmulRecord) -> tuple[str, str] | None:
         """(expected, found) of one operand of a matmul when it differs from the witness."""
@@ -216,6 +224,13 @@ class _Comparison:
         if _close(wrong[0].maximum, right[0].maximum, tolerance):
             return None
         return f"scale {format_scale(right[0])} ± {tolerance:g} of it", f"scale {format_scale(wrong[0])}"
+
+
+def _mismatch(  # noqa: PLR0913, PLR0917  what differs, where, and from what
+    key: CastKey | MatmulKey, order: int, rank: int, what: str, operand: str, expected: str, found: str
+) -> Mismatch:
+    values = (("number", what), ("what", f"{what} of {operand}" if what else operand))
+    return Mismatch(key.step, order, rank, key.fqn, OPERAND, expected, found, operand, values)
 
 
 def _in_witness(key: Key) -> Key:

@@ -6,14 +6,24 @@ same. The loss of training is compared with the single-rank reference, which eva
 
 from __future__ import annotations
 
+from harness.checks.check import Check
 from harness.checks.mismatch import same_number, size_of_error
 from harness.checks.ranks import traces_by_rank
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.trace import Run, StepTrace
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding
 
 NAME = "evaluation"
+
+OTHER_LOSS = Rule(
+    name="evaluation/loss",
+    says="the loss of the evaluation is not that of training on the same batch with the same weights",
+    stage=Stage.STEP,
+    numeric=True,
+)
 
 
 def check_evaluation(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -30,13 +40,25 @@ def _is_equal(step: StepTrace) -> bool:
 
 def _finding(step: StepTrace, rank: int) -> Finding:
     found = step.evaluation_loss
-    return Finding(
-        check=NAME,
-        verdict=Verdict.NUMERIC,
-        message="the loss of the evaluation is not that of training on the same batch with the same weights",
+    return OTHER_LOSS.finding(
         step=step.step,
         rank=rank,
         expected=repr(step.loss),
         found=repr(found),
         size=None if found is None else size_of_error("loss", found, step.loss),
     )
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    del device
+    return "" if expect.case.train.evaluate else "nothing is evaluated"
+
+
+CHECK = Check(
+    name=NAME,
+    question="Is the loss of a batch in evaluation the one that training on it then has?",
+    blind="Modules that compute the same wrong loss in both modes; the loss of training is compared by other checks.",
+    function=check_evaluation,
+    rules=(OTHER_LOSS,),
+    not_judged=_not_judged,
+)

@@ -1,8 +1,8 @@
 """The signature of a failure: what stays the same on every rank and machine, and in every run of the case.
 
-Of a crash that is the exception and the innermost calls of torch and torchao; of findings, the first one: its check,
-its words without sizes and places, the kind of module, the operand and the direction. So two runs can be compared, and
-so can a case and a smaller one.
+Of a crash that is the exception and the innermost calls of torch and torchao; of findings, the first one: its rule, the
+values that tell failures of the rule apart, the kind of module, the operand and the direction. So two runs can be
+compared, and so can a case and a smaller one.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from harness.checks.catalogue import RULES
 from harness.checks.stacks import main_stack, place_of, raised_frames
 from harness.trace import RankFailure, Run
 from harness.verdict import FailureSignature, Finding, Verdict
 
 _FRAMES = 3  # innermost calls that are kept
-_LENGTH = 300  # characters of a message that are kept
+_LENGTH = 300  # characters of an exception that are kept
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer in a module's name
 _STEP = re.compile(r"step (\d+)")
 _RANKS = re.compile(r"\b(?:on )?ranks? \d+(?:(?:-|, | and )\d+)*\b")
-_PLACE = re.compile(
-    r"(: first in |; |, at /| on ranks? \d| at step \d| \(the first | \(norm |: relative distance | by -?\+?\d).*"
-)
-_COUNT = re.compile(r"^\d+ of \d+ ")
 _NUMBER = re.compile(r"(?<![A-Za-z_\d])[-+]?\d[\d.,]*(?:e[-+]?\d+)?(?:\*\*-?\d+)?(?![A-Za-z_\d])")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+|(?<!\w)/[\w./+-]+")
 _PLURAL = re.compile(r"\b(N (?:\w+ )?\w+?)s? (?:is|are)\b")
@@ -40,7 +37,7 @@ def signature_of(verdict: Verdict, findings: Sequence[Finding], run: Run | None)
 
 
 def normalized(message: str) -> str:
-    """A message without what differs from run to run: numbers, addresses, paths, and sizes in plural or singular."""
+    """The message of an exception without what differs from run to run: numbers, addresses, paths, plurals."""
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
     text = _NUMBER.sub("N", _ADDRESS.sub("…", _RANKS.sub("RANKS", line)))
     return _PLURAL.sub(r"\1s are", text)[:_LENGTH].strip()
@@ -71,21 +68,18 @@ def _unordered(message: str) -> str:
 
 
 def _of_finding(finding: Finding) -> FailureSignature:
-    text = finding.message.partition("\n")[0]  # not which version it differs from
-    text = _COUNT.sub("", _RANKS.sub("", text, count=1).strip() if _RANKS.match(text) else text)
-    if finding.module is not None:
-        text = text.replace(f" of {finding.module}", "").replace(finding.module, "MODULE")
-    located = ": first in " in finding.message or f" of {finding.module} " in finding.message
-    where = (_INDEX.sub("*", finding.module),) if finding.module is not None and located else ()
+    rule = RULES.get(finding.rule)
+    values = (str(finding.values.get(name, "")) for name in (rule.key if rule is not None else ()))
+    located = rule is not None and rule.located and finding.module is not None
+    where = (_INDEX.sub("*", finding.module or ""),) if located else ()
     return FailureSignature(
-        kind=finding.check,
-        what=normalized(_PLACE.sub("", text)),
-        where=(*where, *_operand(finding)),
+        kind=finding.rule,
+        what=", ".join(value for value in values if value),
+        where=(*where, *((_kind_of(finding.operand),) if finding.operand else ())),
         first_step=finding.step,
     )
 
 
-def _operand(finding: Finding) -> tuple[str, ...]:
-    """The operand and the direction, "weight in forward", which begin what was expected and what was found."""
-    expected, found = ((text or "").partition(":")[0] for text in (finding.expected, finding.found))
-    return (expected,) if expected == found and " in " in expected else ()
+def _kind_of(operand: str) -> str:
+    """The operand without what differs from case to case, such as the shape of a cast in a graph."""
+    return _NUMBER.sub("N", operand.partition(", [")[0])

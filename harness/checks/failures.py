@@ -6,12 +6,20 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from harness.checks.advice import advice
-from harness.checks.ranks import format_ranks
+from harness.checks.rule import Rule, Stage
 from harness.checks.stacks import OwnFrame, StackLocation, main_stack, own_frame, place_of
+from harness.sentence import format_ranks
 from harness.trace import RankFailure, Run
 from harness.verdict import Finding
 
-ENGINE = "engine"  # the `check` of findings about ranks that did not finish
+ENGINE = "engine"  # in place of a check, in findings about ranks that did not finish
+
+UNKNOWN = Rule(name="engine/unknown", says="the engine reports {status}, but no rank reports a cause", stage=Stage.RUN)
+RAISED = Rule(name="engine/raised", says="{ranks} {end}", stage=Stage.RUN, key=("error",))
+STUCK = Rule(name="engine/stuck", says="{ranks} {end}", stage=Stage.RUN)
+LOST = Rule(name="engine/lost", says="{ranks} {end}", stage=Stage.RUN)
+REPORT = Rule(name="engine/report", says="{report}", stage=Stage.RUN)
+RULES = (UNKNOWN, RAISED, STUCK, LOST, REPORT)
 
 _CALLED = ",\n    called from "
 
@@ -50,12 +58,12 @@ def failures(run: Run, status: str) -> tuple[Finding, ...]:
     """
     groups = _groups(run.causes or run.failures)
     if not groups:
-        return (Finding(check=ENGINE, message=f"the engine reports {status}, but no rank reports a cause"),)
+        return (UNKNOWN.finding(status=status),)
     return tuple(
-        Finding(
-            check=ENGINE,
-            message=f"{format_ranks(ranks)} {kind}{_others(run, groups) if kind.place and not index else ''}",
-            rank=ranks[0],
+        {"raised": RAISED, "stuck": STUCK}.get(kind.kind, LOST).finding(
+            end=f"{kind}{_others(run, groups) if kind.place and not index else ''}",
+            error=kind.message,
+            ranks=ranks,
             expected="every rank returns",
             found=kind.found,
             fix=advice(kind.message).fix,

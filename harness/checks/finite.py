@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from functools import partial
 
-from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
+from harness.checks.check import Check
+from harness.checks.ranks import group_ranks, traces_by_rank
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.plural import counted
 from harness.trace import Run
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding
 
 NAME = "finite"
 
-_finding = partial(Finding, check=NAME)
+
+NO_TRACE = Rule(name="finite/no-trace", says="{ranks} left no trace", stage=Stage.RUN)
+OTHER_WORLD = Rule(
+    name="finite/other-world", says="{ranks} outside the world of this case left a trace", stage=Stage.RUN
+)
+SEVERAL_TRACES = Rule(name="finite/several-traces", says="{ranks} left more than one trace", stage=Stage.RUN)
+STEPS = Rule(name="finite/steps", says="{ranks} did not record steps 1 to {steps}", stage=Stage.RUN)
+_BAD = "{quantity} is {value} at step {step} on rank {rank}; bad values: {count}, on {ranks}"
+LOSS = Rule(name="finite/loss", says=_BAD, stage=Stage.NO_NUMBER, numeric=True)
+GRAD_NORM = Rule(name="finite/grad-norm", says=_BAD, stage=Stage.BF16, numeric=True)
 
 
 def check_finite(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -28,30 +38,22 @@ def _ranks(case: Case, run: Run) -> list[Finding]:
     """One trace of every rank of the world, and no other."""
     count = Counter(trace.rank for trace in run.traces)
     world = set(range(case.world_size))
-    wrong = {
-        "left no trace": world - set(count),
-        "outside the world of this case left a trace": set(count) - world,
-        "left more than one trace": {rank for rank, times in count.items() if times > 1},
-    }
-    return [
-        _finding(
-            message=f"{format_ranks(ranks)} {what}",
-            rank=min(ranks),
-            expected=counted(case.world_size, "rank"),
-            found=counted(len(run.traces), "trace"),
-        )
-        for what, ranks in wrong.items()
-        if ranks
-    ]
+    wrong = (
+        (NO_TRACE, world - set(count)),
+        (OTHER_WORLD, set(count) - world),
+        (SEVERAL_TRACES, {rank for rank, times in count.items() if times > 1}),
+    )
+    expected, found = counted(case.world_size, "rank"), counted(len(run.traces), "trace")
+    return [rule.finding(ranks=ranks, expected=expected, found=found) for rule, ranks in wrong if ranks]
 
 
 def _steps(case: Case, run: Run) -> list[Finding]:
     """Steps 1 to n, each once and in order."""
     expected = tuple(range(1, case.train.steps + 1))
     return [
-        _finding(
-            message=f"{format_ranks(ranks)} did not record steps 1 to {case.train.steps}",
-            rank=ranks[0],
+        STEPS.finding(
+            ranks=ranks,
+            steps=case.train.steps,
             expected=f"{counted(len(expected), 'step')}: {_text(expected)}",
             found=f"{counted(len(steps), 'step')}: {_text(steps)}",
         )
@@ -67,24 +69,42 @@ def _text(steps: tuple[int, ...]) -> str:
 
 def _numbers(run: Run) -> list[Finding]:
     """For loss and gradient norm the first bad value, with the number of bad values."""
-    bad: dict[str, list[tuple[int, int, float]]] = {"loss": [], "grad_norm": []}
+    losses: list[tuple[int, int, float]] = []
+    norms: list[tuple[int, int, float]] = []
     for trace in traces_by_rank(run):
         for step in trace.steps:
             if not math.isfinite(step.loss):
-                bad["loss"].append((step.step, trace.rank, step.loss))
+                losses.append((step.step, trace.rank, step.loss))
             if not (math.isfinite(step.grad_norm) and step.grad_norm > 0):
-                bad["grad_norm"].append((step.step, trace.rank, step.grad_norm))
-    return [_first(quantity, values) for quantity, values in bad.items() if values]
+                norms.append((step.step, trace.rank, step.grad_norm))
+    return [
+        *_first(LOSS, losses, "loss", "a finite number"),
+        *_first(GRAD_NORM, norms, "grad_norm", "a finite number above 0"),
+    ]
 
 
-def _first(quantity: str, values: list[tuple[int, int, float]]) -> Finding:
+def _first(rule: Rule, values: list[tuple[int, int, float]], quantity: str, expected: str) -> list[Finding]:
+    if not values:
+        return []
     step, rank, value = min(values, key=lambda item: item[:2])
-    ranks = format_ranks(other for _, other, _ in values)
-    return _finding(
-        message=f"{quantity} is {value} at step {step} on rank {rank}; bad values: {len(values)}, on {ranks}",
-        verdict=Verdict.NUMERIC,
-        step=step,
-        rank=rank,
-        expected="a finite number" if quantity == "loss" else "a finite number above 0",
-        found=str(value),
-    )
+    return [
+        rule.finding(
+            step=step,
+            rank=rank,
+            ranks=[other for _, other, _ in values],
+            expected=expected,
+            found=str(value),
+            quantity=quantity,
+            value=str(value),
+            count=len(values),
+        )
+    ]
+
+
+CHECK = Check(
+    name=NAME,
+    question="Did every rank train to the last step with finite numbers?",
+    blind="Numbers that are finite and wrong.",
+    function=check_finite,
+    rules=(NO_TRACE, OTHER_WORLD, SEVERAL_TRACES, STEPS, LOSS, GRAD_NORM),
+)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from harness.checks.ranks import format_ranks, group_ranks
+from harness.checks.check import Check
+from harness.checks.ranks import group_ranks
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.plural import counted
@@ -16,17 +16,31 @@ NAME = "fp8_on"
 
 _TRANSPORTS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared fabric, or torch's gloo
 
-_finding = partial(Finding, check=NAME)
+
+def _rule(name: str, says: str, *key: str) -> Rule:
+    return Rule(name=f"{NAME}/{name}", says=says, stage=Stage.MODEL, key=key, located=True)
+
+
+NO_RANK = _rule("no-rank", "no rank left a trace")
+CONVERTS_NOTHING = _rule("converts-nothing", "the case asks for FP8 but converts no linear")
+NOT_CONVERTED = _rule("not-converted", "{module} was not converted to FP8 on {ranks}")
+CONVERTED = _rule("converted", "{module} was converted to FP8 on {ranks}")
+TWICE = _rule("twice", "{module} is recorded twice on {ranks}")
+FILTERS = _rule("filters", "filter_fqns {entries} match no linear on {ranks}")
+NOT_SCALED = _rule("not-scaled", "{ranks} ran without scaled matmuls")
+SCALED = _rule("scaled", "{ranks} ran scaled matmuls although the case asks for none")
+NO_STEP = _rule("no-step", "no step was recorded on {ranks}")
+LACKS_PARTS = _rule("lacks-parts", "the virtual FP8 device lacks {parts} on {ranks}", "parts")
+FOREIGN_PARTS = _rule("foreign-parts", "parts of the virtual FP8 device are installed on {device} on {ranks}")
 
 
 def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """Findings when the wrong linears are converted on any rank, or when FP8 is not used at all."""
     fqns = witnesses.expect.converted_fqns
     if not run.traces:
-        return [_finding(message="no rank left a trace", expected=counted(case.world_size, "rank"), found="0")]
+        return [NO_RANK.finding(expected=counted(case.world_size, "rank"), found="0")]
     if case.float8.enabled and not fqns:
-        message = "the case asks for FP8 but converts no linear"
-        return [_finding(message=message, expected="at least 1 linear", found="none")]
+        return [CONVERTS_NOTHING.finding(expected="at least 1 linear", found="none")]
     return [
         *_converted(run, fqns),
         *_filters(run),
@@ -40,22 +54,19 @@ def _converted(run: Run, expected: tuple[str, ...]) -> list[Finding]:
     findings = []
     for found, ranks in group_ranks(run, lambda trace: tuple(sorted(trace.converted_fqns))).items():
         wrong = [
-            *((fqn, "was not converted to FP8", "converted") for fqn in sorted(set(expected) - set(found))),
-            *((fqn, "was converted to FP8", "not converted") for fqn in sorted(set(found) - set(expected))),
-            *((fqn, "is recorded twice", "once") for fqn in sorted({fqn for fqn in found if found.count(fqn) > 1})),
+            *((fqn, NOT_CONVERTED, "converted") for fqn in sorted(set(expected) - set(found))),
+            *((fqn, CONVERTED, "not converted") for fqn in sorted(set(found) - set(expected))),
+            *((fqn, TWICE, "once") for fqn in sorted({fqn for fqn in found if found.count(fqn) > 1})),
         ]
-        findings += [
-            _finding(message=f"{fqn} {what} on {format_ranks(ranks)}", rank=ranks[0], module=fqn, expected=wanted)
-            for fqn, what, wanted in wrong
-        ]
+        findings += [rule.finding(ranks=ranks, module=fqn, expected=wanted) for fqn, rule, wanted in wrong]
     return findings
 
 
 def _filters(run: Run) -> list[Finding]:
     return [
-        _finding(
-            message=f"filter_fqns {', '.join(entries)} match no linear on {format_ranks(ranks)}",
-            rank=ranks[0],
+        FILTERS.finding(
+            ranks=ranks,
+            entries=", ".join(entries),
             expected="every entry of filter_fqns matches at least one linear",
         )
         for entries, ranks in group_ranks(run, lambda trace: trace.unmatched_filters).items()
@@ -70,12 +81,10 @@ def _executed(case: Case, run: Run) -> list[Finding]:
     idle = [trace.rank for trace in run.traces if not trace.steps]
     findings = []
     if wrong:
-        what = "ran without scaled matmuls" if enabled else "ran scaled matmuls although the case asks for none"
-        expected = "at least 1" if enabled else "0"
-        findings.append(_finding(message=f"{format_ranks(wrong)} {what}", rank=min(wrong), expected=expected))
+        rule, expected = (NOT_SCALED, "at least 1") if enabled else (SCALED, "0")
+        findings.append(rule.finding(ranks=wrong, expected=expected))
     if idle:
-        message = f"no step was recorded on {format_ranks(idle)}"
-        findings.append(_finding(message=message, rank=min(idle), expected="at least 1 step"))
+        findings.append(NO_STEP.finding(ranks=idle, expected="at least 1 step"))
     return findings
 
 
@@ -88,13 +97,11 @@ def _virtual_device(case: Case, run: Run) -> list[Finding]:
         found = ", ".join(parts) or "nothing"
         needed = _needed(case, device, set(parts), exact=exact)
         if missing := ", ".join(sorted(needed - set(parts))):
-            message = f"the virtual FP8 device lacks {missing} on {format_ranks(ranks)}"
             expected = ", ".join(sorted(needed))
-            findings.append(_finding(message=message, rank=ranks[0], expected=expected, found=found))
+            findings.append(LACKS_PARTS.finding(ranks=ranks, parts=missing, expected=expected, found=found))
         if _excluded(device, exact=exact, parts=set(parts)):
-            message = f"parts of the virtual FP8 device are installed on {device} on {format_ranks(ranks)}"
             expected = "the exact scaled_mm alone" if exact else "nothing" if device != "cpu" else "no scaled_mm"
-            findings.append(_finding(message=message, rank=ranks[0], expected=expected, found=found))
+            findings.append(FOREIGN_PARTS.finding(ranks=ranks, device=device, expected=expected, found=found))
     return findings
 
 
@@ -108,3 +115,25 @@ def _excluded(device: str, *, exact: bool, parts: set[str]) -> set[str]:
     """What must not be installed: on a GPU everything but the matmul that was asked for."""
     matmul = set() if exact else parts & {"scaled_mm"}
     return matmul if device == "cpu" else matmul | parts - {"scaled_mm"}
+
+
+CHECK = Check(
+    name=NAME,
+    question="Is FP8 on, exactly where the case asks for it?",
+    blind="A linear that is converted and called, and computes in high precision inside of its own code.",
+    function=check_fp8_on,
+    rules=(
+        NO_RANK,
+        CONVERTS_NOTHING,
+        NOT_CONVERTED,
+        CONVERTED,
+        TWICE,
+        FILTERS,
+        NOT_SCALED,
+        SCALED,
+        NO_STEP,
+        LACKS_PARTS,
+        FOREIGN_PARTS,
+    ),
+    needs_linears=True,
+)

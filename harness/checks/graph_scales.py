@@ -13,21 +13,37 @@ from functools import partial
 
 from harness.checks.amax_sources import Source, implied_source, of_steps
 from harness.checks.assembly import largest
+from harness.checks.check import Check
 from harness.checks.mismatch import Mismatch, findings_by_rule
 from harness.checks.occurrences import on_ranks
-from harness.checks.ranks import format_ranks, traces_by_rank
-from harness.checks.scale_rules import SCALE_NOT_FROM_AMAX, Broken, power_of_two_rule, tensorwise_rule, value_rules
+from harness.checks.ranks import traces_by_rank
+from harness.checks.rule import Rule, Stage
+from harness.checks.scale_rules import Broken, cast_rules, power_of_two_rule, tensorwise_rule, value_rules
 from harness.checks.witnesses import Witnesses
 from harness.expect.casts import CompiledCasts
-from harness.expect.expectations import CASTS
+from harness.expect.expectations import CASTS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.mesh import peers
 from harness.matrix.recipes import E5M2, FLOAT8_MAX
+from harness.sentence import format_ranks
 from harness.trace import Run
 from harness.trace.graphs import GraphCast, UnknownCast
 from harness.verdict import Finding
 
 NAME = "graph_scales"
+
+RULES = cast_rules(NAME)
+
+
+def _rule(name: str, says: str) -> Rule:
+    return Rule(name=f"{NAME}/{name}", says=says, stage=Stage.SCALES, located=True)
+
+
+NO_CAST = _rule("no-cast", "no cast to float8 was executed in some step on {where}")
+UNASKED = _rule("unasked", "blocks cast to float8 although no linear is converted, on {ranks}")
+UNKNOWN = _rule("unknown-cast", "a conversion to float8 is not torchao's cast")
+OTHER_CASTS = _rule("other-casts", "TP ranks execute different casts")
+DIFFERENT = _rule("different-per-rank", "TP ranks use different scales for the same tensor")
 
 Casts = dict[int, dict[tuple[int, int], GraphCast]]  # of every rank, by step and order in it
 
@@ -45,10 +61,9 @@ def check_graph_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
     steps = range(1, case.train.steps + 1)
     idle = [rank for rank, by_place in casts.items() if {step for step, _ in by_place} != set(steps)]
     if idle or not casts:
-        message = f"no cast to float8 was executed in some step on {format_ranks(idle) if idle else 'any rank'}"
-        return [Finding(check=NAME, message=message, expected="casts in the graphs of every step")]
+        where = format_ranks(idle) if idle else "any rank"
+        return [NO_CAST.finding(where=where, expected="casts in the graphs of every step")]
     return findings_by_rule(
-        NAME,
         [
             *(_unknown(rank, cast) for rank, cast in unknown),
             *_single_casts(case, casts),
@@ -61,7 +76,7 @@ def check_graph_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
 
 def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
     """What the scale of a tensor was made from instead of the right amax; empty for others, and where nothing fits."""
-    if wrong.what != SCALE_NOT_FROM_AMAX or not case.float8.traits.one_scale_per_tensor:
+    if wrong.rule is not RULES.amax or not case.float8.traits.one_scale_per_tensor:
         return ""
     amaxes = [_amaxes(case, casts, wrong.rank, (step, wrong.order)) for step in range(1, wrong.step + 1)]
     group, cast = amaxes[-1], casts[wrong.rank][wrong.step, wrong.order]
@@ -91,14 +106,13 @@ def _unexpected(casts: Casts, unknown: Sequence[tuple[int, UnknownCast]]) -> lis
     ranks = sorted({*(rank for rank, by_place in casts.items() if by_place), *(rank for rank, _ in unknown)})
     if not ranks:
         return []
-    message = f"blocks cast to float8 although no linear is converted, on {format_ranks(ranks)}"
-    return [Finding(check=NAME, message=message, rank=ranks[0], expected="no cast to float8", found="casts")]
+    return [UNASKED.finding(ranks=ranks, expected="no cast to float8", found="casts")]
 
 
 def _unknown(rank: int, cast: UnknownCast) -> Mismatch:
-    what = f"conversion {cast.order} in {cast.phase}, {list(cast.shape)}"
-    rule = "a conversion to float8 is not torchao's cast"
-    return Mismatch(cast.step, cast.order, rank, cast.fqn, rule, cast.missing, f"{what} to {cast.target_dtype}")
+    operand = f"conversion {cast.order} in {cast.phase}, {list(cast.shape)}"
+    found = f"{operand} to {cast.target_dtype}"
+    return Mismatch(cast.step, cast.order, rank, cast.fqn, UNKNOWN, cast.missing, found, operand)
 
 
 def _counts(case: Case, casts: Casts, expected: CompiledCasts | None) -> Iterator[Mismatch]:
@@ -116,8 +130,9 @@ def _counts(case: Case, casts: Casts, expected: CompiledCasts | None) -> Iterato
                 found = sum(_is_counted(cast, what) for cast in mine)
                 early = what.startswith("weights") and not case.float8.traits.one_scale_per_tensor
                 if found < wanted or (found > wanted and not early):
-                    rule = f"wrong number of casts of {what}"
-                    yield Mismatch(step, 0, rank, "the blocks", rule, str(wanted), str(found), CASTS)
+                    values = (("of", f" of {what}"),)
+                    place = step, 0, rank, "the blocks"
+                    yield Mismatch(*place, RULES.number, str(wanted), str(found), values=values)
 
 
 def _is_counted(cast: GraphCast, what: str) -> bool:
@@ -135,10 +150,10 @@ def _single_casts(case: Case, casts: Casts) -> Iterator[Mismatch]:
 def _cast_rules(case: Case, cast: GraphCast) -> Iterator[Broken]:
     """The rules that one cast breaks, whatever the other ranks do."""
     if cast.target_dtype not in FLOAT8_MAX:
-        yield "cast to the wrong dtype", " or ".join(FLOAT8_MAX), cast.target_dtype
+        yield RULES.target_dtype, " or ".join(FLOAT8_MAX), cast.target_dtype
     if not _scale_shape_fits(cast):
-        yield "scale has the wrong shape", f"one scale, or one per row of {list(cast.shape)}", str(cast.scale.shape)
-    yield from value_rules(case, cast)
+        yield RULES.scale_shape, f"one scale, or one per row of {list(cast.shape)}", str(cast.scale.shape)
+    yield from value_rules(RULES, case, cast)
 
 
 def _scale_shape_fits(cast: GraphCast) -> bool:
@@ -160,7 +175,7 @@ def _tp_groups(case: Case, casts: Casts) -> Iterator[Mismatch]:
             cast = group[min(group)]
             if len(group) != len(ranks):
                 every = f"{len(ranks)} ranks"
-                yield _mismatch(min(group), cast, "TP ranks execute different casts", every, f"{len(group)}")
+                yield _mismatch(min(group), cast, OTHER_CASTS, every, f"{len(group)}")
             elif math.prod(cast.scale.shape) == 1:
                 yield from _one_scale(case, rank, group)
             else:
@@ -173,9 +188,9 @@ def _one_scale(case: Case, rank: int, group: dict[int, GraphCast]) -> Iterator[M
     for other, theirs in group.items():
         if theirs.scale.digest != cast.scale.digest:
             expected, found = f"that of rank {rank}: {cast.scale.maximum!r}", f"{theirs.scale.maximum!r}"
-            yield _mismatch(other, theirs, "TP ranks use different scales for the same tensor", expected, found)
+            yield _mismatch(other, theirs, DIFFERENT, expected, found)
     if case.float8.traits.one_scale_per_tensor:
-        for broken in tensorwise_rule(cast, largest(each.amax for each in group.values())):
+        for broken in tensorwise_rule(RULES.amax, cast, largest(each.amax for each in group.values())):
             yield _mismatch(rank, cast, *broken)
     else:
         highest = largest(each.scaled_amax_maximum for each in group.values())
@@ -193,10 +208,38 @@ def _row_scales(rank: int, group: dict[int, GraphCast]) -> Iterator[Mismatch]:
 
 
 def _power_of_two(rank: int, cast: GraphCast, lowest: float, highest: float) -> Iterator[Mismatch]:
-    for broken in power_of_two_rule(cast.target_dtype, lowest, highest):
+    for broken in power_of_two_rule(RULES.amax, cast.target_dtype, lowest, highest):
         yield _mismatch(rank, cast, *broken)
 
 
-def _mismatch(rank: int, cast: GraphCast, rule: str, expected: str, found: str) -> Mismatch:
-    what = f"cast {cast.order} in {cast.phase}, {list(cast.shape)}"
-    return Mismatch(cast.step, cast.order, rank, cast.fqn, rule, f"{what}: {expected}", f"{what}: {found}")
+def _mismatch(rank: int, cast: GraphCast, rule: Rule, expected: str, found: str) -> Mismatch:
+    operand = f"cast {cast.order} in {cast.phase}, {list(cast.shape)}"
+    return Mismatch(cast.step, cast.order, rank, cast.fqn, rule, expected, found, operand)
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    del device
+    if expect.case.compile != "inductor":
+        return ""
+    return "generated code casts inside of its kernels, where no probe sees it"
+
+
+def _partly(expect: Expectations, device: str) -> str:
+    del device
+    if expect.has_formulas or expect.case.compile != "graph":
+        return ""
+    return "the number of casts: it is not known which linears are compiled"
+
+
+CHECK = Check(
+    name=NAME,
+    question="Is every tensor in a compiled graph cast to float8 with the correct scale?",
+    blind="Which linear a cast is of, and casts in the code that inductor generates.",
+    function=check_graph_scales,
+    rules=(*RULES, NO_CAST, UNASKED, UNKNOWN, OTHER_CASTS, DIFFERENT),
+    not_judged=_not_judged,
+    partly=_partly,
+    record="graphs",
+    formula=CASTS,
+    needs_linears=True,
+)

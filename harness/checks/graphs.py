@@ -8,20 +8,52 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
+from harness.checks.check import Check
 from harness.checks.ranks import merge_ranks
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import FUSION, Expectations
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphTrace, Phase
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding
 
 NAME = "graphs"
 
-_finding = partial(Finding, check=NAME)
+
+NO_GRAPH = Rule(
+    name="graphs/none", says="the case asks for compiled blocks, but no graph was compiled", stage=Stage.MODEL
+)
+UNPAIRED = Rule(name="graphs/unpaired", says="forward and backward graphs do not pair up", stage=Stage.EXECUTION)
+WRONG_RANKS = Rule(
+    name="graphs/ranks",
+    says="{operator} communicates over the wrong ranks",
+    stage=Stage.EXECUTION,
+    key=("operator",),
+)
+SCALE_SHAPE = Rule(
+    name="graphs/scale-shape",
+    says="{operator} gets a scale whose shape does not match its operand",
+    stage=Stage.EXECUTION,
+    key=("operator",),
+)
+NOTHING_FUSED = Rule(name="graphs/nothing-fused", says="async TP is on, but nothing was fused", stage=Stage.MODEL)
+NUMBER = Rule(
+    name="graphs/number",
+    says="wrong number of {kind}",
+    stage=Stage.EXECUTION,
+    key=("kind",),
+    formula=FUSION,
+)
+ROWS = Rule(
+    name="graphs/rows",
+    says="{operator} gives wrong rows: {rows} of {total} differ from its unfused form",
+    stage=Stage.EXECUTION,
+    numeric=True,
+    key=("operator",),
+)
 
 
 class FusionKind(NamedTuple):
@@ -47,8 +79,7 @@ def expected_fusions(expect: Expectations) -> Counter[FusionKind]:
 def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     recorded = trace.graphs
     if recorded is None or not recorded.graphs:
-        message = "the case asks for compiled blocks, but no graph was compiled"
-        yield _finding(message=message, expected="graphs of every block", found="none")
+        yield NO_GRAPH.finding(expected="graphs of every block", found="none")
         return
     yield from _phases(recorded)
     yield from _nodes(recorded)
@@ -59,8 +90,7 @@ def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
 def _phases(recorded: GraphTrace) -> Iterator[Finding]:
     phases = Counter(graph.phase for graph in recorded.graphs)
     if phases["forward"] != phases["backward"]:
-        yield _finding(
-            message="forward and backward graphs do not pair up",
+        yield UNPAIRED.finding(
             expected="a backward graph for every forward graph",
             found=f"{phases['forward']} forward, {phases['backward']} backward",
         )
@@ -70,11 +100,10 @@ def _nodes(recorded: GraphTrace) -> Iterator[Finding]:
     """Process groups and scale shapes of the fused operators in the graphs."""
     for node in dict.fromkeys(node for graph in recorded.graphs for node in graph.fused):
         if node.axis != "tp":
-            message = f"{node.operator} communicates over the wrong ranks"
-            yield _finding(message=message, expected="the mesh axis tp", found=node.axis)
+            yield WRONG_RANKS.finding(operator=node.operator, expected="the mesh axis tp", found=node.axis)
         if not _scale_fits(node):
-            yield _finding(
-                message=f"{node.operator} gets a scale whose shape does not match its operand",
+            yield SCALE_SHAPE.finding(
+                operator=node.operator,
                 expected="A_scale with the leading dims of A, or one scale for the tensor",
                 found=f"A {list(node.a_shape)}, A_scale {list(node.a_scale_shape or ())}",
             )
@@ -94,8 +123,7 @@ def _fusions(expect: Expectations, recorded: GraphTrace) -> Iterator[Finding]:
     by_step = {step: _executed(recorded, step) for step in range(1, expect.case.train.steps + 1)}
     if expect.case.layout.async_tp and not any(by_step.values()):
         wanted = f"{expected.total()} fused collectives a step" if expected else "fused collectives"
-        message = "async TP is on, but nothing was fused"
-        yield _finding(message=message, step=1, expected=wanted, found=_reasons(recorded))
+        yield NOTHING_FUSED.finding(step=1, expected=wanted, found=_reasons(recorded))
         return
     if not expect.has_formulas:
         return  # how many there must be follows from the model
@@ -104,12 +132,11 @@ def _fusions(expect: Expectations, recorded: GraphTrace) -> Iterator[Finding]:
         if step is not None:
             found = by_step[step][kind]
             why = f"; not fused: {_reasons(recorded, kind)}" if found < expected[kind] else ""
-            yield _finding(
-                message=f"wrong number of {kind}",
+            yield NUMBER.finding(
+                kind=str(kind),
                 step=step,
                 expected=f"{expected[kind]} a step",
                 found=f"{found}{why}",
-                formula=FUSION,
             )
 
 
@@ -140,9 +167,10 @@ def _wrong_rows(recorded: GraphTrace) -> Iterator[Finding]:
             wrong.setdefault(call.operator, []).append(call)
     for operator, calls in wrong.items():
         rows, total = sum(call.wrong_rows for call in calls), sum(call.rows for call in calls)
-        yield _finding(
-            message=f"{operator} gives wrong rows: {rows} of {total} differ from its unfused form",
-            verdict=Verdict.NUMERIC,
+        yield ROWS.finding(
+            operator=operator,
+            rows=rows,
+            total=total,
             step=calls[0].step,
             expected="the rows of its unfused form, up to rounding",
             found=_example(calls[0]),
@@ -157,3 +185,22 @@ def _example(call: FusedCall) -> str:
     if row.holds_index is None:
         return f"{where} has a relative error of {row.distance:.2g} and matches no other row"
     return f"{where} holds row {list(row.holds_index)} of TP rank {row.holds_rank}"
+
+
+def _partly(expect: Expectations, device: str) -> str:
+    del device
+    if expect.has_formulas or not expect.case.layout.async_tp:
+        return ""
+    return f"the number of fused collectives: no formula for the model of {expect.case.target}"
+
+
+CHECK = Check(
+    name=NAME,
+    question="Were the blocks compiled as the case asks, and do fused operators give the right rows?",
+    blind="Operators that a compiler generates code for; a fused operator that is slow and right.",
+    function=check_graphs,
+    rules=(NO_GRAPH, UNPAIRED, WRONG_RANKS, SCALE_SHAPE, NOTHING_FUSED, NUMBER, ROWS),
+    partly=_partly,
+    record="graphs",
+    formula=FUSION,
+)

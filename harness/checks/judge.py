@@ -15,139 +15,30 @@ What recorded upstream faults explain of a failure is decided afterwards, in `re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from harness.checks import (
-    alignment,
-    clipping,
-    evaluation,
-    finite,
-    fp8_on,
-    graph_scales,
-    graphs,
-    live_memory,
-    local_parity,
-    loss_vs_golden,
-    matmuls,
-    memory,
-    metamorphic,
-    model,
-    parity,
-    recompute,
-    resume,
-    scales,
-    signature,
-    stated,
-    tokens,
-    traffic,
-)
+from harness.checks import loss_vs_golden
+from harness.checks.catalogue import CHECKS
 from harness.checks.causes import by_cause
+from harness.checks.check import Check
 from harness.checks.failures import failures
+from harness.checks.rule import Rule, Stage, no_record
 from harness.checks.stacks import LAST_OUTPUT
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
-from harness.expect.expectations import CASTS, FUSION, LIVE_MEMORY, MATMULS, SAVED_MEMORY, TRAFFIC, Expectations
-from harness.expect.records import not_judged_on, partly_judged_on
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.measured import Measured
 from harness.trace import RankFailure, RankTrace, Run
-from harness.verdict import UNJUDGED, Finding, GoldenSource, NotJudged, Verdict
+from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
 
 # Created before any thread decodes: msgspec crashes when two threads first use a type at the same time.
 _TRACES = msgspec.msgpack.Decoder(RankTrace)
 
-JUDGE = "judge"  # the `check` of findings about the judgement itself
-
-CheckFunction = Callable[[Case, Run, Witnesses], list[Finding]]
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One check and when it applies. `function` is pure."""
-
-    name: str
-    function: CheckFunction
-    explains_failures: bool = False  # it also runs when ranks failed
-    record: str | None = None  # the field of `RankTrace` that it reads
-    compiled_record: str | None = None  # the one that it reads of compiled runs, where it is another
-    also_reads: tuple[str, ...] = ()  # other fields, which are compared where they are there
-    formula: str | None = None  # the formula of `expect/` that it evaluates
-    needs_signature: bool = False  # it compares with what was recorded, where that was done with these versions
-    needs_relation: bool = False  # it compares with a partner, which not every case has
-    judges_partner: bool = False  # it judges the partner of a compiled case, whose modules cannot be recorded
-    absent: str | None = None  # why ranks may lack the record, where they record it unasked
-
-    def record_of(self, expect: Expectations) -> str | None:
-        """The field of `RankTrace` that it reads of a run; None where it reads none, or the partner's."""
-        if self.judges_partner and expect.stands_for_modules:
-            return None
-        return self.compiled_record or self.record if expect.case.compile != "none" else self.record
-
-    def reads(self, expect: Expectations) -> tuple[str, ...]:
-        """Every field of `RankTrace` that it reads, of a run or of its partner."""
-        record = self.record_of(expect) or self.record
-        return (*([] if record is None else [record]), *self.also_reads)
-
-
-CHECKS: tuple[Check, ...] = (
-    Check(name=finite.NAME, function=finite.check_finite),
-    Check(name=loss_vs_golden.NAME, function=loss_vs_golden.check_loss_vs_golden),
-    Check(name=tokens.NAME, function=tokens.check_tokens, record="inputs", absent="the model is not called as a whole"),
-    Check(name=model.NAME, function=model.check_model, record="model", absent="it is not known what the ranks built"),
-    Check(name=clipping.NAME, function=clipping.check_clipping),
-    Check(name=evaluation.NAME, function=evaluation.check_evaluation),
-    Check(name=resume.NAME, function=resume.check_resume),
-    Check(name=fp8_on.NAME, function=fp8_on.check_fp8_on),
-    Check(name=matmuls.NAME, function=matmuls.check_matmuls, formula=MATMULS),
-    Check(name=parity.NAME, function=parity.check_parity, record="sketches"),
-    Check(
-        name=local_parity.NAME,
-        function=local_parity.check_local_parity,
-        record="module_tensors",
-        judges_partner=True,
-    ),
-    Check(name=scales.NAME, function=scales.check_scales, record="operands", formula=CASTS),
-    Check(name=graph_scales.NAME, function=graph_scales.check_graph_scales, record="graphs", formula=CASTS),
-    Check(
-        name=recompute.NAME,
-        function=recompute.check_recompute,
-        record="operands",
-        compiled_record="graphs",
-        formula=MATMULS,
-    ),
-    Check(name=traffic.NAME, function=traffic.check_traffic, record="traffic", formula=TRAFFIC),
-    Check(name=memory.NAME, function=memory.check_memory, record="saved_memory", formula=SAVED_MEMORY),
-    Check(
-        name=live_memory.NAME,
-        function=live_memory.check_live_memory,
-        record="saved_memory",
-        formula=LIVE_MEMORY,
-    ),
-    Check(
-        name=stated.NAME,
-        function=stated.check_stated,
-        record="stated",
-        also_reads=("saved_memory", "traffic"),
-        absent="the target states nothing of the case: its module has no `expect`, or that returns nothing",
-    ),
-    Check(
-        name=signature.NAME,
-        function=signature.check_signature,
-        record="traffic",
-        also_reads=("saved_memory", "operands", "graphs"),
-        needs_signature=True,
-    ),
-    Check(name=live_memory.LEAKS, function=live_memory.check_leaks, record="saved_memory"),
-    Check(name=graphs.NAME, function=graphs.check_graphs, record="graphs", formula=FUSION),
-    Check(
-        name=metamorphic.NAME,
-        function=metamorphic.check_metamorphic,
-        record="sketches",
-        needs_relation=True,
-    ),
-    Check(name=alignment.NAME, function=alignment.check_alignment, explains_failures=True),
-)
+NO_CHECK = Rule(name="judge/no-check", says="no check was executed", stage=Stage.RUN, judged=False)
+BROKEN = Rule(name="judge/broken", says="the harness failed while judging: {error}", stage=Stage.RUN)
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,12 +74,12 @@ def judge(case: Case, run: Run, status: JobStatus, witnesses: Witnesses, checks:
         verdict, findings = Verdict.CRASH, (*findings, *failures(run, "crash"))
     else:
         if not checks:
-            findings = (Finding(check=JUDGE, message=f"{UNJUDGED}no check was executed", expected="a check"),)
+            findings = (NO_CHECK.finding(expected="a check"),)
         verdict = _worst(findings)
         findings = by_cause(findings)
     names, golden = tuple(check.name for check in checks), witnesses.golden
-    reasons = {**witnesses.expect.partly_judged, **partly_judged_on(_device(run), case)}
-    partly = [NotJudged(check=name, reason=reason) for name, reason in reasons.items() if name in names]
+    parts = ((check.name, check.partly(witnesses.expect, _device(run))) for check in checks)
+    partly = [NotJudged(check=name, reason=reason) for name, reason in parts if reason]
     return Judgement(
         verdict=verdict,
         findings=findings,
@@ -249,14 +140,13 @@ def _unrecorded(software: Mapping[str, str], witnesses: Witnesses) -> str | None
 def _inapplicable(check: Check, run: Run, witnesses: Witnesses) -> str | None:
     record = check.record_of(witnesses.expect)
     if record is not None and _is_missing(check, run, witnesses):
-        if record not in witnesses.records:
-            return check.absent or f"the ranks were not asked to record {_noun(record)}"
         if record in witnesses.expect.not_recorded:
             return witnesses.expect.not_recorded[record]
-    case = witnesses.expect.case
-    reasons = {**not_judged_on(_device(run), case), **witnesses.expect.not_judged}
-    if check.name in reasons:
-        return reasons[check.name]
+        if record not in witnesses.records:
+            return check.absent or f"the ranks were not asked to record {_noun(record)}"
+    reason = check.says_nothing_of(witnesses.expect, _device(run))
+    if reason:
+        return reason
     if check.needs_relation and witnesses.expect.relation is None:
         return "no option of this case must be neutral, or parity already leaves no room for rounding"
     of_partner = check.needs_relation or (check.judges_partner and witnesses.expect.stands_for_modules)
@@ -285,8 +175,9 @@ def _is_missing(check: Check, run: Run, witnesses: Witnesses) -> bool:
 def _no_record(check: Check, witnesses: Witnesses) -> Finding:
     record = check.record_of(witnesses.expect)
     assert record is not None
-    message = f"{UNJUDGED}no rank recorded {_noun(record)}, which they were asked for"
-    return Finding(check=check.name, message=message, expected="a record of every rank", found="none")
+    where = "any rank, which they were asked for"
+    rule = no_record(check.name)
+    return rule.finding(record=_noun(record), where=where, expected="a record of every rank", found="none")
 
 
 def _noun(record: str) -> str:

@@ -1,54 +1,70 @@
-"""Is anything alive that no saved tensor explains? Two checks of the census in the record of saved memory.
+"""Is anything alive that no saved tensor explains?
 
-`live_memory` compares every storage with `expect/live_memory.py`: what is alive between forward and backward, and what
-outlives a step. `leaks` needs no formula: from step 2 on, no later step may have anything more or less alive.
+Compares every storage with `expect/live_memory.py`: what is alive between forward and backward, and what outlives a
+step.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable
 
+from harness.checks.census import amount, beyond, census, largest_of
+from harness.checks.check import Check
 from harness.checks.ranks import merge_ranks, missing_records
+from harness.checks.rule import Rule, Stage, no_record
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import LIVE_MEMORY, Expectations
 from harness.expect.live_memory import LiveStorage
+from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, describes
 from harness.matrix.case import Case
-from harness.plural import counted
+from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
 from harness.trace import RankTrace, Run
-from harness.trace.traffic import MOMENTS, LiveMemory, LiveTensor, Moment
+from harness.trace.traffic import MOMENTS, LiveMemory
 from harness.verdict import Finding
 
 NAME = "live_memory"
-LEAKS = "leaks"
-SETTLED = 2  # the first step that all later ones must repeat: the optimizer and precomputed scales have their state
 
-S = TypeVar("S", LiveTensor, LiveStorage)
+NO_RECORD = no_record(NAME)
+NO_CENSUS = Rule(name="live_memory/no-census", says="no record of live memory {when}", stage=Stage.MEMORY)
+TOO_MUCH = Rule(
+    name="live_memory/too-much",
+    says="{tensors} is alive {when}, and nothing explains it",
+    stage=Stage.MEMORY,
+    key=("when",),
+    formula=LIVE_MEMORY,
+)
+TOO_LITTLE = Rule(
+    name="live_memory/too-little",
+    says="{purpose} is not alive {when}",
+    stage=Stage.MEMORY,
+    key=("purpose", "when"),
+    formula=LIVE_MEMORY,
+)
+SCALARS = Rule(
+    name="live_memory/scalars",
+    says="wrong number of scalars alive {when}",
+    stage=Stage.MEMORY,
+    key=("when",),
+    formula=LIVE_MEMORY,
+)
 
 
 def check_live_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """For every moment the first step in which a rank has a storage alive too much or too little."""
-    return missing_records(run, NAME, "saved_memory") or merge_ranks(
+    del case  # expectations have it
+    return missing_records(run, NO_RECORD, "saved_memory") or merge_ranks(
         run, lambda trace: _unexpected(witnesses.expect, trace)
     )
 
 
-def check_leaks(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
-    """For every moment the first step after the second that has something else alive than the second."""
-    return missing_records(run, LEAKS, "saved_memory") or merge_ranks(
-        run, lambda trace: _changes(trace, steps=case.train.steps)
-    )
-
-
 def _unexpected(expect: Expectations, trace: RankTrace) -> Iterable[Finding]:
-    census = _census(trace)
+    alive = census(trace)
     for moment, when in MOMENTS.items():
         expected = expect.live_storages(rank=trace.rank, moment=moment)
         for step in range(1, expect.case.train.steps + 1):
-            found = census.get((moment, step))
+            found = alive.get((moment, step))
             if found is None:
-                yield _absent(NAME, step, when)
+                yield NO_CENSUS.finding(when=when, step=step, expected="one", found="none")
                 break
             finding = _difference(found, expected, expect.live_scalars(moment, step=step), step, when)
             if finding is not None:
@@ -60,82 +76,31 @@ def _difference(
     live: LiveMemory, expected: tuple[LiveStorage, ...], scalars: int, step: int, when: str
 ) -> Finding | None:
     """None if the storages are the expected ones."""
-    extra, lost = _beyond(live.tensors, expected), _beyond(expected, live.tensors)
+    extra, lost = beyond(live.tensors, expected), beyond(expected, live.tensors)
+    wanted, got = amount(expected, scalars), amount(live.tensors, live.scalars)
     if extra:
-        message = f"{_first(extra)} is alive {when}, and nothing explains it"
-    elif lost:
-        message = f"{lost[0].purpose} is not alive {when}"
-    elif live.scalars != scalars:
-        message = f"wrong number of scalars alive {when}"
-    else:
-        return None
-    return Finding(
-        check=NAME,
-        message=message,
-        step=step,
-        expected=_amount(expected, scalars),
-        found=_amount(live.tensors, live.scalars),
-        formula=LIVE_MEMORY,
-    )
+        tensors, holder = largest_of(extra)
+        return TOO_MUCH.finding(step=step, tensors=tensors, holder=holder, when=when, expected=wanted, found=got)
+    if lost:
+        return TOO_LITTLE.finding(step=step, purpose=lost[0].purpose, when=when, expected=wanted, found=got)
+    return None if live.scalars == scalars else SCALARS.finding(step=step, when=when, expected=wanted, found=got)
 
 
-def _changes(trace: RankTrace, *, steps: int) -> Iterable[Finding]:
-    census = _census(trace)
-    for moment, when in MOMENTS.items():
-        first = census.get((moment, SETTLED))
-        for step in range(SETTLED, steps + 1):
-            found = census.get((moment, step))
-            if first is None or found is None:
-                yield _absent(LEAKS, step, when)
-                break
-            if _contents(found) != _contents(first):
-                yield Finding(
-                    check=LEAKS,
-                    message=_headline(first, found, when),
-                    step=step,
-                    expected=f"{_amount(first.tensors, first.scalars)}, as in step {SETTLED}",
-                    found=_amount(found.tensors, found.scalars),
-                )
-                break
+def _not_judged(expect: Expectations, device: str) -> str:
+    if not expect.has_formulas:
+        return f"no formula for the model of {expect.case.target}; see `signature`"
+    if computes_on_plain_shards(expect.case.target):
+        return f"{OF_DTENSOR}: {expect.case.target} saves and keeps other tensors"
+    return "" if describes(device) else NOT_OF_THIS_DEVICE
 
 
-def _headline(first: LiveMemory, found: LiveMemory, when: str) -> str:
-    extra = _beyond(found.tensors, first.tensors)
-    if extra:
-        return f"live memory grows: {_first(extra)} is alive {when} and was not in step {SETTLED}"
-    more = "grows by scalars" if found.scalars > first.scalars else "shrinks"
-    return f"live memory {more} {when}"
-
-
-def _beyond(storages: Iterable[S], others: Iterable[LiveTensor | LiveStorage]) -> list[S]:
-    """What is left when every storage is paired with another of its dtype and size."""
-    unpaired = Counter((each.dtype, each.nbytes) for each in others)
-    left = []
-    for each in storages:
-        unpaired[each.dtype, each.nbytes] -= 1
-        if unpaired[each.dtype, each.nbytes] < 0:
-            left.append(each)
-    return left
-
-
-def _first(tensors: list[LiveTensor]) -> str:
-    """The largest tensor in words; of equal ones one that a module holds."""
-    largest = max(tensors, key=lambda each: (each.nbytes, bool(each.holder)))
-    others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-    return f"{largest.dtype}{list(largest.shape)} of {largest.holder or 'no module'}{others}"
-
-
-def _absent(check: str, step: int, when: str) -> Finding:
-    return Finding(check=check, message=f"no record of live memory {when}", step=step, expected="one", found="none")
-
-
-def _census(trace: RankTrace) -> Mapping[tuple[Moment, int], LiveMemory]:
-    return {(live.moment, record.step): live for record in trace.saved_memory or () for live in record.live}
-
-
-def _contents(live: LiveMemory) -> tuple[int, list[tuple[str, int]]]:
-    return live.scalars, sorted((tensor.dtype, tensor.nbytes) for tensor in live.tensors)
-
-
-def _amount(storages: Iterable[LiveTensor | LiveStorage], scalars: int) -> str:
-    return f"{sum(each.nbytes for each in storages)} bytes, and {counted(scalars, 'scalar')}"
+CHECK = Check(
+    name=NAME,
+    question="Is anything alive that no saved tensor, weight, gradient or optimizer state explains?",
+    blind="A tensor in the place of another of the same dtype and size; what is alive inside of an operator.",
+    function=check_live_memory,
+    rules=(NO_RECORD, NO_CENSUS, TOO_MUCH, TOO_LITTLE, SCALARS),
+    not_judged=_not_judged,
+    record="saved_memory",
+    formula=LIVE_MEMORY,
+)

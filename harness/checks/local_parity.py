@@ -7,13 +7,15 @@ is judged by itself (`worker/replay.py`), so that the limits are those of roundi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from msgspec.structs import replace
 
 from harness.checks.assembly import nan_as_inf
+from harness.checks.check import Check
 from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
+from harness.checks.rule import Rule, Stage, no_witness
 from harness.checks.witnesses import Witnesses, unfinished
+from harness.expect.expectations import Expectations
 from harness.expect.local_parity import allowed_distance
 from harness.expect.model import Model
 from harness.matrix.case import Case
@@ -22,7 +24,7 @@ from harness.matrix.numerics import Numerics
 from harness.matrix.replayed import replayed_steps
 from harness.trace import Run
 from harness.trace.modules import ModuleDistance
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding
 
 NAME = "local_parity"
 
@@ -38,7 +40,28 @@ _NOUNS = {
     "param": "value after the optimizer step",
 }
 
-_finding = partial(Finding, check=NAME)
+
+NO_REPLAY = no_witness(NAME)
+NOTHING_COMPARED = Rule(name="local_parity/nothing-compared", says="no module was compared", stage=Stage.MODULE)
+INCOMPARABLE = Rule(
+    name="local_parity/incomparable",
+    says="the {tensor} of {module} cannot be compared with its replay: {problem} (the first of {count})",
+    stage=Stage.MODULE,
+    key=("tensor",),
+    located=True,
+)
+TENSOR = Rule(
+    name="local_parity/tensor",
+    says="the {tensor} of {module}{part} is not what one rank computes from the same operands: relative distance "
+    "{distance:.2g}, {allowed:.2g} allowed ({count} of {compared} tensors of this step)",
+    stage=Stage.MODULE,
+    numeric=True,
+    key=("tensor",),
+    located=True,
+)
+_OFF = " is not that of the recorded {source}: off by {distance:.2g}, {allowed:.2g} allowed"
+LOSS = Rule(name="local_parity/loss", says="{number}" + _OFF, stage=Stage.MODULE, numeric=True)
+NORM = Rule(name="local_parity/grad-norm", says="{number}" + _OFF, stage=Stage.MODULE, numeric=True)
 
 
 def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -50,7 +73,7 @@ def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
     relation = expect.relation
     if relation is not None and expect.stands_for_modules:
         found = _judged(relation.partner, run, witnesses.partner, expect.numerics)
-        return [replace(each, message=f"in {case_id(relation.partner)}: {each.message}") for each in found]
+        return [replace(each, within=f"in {case_id(relation.partner)}") for each in found]
     model = None if expect.has_formulas else expect.model
     return _judged(case, run, witnesses.replay, expect.numerics, with_numbers=True, model=model)
 
@@ -66,7 +89,7 @@ def _judged(
 ) -> list[Finding]:
     """`replay` has the distances of the modules of `case`, and for `with_numbers` the loss and the norm of `run`."""
     if replay is None or not replay.complete:
-        return [unfinished(NAME, "the replay of the modules", replay, run)]
+        return [unfinished(NO_REPLAY, "the replay of the modules", replay, run)]
     distances = replay.traces[0].module_distances or ()
     exact = numerics.same_in_parts and all("scaled_mm" in trace.virtual for trace in run.traces)
     for step in range(1, replayed_steps(case, numerics) + 1):
@@ -80,12 +103,13 @@ def _judged(
 
 def _not_compared(found: Sequence[ModuleDistance], step: int) -> Iterator[Finding]:
     if not found:
-        yield _finding(message="no module was compared", step=step, expected="distances")
+        yield NOTHING_COMPARED.finding(step=step, expected="distances")
     broken = [each for each in found if each.problem is not None]
     if broken:
-        yield _finding(
-            message=f"{_name(broken[0])} cannot be compared with its replay: {broken[0].problem} (the first of "
-            f"{len(broken)})",
+        yield INCOMPARABLE.finding(
+            tensor=_NOUNS[broken[0].kind],
+            problem=broken[0].problem or "",
+            count=len(broken),
             step=step,
             module=broken[0].fqn,
             found=broken[0].problem,
@@ -100,10 +124,13 @@ def _too_far(case: Case, found: Sequence[ModuleDistance], exact: bool, model: Mo
     if wrong:
         first, limit = wrong[0]
         part = "" if first.part is None or case.layout.dp == 1 else f" on data-parallel rank {first.part}"
-        yield _finding(
-            verdict=Verdict.NUMERIC,
-            message=f"{_name(first)}{part} is not what one rank computes from the same operands: relative distance "
-            f"{first.distance:.2g}, {limit:.2g} allowed ({len(wrong)} of {len(compared)} tensors of this step)",
+        yield TENSOR.finding(
+            tensor=_NOUNS[first.kind],
+            part=part,
+            distance=first.distance,
+            allowed=limit,
+            count=len(wrong),
+            compared=len(compared),
             step=first.step,
             module=first.fqn,
             expected=f"distance <= {limit:.2g}",
@@ -116,12 +143,28 @@ def _numbers(run: Run, replay: Run, step: int) -> list[Finding]:
     """What ranks report, against the loss of the recorded logits and the norm of the recorded gradients."""
     expected = replay.traces[0].steps[step - 1]
     norm = expected.grad_norm
-    loss_differs, norm_differs = (f"is not that of the recorded {each}: off by" for each in ("logits", "gradients"))
     return [
-        *wrong_numbers(NAME, run, step, "loss", expected=expected.loss, allowed=FLOAT32_LOSS, differs=loss_differs),
-        *wrong_numbers(NAME, run, step, "grad_norm", expected=norm, allowed=GRAD_NORM * norm, differs=norm_differs),
+        *wrong_numbers(LOSS, run, step, "loss", expected=expected.loss, allowed=FLOAT32_LOSS, source="logits"),
+        *wrong_numbers(NORM, run, step, "grad_norm", expected=norm, allowed=GRAD_NORM * norm, source="gradients"),
     ]
 
 
-def _name(found: ModuleDistance) -> str:
-    return f"the {_NOUNS[found.kind]} of {found.fqn}"
+def _partly(expect: Expectations, device: str) -> str:
+    del device
+    steps, recorded = expect.case.train.steps, replayed_steps(expect.case, expect.numerics)
+    if not 0 < recorded < steps:
+        return ""
+    return f"steps {recorded + 1} to {steps}: modules are recorded in the first steps only"
+
+
+CHECK = Check(
+    name=NAME,
+    question="Does every module compute what one rank computes from the same operands?",
+    blind="What no module computes, such as the order of microbatches; steps that are not replayed; within its limit, "
+    "a partial sum that is wrong before its reduction.",
+    function=check_local_parity,
+    rules=(NO_REPLAY, NOTHING_COMPARED, INCOMPARABLE, TENSOR, LOSS, NORM),
+    partly=_partly,
+    record="module_tensors",
+    judges_partner=True,
+)

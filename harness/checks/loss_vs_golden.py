@@ -7,12 +7,13 @@ disagree, a loss that never changes), then the comparison.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import msgspec
 
 from harness.checks.assembly import largest
-from harness.checks.ranks import format_ranks, group_ranks, traces_by_rank
+from harness.checks.check import Check
+from harness.checks.ranks import group_ranks, traces_by_rank
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses, why_unfinished
 from harness.evidence.golden import Golden, update_command
 from harness.evidence.hardware import hardware_classes
@@ -20,14 +21,65 @@ from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.plural import counted
+from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding
 
 NAME = "loss_vs_golden"
 COARSE = "its losses were rounded to bfloat16: compute the loss from logits in float32"
 SHOWN_ROWS = 12  # of the table in a message
 
-_finding = partial(Finding, check=NAME)
+
+NO_GOLDEN = Rule(
+    name="loss_vs_golden/no-golden",
+    says="no golden is stored for {family}, and its BF16 reference did not finish{why}; to see why run `{command}`",
+    stage=Stage.RUN,
+    judged=False,
+)
+NO_TOLERANCE = Rule(
+    name="loss_vs_golden/no-tolerance",
+    says="no loss tolerance {why}; set `loss_tolerance` in the case",
+    stage=Stage.RUN,
+    judged=False,
+)
+NO_RANK = Rule(name="loss_vs_golden/no-rank", says="no rank left a trace", stage=Stage.RUN)
+FAMILY = Rule(name="loss_vs_golden/family", says="the golden belongs to another family", stage=Stage.DATA)
+HARDWARE = Rule(name="loss_vs_golden/hardware", says="{ranks} ran on other hardware than the golden", stage=Stage.DATA)
+DATA = Rule(
+    name="loss_vs_golden/data",
+    says="{ranks} trained on other data or initial weights than the golden",
+    stage=Stage.DATA,
+)
+STEPS = Rule(
+    name="loss_vs_golden/steps", says="the {who} does not have the steps of the case", stage=Stage.BF16, key=("who",)
+)
+STEPS_OF_RANKS = Rule(
+    name="loss_vs_golden/steps-of-ranks",
+    says="{ranks} did not record every step of the golden",
+    stage=Stage.BF16,
+)
+DISAGREE = Rule(
+    name="loss_vs_golden/ranks-disagree",
+    says="ranks report different global losses from step {step} on",
+    stage=Stage.BF16,
+)
+FROZEN = Rule(
+    name="loss_vs_golden/frozen",
+    says="the loss is the same at every step on {ranks}: the model did not learn",
+    stage=Stage.BF16,
+)
+PROVES_NOTHING = Rule(
+    name="loss_vs_golden/proves-nothing",
+    says="the golden moves less than the tolerance allows, so a model that never trains would pass; {remedy}",
+    stage=Stage.RUN,
+    judged=False,
+)
+LOSS = Rule(
+    name="loss_vs_golden/loss",
+    says="the loss differs by {difference:+.3g} from the golden at step {step}, {allowed:.3g} allowed",
+    stage=Stage.BF16,
+    numeric=True,
+)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,15 +106,11 @@ def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> list[Fin
     golden, tolerance = witnesses.golden, witnesses.tolerance
     if golden is None:
         family = family_id(case)
-        why = f"no golden is stored for {family}, and its BF16 reference did not finish"
-        message = (
-            f"cannot be judged: {why}{why_unfinished(witnesses.reference)}; to see why run `{update_command(family)}`"
-        )
-        return [_finding(message=message, expected="a golden")]
+        why, command = why_unfinished(witnesses.reference), update_command(family)
+        return [NO_GOLDEN.finding(family=family, why=why, command=command, expected="a golden")]
     if tolerance is None:
         why = f"{NONE_DERIVED}{why_unfinished(witnesses.underived)}"
-        message = f"cannot be judged: no loss tolerance {why}; set `loss_tolerance` in the case"
-        return [_finding(message=message, expected="a tolerance")]
+        return [NO_TOLERANCE.finding(why=why, expected="a tolerance")]
     incomparable = _incomparable(case, run, golden) or _other_steps(case, run, golden, tolerance)
     if incomparable:
         return incomparable
@@ -72,17 +120,16 @@ def check_loss_vs_golden(case: Case, run: Run, witnesses: Witnesses) -> list[Fin
 def _incomparable(case: Case, run: Run, golden: Golden) -> list[Finding]:
     """The golden must be of the same family, hardware class and data as every rank."""
     if not run.traces:
-        return [_finding(message="no rank left a trace", expected=f"{case.world_size} ranks", found="0")]
+        return [NO_RANK.finding(expected=f"{case.world_size} ranks", found="0")]
     if golden.family != family_id(case):
-        message = "the golden belongs to another family"
-        return [_finding(message=message, expected=family_id(case), found=golden.family)]
+        return [FAMILY.finding(expected=family_id(case), found=golden.family)]
     hardware = group_ranks(run, lambda trace: _hardware(trace, golden))
     data = group_ranks(run, lambda trace: trace.data_digest)
     return [
-        _finding(message=f"{format_ranks(ranks)} {what} than the golden", rank=ranks[0], expected=expected, found=found)
-        for what, expected, groups in (
-            ("ran on other hardware", golden.hardware, hardware),
-            ("trained on other data or initial weights", golden.data_digest, data),
+        rule.finding(ranks=ranks, expected=expected, found=found)
+        for rule, expected, groups in (
+            (HARDWARE, golden.hardware, hardware),
+            (DATA, golden.data_digest, data),
         )
         for found, ranks in groups.items()
         if found != expected
@@ -100,18 +147,14 @@ def _other_steps(case: Case, run: Run, golden: Golden, tolerance: Tolerance) -> 
     steps = case.train.steps
     expected = counted(steps, "step")
     findings = [
-        _finding(
-            message=f"the {who} does not have the steps of the case", expected=expected, found=counted(count, "step")
-        )
+        STEPS.finding(who=who, expected=expected, found=counted(count, "step"))
         for who, count in (("golden", len(golden.losses)), ("tolerance", len(tolerance.per_step)))
         if count != steps
     ]
     for numbers, ranks in group_ranks(run, lambda trace: tuple(step.step for step in trace.steps)).items():
         if numbers != tuple(range(1, steps + 1)):
-            message = f"{format_ranks(ranks)} did not record every step of the golden"
-            findings.append(
-                _finding(message=message, rank=ranks[0], expected=expected, found=counted(len(numbers), "step"))
-            )
+            found = counted(len(numbers), "step")
+            findings.append(STEPS_OF_RANKS.finding(ranks=ranks, expected=expected, found=found))
     return findings
 
 
@@ -124,8 +167,7 @@ def _disagreement(run: Run) -> list[Finding]:
             groups.setdefault(float(step.loss).hex(), []).append(trace.rank)
         if len(groups) > 1:
             return [
-                _finding(
-                    message=f"ranks report different global losses from step {steps[0].step} on",
+                DISAGREE.finding(
                     step=steps[0].step,
                     rank=list(groups.values())[1][0],
                     expected="the same loss on every rank: the mean over the global batch",
@@ -142,17 +184,13 @@ def _learning(run: Run, golden: Golden, tolerance: Tolerance) -> list[Finding]:
     findings = []
     frozen = [trace.rank for trace in traces_by_rank(run) if len({step.loss for step in trace.steps}) == 1]
     if frozen:
-        message = f"the loss is the same at every step on {format_ranks(frozen)}: the model did not learn"
         loss = repr(traces_by_rank(run)[0].steps[0].loss)
-        findings.append(_finding(message=message, rank=frozen[0], expected="a loss that changes", found=loss))
+        findings.append(FROZEN.finding(ranks=frozen, expected="a loss that changes", found=loss))
     progress = [abs(loss - golden.losses[0]) for loss in golden.losses]
     if all(moved <= allowed for moved, allowed in zip(progress, tolerance.per_step, strict=True)):
-        message = (
-            "cannot be judged: the golden moves less than the tolerance allows, so a model that never trains would "
-            f"pass; {COARSE if all(map(_is_bfloat16, golden.losses)) else 'train more steps'}"
-        )
+        remedy = COARSE if all(map(_is_bfloat16, golden.losses)) else "train more steps"
         expected, found = f"allowed below {max(progress):g}", f"{max(tolerance.per_step):g}"
-        findings.append(_finding(message=message, expected=expected, found=found))
+        findings.append(PROVES_NOTHING.finding(remedy=remedy, expected=expected, found=found))
     return findings
 
 
@@ -180,13 +218,12 @@ def _rows(trace: RankTrace, golden: Golden, tolerance: Tolerance) -> list[Row]:
 
 def _too_far(rank: int, rows: list[Row], bad: list[Row], tolerance: Tolerance) -> Finding:
     first = bad[0]
-    head = (
-        f"the loss differs by {first.difference:+.3g} from the golden at step {first.step}, {first.allowed:.3g} allowed"
-    )
     basis = f"{len(bad)} of {counted(len(rows), 'step')} outside the tolerance {tolerance.key}: {tolerance.evidence}"
-    return _finding(
-        message=f"{head}\n{_table(rows, rows.index(first))}\n{basis}",
-        verdict=Verdict.NUMERIC,
+    return LOSS.finding(
+        difference=first.difference,
+        distance=abs(first.difference),
+        allowed=first.allowed,
+        details=f"{_table(rows, rows.index(first))}\n{basis}",
         step=first.step,
         rank=rank,
         expected=f"{first.golden!r} ± {first.allowed!r}",
@@ -208,3 +245,25 @@ def _line(row: Row) -> str:
     mark = "" if row.good else "  <"
     difference = f"{row.difference:+.6f}" if math.isfinite(row.difference) else str(row.difference)
     return f"{row.step:>6}  {row.golden:>12.6f}  {row.found:>12.6f}  {difference:>12}  {row.allowed:>10.6f}{mark}"
+
+
+CHECK = Check(
+    name=NAME,
+    question="Does the run learn what BF16 learns?",
+    blind="Most faults of FP8 training: two thirds of the planted ones leave the loss within the tolerance.",
+    function=check_loss_vs_golden,
+    rules=(
+        NO_GOLDEN,
+        NO_TOLERANCE,
+        NO_RANK,
+        FAMILY,
+        HARDWARE,
+        DATA,
+        STEPS,
+        STEPS_OF_RANKS,
+        DISAGREE,
+        FROZEN,
+        PROVES_NOTHING,
+        LOSS,
+    ),
+)

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.checks.check import Check
 from harness.checks.ranks import merge_ranks
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses
-from harness.expect.expectations import MATMULS
+from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
+from harness.trace.stated import MATMULS as STATED
 from harness.verdict import Finding
 
 NAME = "matmuls"
+
+NUMBER = Rule(
+    name="matmuls/number",
+    says="wrong number of scaled matmuls at step {step}: {calls} instead of {wanted}",
+    stage=Stage.EXECUTION,
+    formula=MATMULS,
+)
 
 
 def check_matmuls(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -22,15 +32,32 @@ def check_matmuls(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     def first_mismatch(trace: RankTrace) -> Iterator[Finding]:
         for step in trace.steps:
             if not fewest <= step.scaled_mm_calls <= most:
-                yield Finding(
-                    check=NAME,
-                    message=f"wrong number of scaled matmuls at step {step.step}: {step.scaled_mm_calls} instead of "
-                    f"{expected}",
+                yield NUMBER.finding(
                     step=step.step,
                     expected=f"{expected} calls a step",
                     found=f"{step.scaled_mm_calls} calls",
-                    formula=MATMULS,
+                    calls=step.scaled_mm_calls,
+                    wanted=expected,
                 )
                 return
 
     return merge_ranks(run, first_mismatch)
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    del device
+    if expect.has_formulas or expect.case.compile == "none":
+        return ""
+    return f"calls of linears are not counted in compiled runs; {expect.judged_instead(STATED)}"
+
+
+CHECK = Check(
+    name=NAME,
+    question="Does every rank execute the expected number of scaled matmuls?",
+    blind="One matmul too many that makes up for one too few; `scales` and `fp8_on` know their linears.",
+    function=check_matmuls,
+    rules=(NUMBER,),
+    not_judged=_not_judged,
+    formula=MATMULS,
+    needs_linears=True,
+)

@@ -7,29 +7,65 @@ be computed again must not be saved.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import msgspec
 
+from harness.checks.check import Check
 from harness.checks.ranks import merge_ranks, missing_records
+from harness.checks.rule import Rule, Stage, no_record
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import SAVED_MEMORY, Expectations
-from harness.expect.records import has_memory_formula
+from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, describes
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
-from harness.plural import counted
+from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
 from harness.trace import RankTrace, Run
+from harness.trace.stated import SAVED_BYTES
 from harness.verdict import Finding
 
 NAME = "memory"
 MODES: tuple[CheckpointMode, ...] = ("none", "full", "selective_op", "selective_layer")
 
 
-_COMPUTED_AGAIN = (
-    "result that checkpointing computes again is",
-    "results that checkpointing computes again are",
+NO_RECORD = no_record(NAME)
+NO_MARKS = Rule(
+    name="memory/no-marks",
+    says="the graphs of the blocks do not have the marks of checkpointing",
+    stage=Stage.MODEL,
 )
-
-_finding = partial(Finding, check=NAME)
+KEPT = Rule(
+    name="memory/kept",
+    says="{count:n result that checkpointing computes again is|results that checkpointing computes again are} saved "
+    "for backward",
+    stage=Stage.MEMORY,
+)
+LIMITS = Rule(
+    name="memory/limits",
+    says="compiled blocks save {much} bytes for backward",
+    stage=Stage.MEMORY,
+    key=("much",),
+    formula=SAVED_MEMORY,
+)
+OTHER_MODE = Rule(
+    name="memory/other-checkpointing",
+    says="saved memory is that of checkpointing {mode}, not {asked}: wrong number of {dtype} bytes",
+    stage=Stage.MODEL,
+    key=("mode", "asked"),
+    formula=SAVED_MEMORY,
+)
+OUTLIVES = Rule(
+    name="memory/float8-outlives-forward",
+    says="float8 tensors outlive the forward pass: too many {dtype} bytes saved for backward",
+    stage=Stage.MEMORY,
+    key=("dtype",),
+    formula=SAVED_MEMORY,
+)
+BYTES = Rule(
+    name="memory/bytes",
+    says="wrong number of {dtype} bytes saved for backward",
+    stage=Stage.MEMORY,
+    key=("dtype",),
+    formula=SAVED_MEMORY,
+)
 
 
 def check_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -38,10 +74,10 @@ def check_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     Of compiled blocks also one for results that are saved against the marks of checkpointing, and for lost marks.
     """
     if case.compile != "none" and run.traces:
-        absent = missing_records(run, NAME, "graphs")
+        absent = missing_records(run, NO_RECORD, "graphs")
         if absent:
             return absent
-    return missing_records(run, NAME, "saved_memory") or merge_ranks(
+    return missing_records(run, NO_RECORD, "saved_memory") or merge_ranks(
         run, lambda trace: list(_findings(witnesses.expect, trace))
     )
 
@@ -49,7 +85,7 @@ def check_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 def _findings(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     if expect.case.compile != "none":
         yield from _against_marks(expect.case, trace)
-    if not has_memory_formula(trace.device):
+    if not describes(trace.device):
         return
     if expect.saves_exactly:
         yield from _first_mismatches(expect, trace)
@@ -63,16 +99,12 @@ def _against_marks(case: Case, trace: RankTrace) -> Iterator[Finding]:
     expected = {case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)}
     found = {partition.marked > 0 for partition in partitions}
     if found != expected:
-        yield _finding(
-            message="the graphs of the blocks do not have the marks of checkpointing",
-            expected=_marks(expected),
-            found=_marks(found),
-        )
+        yield NO_MARKS.finding(expected=_marks(expected), found=_marks(found))
     kept = [tensor for partition in partitions for tensor in partition.kept]
     if kept:
         most = max(kept, key=lambda tensor: tensor.nbytes)
-        yield _finding(
-            message=f"{counted(len(kept), *_COMPUTED_AGAIN)} saved for backward",
+        yield KEPT.finding(
+            count=len(kept),
             expected="none of them is saved",
             found=f"{most.operator} {most.node}, {most.dtype}{list(most.shape)}, is the largest",
         )
@@ -89,13 +121,11 @@ def _beyond_limits(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     for step in sorted({*range(1, expect.case.train.steps + 1), *recorded}):
         limits, found = expect.saved_limits(step=step, rank=trace.rank), recorded.get(step, 0)
         if not limits.least <= found <= limits.most:
-            much = "too few" if found < limits.least else "too many"
-            yield _finding(
-                message=f"compiled blocks save {much} bytes for backward",
+            yield LIMITS.finding(
+                much="too few" if found < limits.least else "too many",
                 step=step,
                 expected=f"{limits.least} to {limits.most} bytes",
                 found=f"{found} bytes",
-                formula=SAVED_MEMORY,
             )
             return
 
@@ -108,24 +138,46 @@ def _first_mismatches(expect: Expectations, trace: RankTrace) -> list[Finding]:
         expected, found = expect.saved_bytes(step=step, rank=trace.rank), recorded.get(step, {})
         for dtype in sorted(expected.keys() | found.keys()):
             if expected.get(dtype, 0) != found.get(dtype, 0) and dtype not in first:
-                first[dtype] = Finding(
-                    check=NAME,
-                    message=_headline(expect, step, trace.rank, dtype, found),
-                    step=step,
-                    expected=f"{expected.get(dtype, 0)} bytes",
-                    found=f"{found.get(dtype, 0)} bytes",
-                    formula=SAVED_MEMORY,
-                )
+                first[dtype] = _of_dtype(expect, step, trace.rank, dtype, found)
     return list(first.values())
 
 
-def _headline(expect: Expectations, step: int, rank: int, dtype: str, found: dict[str, int]) -> str:
-    """What is wrong, with the likely cause when the bytes show one."""
+def _of_dtype(expect: Expectations, step: int, rank: int, dtype: str, found: dict[str, int]) -> Finding:
+    """What is wrong, by the likely cause when the bytes show one."""
     mode_of_case = expect.case.checkpointing.mode
+    wanted, got = expect.saved_bytes(step=step, rank=rank).get(dtype, 0), found.get(dtype, 0)
+    expected, got_text = f"{wanted} bytes", f"{got} bytes"
     for mode in MODES:
         other = Expectations(msgspec.structs.replace(expect.case, checkpointing=Checkpointing(mode=mode)))
         if mode != mode_of_case and other.saves_exactly and other.saved_bytes(step=step, rank=rank) == found:
-            return f"saved memory is that of checkpointing {mode}, not {mode_of_case}: wrong number of {dtype} bytes"
-    if dtype.startswith("float8") and found.get(dtype, 0) > expect.saved_bytes(step=step, rank=rank).get(dtype, 0):
-        return f"float8 tensors outlive the forward pass: too many {dtype} bytes saved for backward"
-    return f"wrong number of {dtype} bytes saved for backward"
+            return OTHER_MODE.finding(
+                step=step, expected=expected, found=got_text, mode=mode, asked=mode_of_case, dtype=dtype
+            )
+    rule = OUTLIVES if dtype.startswith("float8") and got > wanted else BYTES
+    return rule.finding(step=step, expected=expected, found=got_text, dtype=dtype)
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    if not expect.has_formulas:
+        return f"no formula for the model of {expect.case.target}; {expect.judged_instead(SAVED_BYTES)}"
+    if computes_on_plain_shards(expect.case.target):
+        return f"{OF_DTENSOR}: {expect.case.target} saves and keeps other tensors"
+    return "" if describes(device) or expect.case.compile != "none" else NOT_OF_THIS_DEVICE
+
+
+def _partly(expect: Expectations, device: str) -> str:
+    compiled = expect.case.compile != "none"
+    return f"the number of bytes: {NOT_OF_THIS_DEVICE}" if compiled and not describes(device) else ""
+
+
+CHECK = Check(
+    name=NAME,
+    question="Does every rank save the expected bytes for its backward pass?",
+    blind="Tensors of the right size with other values; what is kept outside of autograd, which `live_memory` counts.",
+    function=check_memory,
+    rules=(NO_RECORD, NO_MARKS, KEPT, LIMITS, OTHER_MODE, OUTLIVES, BYTES),
+    not_judged=_not_judged,
+    partly=_partly,
+    record="saved_memory",
+    formula=SAVED_MEMORY,
+)

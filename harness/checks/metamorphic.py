@@ -9,28 +9,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 from harness.checks.assembly import SketchKey, assemble, nan_as_inf, relative_distances
+from harness.checks.check import Check
 from harness.checks.mismatch import size_of_error
 from harness.checks.parity import ROUNDED
+from harness.checks.rule import Rule, Stage, no_witness
 from harness.checks.witnesses import Witnesses, finished, unfinished
+from harness.expect.expectations import Expectations
 from harness.expect.relations import Relation
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
+from harness.matrix.numerics import async_tp_gap
 from harness.trace import Run
 from harness.trace.sketches import TensorSketch
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding
 
 NAME = "metamorphic"
 
 # Allowed relative distance of an exact promise. Sums of float64 in another order were at most 9e-16 apart.
 EXACT = 1e-11
 
-_NUMBERS = ("loss", "grad_norm")
 
-_finding = partial(Finding, check=NAME)
+NO_PARTNER = no_witness(NAME)
+_DIFFERS = "{noun} differ from {partner}; worst {module}: relative distance {distance:.2g}"
+LOSS = Rule(name="metamorphic/loss", says="loss differs from {partner}", stage=Stage.SAME_LAYOUT, numeric=True)
+GRAD_NORM = Rule(
+    name="metamorphic/grad-norm", says="grad norm differs from {partner}", stage=Stage.SAME_LAYOUT, numeric=True
+)
+NOTHING_COMPARED = Rule(
+    name="metamorphic/nothing-compared",
+    says="no gradients were compared: {partner} recorded none",
+    stage=Stage.SAME_LAYOUT,
+)
+ONE_SIDE = Rule(
+    name="metamorphic/one-side",
+    says="not recorded both here and by {partner}: {kind} of {module}, {side} (the first of {count})",
+    stage=Stage.SAME_LAYOUT,
+    key=("kind",),
+)
+GRADIENTS = Rule(
+    name="metamorphic/gradients", says="{count} of {compared} " + _DIFFERS, stage=Stage.SAME_LAYOUT, numeric=True
+)
+PARAMETERS = Rule(
+    name="metamorphic/parameters", says="{count} of {compared} " + _DIFFERS, stage=Stage.SAME_LAYOUT, numeric=True
+)
 
 
 def check_metamorphic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -39,14 +63,14 @@ def check_metamorphic(case: Case, run: Run, witnesses: Witnesses) -> list[Findin
     if relation is None:
         return []
     if partner is None:
-        return [unfinished(NAME, _partner(relation), witnesses.partner, run)]
+        return [unfinished(NO_PARTNER, _partner(relation), witnesses.partner, run)]
     return [*_reported_numbers(relation, run, partner), *_tensors(relation, run, partner)]
 
 
 def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
     """The first step with a different loss or gradient norm. Steps that are missing are reported by `finite`."""
     expected = {step.step: step for step in partner.traces[0].steps}
-    for name in _NUMBERS:
+    for name, rule in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
         compared = [
             (step.step, trace.rank, getattr(step, name), getattr(expected[step.step], name))
             for trace in run.traces
@@ -56,9 +80,8 @@ def _reported_numbers(relation: Relation, run: Run, partner: Run) -> Iterator[Fi
         first = min((each for each in compared if not _is_equal(relation, each[2], each[3])), default=None)
         if first is not None:
             step, rank, found, wanted = first
-            yield _finding(
-                message=f"{name.replace('_', ' ')} differs from {_promise(relation)}",
-                verdict=Verdict.NUMERIC,
+            yield rule.finding(
+                partner=_promise(relation),
                 step=step,
                 rank=rank,
                 expected=repr(wanted),
@@ -81,15 +104,16 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
     compare = _unequal_bits if relation.promise == "bitwise" else _unequal_sketches
     found, expected = _keys(relation, run), _keys(relation, partner)
     if not expected:
-        message = f"no gradients were compared: {_partner(relation)} recorded none"
-        yield _finding(message=message, expected="sketches")
+        yield NOTHING_COMPARED.finding(partner=_partner(relation), expected="sketches")
     for key in sorted(found ^ expected)[:1]:
-        side = "here only" if key in found else "there only"
-        message = (
-            f"not recorded both here and by {_partner(relation)}: {key.kind} of {key.fqn}, {side} (the first of "
-            f"{len(found ^ expected)})"
+        yield ONE_SIDE.finding(
+            partner=_partner(relation),
+            kind=key.kind,
+            side="here only" if key in found else "there only",
+            count=len(found ^ expected),
+            step=key.step,
+            module=key.fqn,
         )
-        yield _finding(message=message, step=key.step, module=key.fqn)
     differences = [each for each in compare(run, partner) if each.key in found & expected]
     if differences:
         first = min((each.key.step, each.key.kind) for each in differences)
@@ -100,12 +124,13 @@ def _tensors(relation: Relation, run: Run, partner: Run) -> Iterator[Finding]:
 
 def _first_difference(relation: Relation, differences: list[_Difference], compared: int) -> Finding:
     worst = max(differences, key=lambda each: nan_as_inf(each.distance))
-    noun = {"grad": "gradients", "param": "final parameters"}[worst.key.kind]
-    count = len({each.key for each in differences})
-    return _finding(
-        message=f"{count} of {compared} {noun} differ from {_promise(relation)}; worst {worst.key.fqn}: relative "
-        f"distance {worst.distance:.2g}",
-        verdict=Verdict.NUMERIC,
+    rule, noun = {"grad": (GRADIENTS, "gradients"), "param": (PARAMETERS, "final parameters")}[worst.key.kind]
+    return rule.finding(
+        noun=noun,
+        partner=_promise(relation),
+        count=len({each.key for each in differences}),
+        compared=compared,
+        distance=worst.distance,
         step=worst.key.step,
         rank=worst.rank,
         module=worst.key.fqn,
@@ -177,3 +202,20 @@ def _partner(relation: Relation) -> str:
 def _promise(relation: Relation) -> str:
     equal = {"bitwise": "bit for bit", "exact": "up to the order of sums"}[relation.promise]
     return f"{_partner(relation)}, which must match {equal}"
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    del device
+    return async_tp_gap(expect.case, expect.numerics) or ""
+
+
+CHECK = Check(
+    name=NAME,
+    question="Does a case compute what the same case without its neutral options computes, bit for bit?",
+    blind="A fault that both have, such as one of the layout or of the recipe.",
+    function=check_metamorphic,
+    rules=(NO_PARTNER, LOSS, GRAD_NORM, NOTHING_COMPARED, ONE_SIDE, GRADIENTS, PARAMETERS),
+    not_judged=_not_judged,
+    record="sketches",
+    needs_relation=True,
+)

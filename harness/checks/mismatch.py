@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from harness.checks.ranks import format_ranks
-from harness.verdict import Finding, Verdict
+import msgspec
+
+from harness.checks.rule import Rule
+from harness.verdict import Finding, Value
 
 
 def size_of_error(name: str, found: float, expected: float) -> float:
@@ -35,46 +37,54 @@ class Mismatch(NamedTuple):
     order: int  # of execution on its rank
     rank: int
     module: str
-    what: str  # the value that is wrong, or the rule that is broken
+    rule: Rule  # that is broken
     expected: str
     found: str
-    formula: str = ""  # which it contradicts; empty where it breaks a rule that no version may break
+    operand: str = ""  # of the module, "weight in forward"
+    values: tuple[tuple[str, Value], ...] = ()  # of the sentence of the rule
 
     @property
-    def place(self) -> str:
-        """Module, step and rank as text."""
-        return f"{self.module} at step {self.step} on rank {self.rank}"
+    def place(self) -> tuple[int, int, int, str]:
+        """What it is sorted by."""
+        return self[:4]
 
-    def finding(self, check: str, message: str, verdict: Verdict = Verdict.INVARIANT) -> Finding:
-        """The finding of `check` that points at this mismatch."""
-        return Finding(
-            check=check,
-            message=message,
-            verdict=verdict,
+    def finding(self, suffix: str = "", notes: Iterable[str] = (), **values: Value) -> Finding:
+        """The finding that points at this mismatch; `suffix` ends the sentence of the rule."""
+        return self.rule.finding(
             step=self.step,
             rank=self.rank,
             module=self.module,
+            operand=self.operand,
             expected=self.expected,
             found=self.found,
-            formula=self.formula,
+            suffix=suffix,
+            notes=notes,
+            values={**dict(self.values), **values},
         )
 
 
+def first_place(mismatch: Mismatch) -> str:
+    """The end of a sentence that says where a rule is broken first."""
+    operand = "{operand} of " if mismatch.operand else ""
+    return f": first in {operand}{{module}} at step {{step}} on rank {{rank}}"
+
+
 def findings_by_rule(
-    check: str, mismatches: Iterable[Mismatch], explain: Callable[[Mismatch], str] = lambda first: ""
+    mismatches: Iterable[Mismatch], explain: Callable[[Mismatch], str] = lambda first: ""
 ) -> list[Finding]:
     """One finding for every rule that is broken: the first place, how many mismatches there are, and on which ranks.
 
     `explain` may say of the first one how it came about.
     """
-    by_rule: dict[str, list[Mismatch]] = {}
+    by_rule: dict[tuple[object, ...], list[Mismatch]] = {}
     for mismatch in sorted(mismatches, key=lambda each: each[:3]):
-        by_rule.setdefault(mismatch.what, []).append(mismatch)
-    return [
-        found[0].finding(
-            check,
-            f"{rule}: first in {found[0].place}; {len(found)} in total on {format_ranks(each.rank for each in found)}"
-            + (f"; {why}" if (why := explain(found[0])) else ""),
-        )
-        for rule, found in by_rule.items()
-    ]
+        by_rule.setdefault((mismatch.rule.name, mismatch.values), []).append(mismatch)
+    return [_finding(found, explain(found[0])) for found in by_rule.values()]
+
+
+def _finding(mismatches: list[Mismatch], why: str) -> Finding:
+    first, ranks = mismatches[0], {each.rank for each in mismatches}
+    finding = first.finding(
+        f"{first_place(first)}; {{total}} in total on {{ranks}}", [why] if why else [], total=len(mismatches)
+    )
+    return msgspec.structs.replace(finding, ranks=tuple(sorted(ranks)))

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
-from harness.checks.ranks import format_ranks, traces_by_rank
+from harness.checks.check import Check
+from harness.checks.ranks import traces_by_rank
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES
 from harness.matrix.mesh import peers
 from harness.plural import counted
+from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.model import Buffer, ModelRecord
-from harness.verdict import Finding
+from harness.verdict import Finding, Value
 
 NAME = "model"
 
@@ -35,7 +37,92 @@ _HARMFUL = {
     "training mode": "call `model.train()` behind what is evaluated.",
 }
 
-_finding = partial(Finding, check=NAME)
+
+def _rule(name: str, says: str, fix: str | None = None, *, stage: Stage = Stage.MODEL) -> Rule:
+    return Rule(name=f"{NAME}/{name}", says=says, stage=stage, fix=fix)
+
+
+DTYPE = _rule(
+    "dtype",
+    "parameter {module} is {dtype}, and the case asks for {asked} ({count:n parameter})",
+    "convert parameters to the dtype of case.parameter_dtype before the model is distributed: "
+    "`model.to(getattr(torch, case.parameter_dtype))`.",
+)
+PARAMETER = _rule(
+    "parameter",
+    "this layout builds {here} parameter {module}, and {who} builds {there} ({count:n such name})",
+    "build the same modules in every layout: weights, gradients and checkpoints of two layouts are matched "
+    "by FQN. Wrappers of torch are known; a wrapper of your own must not add a name.",
+)
+SHAPE = _rule(
+    "shape",
+    "parameter {module} has another shape than on {who}",
+    "distribute it as a DTensor (fully_shard, parallelize_module, distribute_tensor), whose shape is "
+    "that of the whole weight: of a plain tensor the harness cannot tell which part of it this rank has.",
+)
+TRAINED = _rule(
+    "trained",
+    "parameter {module} is {here} here, unlike on {who}",
+    "set requires_grad the same way in every layout.",
+)
+LINEAR = _rule(
+    "linear",
+    "{module} is {here} linear here, and {there} on {who}",
+    "keep nn.Linear under tensor parallelism and distribute its weight (ColwiseParallel, RowwiseParallel): "
+    "only nn.Linear is converted to float8.",
+)
+CALLS = _rule(
+    "calls",
+    "{module} runs {ours:n time} a step, and {theirs:n time} for the {dp} microbatches of the single-rank reference "
+    "({count:n such linear})",
+    "run the model once for every microbatch that step() is given, and do not join them: a float8 "
+    "scale is that of one microbatch.",
+)
+BUFFER = _rule(
+    "buffer",
+    "buffer {module} differs between {pair} ({count:n such buffer})",
+    "initialise buffers the same way on every rank and in every layout: seed alike, by case.train.seed and "
+    "not by the rank, or broadcast them. The harness writes parameters only, so such a buffer changes what "
+    "this rank computes, and what your own training computes too.",
+    stage=Stage.DATA,
+)
+NO_GRADIENT = _rule("no-gradient", "{count} of {all:n trained parameter} got no gradient in any step: {names}")
+UNSEEN_GRADIENTS = _rule(
+    "unseen-gradients",
+    "parameters change, but no torch optimizer steps, so their gradients cannot be seen",
+    "derive the optimizer from torch.optim.Optimizer, or leave the gradients in place until step() returns "
+    "and clear them at its beginning.",
+)
+SEVERAL_STEPS = _rule(
+    "several-steps",
+    "{who} {count} times in one step()",
+    "call backward() for every microbatch, divided by len(microbatches), and then optimizer.step() once.",
+)
+NOT_UPDATED = _rule(
+    "not-updated",
+    "{count} of {all:n trained parameter} got gradients and never changed: {names}",
+    "pass every parameter of `model` to the optimizer.",
+)
+NOTHING_UPDATED = _rule(
+    "nothing-updated",
+    "the optimizer steps, but no parameter of the model ever changes",
+    "make the optimizer after fully_shard() and parallelize_module(), which replace the parameters, and let "
+    "`model` be the module that `step` trains.",
+)
+NO_STEP = _rule(
+    "no-step",
+    "no optimizer ever steps, and no parameter changes",
+    "end step() with optimizer.step() and optimizer.zero_grad().",
+)
+SETTING = _rule("setting", "the target leaves torch's {setting} changed after {phase}")
+INITIAL = Rule(
+    name=f"{NAME}/initial-weights",
+    says="{count:n parameter} that {ranks} hold alike {were} built with different values: {module}. Here the harness "
+    "writes the weights; your own training would start from different ones on every rank",
+    stage=Stage.DATA,
+    fix="seed alike on every rank before the model is built (torch.manual_seed(case.train.seed), not seed + "
+    "rank), or broadcast the parameters, or load a checkpoint.",
+)
 
 # Of a model from another one with this name.
 _Difference = Callable[[ModelRecord, ModelRecord, str], Iterable[Finding]]
@@ -81,15 +168,7 @@ def _dtypes(case: Case, traces: list[RankTrace]) -> list[Finding]:
     records = [(trace.rank, each) for trace in traces for each in _record(trace).parameters if each.trained]
     wrong = {each.fqn: (rank, each.dtype) for rank, each in records if each.dtype != asked}
     return [
-        _finding(
-            message=f"parameter {fqn} is {dtype}, and the case asks for {asked} ({counted(len(wrong), 'parameter')})",
-            rank=rank,
-            module=fqn,
-            expected=asked,
-            found=dtype,
-            fix="convert parameters to the dtype of case.parameter_dtype before the model is distributed: "
-            "`model.to(getattr(torch, case.parameter_dtype))`.",
-        )
+        DTYPE.finding(rank=rank, module=fqn, expected=asked, found=dtype, dtype=dtype, asked=asked, count=len(wrong))
         for fqn, (rank, dtype) in list(wrong.items())[:1]
     ]
 
@@ -98,43 +177,32 @@ def _parameters(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Fin
     ours, theirs = ({each.fqn: each for each in record.parameters} for record in (mine, other))
     for fqn in sorted(ours.keys() ^ theirs.keys()):
         here = fqn in ours
-        yield _finding(
-            message=f"this layout builds {'a' if here else 'no'} parameter {fqn}, and {who} builds "
-            f"{'none' if here else 'one'} ({counted(len(ours.keys() ^ theirs.keys()), 'such name')})",
+        yield PARAMETER.finding(
+            here="a" if here else "no",
+            there="none" if here else "one",
+            who=who,
+            count=len(ours.keys() ^ theirs.keys()),
             module=fqn,
             expected=f"the {counted(len(theirs), 'parameter')} of {who}",
             found=counted(len(ours), "parameter"),
-            fix="build the same modules in every layout: weights, gradients and checkpoints of two layouts are matched "
-            "by FQN. Wrappers of torch are known; a wrapper of your own must not add a name.",
         )
     for fqn in sorted(ours.keys() & theirs.keys()):
         if ours[fqn].shape != theirs[fqn].shape:
-            yield _finding(
-                message=f"parameter {fqn} has another shape than on {who}",
+            yield SHAPE.finding(
+                who=who,
                 module=fqn,
                 expected=str(list(theirs[fqn].shape)),
                 found=str(list(ours[fqn].shape)),
-                fix="distribute it as a DTensor (fully_shard, parallelize_module, distribute_tensor), whose shape is "
-                "that of the whole weight: of a plain tensor the harness cannot tell which part of it this rank has.",
             )
         elif ours[fqn].trained != theirs[fqn].trained:
-            yield _finding(
-                message=f"parameter {fqn} is {'trained' if ours[fqn].trained else 'frozen'} here, unlike on {who}",
-                module=fqn,
-                fix="set requires_grad the same way in every layout.",
-            )
+            yield TRAINED.finding(who=who, here="trained" if ours[fqn].trained else "frozen", module=fqn)
 
 
 def _linears(mine: ModelRecord, other: ModelRecord, who: str) -> Iterable[Finding]:
     ours, theirs = ({each.fqn: each for each in record.linears} for record in (mine, other))
     for fqn in sorted(ours.keys() ^ theirs.keys()):
         here = fqn in ours
-        yield _finding(
-            message=f"{fqn} is {'a' if here else 'no'} linear here, and {'none' if here else 'one'} on {who}",
-            module=fqn,
-            fix="keep nn.Linear under tensor parallelism and distribute its weight (ColwiseParallel, RowwiseParallel): "
-            "only nn.Linear is converted to float8.",
-        )
+        yield LINEAR.finding(here="a" if here else "no", there="none" if here else "one", who=who, module=fqn)
 
 
 def _calls(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
@@ -148,15 +216,15 @@ def _calls(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> list[
         if wrong:
             fqn = wrong[0]
             return [
-                _finding(
-                    message=f"{fqn} runs {counted(ours[fqn], 'time')} a step, and {counted(theirs[fqn], 'time')} "
-                    f"for the {dp} microbatches of the single-rank reference ({counted(len(wrong), 'such linear')})",
+                CALLS.finding(
+                    ours=ours[fqn],
+                    theirs=theirs[fqn],
+                    dp=dp,
+                    count=len(wrong),
                     rank=trace.rank,
                     module=fqn,
                     expected=f"{ours[fqn]} x {dp} times",
                     found=f"{theirs[fqn]} times",
-                    fix="run the model once for every microbatch that step() is given, and do not join them: a float8 "
-                    "scale is that of one microbatch.",
                 )
             ]
     return []
@@ -175,16 +243,7 @@ def _buffers(case: Case, traces: list[RankTrace], solo: RankTrace | None) -> lis
         unequal = _unequal_pair(case, held, reference.get(fqn))
         if unequal:
             found.append((fqn, unequal))
-    return [
-        _finding(
-            message=f"buffer {fqn} differs between {pair} ({counted(len(found), 'such buffer')})",
-            module=fqn,
-            fix="initialise buffers the same way on every rank and in every layout: seed alike, by case.train.seed and "
-            "not by the rank, or broadcast them. The harness writes parameters only, so such a buffer changes what "
-            "this rank computes, and what your own training computes too.",
-        )
-        for fqn, pair in found[:1]
-    ]
+    return [BUFFER.finding(pair=pair, count=len(found), module=fqn) for fqn, pair in found[:1]]
 
 
 def _unequal_pair(case: Case, held: Mapping[int, Buffer], reference: Buffer | None) -> str:
@@ -220,15 +279,20 @@ def _gradients(traces: list[RankTrace]) -> list[Finding]:
             "it: look for .detach(), .item(), torch.no_grad() or a copy of the weight in the forward."
         )
     return [
-        _finding(
-            message=f"{len(idle)} of {counted(len(trained), 'trained parameter')} got no gradient in any step: "
-            f"{', '.join(idle[:3])}{', …' if len(idle) > 3 else ''}",
+        NO_GRADIENT.finding(
+            count=len(idle),
+            all=len(trained),
+            names=_first_names(idle),
             module=idle[0],
             expected="a gradient of every parameter that is trained",
             found="none",
             fix=fix,
         )
     ]
+
+
+def _first_names(fqns: list[str]) -> str:
+    return f"{', '.join(fqns[:3])}{', …' if len(fqns) > 3 else ''}"
 
 
 def _stepped(traces: list[RankTrace]) -> bool:
@@ -240,15 +304,7 @@ def _unseen_gradients(traces: list[RankTrace]) -> list[Finding]:
     """What is told of an optimizer that is none of torch's; of one that does nothing `_updates` tells."""
     if not any(each.updated for trace in traces for each in _record(trace).parameters):
         return []
-    return [
-        _finding(
-            message="parameters change, but no torch optimizer steps, so their gradients cannot be seen",
-            expected="gradients when an optimizer steps",
-            found="none after step()",
-            fix="derive the optimizer from torch.optim.Optimizer, or leave the gradients in place until step() returns "
-            "and clear them at its beginning.",
-        )
-    ]
+    return [UNSEEN_GRADIENTS.finding(expected="gradients when an optimizer steps", found="none after step()")]
 
 
 def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
@@ -259,13 +315,12 @@ def _steps(traces: list[RankTrace], solo: RankTrace | None) -> list[Finding]:
         several = [step for step in trace.steps if (step.optimizer_steps or 0) > 1]
         if several:
             return [
-                _finding(
-                    message=f"{what} {several[0].optimizer_steps} times in one step()",
+                SEVERAL_STEPS.finding(
+                    who=what,
+                    count=several[0].optimizer_steps or 0,
                     step=several[0].step,
                     expected="1 step",
                     found=f"{several[0].optimizer_steps} steps",
-                    fix="call backward() for every microbatch, divided by len(microbatches), and then "
-                    "optimizer.step() once.",
                 )
             ]
     return []
@@ -286,28 +341,12 @@ def _updates(traces: list[RankTrace]) -> list[Finding]:
     ]
     if not trained or not (still or not changed):
         return []
+    expected, found = "parameters that training changes", "the values that the harness wrote"
     if changed:
-        message = f"{len(still)} of {counted(len(trained), 'trained parameter')} got gradients and never changed: "
-        message += f"{', '.join(still[:3])}{', …' if len(still) > 3 else ''}"
-        fix = "pass every parameter of `model` to the optimizer."
-    elif any(step.optimizer_steps for step in traces[0].steps):
-        message = "the optimizer steps, but no parameter of the model ever changes"
-        fix = (
-            "make the optimizer after fully_shard() and parallelize_module(), which replace the parameters, and let "
-            "`model` be the module that `step` trains."
-        )
-    else:
-        message = "no optimizer ever steps, and no parameter changes"
-        fix = "end step() with optimizer.step() and optimizer.zero_grad()."
-    return [
-        _finding(
-            message=message,
-            module=still[0] if still and changed else None,
-            expected="parameters that training changes",
-            found="the values that the harness wrote",
-            fix=fix,
-        )
-    ]
+        counts: dict[str, Value] = {"count": len(still), "all": len(trained), "names": _first_names(still)}
+        return [NOT_UPDATED.finding(module=still[0], expected=expected, found=found, values=counts)]
+    steps = any(step.optimizer_steps for step in traces[0].steps)
+    return [(NOTHING_UPDATED if steps else NO_STEP).finding(expected=expected, found=found)]
 
 
 def _gradient_norms(traces: list[RankTrace]) -> dict[str, float]:
@@ -327,8 +366,9 @@ def _settings(traces: list[RankTrace]) -> list[Finding]:
     """Settings of torch that were left changed and that change what others compute."""
     changes = {change: None for trace in traces for change in trace.state if change.name in _HARMFUL}
     return [
-        _finding(
-            message=f"the target leaves torch's {change.name} changed after {change.phase}",
+        SETTING.finding(
+            setting=change.name,
+            phase=change.phase,
             expected=change.before,
             found=change.after,
             fix=_HARMFUL[change.name],
@@ -349,15 +389,40 @@ def unequal_initial_weights(run: Run) -> list[Finding]:
             holders.setdefault(place, {}).setdefault(each.built, trace.rank)
     unequal = {fqn: sorted(built.values()) for (fqn, _, _), built in holders.items() if len(built) > 1}
     return [
-        _finding(
-            message=f"{counted(len(unequal), 'parameter')} that {format_ranks(ranks)} hold alike "
-            f"{'was' if len(unequal) == 1 else 'were'} built with different values: {fqn}. Here the harness writes the "
-            "weights; your own training would start from different ones on every rank",
+        INITIAL.finding(
+            count=len(unequal),
+            were="was" if len(unequal) == 1 else "were",
+            ranks=ranks,
             module=fqn,
             expected="the same values on every rank that holds this part",
             found=f"others on {format_ranks(ranks[1:])}",
-            fix="seed alike on every rank before the model is built (torch.manual_seed(case.train.seed), not seed + "
-            "rank), or broadcast the parameters, or load a checkpoint.",
         )
         for fqn, ranks in sorted(unequal.items())[:1]
     ]
+
+
+CHECK = Check(
+    name=NAME,
+    question="Is the model that was built the same on every rank and on one rank, and is all of it trained?",
+    blind="What is built alike and wrong everywhere; parameters whose updates are lost in their own rounding.",
+    function=check_model,
+    rules=(
+        DTYPE,
+        PARAMETER,
+        SHAPE,
+        TRAINED,
+        LINEAR,
+        CALLS,
+        BUFFER,
+        NO_GRADIENT,
+        UNSEEN_GRADIENTS,
+        SEVERAL_STEPS,
+        NOT_UPDATED,
+        NOTHING_UPDATED,
+        NO_STEP,
+        SETTING,
+        INITIAL,
+    ),
+    record="model",
+    absent="it is not known what the ranks built",
+)

@@ -1,15 +1,16 @@
-"""Sets of ranks in messages, and merging the same finding on 8 ranks into one."""
+"""Merging the same finding on 8 ranks into one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from itertools import groupby
 from typing import TypeVar
 
 import msgspec
 
+from harness.checks.rule import Rule
+from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
-from harness.verdict import UNJUDGED, Finding
+from harness.verdict import Finding, Value
 
 T = TypeVar("T", bound=Hashable)
 
@@ -28,37 +29,27 @@ def group_ranks(run: Run, value_of: Callable[[RankTrace], T]) -> dict[T, list[in
 
 
 def merge_ranks(run: Run, findings_of: Callable[[RankTrace], Iterable[Finding]]) -> list[Finding]:
-    """The findings of every rank. Ranks with the same findings share them: "... on ranks 0-3" ends each message."""
+    """The findings of every rank. Ranks with the same findings share them: "... on ranks 0-3" ends each sentence."""
     return [
-        msgspec.structs.replace(finding, message=f"{finding.message} on {format_ranks(ranks)}", rank=ranks[0])
+        msgspec.structs.replace(finding, says=f"{finding.says} on {{ranks}}", rank=ranks[0], ranks=tuple(ranks))
         for findings, ranks in group_ranks(run, lambda trace: tuple(findings_of(trace))).items()
         for finding in findings
     ]
 
 
 def first_of_each(findings: Iterable[Finding]) -> list[Finding]:
-    """The first finding with every message: of what is wrong in several steps, the first step."""
-    first: dict[str, Finding] = {}
+    """The first finding by every rule with its values: of what is wrong in several steps, the first step."""
+    first: dict[tuple[str, frozenset[tuple[str, Value]]], Finding] = {}
     for finding in findings:
-        first.setdefault(finding.message, finding)
+        first.setdefault((finding.rule, frozenset(finding.values.items())), finding)
     return list(first.values())
 
 
-def missing_records(run: Run, check: str, field: str) -> list[Finding]:
-    """A finding when a rank did not fill `field` of its trace, or when there is no trace at all."""
+def missing_records(run: Run, rule: Rule, field: str) -> list[Finding]:
+    """A finding by `rule` when a rank did not fill `field` of its trace, or when there is no trace at all."""
     ranks = [trace.rank for trace in run.traces if getattr(trace, field) is None]
     if run.traces and not ranks:
         return []
     what = field.replace("_", " ")
-    message = f"{UNJUDGED}no record of {what} on {format_ranks(ranks) if ranks else 'any rank'}"
-    return [Finding(check=check, message=message, rank=min(ranks, default=None), expected=f"{what} of every rank")]
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """The ranks as text: "rank 3", "ranks 0-3, 6"."""
-    numbers = sorted(set(ranks))
-    runs = [
-        [number for _, number in group] for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    ]
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
+    where = format_ranks(ranks) if ranks else "any rank"
+    return [rule.finding(ranks=ranks, record=what, where=where, expected=f"{what} of every rank")]

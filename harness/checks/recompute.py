@@ -9,19 +9,60 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from harness.checks.mismatch import Mismatch
+from harness.checks.check import Check
+from harness.checks.mismatch import Mismatch, first_place
 from harness.checks.occurrences import CastKey, casts_by_key, matmuls_by_key
 from harness.checks.ranks import merge_ranks, missing_records, traces_by_rank
+from harness.checks.rule import Rule, Stage, no_record
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.matrix.recipes import Operand
-from harness.plural import counted
+from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, Role
 from harness.verdict import Finding
 
 NAME = "recompute"
+
+NO_RECORD = no_record(NAME)
+NODES = Rule(
+    name="recompute/nodes",
+    says="{count:n node of backward graphs is|nodes of backward graphs are} not as in forward: {node}",
+    stage=Stage.EXECUTION,
+)
+NOTHING_REPEATED = Rule(
+    name="recompute/nothing-repeated",
+    says="backward graphs of checkpointed blocks repeat nothing of forward",
+    stage=Stage.MODEL,
+)
+CAST = Rule(
+    name="recompute/cast",
+    says="{cast} differs from the first execution in its {property}",
+    stage=Stage.EXECUTION,
+    key=("cast", "property"),
+    located=True,
+)
+MATMUL = Rule(
+    name="recompute/matmul",
+    says="{cast} differs from the first execution in its {property}",
+    stage=Stage.EXECUTION,
+    key=("property",),
+    located=True,
+)
+NOT_RECOMPUTED = Rule(
+    name="recompute/not-recomputed",
+    says="checkpointed forward was not recomputed",
+    stage=Stage.MODEL,
+    located=True,
+)
+UNASKED = Rule(name="recompute/unasked", says="forward was recomputed without being asked for", stage=Stage.EXECUTION)
+NUMBER = Rule(
+    name="recompute/number",
+    says="wrong number of recomputed matmuls",
+    stage=Stage.EXECUTION,
+    formula=MATMULS,
+)
 
 
 class _Repetition(NamedTuple):
@@ -30,6 +71,7 @@ class _Repetition(NamedTuple):
     order: int
     step: int
     fqn: str
+    rule: Rule
     what: str
     first: dict[str, object]
     second: dict[str, object]
@@ -38,17 +80,17 @@ class _Repetition(NamedTuple):
 def check_recompute(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """The first mismatch of every rank that has one, with the number of mismatches. Of graphs, once for all ranks."""
     if case.compile != "none":
-        return missing_records(run, NAME, "graphs") or merge_ranks(
+        return missing_records(run, NO_RECORD, "graphs") or merge_ranks(
             run, lambda trace: _of_graphs(witnesses.expect, trace)
         )
     findings = []
     for trace in traces_by_rank(run):
         if trace.operands is None:
             continue  # EXEMPT: `scales` reports operands that were not recorded
-        mismatches = sorted((*_unequal(witnesses.expect, trace), *_not_recomputed(witnesses.expect, trace)))
+        mismatches = [*_unequal(witnesses.expect, trace), *_not_recomputed(witnesses.expect, trace)]
         if mismatches:
-            first = mismatches[0]
-            findings.append(first.finding(NAME, f"{first.what}: first in {first.place}; {len(mismatches)} in total"))
+            first = min(mismatches, key=lambda each: each.place)
+            findings.append(first.finding(f"{first_place(first)}; {{total}} in total", total=len(mismatches)))
     return findings
 
 
@@ -58,21 +100,14 @@ def _of_graphs(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     unequal = [node for partition in trace.graphs.partitions for node in partition.unequal]
     if unequal:
         first = unequal[0]
-        yield Finding(
-            check=NAME,
-            message=f"{counted(len(unequal), 'node of backward graphs is', 'nodes of backward graphs are')} not as in "
-            f"forward: {first.node}",
-            expected=first.forward,
-            found=first.backward,
-        )
+        yield NODES.finding(count=len(unequal), node=first.node, expected=first.forward, found=first.backward)
     case = expect.case
     wrapped = [case.checkpointing.wraps(layer) for layer in range(case.model.shape.layers)]
     if not expect.has_formulas:
         wrapped = [case.checkpointing.mode != "none"]
     repeated = [min(each.repeated, each.repeated_in_passes) for each in trace.graphs.partitions if each.marked]
     if any(wrapped) and not (repeated and all(repeated)):
-        message = "backward graphs of checkpointed blocks repeat nothing of forward"
-        yield Finding(check=NAME, message=message, expected="repeated nodes in every such graph", found="none")
+        yield NOTHING_REPEATED.finding(expected="repeated nodes in every such graph", found="none")
 
 
 def _unequal(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
@@ -80,8 +115,9 @@ def _unequal(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
         for name, expected in each.first.items():
             found = f"{each.second[name]}"
             if found != f"{expected}":  # as texts: NaN equals NaN, and other numbers are written to the last bit
-                what = f"{each.what} differs from the first execution in its {name}"
-                yield Mismatch(each.step, each.order, trace.rank, each.fqn, what, f"{expected}", found)
+                values = (("cast", each.what), ("property", name))
+                place = each.step, each.order, trace.rank, each.fqn
+                yield Mismatch(*place, each.rule, f"{expected}", found, values=values)
 
 
 def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetition]:
@@ -92,7 +128,8 @@ def _repeated_casts(expect: Expectations, trace: RankTrace) -> Iterator[_Repetit
         first = casts.get((first_key, first_occurrence))
         if first is not None and first is not cast and not _is_another_call(expect, first_key, cast, executed):
             what = f"{cast.role} cast in {cast.phase}"
-            yield _Repetition(cast.index, key.step, key.fqn, what, _cast_properties(first), _cast_properties(cast))
+            properties = _cast_properties(first), _cast_properties(cast)
+            yield _Repetition(cast.index, key.step, key.fqn, CAST, what, *properties)
 
 
 def _is_another_call(
@@ -134,7 +171,7 @@ def _recomputed_matmuls(trace: RankTrace) -> Iterator[_Repetition]:
         first = matmuls.get((key._replace(gemm="forward"), occurrence))
         if key.gemm == "recompute" and first is not None:
             properties = _matmul_properties(first), _matmul_properties(matmul)
-            yield _Repetition(matmul.index, key.step, key.fqn, "recomputed matmul", *properties)
+            yield _Repetition(matmul.index, key.step, key.fqn, MATMUL, "recomputed matmul", *properties)
 
 
 def _matmul_properties(matmul: MatmulRecord) -> dict[str, object]:
@@ -154,20 +191,40 @@ def _not_recomputed(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch
     again = {(cast.fqn, cast.phase) for cast in trace.operands.casts if cast.role == "weight"}
     for fqn in fqns:
         if (fqn, "gathered" if fqn in expect.linears.gathered else "recompute") not in again:
-            what = "checkpointed forward was not recomputed"
-            yield Mismatch(1, 0, trace.rank, fqn, what, "a recomputation", "none")
+            yield Mismatch(1, 0, trace.rank, fqn, NOT_RECOMPUTED, "a recomputation", "none")
     count = sum(matmul.gemm == "recompute" for matmul in trace.operands.matmuls)
     fewest, most = (calls * len(trace.steps) for calls in expect.recomputed_calls)
     if not fewest <= count <= most:
-        what = "wrong number of recomputed matmuls"
         expected = f"{most}" if fewest == most else f"{fewest} to {most}"
-        yield Mismatch(1, 0, trace.rank, "the model", what, expected, f"{count}", MATMULS)
+        yield Mismatch(1, 0, trace.rank, "the model", NUMBER, expected, f"{count}")
 
 
 def _not_as_asked(expect: Expectations, trace: RankTrace, recomputed: bool) -> Iterator[Mismatch]:
     """Checkpointing of a model that is not known, of which it is only known whether the case asks for any."""
     asked = expect.case.checkpointing.mode != "none"
     if not expect.has_formulas and expect.converted_fqns and asked != recomputed:
-        what = "checkpointed forward was not recomputed" if asked else "forward was recomputed without being asked for"
+        rule = NOT_RECOMPUTED if asked else UNASKED
         found = "a recomputation" if recomputed else "none"
-        yield Mismatch(1, 0, trace.rank, "the model", what, "a recomputation" if asked else "none", found)
+        yield Mismatch(1, 0, trace.rank, "the model", rule, "a recomputation" if asked else "none", found)
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    del device
+    case = expect.case
+    if computes_on_plain_shards(case.target) and case.layout.tp > 1 and case.compile != "none":
+        return "in backward, a graph reads a plain tensor that was gathered through a copy"
+    return ""
+
+
+CHECK = Check(
+    name=NAME,
+    question="Does everything that runs twice give the same result twice?",
+    blind="What is wrong in the same way both times; operators without float8 in eager recomputation.",
+    function=check_recompute,
+    rules=(NO_RECORD, NODES, NOTHING_REPEATED, CAST, MATMUL, NOT_RECOMPUTED, UNASKED, NUMBER),
+    not_judged=_not_judged,
+    record="operands",
+    compiled_record="graphs",
+    formula=MATMULS,
+    needs_linears=True,
+)

@@ -10,16 +10,37 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 
 import msgspec
 
-from harness.checks.judge import JUDGE, Judgement
+from harness.checks.judge import Judgement
+from harness.checks.rule import Rule, Stage
 from harness.matrix.case import Case
 from harness.matrix.known import KnownFault
 from harness.verdict import Finding, Verdict
 
-_finding = partial(Finding, check=JUDGE)
+KNOWN = Rule(name="judge/known", says="known fault {fault}: {reason} ({link})", stage=Stage.RUN)
+GONE = Rule(
+    name="judge/gone",
+    says="passed although the fault {fault} ({link}) is recorded for it: close the record",
+    stage=Stage.RUN,
+)
+UNEXPLAINED = Rule(
+    name="judge/unexplained",
+    says="{first} not explained by the record of {faults}: another fault, or a larger effect",
+    stage=Stage.RUN,
+)
+MISSING = Rule(
+    name="judge/missing",
+    says="the recorded fault {fault} does not show as recorded: a finding is missing",
+    stage=Stage.RUN,
+)
+OUTDATED = Rule(
+    name="judge/outdated",
+    says="the record of {fault} was to be reviewed by {day}: it explains nothing any more",
+    stage=Stage.RUN,
+)
+OTHER_END = Rule(name="judge/other-end", says="the case ended otherwise than recorded", stage=Stage.RUN)
 
 
 def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding]) -> Iterator[KnownFault]:
@@ -44,12 +65,12 @@ def with_known_faults(found: Judgement, faults: Sequence[KnownFault], today: dat
 
 def _known_everywhere(fault: KnownFault) -> Finding:
     """The finding that names a fault recorded by the package: users of the project did not write the record."""
-    return _finding(message=f"known fault {fault.name}: {fault.reason} ({fault.link})", verdict=fault.verdict)
+    told = KNOWN.finding(fault=fault.name, reason=fault.reason, link=fault.link)
+    return msgspec.structs.replace(told, verdict=fault.verdict)
 
 
 def _gone(fault: KnownFault) -> Finding:
-    message = f"passed although the fault {fault.name} ({fault.link}) is recorded for it: close the record"
-    return _finding(message=message, expected=fault.verdict.value, found="passed")
+    return GONE.finding(fault=fault.name, link=fault.link, expected=fault.verdict.value, found="passed")
 
 
 def _beyond(unexplained: int, faults: Sequence[KnownFault]) -> Iterator[Finding]:
@@ -57,7 +78,7 @@ def _beyond(unexplained: int, faults: Sequence[KnownFault]) -> Iterator[Finding]
     if unexplained:
         names = " and ".join(fault.name for fault in faults)
         first = "the first finding is" if unexplained == 1 else f"the first {unexplained} findings are"
-        yield _finding(message=f"{first} not explained by the record of {names}: another fault, or a larger effect")
+        yield UNEXPLAINED.finding(first=first, faults=names)
 
 
 def _notes(found: Judgement, faults: Sequence[KnownFault], today: datetime.date) -> Iterator[Finding]:
@@ -66,14 +87,10 @@ def _notes(found: Judgement, faults: Sequence[KnownFault], today: datetime.date)
     for fault in faults:
         for symptom in fault.requires:
             if symptom.check not in skipped and not any(symptom.explains(finding) for finding in found.findings):
-                message = f"the recorded fault {fault.name} does not show as recorded: a finding is missing"
-                yield _finding(message=message, expected=str(symptom), found="none")
+                yield MISSING.finding(fault=fault.name, expected=str(symptom), found="none")
         if fault.review_by < today:
-            message = (
-                f"the record of {fault.name} was to be reviewed by {fault.review_by}: it explains nothing any more"
-            )
-            yield _finding(message=message, expected="a later review_by, or no record", found=str(fault.review_by))
+            day = str(fault.review_by)
+            yield OUTDATED.finding(fault=fault.name, day=day, expected="a later review_by, or no record", found=day)
     recorded = sorted({fault.verdict.value for fault in faults})
     if found.verdict.value not in recorded:
-        message = "the case ended otherwise than recorded"
-        yield _finding(message=message, expected=" or ".join(recorded), found=found.verdict.value)
+        yield OTHER_END.finding(expected=" or ".join(recorded), found=found.verdict.value)

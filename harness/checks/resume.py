@@ -9,8 +9,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
+from harness.checks.check import Check
 from harness.checks.ranks import traces_by_rank
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import layout_id
 from harness.matrix.resumed import resumed_in
@@ -20,6 +23,14 @@ from harness.trace.resumed import Resumed
 from harness.verdict import Finding
 
 NAME = "resume"
+
+NOT_LOADED = Rule(name="resume/not-loaded", says="no state was loaded by {layout}", stage=Stage.DATA, key=("layout",))
+OTHER_STATE = Rule(
+    name="resume/state",
+    says="the state that {layout} loaded is not the one that was saved: {parts}; first {what} of {module}",
+    stage=Stage.DATA,
+    key=("what",),
+)
 
 
 def check_resume(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -39,13 +50,7 @@ def check_resume(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 def _differences(trace: RankTrace, number: int, layout: str) -> Iterator[Finding]:
     resumed = trace.resumed
     if resumed is None or len(resumed.loaded) <= number:
-        yield Finding(
-            check=NAME,
-            message=f"no state was loaded by {layout}",
-            rank=trace.rank,
-            expected="the state that was saved",
-            found="none",
-        )
+        yield NOT_LOADED.finding(layout=layout, rank=trace.rank, expected="the state that was saved", found="none")
         return
     saved, loaded = resumed.saved, resumed.loaded[number]
     wrong = [name for name in sorted(saved.keys() | loaded.keys()) if saved.get(name) != loaded.get(name)]
@@ -61,13 +66,28 @@ def _finding(rank: int, resumed: Resumed, number: int, layout: str, wrong: list[
         for what, count in whats.items()
     )
     fqn, _, what = first.partition(" ")
-    return Finding(
-        check=NAME,
-        message=f"the state that {layout} loaded is not the one that was saved: {words}; first {what or 'the values'} "
-        f"of {fqn}",
+    return OTHER_STATE.finding(
+        layout=layout,
+        parts=words,
+        what=what or "the values",
         step=resumed.after_step + 1,
         rank=rank,
         module=fqn,
         expected=resumed.saved.get(first, "nothing"),
         found=resumed.loaded[number].get(first, "nothing"),
     )
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    del device
+    return "the run is not resumed" if expect.case.train.resume == "none" else ""
+
+
+CHECK = Check(
+    name=NAME,
+    question="Is the state that was loaded the one that was saved, every bit of it, in every layout that loaded it?",
+    blind="State that is in neither the model nor the optimizer, such as that of a data loader.",
+    function=check_resume,
+    rules=(NOT_LOADED, OTHER_STATE),
+    not_judged=_not_judged,
+)

@@ -8,34 +8,78 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from harness.checks.mismatch import same_number
+from harness.checks.rule import Rule, Stage
+from harness.expect.expectations import CASTS
 from harness.matrix.case import Case
 from harness.matrix.recipes import FLOAT8_MAX
 from harness.trace.operands import CastStatistics, ScaleSummary
 
-Broken = tuple[str, str, str]  # (rule, expected, found)
+Broken = tuple[Rule, str, str]  # with what was expected and found
 
-SCALE_NOT_FROM_AMAX = "scale does not match the amax"
+
+class CastRules(NamedTuple):
+    """The rules about one cast, of eager or of compiled casts."""
+
+    amax: Rule
+    scale_dtype: Rule
+    scale_range: Rule
+    power_of_two: Rule
+    scale_shape: Rule
+    target_dtype: Rule
+    number: Rule
+    data: Rule
+    saturated: Rule
+    nonfinite: Rule
+
+
+def cast_rules(check: str) -> CastRules:
+    """The rules about one cast, as those of a check."""
+
+    def rule(name: str, says: str, stage: Stage = Stage.SCALES) -> Rule:
+        return Rule(name=f"{check}/{name}", says=says, stage=stage, located=True)
+
+    return CastRules(
+        amax=rule("amax", "scale does not match the amax"),
+        scale_dtype=rule("scale-dtype", "scale has the wrong dtype"),
+        scale_range=rule("scale-range", "scale is not positive and finite"),
+        power_of_two=rule("power-of-two", "scale is not a power of two"),
+        scale_shape=rule("scale-shape", "scale has the wrong shape"),
+        target_dtype=rule("target-dtype", "cast to the wrong dtype"),
+        number=Rule(
+            name=f"{check}/number",
+            says="wrong number of casts{of}",
+            stage=Stage.SCALES,
+            key=("of",),
+            located=True,
+            formula=CASTS,
+        ),
+        data=rule("data", "float8 data does not match its source and scale", Stage.VALUES),
+        saturated=rule("saturated", "float8 values saturate", Stage.VALUES),
+        nonfinite=rule("nonfinite", "float8 values are NaN or infinite", Stage.VALUES),
+    )
+
 
 _EPS = 1e-12  # torchao replaces a smaller amax by this one
 _LOG2_TOLERANCE = 1e-6  # log2 of a scale just below a power of two may round up to it
 
 
-def value_rules(case: Case, cast: CastStatistics) -> Iterator[Broken]:
+def value_rules(rules: CastRules, case: Case, cast: CastStatistics) -> Iterator[Broken]:
     """Rules that need nothing but the numbers of the cast."""
     scale = cast.scale
     if scale.dtype != "float32":
-        yield "scale has the wrong dtype", "float32", scale.dtype
+        yield rules.scale_dtype, "float32", scale.dtype
     if not (scale.minimum > 0 and math.isfinite(scale.maximum)) and cast.elements:
-        yield "scale is not positive and finite", "finite, above 0", f"{scale.minimum} to {scale.maximum}"
+        yield rules.scale_range, "finite, above 0", f"{scale.minimum} to {scale.maximum}"
     finite = math.isfinite(scale.minimum) and math.isfinite(scale.maximum)
     if case.float8.traits.power_of_two_scales and finite and not scale.power_of_two:
-        yield "scale is not a power of two", "powers of two", f"{scale.minimum} to {scale.maximum}"
+        yield rules.power_of_two, "powers of two", f"{scale.minimum} to {scale.maximum}"
     for count, rule in (
-        (cast.mismatched, "float8 data does not match its source and scale"),
-        (cast.saturated, "float8 values saturate"),
-        (cast.nonfinite, "float8 values are NaN or infinite"),
+        (cast.mismatched, rules.data),
+        (cast.saturated, rules.saturated),
+        (cast.nonfinite, rules.nonfinite),
     ):
         if count:
             yield rule, "0 elements", f"{count} of {cast.elements} elements"
@@ -50,16 +94,16 @@ def tensorwise_scale(target_dtype: str, amax: float) -> float:
     return as_float32(FLOAT8_MAX.get(target_dtype, math.nan) / max(amax, _EPS))
 
 
-def tensorwise_rule(cast: CastStatistics, amax: float) -> Iterator[Broken]:
+def tensorwise_rule(rule: Rule, cast: CastStatistics, amax: float) -> Iterator[Broken]:
     """The one scale of a tensor is the one for `amax`, the amax of the whole tensor."""
     expected = tensorwise_scale(cast.target_dtype, amax)
     if not same_number(cast.scale.maximum, expected):
         limit, found = FLOAT8_MAX.get(cast.target_dtype, math.nan), cast.scale.maximum
         implied = f" = {limit:g} / amax {limit / found:.7g}" if found > 0 else ""
-        yield SCALE_NOT_FROM_AMAX, f"{expected!r} = {limit:g} / amax {amax!r}", f"{found!r}{implied}"
+        yield rule, f"{expected!r} = {limit:g} / amax {amax!r}", f"{found!r}{implied}"
 
 
-def power_of_two_rule(target_dtype: str, lowest: float, highest: float) -> Iterator[Broken]:
+def power_of_two_rule(rule: Rule, target_dtype: str, lowest: float, highest: float) -> Iterator[Broken]:
     """Power-of-two scales put every amax * scale, here from `lowest` to `highest`, into (1/2, 1] of fp8 max."""
     limit = FLOAT8_MAX.get(target_dtype, math.nan)
     fits = lowest / limit > 0.5 * (1 - _LOG2_TOLERANCE) and highest / limit <= 1 + _LOG2_TOLERANCE
@@ -67,7 +111,7 @@ def power_of_two_rule(target_dtype: str, lowest: float, highest: float) -> Itera
         found = f"{lowest / limit:.9g} to {highest / limit:.9g} of it"
         if 0 < lowest <= highest < math.inf:
             found += f", as for amaxes of {limit / highest / 2:.3g} to {limit / lowest:.3g} times the right ones"
-        yield SCALE_NOT_FROM_AMAX, f"amax * scale in (1/2, 1] of {limit:g}", found
+        yield rule, f"amax * scale in (1/2, 1] of {limit:g}", found
 
 
 def as_float32(value: float) -> float:

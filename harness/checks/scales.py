@@ -13,13 +13,15 @@ from functools import partial
 
 from harness.checks.amax_sources import Casts, cast_sources, earlier_casts, implied_by_power, implied_source
 from harness.checks.assembly import largest
+from harness.checks.check import Check
 from harness.checks.mismatch import Mismatch, findings_by_rule, same_number
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, casts_by_key, on_ranks
 from harness.checks.ranks import missing_records, traces_by_rank
+from harness.checks.rule import Rule, Stage, no_record
 from harness.checks.scale_rules import (
-    SCALE_NOT_FROM_AMAX,
     Broken,
     as_float32,
+    cast_rules,
     format_scale,
     power_of_two_rule,
     tensorwise_rule,
@@ -32,6 +34,7 @@ from harness.expect.scale_groups import replica_axes, scale_axes, scaled_dim
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES
 from harness.matrix.mesh import peers
+from harness.matrix.targets import computes_on_plain_shards
 from harness.plural import counted
 from harness.trace import RankTrace, Run
 from harness.trace.operands import CastRecord, MatmulRecord, ScaleSummary
@@ -39,18 +42,34 @@ from harness.verdict import Finding
 
 NAME = "scales"
 
-_DIFFERENT_SCALES = "ranks that hold the same tensor use different scales"
+NO_RECORD = no_record(NAME)
+RULES = cast_rules(NAME)
+
+
+def _rule(name: str, says: str, stage: Stage = Stage.SCALES) -> Rule:
+    return Rule(name=f"{NAME}/{name}", says=says, stage=stage, located=True)
+
+
+DIFFERENT = _rule("different-per-rank", "ranks that hold the same tensor use different scales")
+SHARED = _rule("shared", "ranks that hold different tensors share all scales")
+REPLICAS = _rule("replicas", "replicas of a tensor have different float8 data", Stage.OPERAND)
+NOT_STYLED = _rule("not-styled", "no linear has a float8 TP style")
+DIM = _rule("dim", "scaled along the wrong dim")
+SOURCE_DTYPE = _rule("source-dtype", "cast from the wrong dtype")
+LOCAL = _rule("local-tensor", "local tensor was cast instead of its DTensor")
+NO_CAST = _rule("no-cast", "matmul operand has no preceding cast", Stage.VALUES)
+MATMUL_SCALE = _rule("matmul-scale", "matmul uses the wrong scale for its operand", Stage.VALUES)
+MATMUL_DATA = _rule("matmul-data", "matmul operand is not the float8 data that was cast", Stage.VALUES)
 
 
 def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """One finding for every rule that is broken: the first place, how many mismatches, and on which ranks."""
-    missing = missing_records(run, NAME, "operands")
+    missing = missing_records(run, NO_RECORD, "operands")
     if missing:
         return missing
     expect = witnesses.expect
     casts = {trace.rank: casts_by_key(trace) for trace in traces_by_rank(run)}
     return findings_by_rule(
-        NAME,
         [
             *_counts(expect, casts),
             *_forms(expect, casts),
@@ -64,7 +83,7 @@ def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
 
 def _source(case: Case, casts: Casts, wrong: Mismatch) -> str:
     """What a scale was made from instead of the right amax; empty for another rule, and where nothing fits."""
-    if wrong.what not in (SCALE_NOT_FROM_AMAX, _DIFFERENT_SCALES):
+    if wrong.rule not in (RULES.amax, DIFFERENT):
         return ""
     place, cast = next(item for item in casts[wrong.rank].items() if item[1].index == wrong.order)
     group = _group(case, casts, wrong.rank, place)
@@ -80,7 +99,7 @@ def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
     """Every linear is cast as often as the recipe demands, in every step, and nothing else is cast."""
     expected = expect.casts
     if expect.case.float8.tp_styles == "float8" and not expect.linears.styled:
-        yield Mismatch(1, 0, 0, "the model", "no linear has a float8 TP style", "at least 1", "none")
+        yield Mismatch(1, 0, 0, "the model", NOT_STYLED, "at least 1", "none")
     for rank, by_key in casts.items():
         found = Counter(key for key, _ in by_key)
         for step in range(1, expect.case.train.steps + 1):
@@ -92,7 +111,8 @@ def _counts(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
                     wanted, got = (
                         f"{counted(number, f'{site.role} cast')} in {site.phase}" for number in (len(forms), count)
                     )
-                    yield Mismatch(step, index, rank, site.fqn, "wrong number of casts", wanted, got, CASTS)
+                    operand, values = f"{site.role} in {site.phase}", (("of", ""),)
+                    yield Mismatch(step, index, rank, site.fqn, RULES.number, wanted, got, operand, values)
 
 
 def _forms(expect: Expectations, casts: Casts) -> Iterator[Mismatch]:
@@ -110,15 +130,14 @@ def _form_rules(expect: Expectations, cast: CastRecord, form: CastForm | None) -
     """The rules that one cast breaks, whatever the other ranks do."""
     if form is not None:
         found = CastForm(cast.axiswise_dim, cast.source_dtype, cast.target_dtype)
-        names = ("scaled along the wrong dim", "cast from the wrong dtype", "cast to the wrong dtype")
-        for name, right, wrong in zip(names, form, found, strict=True):
+        for rule, right, wrong in zip((DIM, SOURCE_DTYPE, RULES.target_dtype), form, found, strict=True):
             if right != wrong:
-                yield name, f"{right}", f"{wrong}"
+                yield rule, f"{right}", f"{wrong}"
     if expect.case.layout.tp > 1 and "tp" not in cast.mesh_axes and _is_on_tp(expect, cast.fqn):
-        yield "local tensor was cast instead of its DTensor", "a DTensor over tp", "a plain tensor"
+        yield LOCAL, "a DTensor over tp", "a plain tensor"
     if cast.scale.shape not in _scale_shapes(cast):
-        yield "scale has the wrong shape", " or ".join(map(str, _scale_shapes(cast))), str(cast.scale.shape)
-    yield from value_rules(expect.case, cast)
+        yield RULES.scale_shape, " or ".join(map(str, _scale_shapes(cast))), str(cast.scale.shape)
+    yield from value_rules(RULES, expect.case, cast)
 
 
 def _is_on_tp(expect: Expectations, fqn: str) -> bool:
@@ -140,12 +159,11 @@ def _shared_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
             first = min(group)
             if cast.scale.digest != group[first].scale.digest:
                 expected = f"the scale of rank {first}: {format_scale(group[first].scale)}"
-                yield _mismatch(rank, cast, _DIFFERENT_SCALES, expected, format_scale(cast.scale))
+                yield _mismatch(rank, cast, DIFFERENT, expected, format_scale(cast.scale))
             replica = min(peers(case.layout, rank, replica_axes(cast)))
             if cast.data_digest != group.get(replica, cast).data_digest:
                 expected = f"the data of rank {replica}: {group[replica].data_digest}"
-                rule = "replicas of a tensor have different float8 data"
-                yield _mismatch(rank, cast, rule, expected, cast.data_digest)
+                yield _mismatch(rank, cast, REPLICAS, expected, cast.data_digest)
             if rank == first:
                 for broken in _amax_rules(case, cast, list(group.values())):
                     yield _mismatch(rank, cast, *broken)
@@ -160,9 +178,9 @@ def _group(case: Case, casts: Casts, rank: int, place: tuple[CastKey, int]) -> d
 def _amax_rules(case: Case, cast: CastRecord, group: list[CastRecord]) -> Iterator[Broken]:
     """The scale is that of the amax of the whole tensor, or of the whole row, of which `group` holds the parts."""
     if not case.float8.traits.power_of_two_scales:
-        yield from tensorwise_rule(cast, largest(other.amax for other in group))
+        yield from tensorwise_rule(RULES.amax, cast, largest(other.amax for other in group))
         return
-    yield from power_of_two_rule(cast.target_dtype, *_scaled_amaxes(cast, group))
+    yield from power_of_two_rule(RULES.amax, cast.target_dtype, *_scaled_amaxes(cast, group))
 
 
 def _scaled_amaxes(cast: CastRecord, group: list[CastRecord]) -> tuple[float, float]:
@@ -190,9 +208,8 @@ def _separate_scales(case: Case, casts: Casts) -> Iterator[Mismatch]:
                 return
             first = first or cast
     if first is not None:
-        rule = "ranks that hold different tensors share all scales"
         expected = "different scales on data-parallel ranks, because their data differ"
-        yield _mismatch(0, first, rule, expected, format_scale(first.scale))
+        yield _mismatch(0, first, SHARED, expected, format_scale(first.scale))
 
 
 def _matmuls(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
@@ -208,27 +225,26 @@ def _matmuls(expect: Expectations, trace: RankTrace) -> Iterator[Mismatch]:
             continue
         for side, role in zip("ab", GEMM_OPERANDS[record.gemm], strict=True):
             site = expect.linears.input_sites.get(record.fqn, record.fqn) if role == "input" else record.fqn
-            where = f"{role} of {record.gemm}"
-            for rule, expected, found in _operand_rules(expect.case, record, side, latest.get((site, role))):
-                values = f"{where}: {expected}", f"{where}: {found}"
-                yield Mismatch(record.step, record.index, trace.rank, record.fqn, rule, *values)
+            place = record.step, record.index, trace.rank, record.fqn
+            for broken in _operand_rules(expect.case, record, side, latest.get((site, role))):
+                yield Mismatch(*place, *broken, f"{role} of matmul {record.gemm}")
 
 
 def _operand_rules(case: Case, matmul: MatmulRecord, side: str, cast: CastRecord | None) -> Iterator[Broken]:
     if cast is None:
-        yield "matmul operand has no preceding cast", "a cast", "none"
+        yield NO_CAST, "a cast", "none"
         return
     is_a = side == "a"
     scale, digest = (matmul.a_scale, matmul.a_digest) if is_a else (matmul.b_scale, matmul.b_digest)
     expected = _matmul_scales(case, matmul, cast.scale)
     if not all(map(same_number, (scale.minimum, scale.maximum), expected)):
-        yield "matmul uses the wrong scale for its operand", f"{expected}", format_scale(scale)
+        yield MATMUL_SCALE, f"{expected}", format_scale(scale)
     size = matmul.m * matmul.k if is_a else matmul.k * matmul.n
     whole = cast.elements == size and (
         matmul.gemm in ("evaluation", "forward", "recompute") or (matmul.gemm == "dgrad" and is_a)
     )
     if whole and cast.phase != "gathered" and digest != cast.data_digest:
-        yield "matmul operand is not the float8 data that was cast", cast.data_digest, digest
+        yield MATMUL_DATA, cast.data_digest, digest
 
 
 def _matmul_scales(case: Case, matmul: MatmulRecord, scale: ScaleSummary) -> tuple[float, float]:
@@ -246,6 +262,39 @@ def _reciprocal(value: float) -> float:
     return as_float32(1 / value) if value else math.copysign(math.inf, value)
 
 
-def _mismatch(rank: int, cast: CastRecord, rule: str, expected: str, found: str) -> Mismatch:
-    what = f"{cast.role} in {cast.phase}"
-    return Mismatch(cast.step, cast.index, rank, cast.fqn, rule, f"{what}: {expected}", f"{what}: {found}")
+def _mismatch(rank: int, cast: CastRecord, rule: Rule, expected: str, found: str) -> Mismatch:
+    operand = f"{cast.role} in {cast.phase}"
+    return Mismatch(cast.step, cast.index, rank, cast.fqn, rule, expected, found, operand)
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    del device
+    if not computes_on_plain_shards(expect.case.target) or expect.case.layout.tp == 1:
+        return ""
+    return "modules get plain tensors under TP, which do not tell which part of an operand they are"
+
+
+CHECK = Check(
+    name=NAME,
+    question="Is every tensor cast to float8 with the correct scale, and multiplied with it?",
+    blind="Casts in generated code; a high-precision operand that was wrong before its cast.",
+    function=check_scales,
+    rules=(
+        NO_RECORD,
+        *RULES,
+        DIFFERENT,
+        SHARED,
+        REPLICAS,
+        NOT_STYLED,
+        DIM,
+        SOURCE_DTYPE,
+        LOCAL,
+        NO_CAST,
+        MATMUL_SCALE,
+        MATMUL_DATA,
+    ),
+    not_judged=_not_judged,
+    record="operands",
+    formula=CASTS,
+    needs_linears=True,
+)

@@ -6,14 +6,24 @@ from collections.abc import Iterator
 
 import msgspec
 
+from harness.checks.check import Check
 from harness.checks.ranks import first_of_each, merge_ranks, missing_records
+from harness.checks.rule import Rule, Stage, no_record
 from harness.checks.witnesses import Witnesses
-from harness.evidence.signature import Signature, seen_in
+from harness.evidence.signature import Signature, is_memory, seen_in
+from harness.expect.expectations import Expectations
+from harness.expect.saved_memory import describes
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
 from harness.verdict import Finding
 
 NAME = "signature"
+
+NO_RECORD = no_record(NAME)
+UNRECORDABLE = Rule(name="signature/unrecordable", says="{problem}", stage=Stage.RUN)
+_SAYS = "not the recorded number or size of {what}"
+EXECUTED = Rule(name="signature/executed", says=_SAYS, stage=Stage.COLLECTIVES, key=("what",))
+MEMORY = Rule(name="signature/memory", says=_SAYS, stage=Stage.MEMORY, key=("what",))
 
 
 def check_signature(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -23,12 +33,12 @@ def check_signature(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
     """
     signature = witnesses.signature
     assert signature is not None, "without a signature the check is not executed"
-    absent = [finding for record in ("traffic", "saved_memory") for finding in missing_records(run, NAME, record)]
+    absent = [finding for record in ("traffic", "saved_memory") for finding in missing_records(run, NO_RECORD, record)]
     found = absent or merge_ranks(run, lambda trace: first_of_each(_differences(case, signature, trace)))
     if not found or absent:
         return found
-    first = f"{found[0].message}; if it is intended, `{witnesses.update_signature}` records it"
-    return [msgspec.structs.replace(found[0], message=first), *found[1:]]
+    note = f"if it is intended, `{witnesses.update_signature}` records it"
+    return [msgspec.structs.replace(found[0], notes=(note,)), *found[1:]]
 
 
 def _differences(case: Case, signature: Signature, trace: RankTrace) -> Iterator[Finding]:
@@ -37,10 +47,29 @@ def _differences(case: Case, signature: Signature, trace: RankTrace) -> Iterator
         expected, found = signature.seen(step=step, rank=trace.rank), seen_in(trace, step)
         for what in dict.fromkeys((*expected, *found)):
             if expected.get(what) != found.get(what):
-                yield Finding(
-                    check=NAME,
-                    message=f"not the recorded number or size of {what}",
+                rule = MEMORY if is_memory(what) else EXECUTED
+                yield rule.finding(
+                    what=what,
                     step=step,
                     expected=f"{expected.get(what, 'none')}, as recorded",
                     found=found.get(what, "none"),
                 )
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    if expect.has_formulas:
+        return "formulas say what the model sends, multiplies and keeps"
+    return "" if describes(device) else "signatures are recorded on the virtual device"
+
+
+CHECK = Check(
+    name=NAME,
+    question="Does every rank do what it did when the signature of the case was recorded?",
+    blind="What was wrong already when it was recorded.",
+    function=check_signature,
+    rules=(NO_RECORD, UNRECORDABLE, EXECUTED, MEMORY),
+    not_judged=_not_judged,
+    record="traffic",
+    also_reads=("saved_memory", "operands", "graphs"),
+    needs_signature=True,
+)

@@ -7,13 +7,15 @@ wrong tokens too would show in no number.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import NamedTuple
 
-from harness.checks.ranks import format_ranks, traces_by_rank
+from harness.checks.check import Check
+from harness.checks.ranks import traces_by_rank
+from harness.checks.rule import Rule, Stage
 from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
 from harness.matrix.mesh import dp_rank, peers
+from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.inputs import StepInputs
 from harness.verdict import Finding
@@ -24,22 +26,46 @@ NAME = "tokens"
 # piece. Their neighbours are still neighbours. Of 31 pairs, 8 pieces of a sequence keep 24.
 _COVERED = 0.75
 
-_finding = partial(Finding, check=NAME)
 
 _OWN = (
     "train on the microbatches that step() is given, all of them: they are the part of this rank already, so use no "
     "data loader, sampler or slice of your own."
 )
-_SHIFTED = "call the model with `batch[:, :-1]`, and compare its logits with `batch[:, 1:]`."
+
+LABELS = Rule(
+    name="tokens/labels",
+    says="{who}: the model is called with the labels (tokens shifted by one)",
+    stage=Stage.DATA,
+    fix="call the model with `batch[:, :-1]`, and compare its logits with `batch[:, 1:]`.",
+)
+OTHER_RANK = Rule(
+    name="tokens/other-rank",
+    says="{who}: the model is called with tokens of another data-parallel rank",
+    stage=Stage.DATA,
+    fix=_OWN,
+)
+SOME = Rule(
+    name="tokens/some",
+    says="{who}: the model is called with {got} of {wanted} sequences only",
+    stage=Stage.DATA,
+    fix=_OWN,
+)
+FOREIGN = Rule(
+    name="tokens/foreign",
+    says="{who}: the model is called with tokens that are not those of this step",
+    stage=Stage.DATA,
+    fix=_OWN,
+)
 
 
 class _Wrong(NamedTuple):
     """What the model got in place of what it should have got."""
 
-    message: str
+    rule: Rule
     expected: str
     found: str
-    fix: str
+    got: int  # sequences
+    wanted: int
 
 
 def check_tokens(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -79,15 +105,16 @@ def _of_ranks(
         return []
     first = min(step for step, _ in wrong)
     return [
-        _finding(
-            message=f"{who or format_ranks(ranks)}: {found.message}",
+        wrong_one.rule.finding(
+            who=who or format_ranks(ranks),
+            got=wrong_one.got,
+            wanted=wrong_one.wanted,
             step=step,
-            rank=None if who else ranks[0],
-            expected=found.expected,
-            found=found.found,
-            fix=found.fix,
+            ranks=() if who else ranks,
+            expected=wrong_one.expected,
+            found=wrong_one.found,
         )
-        for (step, found), ranks in wrong.items()
+        for (step, wrong_one), ranks in wrong.items()
         if step == first
     ]
 
@@ -96,20 +123,29 @@ def _wrong(found: StepInputs, part: range, covered: float) -> _Wrong | None:
     """What is wrong with the inputs of one rank in one step; None for a form that is not recognised, too."""
     missing, foreign = set(part) - set(found.inputs), sorted(set(found.inputs) - set(part))
     expected = f"sequences {_spelled(part)} of the global batch"
+    counts = len(part) - len(missing), len(part)
     if missing and missing <= set(found.labels):
-        return _Wrong("the model is called with the labels (tokens shifted by one)", expected, "labels", _SHIFTED)
+        return _Wrong(LABELS, expected, "labels", *counts)
     if foreign:
-        message = "the model is called with tokens of another data-parallel rank"
-        return _Wrong(message, expected, f"sequences {_spelled(found.inputs)}", _OWN)
+        return _Wrong(OTHER_RANK, expected, f"sequences {_spelled(found.inputs)}", *counts)
     if missing and len(missing) < len(part):
-        message = f"the model is called with {len(part) - len(missing)} of {len(part)} sequences only"
-        return _Wrong(message, expected, f"sequences {_spelled(found.inputs)}", _OWN)
+        return _Wrong(SOME, expected, f"sequences {_spelled(found.inputs)}", *counts)
     if missing and covered < _COVERED:
         shapes = ", ".join(f"{list(shape)}" for shape in dict.fromkeys(found.shapes))
-        message = "the model is called with tokens that are not those of this step"
-        return _Wrong(message, expected, f"tokens of none of them, in tensors {shapes}", _OWN)
+        return _Wrong(FOREIGN, expected, f"tokens of none of them, in tensors {shapes}", *counts)
     return None
 
 
 def _spelled(sequences: Iterable[int]) -> str:
     return format_ranks(sequences).removeprefix("ranks ").removeprefix("rank ")
+
+
+CHECK = Check(
+    name=NAME,
+    question="Is the model called with the tokens that `step` was given, and every rank with its own part of them?",
+    blind="A model that is called in parts, or compiled whole; tokens in a form that is not recognised.",
+    function=check_tokens,
+    rules=(LABELS, OTHER_RANK, SOME, FOREIGN),
+    record="inputs",
+    absent="the model is not called as a whole",
+)

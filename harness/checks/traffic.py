@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 from harness.checks import traffic_rules
+from harness.checks.check import Check
 from harness.checks.ranks import first_of_each, merge_ranks, missing_records
-from harness.checks.traffic_rules import check_any_model
+from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.traffic_rules import AMAX_MISSING, HIGH_PRECISION, check_any_model
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import TRAFFIC, Expectations
 from harness.expect.traffic import Transfer
 from harness.matrix.case import Case
+from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
 from harness.plural import counted
 from harness.trace import RankTrace, Run
+from harness.trace.stated import TRAFFIC as STATED
 from harness.trace.traffic import collective_words
 from harness.verdict import Finding
 
@@ -25,7 +28,28 @@ NAME = traffic_rules.NAME
 # Of the bytes of bfloat16: float8 takes half; the rest is for the norms, which are gathered in high precision.
 MAX_SHARE_OF_BFLOAT16 = 0.51
 
-_finding = partial(Finding, check=NAME)
+
+NO_RECORD = no_record(NAME)
+VOLUME = Rule(
+    name="traffic/volume",
+    says="wrong number or size of {collective}",
+    stage=Stage.COLLECTIVES,
+    key=("collective",),
+    formula=TRAFFIC,
+)
+GATHERS = Rule(
+    name="traffic/gathers",
+    says="weights are gathered too {often} along {axis}",
+    stage=Stage.COLLECTIVES,
+    key=("often", "axis"),
+    fix="give fully_shard the `reshard_after_forward` that the case asks for.",
+)
+AMAX_ELSEWHERE = Rule(
+    name="traffic/amax-elsewhere",
+    says="amax is reduced over the wrong ranks: not along {axis}",
+    stage=Stage.COLLECTIVES,
+    key=("axis",),
+)
 
 
 class CollectiveKey(NamedTuple):
@@ -103,8 +127,8 @@ def check_traffic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
     """
     expect = witnesses.expect
     if not expect.has_formulas:
-        return missing_records(run, NAME, "traffic") or check_any_model(expect, run)
-    return missing_records(run, NAME, "traffic") or [
+        return missing_records(run, NO_RECORD, "traffic") or check_any_model(expect, run)
+    return missing_records(run, NO_RECORD, "traffic") or [
         *merge_ranks(run, lambda trace: first_of_each(_causes(expect, trace))),
         *merge_ranks(run, lambda trace: first_of_each(_differences(expect, trace))),
     ]
@@ -169,12 +193,12 @@ def _differences(expect: Expectations, trace: RankTrace) -> Iterator[Finding]:
     for step in _steps(expect, trace):
         for key in sorted(step.expected.keys() | step.found.keys()):
             if not step.fits(key):
-                yield _finding(
-                    message=f"wrong number or size of {key}",
+                yield VOLUME.finding(
+                    collective=str(key),
+                    values=key._asdict(),
                     step=step.number,
                     expected=f"{step.expected.get(key, Volume())}{_purposes(expect, step, key)}",
                     found=str(step.found.get(key, Volume())),
-                    formula=TRAFFIC,
                 )
 
 
@@ -198,12 +222,12 @@ def _number_of_gathers(step: _Step) -> list[Finding]:
     if found == expected:
         return []
     return [
-        _finding(
-            message=f"weights are gathered too {'often' if found > expected else 'seldom'} along dp_shard",
+        GATHERS.finding(
+            often="often" if found > expected else "seldom",
+            axis="dp_shard",
             step=step.number,
             expected=f"{expected} all-gathers",
             found=str(found),
-            fix="give fully_shard the `reshard_after_forward` that the case asks for.",
         )
     ]
 
@@ -218,8 +242,7 @@ def _high_precision_gathers(expect: Expectations, step: _Step) -> list[Finding]:
     if ratio <= MAX_SHARE_OF_BFLOAT16:
         return []
     return [
-        _finding(
-            message="float8 all-gather is on, but converted weights are gathered in high precision",
+        HIGH_PRECISION.finding(
             step=step.number,
             expected=f"at most {MAX_SHARE_OF_BFLOAT16:.2f} of the bytes of bfloat16",
             found=f"{ratio:.2f}",
@@ -244,14 +267,11 @@ def _amax_reductions(step: _Step) -> Iterator[Finding]:
             continue
         if extra:
             elsewhere = ", ".join(f"{number} too many along {other}" for other, number in extra.items())
-            message = f"amax is reduced over the wrong ranks: not along {axis}"
-            values = f"{found[axis]} along {axis}, {elsewhere}"
+            rule, values = AMAX_ELSEWHERE, f"{found[axis]} along {axis}, {elsewhere}"
         else:
-            missing = counted(count - found[axis], "amax reduction is", "amax reductions are")
-            message = f"{missing} missing along {axis}: each shard uses its own scale"
-            values = str(found[axis])
+            rule, values = AMAX_MISSING, str(found[axis])
         wanted = f"{counted(count, 'reduction')} by max along {axis}"
-        yield _finding(message=message, step=step.number, expected=wanted, found=values)
+        yield rule.finding(axis=axis, missing=count - found[axis], step=step.number, expected=wanted, found=values)
 
 
 def _max_reductions(traffic: Traffic, within: set[CollectiveKey]) -> defaultdict[str, int]:
@@ -261,3 +281,32 @@ def _max_reductions(traffic: Traffic, within: set[CollectiveKey]) -> defaultdict
         if key.op == "max" and key not in within:
             counts[key.axis] += volume.times
     return counts
+
+
+def _not_judged(expect: Expectations, device: str) -> str:
+    del device
+    if not computes_on_plain_shards(expect.case.target):
+        return ""
+    return f"{OF_DTENSOR}: {expect.case.target} reduces counts of tokens and metrics as well"
+
+
+def _partly(expect: Expectations, device: str) -> str:
+    del device
+    if expect.has_formulas:
+        return ""
+    instead = expect.judged_instead(STATED)
+    return f"no formula for the model of {expect.case.target}: only what holds for any; {instead}"
+
+
+CHECK = Check(
+    name=NAME,
+    question="Does every rank send exactly the collectives of its case?",
+    blind="The order of collectives, and what is in them: `scales` and `parity` see the numbers.",
+    function=check_traffic,
+    rules=(NO_RECORD, VOLUME, GATHERS, AMAX_ELSEWHERE, *traffic_rules.RULES),
+    not_judged=_not_judged,
+    partly=_partly,
+    record="traffic",
+    formula=TRAFFIC,
+    needs_linears=True,
+)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 from harness.checks.ranks import first_of_each, merge_ranks
+from harness.checks.rule import Rule, Stage
 from harness.expect.expectations import Expectations
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.mesh import peers
@@ -26,7 +26,40 @@ from harness.verdict import Finding
 
 NAME = "traffic"
 
-_finding = partial(Finding, check=NAME)
+UNKNOWN_RANKS = Rule(
+    name="traffic/unknown-ranks",
+    says="a collective runs over ranks that no axis of the mesh joins",
+    stage=Stage.COLLECTIVES,
+)
+NOT_SUMMED = Rule(
+    name="traffic/gradients-not-summed",
+    says="gradients are not summed over all ranks of {axis}",
+    stage=Stage.COLLECTIVES,
+    key=("axis",),
+)
+REDUCE_DTYPE = Rule(
+    name="traffic/reduce-dtype",
+    says="gradients are reduced in {dtypes} instead of {asked}",
+    stage=Stage.COLLECTIVES,
+    key=("dtypes", "asked"),
+)
+HIGH_PRECISION = Rule(
+    name="traffic/high-precision",
+    says="float8 all-gather is on, but converted weights are gathered in high precision",
+    stage=Stage.MODEL,
+)
+AMAX_MISSING = Rule(
+    name="traffic/amax-missing",
+    says="{missing:n amax reduction is|amax reductions are} missing along {axis}: each shard uses its own scale",
+    stage=Stage.COLLECTIVES,
+    key=("axis",),
+)
+NOT_PRECOMPUTED = Rule(
+    name="traffic/not-precomputed",
+    says="scales are precomputed, and yet weights reduce an amax of their own",
+    stage=Stage.COLLECTIVES,
+)
+RULES = (UNKNOWN_RANKS, NOT_SUMMED, REDUCE_DTYPE, HIGH_PRECISION, AMAX_MISSING, NOT_PRECOMPUTED)
 
 
 def check_any_model(expect: Expectations, run: Run) -> list[Finding]:
@@ -47,8 +80,7 @@ def check_any_model(expect: Expectations, run: Run) -> list[Finding]:
 
 def _unknown_groups(step: int, records: list[TrafficRecord]) -> Iterator[Finding]:
     for axis in sorted({record.axis for record in records if record.axis.startswith("ranks")}):
-        yield _finding(
-            message="a collective runs over ranks that no axis of the mesh joins",
+        yield UNKNOWN_RANKS.finding(
             step=step,
             expected="the ranks of one or several mesh axes",
             found=axis,
@@ -70,8 +102,8 @@ def _gradients(
         )
         found = sum(_elements(record) for record in records if (record.axis, record.kind) == (axis, kind))
         if found < wanted:
-            yield _finding(
-                message=f"gradients are not summed over all ranks of {axis}",
+            yield NOT_SUMMED.finding(
+                axis=axis,
                 step=step,
                 expected=f"{kind} of at least {wanted} elements, as many as there are parameters",
                 found=f"{found} elements",
@@ -81,8 +113,9 @@ def _gradients(
     if dtypes - {asked}:
         kept = {parameter.dtype for parameter in _parameters(trace) if parameter.trained}
         fix = "set reduce_dtype in MixedPrecisionPolicy, or `reduce_dtype` in the case to what you mean."
-        yield _finding(
-            message=f"gradients are reduced in {', '.join(sorted(dtypes - {asked}))} instead of {asked}",
+        yield REDUCE_DTYPE.finding(
+            dtypes=", ".join(sorted(dtypes - {asked})),
+            asked=asked,
             step=step,
             expected=f"reduce_scatter in {asked}",
             found=", ".join(sorted(dtypes)),
@@ -107,8 +140,7 @@ def _gathers(expect: Expectations, trace: RankTrace, step: int, records: list[Tr
     # A shard is padded to that of the first rank, which is at most a row longer.
     most = _PADDING * gathers * (narrow + wide * ITEM_BYTES[expect.case.train.dtype])
     if found > most:
-        yield _finding(
-            message="float8 all-gather is on, but converted weights are gathered in high precision",
+        yield HIGH_PRECISION.finding(
             step=step,
             expected=f"at most {most:.0f} bytes",
             found=f"{found} bytes",
@@ -133,9 +165,9 @@ def _amax_reductions(
         if size == 1 or not scalar
     )
     if found < wanted:
-        missing = counted(wanted - found, "amax reduction is", "amax reductions are")
-        yield _finding(
-            message=f"{missing} missing along tp: each shard uses its own scale",
+        yield AMAX_MISSING.finding(
+            axis="tp",
+            missing=wanted - found,
             step=step,
             expected=f"{counted(wanted, 'reduction')} by max along tp, one for every cast of a shard",
             found=str(found),
@@ -153,8 +185,7 @@ def _not_precomputed(expect: Expectations, trace: RankTrace, step: int) -> Itera
     of_weights = _times(_casts(trace, 1), "all_gather").total()
     allowed = first - of_weights if first >= of_weights else first
     if found > allowed:
-        yield _finding(
-            message="scales are precomputed, and yet weights reduce an amax of their own",
+        yield NOT_PRECOMPUTED.finding(
             step=step,
             expected=f"at most {counted(allowed, 'reduction')} of one number by max along dp_shard",
             found=str(found),

@@ -11,19 +11,15 @@ import math
 import msgspec
 
 from harness.checks.assembly import largest
-from harness.checks.loss_vs_golden import NAME as LOSS_VS_GOLDEN
+from harness.checks.loss_vs_golden import LOSS
 from harness.evidence.golden import Golden
 from harness.trace import Run
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding
 
 
 def needs_twin(findings: tuple[Finding, ...]) -> bool:
     """True when a finding is about the distance of a loss to its golden."""
-    return any(map(_is_about_distance, findings))
-
-
-def _is_about_distance(finding: Finding) -> bool:
-    return finding.check == LOSS_VS_GOLDEN and finding.verdict is Verdict.NUMERIC
+    return any(finding.rule == LOSS.name for finding in findings)
 
 
 def with_twin_diagnosis(
@@ -32,8 +28,8 @@ def with_twin_diagnosis(
     """The findings, with the diagnosis added to those about losses."""
     diagnosis = _diagnosis(_distance(run, golden), None if twin is None else _distance(twin, golden))
     return tuple(
-        msgspec.structs.replace(finding, message=f"{finding.message}\n{diagnosis}")
-        if _is_about_distance(finding)
+        msgspec.structs.replace(finding, details=f"{finding.details}\n{diagnosis}")
+        if finding.rule == LOSS.name
         else finding
         for finding in findings
     )

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import msgspec
 
-from harness.checks.ranks import format_ranks
+from harness.checks.rule import Rule
 from harness.checks.stacks import innermost_calls
 from harness.evidence.golden import Golden
 from harness.evidence.signature import Signature
 from harness.evidence.tolerance import Tolerance
 from harness.expect.expectations import Expectations
+from harness.sentence import format_ranks
 from harness.trace import Run
-from harness.verdict import UNJUDGED, Finding
+from harness.verdict import Finding
 
 
 class Witnesses(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,14 +53,9 @@ def why_unfinished(run: Run | None) -> str:
     return f": {causes[0].message.partition(chr(10))[0]}" if causes else ""
 
 
-def unfinished(check: str, who: str, run: Run | None, case_run: Run) -> Finding:
+def unfinished(rule: Rule, who: str, run: Run | None, case_run: Run) -> Finding:
     """The finding of a check that cannot compare `case_run` with a run of `who`, with the calls that it ended in."""
-    return Finding(
-        check=check,
-        message=f"{UNJUDGED}{who} could not be run{why_unfinished(run)}",
-        expected=f"a run of {who}",
-        found=_ending(run, case_run),
-    )
+    return rule.finding(who=who, why=why_unfinished(run), expected=f"a run of {who}", found=_ending(run, case_run))
 
 
 def _ending(run: Run | None, case_run: Run) -> str | None:

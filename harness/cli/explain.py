@@ -12,6 +12,7 @@ from harness.cli.options import root_option
 from harness.errors import HarnessError
 from harness.evidence.costs import CostsDamaged
 from harness.evidence.formulas import PACKAGES, doubts, read_verified
+from harness.evidence.kills import read_kills
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
 from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis
 from harness.matrix.case import Case
@@ -34,6 +35,7 @@ Examples:
   fp8-harness explain --ids                                every word of case ids, and what is out of scope
   fp8-harness explain tp=4 recipe=tensorwise               the rules for these cells of tier pr
   fp8-harness explain output_layer=true --tier nightly
+  fp8-harness explain --checks                             every check, its rules, and the faults that prove it
   fp8-harness explain --internals                          private parts of torch and torchao, and what they are here
 """
 
@@ -42,10 +44,13 @@ Examples:
 @click.argument("words", metavar="CASE-ID | AXIS=VALUE...", nargs=-1)
 @click.option("--ids", is_flag=True, help="List every word that a case id can have, and what is out of scope.")
 @click.option("--internals", is_flag=True, help="List every private part of torch and torchao that ranks use, and why.")
+@click.option("--checks", is_flag=True, help="Describe every check: question, rules, faults that prove it.")
 @click.option("--json", "as_json", is_flag=True, help="With --internals: print JSON.")
 @click.option("--tier", default="pr", show_default=True, metavar="TIER|FILE", help="Matrix to search for AXIS=VALUE.")
 @root_option
-def explain(words: tuple[str, ...], *, ids: bool, internals: bool, as_json: bool, tier: str, root: str | None) -> None:
+def explain(  # noqa: PLR0913  one parameter per option
+    words: tuple[str, ...], *, ids: bool, internals: bool, checks: bool, as_json: bool, tier: str, root: str | None
+) -> None:
     """Describe a case: the words of its id, its cost and its rules. Or list the rules for AXIS=VALUE."""
     if as_json and not internals:
         raise HarnessError("only the private parts are printed as JSON.", where="--json", fix="give --internals too.")
@@ -56,6 +61,9 @@ def explain(words: tuple[str, ...], *, ids: bool, internals: bool, as_json: bool
         print_internals(as_json=as_json)
         return
     project = find_project(root)
+    if checks:
+        _print_checks(project)
+        return
     if any("=" in word for word in words):
         _explain_values(project, words, tier)
     elif len(words) == 1:
@@ -63,6 +71,14 @@ def explain(words: tuple[str, ...], *, ids: bool, internals: bool, as_json: bool
     else:
         what = "got more than one case id." if words else "got no case id."
         raise HarnessError(what, where="explain", fix="give one id, or AXIS=VALUE words, or --ids.")
+
+
+def _print_checks(project: Project) -> None:
+    """The reference of the checks, with the faults that the project, or else the harness, recorded."""
+    from harness.report.checks import checks_markdown
+
+    kills = read_kills(project.root) or read_kills(project.shipped)
+    click.echo(checks_markdown(kills), nl=False)
 
 
 def _print_words() -> None:

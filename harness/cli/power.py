@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from harness.cli.options import json_option, plan_parameter, query_parameter, root_option, write_output
+from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -25,6 +26,7 @@ Examples:
   fp8-harness power --fault amax_without_abs           one fault
   fp8-harness power --class B --carriers 1             one class of faults, each in one case
   fp8-harness power --list                             list the faults and their cases
+  fp8-harness power --record                           store what docs/checks.md says of every check
   fp8-harness power pr --carriers 1                    all faults, each in the cheapest case of tier pr
   fp8-harness power pr --select dtype=bfloat16         in bfloat16 cases only
   fp8-harness power --target my_pkg.my_target          which of them reach your own target
@@ -42,6 +44,7 @@ target, or a clean run failed, 2 usage error or bad input, 3 no fault applies to
 @click.option("--class", "groups", type=click.Choice(list(FAULT_CLASSES)), multiple=True, help="A class of faults.")
 @click.option("--carriers", type=click.IntRange(min=1), default=2, show_default=True, help="Cases per fault.")
 @click.option("--list", "listed", is_flag=True, help="List the faults and the cases they are planted in, and exit.")
+@click.option("--record", is_flag=True, help="Store which rules found every fault, in golden/evidence/kills.json.")
 @json_option("the kill matrix")
 @query_parameter
 @plan_parameter
@@ -52,6 +55,7 @@ def power_command(  # noqa: PLR0913  one parameter per option
     groups: tuple[str, ...],
     carriers: int,
     listed: bool,
+    record: bool,
     json_file: Path | None,
     query: Query,
     plan_for: Callable[..., Plan],
@@ -61,10 +65,13 @@ def power_command(  # noqa: PLR0913  one parameter per option
 
     Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
     """
+    from harness.evidence.kills import write_kills
     from harness.report.power import power_text
-    from harness.studies.power import carriers_among, run_power
+    from harness.studies.power import carriers_among, recorded_kills, run_power
 
     faults, project = _chosen(names, groups), find_project(root)
+    if record and (names or groups or query != Query()):
+        raise HarnessError("the record is of every fault in its own cases.", where="--record", fix="give it alone.")
     found = carriers_among(project, faults, query, at_most=carriers)
     if listed:
         for fault in faults:
@@ -75,6 +82,8 @@ def power_command(  # noqa: PLR0913  one parameter per option
         power = run_power(project, faults, found, plan, progress)
     click.echo(power_text(power), nl=False, err=str(json_file) == "-")
     write_output(json_file, lambda: to_json(power, indent=2))
+    if record and not power.interrupted:
+        click.echo(f"stored in {write_kills(project.root, recorded_kills(power))}", err=True)
     if power.interrupted:
         return ExitCode.INTERRUPTED
     if len(power.trials) == len(power.not_reached):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import click
 
-from harness.checks.ranks import format_ranks
 from harness.cli.golden import asked_cases, check_committed, require_reason
 from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
 from harness.errors import HarnessError
@@ -26,6 +25,7 @@ from harness.report.text import case_block
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query
+from harness.sentence import format_ranks
 from harness.sources import installed_version
 from harness.studies.signatures import SignatureChange, record_signatures
 from harness.verdict import ExitCode

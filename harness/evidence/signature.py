@@ -231,10 +231,18 @@ def _collectives(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
         yield kind, f"{counts.total()} with {payload[kind]} bytes ({elements} elements)"
 
 
+def is_memory(what: str) -> bool:
+    """True for a kind of what is seen that is kept in memory."""
+    return what.endswith(_SAVED) or _ALIVE in what
+
+
+_SAVED, _ALIVE = " bytes saved for backward", " alive "
+
+
 def _memory(trace: RankTrace, step: int) -> Iterator[tuple[str, str]]:
     for record in trace.saved_memory or ():
         if record.step == step:
-            yield from ((f"{dtype} bytes saved for backward", str(count)) for dtype, count in record.by_dtype.items())
+            yield from ((f"{dtype}{_SAVED}", str(count)) for dtype, count in record.by_dtype.items())
             for live in record.live:
                 when = f"alive {MOMENTS[live.moment]}"
                 yield f"scalars {when}", str(live.scalars)

@@ -61,7 +61,7 @@ class Expectations:
         self.case = case
         self.changes = changes
         self.numerics = numerics
-        self._stated = stated
+        self.stated = stated
         # True where all that must be seen follows from the case; of any other model it is found out.
         self.has_formulas = is_llama(case.target)
         self.model = llama_model(case) if self.has_formulas else found
@@ -87,17 +87,9 @@ class Expectations:
         """The records that no rank can have, each with the reason."""
         return records.not_recorded(self.case, self.numerics)
 
-    @functools.cached_property
-    def not_judged(self) -> Mapping[str, str]:
-        """The checks that can say nothing of the case, each with the reason."""
-        return records.not_judged(
-            self.case, model_found=self.model is not None, stated=self._stated, numerics=self.numerics
-        )
-
-    @functools.cached_property
-    def partly_judged(self) -> Mapping[str, str]:
-        """The checks that judge a part of the case only, each with the part that they do not judge."""
-        return records.partly_judged(self.case, self._stated, self.numerics)
+    def judged_instead(self, topic: str) -> str:
+        """The check that judges in place of a formula, where the target may state numbers of `topic`."""
+        return "see `stated`" if topic in self.stated else "see `signature`"
 
     @functools.cached_property
     def refusal(self) -> Refusal | None:

@@ -18,6 +18,13 @@ from harness.matrix.recipes import ITEM_BYTES
 
 Elements = Counter[str]  # by dtype
 
+NOT_OF_THIS_DEVICE = "the formula is that of a CPU: what attention and random states keep on a GPU differs; see `leaks`"
+
+
+def describes(device: str) -> bool:
+    """Whether the formulas of saved and live memory describe what a run on this device keeps."""
+    return device == "cpu"
+
 
 def expected_saved(case: Case, *, step: int, rank: int) -> dict[str, int]:
     """Bytes by dtype that `rank` saves between forward and backward of `step` (1-based)."""

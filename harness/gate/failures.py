@@ -101,10 +101,8 @@ def _first(case: CaseDocument) -> str:
     if not case.findings:
         return case.verdict.phrase
     finding = case.findings[0]
-    parts = (("step", finding.step), ("rank", finding.rank), ("module", finding.module))
-    place = ", ".join(f"{name} {value}" for name, value in parts if value is not None)
     is_named = finding.module is not None and finding.module in finding.first_line
-    where = f" [{place}]" if place and not is_named else ""
+    where = f" [{finding.place}]" if finding.place and not is_named else ""
     return f"{finding.check}{where}: {finding.first_line}"
 
 

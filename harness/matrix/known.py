@@ -9,10 +9,10 @@ that is missing.
     where = "tp>1 recipe=rowwise" # a selector: the affected cases
     verdict = "numeric"           # how they end: numeric, invariant, crash or hang
     requires = [                  # the findings by which the fault is recognized: each must be there
-      {check = "graphs", message = "rows: ", module = "layers"},
+      {rule = "graphs/rows", values = {operator = "fused_scaled_matmul_reduce_scatter"}},
     ]
     may_cause = [                 # what may follow from it, and how large it may be
-      {check = "parity", message = "differ", at_most = 0.4},
+      {rule = "parity/gradients", at_most = 0.4},
     ]
     link = "https://..."          # the report
     torch = ">=2.13,<2.14"        # the affected versions; `torchao` and `torchtitan` likewise, at least one of them
@@ -20,9 +20,10 @@ that is missing.
     fix = "cases/fixes/x.py:apply"  # optional: with it, every check must pass
     reason = "..."                # one sentence: the cause
 
-`check` is the name of a check, or "engine" for how ranks ended. `message` is a regular expression that is searched in
-the message of a finding, `module` one that must match its whole module; without them, any will do. `at_most` is in the
-unit of the finding's size; a finding without a size is not explained by a symptom with `at_most`.
+`rule` is that of a check (`fp8-harness explain --checks` lists them), or one of "engine/..." for how ranks ended.
+`module`, `operand` and `values` are compared with those of the finding. A list stands for any of its texts, and `*`, in
+the rule as well, for anything; what is not given may be anything. `at_most` is in the unit of the finding's size; a
+finding without a size is not explained by a symptom with `at_most`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -49,30 +51,42 @@ from harness.verdict import Finding, Verdict
 
 _FAILURES = tuple(verdict.value for verdict in (Verdict.NUMERIC, Verdict.INVARIANT, Verdict.CRASH, Verdict.HANG))
 PACKAGES = ("torch", "torchao", "torchtitan")
-_SYMPTOM = '{check = "parity", message = "...", at_most = 0.5}'
+_SYMPTOM = '{rule = "parity/gradients", at_most = 0.5}'
 
 
 class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of finding: its check, and optionally its words, its module and its largest size."""
+    """One kind of finding: its rule, and optionally its module, operand, values and largest size."""
 
-    check: str
-    message: str = ""
+    rule: str
     module: str | None = None
+    operand: str | tuple[str, ...] | None = None
+    values: Mapping[str, str | tuple[str, ...]] = {}
     at_most: float | None = None
+
+    @property
+    def check(self) -> str:
+        """The check of the rule."""
+        return self.rule.partition("/")[0]
 
     def explains(self, finding: Finding) -> bool:
         """True when the finding is of this kind and not larger."""
         return (
-            finding.check == self.check
-            and re.search(self.message, finding.message) is not None
-            and (self.module is None or re.fullmatch(self.module, finding.module or "") is not None)
+            fnmatchcase(finding.rule, self.rule)
+            and (self.module is None or fnmatchcase(finding.module or "", self.module))
+            and (self.operand is None or _is_one_of(finding.operand, self.operand))
+            and all(_is_one_of(finding.values.get(name, ""), texts) for name, texts in self.values.items())
             and (self.at_most is None or (finding.size is not None and finding.size <= self.at_most))
         )
 
     def __str__(self) -> str:
-        module = "" if self.module is None else f" about {self.module}"
+        places = (self.operand, self.module, *(f"{name} {texts}" for name, texts in self.values.items()))
+        about = ", ".join(str(place) for place in places if place is not None)
         size = "" if self.at_most is None else f", at most {self.at_most:g}"
-        return f"{self.check}: '{self.message}'{module}{size}"
+        return f"{self.rule}{f' about {about}' if about else ''}{size}"
+
+
+def _is_one_of(value: object, texts: str | tuple[str, ...]) -> bool:
+    return any(fnmatchcase(str(value), text) for text in ((texts,) if isinstance(texts, str) else texts))
 
 
 class KnownFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,13 +251,6 @@ def _check_symptoms(toml: TomlFile, fields: dict[str, Any], index: int) -> None:
         raise toml.error("fault", index, "requires", what=what, fix=f"write requires = [{_SYMPTOM}].")
     for name in ("requires", "may_cause"):
         try:
-            symptoms = msgspec.convert(fields.get(name, []), tuple[Symptom, ...])
+            msgspec.convert(fields.get(name, []), tuple[Symptom, ...])
         except msgspec.ValidationError as error:
             raise toml.error("fault", index, name, what=f"{error}.", fix=f"write {name} = [{_SYMPTOM}].") from error
-        for symptom in symptoms:
-            for pattern in (symptom.message, symptom.module or ""):
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    what = f"'{pattern}' is not a regular expression: {error}."
-                    raise toml.error("fault", index, name, what=what) from error

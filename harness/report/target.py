@@ -9,7 +9,7 @@ import msgspec
 
 from harness.jsonform import to_json
 from harness.plural import counted
-from harness.report.wording import place, printable, wrapped
+from harness.report.wording import printable, wrapped
 from harness.studies.target_check import Built, TargetReport, TargetRun
 from harness.verdict import ExitCode, Finding, Verdict
 
@@ -74,7 +74,7 @@ def _problem(shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], *,
         fix=first.fix,
         expected=first.expected,
         found=first.found,
-        where="" if first.message.startswith("rank") else place(first),
+        where="" if first.ranks else first.place,
         cases=cases,
         likely_effect=first.fix is None and (set(cases) <= explained or not (first.judged or alone)),
     )

@@ -41,15 +41,9 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-def place(finding: Finding) -> str:
-    """Where a finding is: "step 3, rank 1, module layers.0.attention.wq"; empty if it is about the whole run."""
-    parts = (("step", finding.step), ("rank", finding.rank), ("module", finding.module))
-    return ", ".join(f"{name} {value}" for name, value in parts if value is not None)
-
-
 def finding_text(finding: Finding) -> str:
     """A finding on several lines: check, place and message, then expected, found and what to do."""
-    where = f" [{place(finding)}]" if place(finding) else ""
+    where = f" [{finding.place}]" if finding.place else ""
     values = (("expected", finding.expected), ("found", finding.found), ("fix", finding.fix))
     lines = [
         f"{finding.check}{where}: {finding.headline}",

@@ -300,7 +300,7 @@ def _judged_by(
     trains = expect.refusal is None
     witnesses = Witnesses(
         expect=expect,
-        records=evidence.plan.records,
+        records=evidence.plan.records_of(case),
         golden=evidence.golden(case) if trains else None,
         signature=evidence.signature(case),
         update_signature=update_signature(case_id(case), root=evidence.root),

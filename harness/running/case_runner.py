@@ -14,7 +14,8 @@ import msgspec
 
 from harness.checks.advice import advice
 from harness.checks.failure_signature import signature_of
-from harness.checks.judge import Judgement, run_from_outcome
+from harness.checks.failures import REPORT
+from harness.checks.judge import BROKEN, Judgement, run_from_outcome
 from harness.durable import WriteFailed
 from harness.engine.messages import JobOutcome, JobStatus
 from harness.matrix.case import Case
@@ -170,7 +171,7 @@ class CaseRunner:
 
 
 def _said_with(fixes: Sequence[str], finding: Finding) -> Finding:
-    return msgspec.structs.replace(finding, message=f"with {' and '.join(fixes)}: {finding.message}")
+    return msgspec.structs.replace(finding, within=f"with {' and '.join(fixes)}")
 
 
 def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement:
@@ -178,10 +179,10 @@ def _explained(judgement: Judgement, run: Run, outcome: JobOutcome) -> Judgement
     if outcome.status == "ok" or run.failures or not outcome.message:
         return judgement
     told = advice(outcome.message)
-    return msgspec.structs.replace(judgement, findings=(Finding(check="engine", message=told.what, fix=told.fix),))
+    return msgspec.structs.replace(judgement, findings=(REPORT.finding(report=told.what, fix=told.fix),))
 
 
 def _broken_judgement(error: Exception) -> Judgement:
     text = "".join(traceback.format_exception(error))
-    finding = Finding(check="judge", message=f"the harness failed while judging: {error!r}\n{text}")
+    finding = BROKEN.finding(error=repr(error), details=text)
     return Judgement(verdict=Verdict.INFRA, findings=(finding,))

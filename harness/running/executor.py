@@ -61,7 +61,7 @@ class Executor:
             RunRequest(
                 case=case,
                 injections=tuple(injection.patch for injection in (*fixes, *self._plan.injections)),
-                probes=self._plan.probes,
+                probes=self._plan.probes_for(case),
                 digests_built=self._plan.digests_built,
             )
         )

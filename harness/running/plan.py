@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from harness.checks.catalogue import probes_of
 from harness.engine.capacity import Capacity, capacity_here
 from harness.engine.hardware import Device
 from harness.engine.joining import Rendezvous
@@ -20,6 +21,7 @@ from harness.engine.ray_cluster import cluster_capacity, cluster_device
 from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError
 from harness.evidence.hardware import hardware_classes
+from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.numerics import Numerics
@@ -32,7 +34,6 @@ PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank p
 DEFAULT_PROGRAM = "harness.worker.main"
 DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
 
-PROBES = ("sketches", "operands", "traffic", "saved_memory", "graphs", "module_tensors", "flops")
 
 EngineKind = Literal["zygote", "torchrun", "ray"]
 
@@ -60,7 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     address: str = ""  # of the Ray cluster of engine `ray`
     program: str = DEFAULT_PROGRAM
     injections: tuple[Injection, ...] = ()
-    probes: tuple[str, ...] = ()  # what ranks record besides losses: fields of `RankTrace`
+    probed: bool = False  # ranks record what checks read besides losses
     compiles: bool = False  # some case compiles its blocks: the zygote pays for the first compilation
     timeout_s: float | None = None  # of every case; None scales it with the case
     max_failures: int | None = None  # stop after so many cases that are not good
@@ -73,10 +74,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rendezvous: Rendezvous | None = None  # with the other nodes; None where there are none
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 
-    @property
-    def records(self) -> tuple[str, ...]:
+    def probes_for(self, case: Case) -> tuple[str, ...]:
+        """What ranks of a case are asked to record besides losses: fields of `RankTrace`."""
+        return probes_of(Expectations(case, numerics=self.numerics), self.device) if self.probed else ()
+
+    def records_of(self, case: Case) -> tuple[str, ...]:
         """The records that ranks must leave. Of a rank program of the user's own, it is not known what it records."""
-        return self.probes if self.program == DEFAULT_PROGRAM else ()
+        return self.probes_for(case) if self.program == DEFAULT_PROGRAM else ()
 
     @property
     def numerics(self) -> Numerics:
@@ -164,7 +168,7 @@ def make_plan(  # noqa: PLR0913  one parameter an option
         arithmetic=arithmetic or default_arithmetic(resolved),
         program=program,
         injections=tuple(parse_injection(text) for text in injections),
-        probes=PROBES,
+        probed=True,
         timeout_s=timeout_s,
     )
 

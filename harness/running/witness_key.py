@@ -31,7 +31,7 @@ def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
         plan.device,
         plan.fabric,
         plan.arithmetic,
-        *sorted(plan.probes),
+        str(plan.probed),
         arithmetic_limits(),
         cpu_kind(cpuinfo),
         *sorted({node.cpu for node in plan.capacity.nodes}),

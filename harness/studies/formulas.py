@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from harness.checks.judge import CHECKS
+from harness.checks.catalogue import CHECKS
 from harness.evidence.formulas import VerifiedWith, base_version
 from harness.evidence.golden import provenance_of
 from harness.evidence.tree import source_commit

@@ -51,6 +51,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     case_id: str
     verdict: Verdict
     checks: tuple[str, ...]  # names of the checks with findings, without those that also fail in the clean run
+    rules: tuple[str, ...] = ()  # that are broken, of these checks
     first_step: int | None
     excess: float | None  # the largest found/allowed of the findings that state both
     message: str  # of the first finding

@@ -8,7 +8,6 @@ fail there detect nothing.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from harness.checks.witnesses import finished
 from harness.engine.messages import JobStatus
 from harness.evidence.costs import read_costs
 from harness.evidence.golden import Golden, GoldenMissing, find_golden
+from harness.evidence.kills import SCHEMA, Kill, Kills
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
 from harness.matrix.choice import carries
@@ -36,10 +36,10 @@ from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, trained_by
 from harness.running.witnesses import WitnessCache, open_witnesses
+from harness.sources import installed_versions
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
 from harness.studies.reach import NO_EFFECT, FaultEffect, fault_effect
 from harness.trace import Run
-from harness.verdict import Finding
 from harness.workflow import check_fits
 
 Carriers = Mapping[str, Sequence[Case]]  # by the name of a fault
@@ -250,7 +250,7 @@ def _trial(tried: _PlantingResult, clean: _PlantingResult | None) -> Trial:
     ignored = _checks(clean.result) if clean is not None and not clean.result.verdict.good else frozenset()
     findings = [finding for finding in result.findings if finding.check not in ignored]
     steps = [finding.step for finding in findings if finding.step is not None]
-    excesses = [value for value in map(_excess, findings) if value is not None]
+    excesses = [finding.excess for finding in findings if finding.excess is not None]
     return Trial(
         fault=fault.name if fault is not None else None,
         group=fault.group if fault is not None else None,
@@ -258,9 +258,10 @@ def _trial(tried: _PlantingResult, clean: _PlantingResult | None) -> Trial:
         case_id=result.case_id,
         verdict=result.verdict,
         checks=tuple(sorted({finding.check for finding in findings})),
+        rules=tuple(sorted({finding.rule for finding in findings if finding.judged})),
         first_step=min(steps, default=None),
         excess=max(excesses, key=nan_as_inf, default=None),
-        message=findings[0].message.splitlines()[0] if findings else "",
+        message=findings[0].first_line if findings else "",
         baseline=tried.baseline,
         parity=result.measured.parity if result.measured is not None else None,
         not_reached=_not_reached(tried, clean),
@@ -277,14 +278,13 @@ def _not_reached(tried: _PlantingResult, clean: _PlantingResult | None) -> str:
     return f"without it, the case {clean.result.verdict.phrase} too" if clean.baseline == UNFINISHED else NO_EFFECT
 
 
-_LIMIT = re.compile(r"<= ([0-9.e+-]+)$")
-
-
-def _excess(finding: Finding) -> float | None:
-    """The value of a finding divided by its limit; None if it does not state both."""
-    limit = _LIMIT.search(finding.expected or "")
-    try:
-        found = float(finding.found or "")
-        return found / float(limit[1]) if limit else None
-    except (ValueError, ZeroDivisionError):
-        return None
+def recorded_kills(power: Power) -> Kills:
+    """The kill matrix as it is stored."""
+    found: dict[str, dict[str, Kill]] = {}
+    for trial in power.trials:
+        if trial.fault is not None:
+            kill = Kill(verdict=trial.verdict, rules=trial.rules)
+            found.setdefault(trial.fault, {})[trial.case_id] = kill
+    installed = installed_versions(("torch", "torchao"))
+    software = {name: version for name, version in installed.items() if version is not None}
+    return Kills(schema=SCHEMA, found=found, software=software)

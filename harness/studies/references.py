@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from harness.checks import alignment, finite, fp8_on, matmuls
-from harness.checks.judge import CHECKS, Judgement, judge
+from harness.checks.catalogue import CHECKS
+from harness.checks.judge import Judgement, judge
 from harness.checks.witnesses import Witnesses
 from harness.engine.hardware import arithmetic_limits, cpu_extensions
 from harness.engine.messages import JobStatus

@@ -33,7 +33,7 @@ from harness.running.progress import Progress
 from harness.running.target_source import check_targets
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
-from harness.verdict import Finding, Verdict
+from harness.verdict import Verdict
 from harness.workflow import check_fits, run_cases
 
 
@@ -74,7 +74,7 @@ class RecordingJudge:
         try:
             self.made[name] = make_signature(run, case_id=name, **self._provenance)
         except HarnessError as error:
-            finding = Finding(check=check.NAME, message=f"{error.what} Fix: {error.fix}")
+            finding = check.UNRECORDABLE.finding(problem=f"{error.what} Fix: {error.fix}")
             return msgspec.structs.replace(judged, verdict=finding.verdict, findings=(finding,))
         return judged
 

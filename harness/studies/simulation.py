@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from harness.checks.traffic import VOLUME
 from harness.engine.messages import Job
 from harness.engine.unleased import JobRunner
 from harness.errors import HarnessError
@@ -27,7 +28,7 @@ from harness.request import SimulationRequest
 from harness.sources import installed_versions
 from harness.trace.flops import multiplied_words
 from harness.trace.simulated import SimulatedRank
-from harness.verdict import Finding
+from harness.trace.traffic import collective_of
 
 PROGRAM = "harness.worker.simulating.main"
 _DEADLINE_S = 1800.0
@@ -176,10 +177,10 @@ def _memory(case: Case, found: SimulatedRank) -> Iterator[Compared]:
 
 
 def _explained(row: Compared, faults: Sequence[KnownFault]) -> Compared:
-    """The row with the recorded fault that explains its difference: one of traffic, as its check words it."""
-    if not row.differs:
+    """The row with the recorded fault that explains its difference: one of traffic."""
+    collective = collective_of(row.what.partition(" of ")[2])
+    if not row.differs or collective is None:
         return row
-    words = row.what.partition(" of ")[2]
-    finding = Finding(check="traffic", message=f"wrong number or size of {words} ")
+    finding = VOLUME.finding(values=collective)
     fault = next((fault for fault in faults if fault.explains(finding)), None)
     return row if fault is None else replace(row, known=fault.name)

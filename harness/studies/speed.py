@@ -82,7 +82,7 @@ def measure_speed(
 
     A case stops at its first job that is not good.
     """
-    plan = replace(plan.serving(cases), probes=())
+    plan = replace(plan.serving(cases), probed=False)
     check_fits(cases, plan)
     twins = [replace(case, float8=Float8()) for case in cases]
     store = RunStore(project.new_run_folder())

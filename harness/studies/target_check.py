@@ -17,6 +17,7 @@ import msgspec
 from harness.checks.factors import explain_scale
 from harness.checks.judge import Judgement
 from harness.checks.model import unequal_initial_weights
+from harness.checks.rule import Rule, Stage
 from harness.checks.stacks import own_frame
 from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
@@ -44,7 +45,23 @@ DEFAULT_RECIPE: Recipe = "tensorwise"
 DEFAULT_LAYOUTS = ("fsdp2", "tp2", "hsdp2x2")
 TIMEOUT_S = 60.0  # of one tiny case; the slowest takes below 10 s on two busy cores
 
-TARGET = "target"  # the `check` of findings of the questions here
+TARGET = "target"  # in place of a check, in findings of the questions here
+_SAYS = "{} in losses or gradient norms from step {{step}} on"
+RANDOM = Rule(
+    name="target/random",
+    says=_SAYS.format("two equal runs differ"),
+    stage=Stage.RUN,
+    fix="seed every source of randomness in build() by case.train.seed (torch.manual_seed), switch dropout off, and "
+    "use no time, process id or unordered set.",
+)
+NOT_NEUTRAL = Rule(
+    name="target/probes",
+    says=_SAYS.format("a run with probes differs from one without"),
+    stage=Stage.RUN,
+    fix="find what depends on hooks or on who calls a module: patches of torch or torchao by the target, "
+    "`torch.nn.Module.__call__` replaced, or losses read before they are complete.",
+)
+SCALE = Rule(name="target/loss-scale", says="{explanation}", stage=Stage.RUN)
 
 
 class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,21 +238,10 @@ def _changed_by_probes(case: Case, run: Run, cache: WitnessCache) -> list[Findin
         return []
     third = cache.unprobed(case)
     random = third is not None and _first_difference(again, third) is not None
-    what = "two equal runs differ" if random else "a run with probes differs from one without"
-    fix = (
-        "seed every source of randomness in build() by case.train.seed (torch.manual_seed), switch dropout off, and "
-        "use no time, process id or unordered set."
-        if random
-        else "find what depends on hooks or on who calls a module: patches of torch or torchao by the target, "
-        "`torch.nn.Module.__call__` replaced, or losses read before they are complete."
-    )
     return [
-        Finding(
-            check=TARGET,
-            message=f"{what} in losses or gradient norms from step {step} on",
+        (RANDOM if random else NOT_NEUTRAL).finding(
             step=step,
             expected="the same numbers, bit for bit",
-            fix=fix,
         )
     ]
 
@@ -258,7 +264,7 @@ def _scale(case: Case, run: Run) -> list[Finding]:
     if case.world_size > 1 or case.float8.enabled or not run.traces[0].steps:
         return []
     found = explain_scale(case, run.traces[0].steps[0].loss)
-    return [] if found is None else [Finding(check=TARGET, message=found.what, step=1, fix=found.fix)]
+    return [] if found is None else [SCALE.finding(explanation=found.what, step=1, fix=found.fix)]
 
 
 def _target_run(case: Case, result: CaseResult, judge: _TargetJudge) -> TargetRun:

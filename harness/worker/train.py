@@ -46,9 +46,6 @@ from harness.worker.weights import write_weights
 
 ReportPhase = Callable[[str], None]
 
-# Not used in compiled runs, whose code does not call what the operand probe patches: the graph probe watches instead.
-EAGER_PROBES = ("operands",)
-
 
 class Prepared(NamedTuple):
     """A target that is built and has its initial weights, and the tokens of this rank."""
@@ -87,8 +84,6 @@ def train(  # noqa: PLR0913  what a request may ask for
     report_phase("build")
     steps: list[StepTrace] = []
     resumed = None
-    if case.compile != "none":
-        probes = [name for name in probes if name not in EAGER_PROBES]
     lost = {record: reason for record, reason in internals.lost_records().items() if record in probes}
     used = factories([name for name in probes if name not in lost], numerics)
     with (

@@ -22,8 +22,8 @@ from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.html.sections import Listing, Section
 from harness.result import CaseResult, RunResult
-from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_case, make_document, make_failure, make_result, run_of
+from harness.verdict import NotJudged, Verdict
+from tests.builders import a_finding, make_case, make_document, make_failure, make_result, run_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -78,7 +78,7 @@ def result(name: str, verdict: Verdict) -> CaseResult:
     return make_result(
         name,
         verdict,
-        findings=() if good else (Finding(check="parity", message=HOSTILE, step=2, expected="1", found="2"),),
+        findings=() if good else (a_finding(check="parity", message=HOSTILE, step=2, expected="1", found="2"),),
         run=run_of(make_failure(1, "boom", traceback=HOSTILE)) if verdict is Verdict.CRASH else None,
         checks=("finite", "parity"),
         not_judged=(NotJudged(check="traffic", reason=HOSTILE),),

@@ -29,7 +29,7 @@ BUG = Bug(
     versions={"torch": "2.5.0.dev20240617+cu121"},
     detected_by=("scales",),
     planted=("amax_without_abs",),
-    signature=FailureSignature(kind="scales", what="scale is off", where=("layers.*.wq", "input in forward")),
+    signature=FailureSignature(kind="scales/amax", where=("layers.*.wq", "input in forward")),
 )
 TABLES = {
     "stated": {"tp": "--training.tensor_parallel_degree 2"},

@@ -174,7 +174,7 @@ def test_a_recorded_fault_is_known_with_its_explanation() -> None:
     found = judge(known=(KNOWN,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache()))
     assert found.verdict is Verdict.KNOWN
     assert "could not be run" in found.findings[0].message
-    other = replace(KNOWN, requires=(Symptom(check="loss_vs_golden", message="something else"),))
+    other = replace(KNOWN, requires=(Symptom(rule="loss_vs_golden/frozen"),))
     assert judge(known=(other,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache())).verdict is Verdict.NUMERIC
 
 
@@ -203,7 +203,7 @@ def test_partners_are_compared_in_the_run_with_the_fix_alone() -> None:
 
 
 def test_a_fault_that_shows_by_the_partner_is_compared_with_it_at_once() -> None:
-    fixed = replace(KNOWN, fix="x.py:apply", requires=(Symptom(check="metamorphic"),))
+    fixed = replace(KNOWN, fix="x.py:apply", requires=(Symptom(rule="metamorphic/*"),))
     cache = FakeCache()
     judge(RELATED, known=(fixed,)).judge(RELATED, make_run(RELATED, sketches=()), "ok", cast("WitnessCache", cache))
     assert "partner" in cache.asked

@@ -18,13 +18,13 @@ from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
-from harness.verdict import Finding, Verdict
-from tests.builders import make_case, make_trace
+from harness.verdict import Verdict
+from tests.builders import a_finding, make_case, make_trace
 
 CASE = make_case(steps=2)
 FIX = Injection(text="cases/fixes/x.py:apply", target="/x.py:apply")
-ROWS = Finding(check="graphs", message="wrong rows", verdict=Verdict.NUMERIC)
-SCALE = Finding(check="scales", message="wrong scale")
+ROWS = a_finding(check="graphs", message="wrong rows", verdict=Verdict.NUMERIC)
+SCALE = a_finding(check="scales", message="wrong scale")
 
 
 class FakeExecutor:

@@ -2,63 +2,63 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks import causes
-from harness.checks.causes import CAUSES, EFFECTS, by_cause, first_effect
-from harness.checks.judge import CHECKS
-from harness.verdict import UNJUDGED, Finding, Verdict
+from harness.checks.catalogue import CHECKS, RULES
+from harness.checks.causes import by_cause, first_effect
+from harness.verdict import Finding, Verdict
+from tests.builders import a_finding
 
 NUMERIC = Verdict.NUMERIC
 
 
-def finding(check: str, step: int | None = 1, message: str = "", verdict: Verdict = Verdict.INVARIANT) -> Finding:
-    return Finding(check=check, message=message, step=step, verdict=verdict)
+def finding(rule: str, step: int | None = 1, *, judged: bool = True) -> Finding:
+    verdict = NUMERIC if RULES[rule].numeric else Verdict.INVARIANT
+    return a_finding(rule=rule, step=step, verdict=verdict, judged=judged)
 
 
 def gradients(step: int = 1) -> Finding:
-    return finding("parity", step, "21 of 21 gradients differ from the single-rank reference", NUMERIC)
+    return finding("parity/gradients", step)
 
 
 def loss(step: int = 1) -> Finding:
-    return finding("loss_vs_golden", step, "the loss differs by -0.0146 from the golden", NUMERIC)
+    return finding("loss_vs_golden/loss", step)
 
 
 def diverges(step: int = 1) -> Finding:
-    return finding("divergence", step, "first operand that diverges: amax of input", NUMERIC)
+    return finding("divergence/operand", step)
 
 
-def not_finite(step: int, what: str = "grad_norm") -> Finding:
-    return finding("finite", step, f"{what} is nan at step {step} on rank 0", NUMERIC)
+def not_finite(step: int, what: str = "grad-norm") -> Finding:
+    return finding(f"finite/{what}", step)
 
 
 def reduction(step: int = 1) -> Finding:
-    return finding("traffic", step, "wrong number or size of all_reduce (sum) in float64 along dp_replicate")
+    return finding("traffic/volume", step)
 
 
 def scale(step: int = 1) -> Finding:
-    return finding("scales", step, "scale does not match the amax: first in layers.0.attention.wq")
+    return finding("scales/amax", step)
 
 
-SATURATED = finding("scales", 1, "float8 values saturate: first in layers.0.attention.wq")
-GATHERED = finding("traffic", 1, "float8 all-gather is on, but converted weights are gathered in high precision")
-CASTS = finding("scales", 1, "wrong number of casts: first in layers.0.attention.wk")
-MATMULS = finding("matmuls", 1, "wrong number of scaled matmuls at step 1: 42 instead of 56")
-RECOMPUTED = finding("recompute", 1, "checkpointed forward was not recomputed: first in layers.0.attention.wk")
-SAVED = finding("memory", 1, "saved memory is that of checkpointing none, not full: wrong number of float64 bytes")
-KEPT = finding("live_memory", 1, "float8_e4m3fn[128, 256] is alive between forward and backward")
-MODULE = finding("local_parity", 1, "the output of layers.0.attention.wo is not what one rank computes", NUMERIC)
-TOKENS = finding("parity", None, "wrong tokens on rank 1")
-DATA = finding("loss_vs_golden", None, "rank 1 trained on other data than the golden")
-REPLICAS = finding("parity", 1, "replicas of a shard are not bitwise equal: grad of layers.0.attention.wk.weight")
-SAME_DATA = finding("scales", 1, "replicas of a tensor have different float8 data: first in layers.0.attention.wq")
-UNCONVERTED = finding("fp8_on", None, "layers.0.feed_forward.w2 was not converted to FP8 on rank 1")
-NO_GOLDEN = finding("loss_vs_golden", None, f"{UNJUDGED}no golden is stored for tiny")
-
+SATURATED = finding("scales/saturated")
+GATHERED = finding("traffic/high-precision")
+CASTS = finding("scales/number")
+MATMULS = finding("matmuls/number")
+RECOMPUTED = finding("recompute/not-recomputed")
+SAVED = finding("memory/other-checkpointing")
+KEPT = finding("live_memory/too-much")
+MODULE = finding("local_parity/tensor")
+TOKENS = finding("parity/tokens", None)
+DATA = finding("loss_vs_golden/data", None)
+REPLICAS = finding("parity/replicas")
+SAME_DATA = finding("scales/replicas")
+UNCONVERTED = finding("fp8_on/not-converted", None)
+NO_GOLDEN = finding("loss_vs_golden/no-golden", None, judged=False)
 # What planted faults show, each in the order in which it must be told.
 TOLD = {
     "amax of the local shard": (scale(), SATURATED, reduction(), diverges(), gradients(), loss(5)),
@@ -77,7 +77,7 @@ TOLD = {
     "NaN in one gradient": (gradients(2), not_finite(2), scale(3), not_finite(3, "loss"), loss(3)),
     "NaN in the loss": (not_finite(1, "loss"), gradients(), loss()),
     "output of TP not reduced": (reduction(), SAME_DATA, gradients()),
-    "a wrong loss without a solo witness": (loss(3), finding("parity", None, f"{UNJUDGED}the solo witness")),
+    "a wrong loss without a solo witness": (loss(3), finding("parity/no-witness", None, judged=False)),
     "nothing to compare with": (NO_GOLDEN,),
 }
 
@@ -114,9 +114,10 @@ def test_nothing_is_lost_and_the_order_is_stable(found: list[Finding]) -> None:
     assert judged == sorted(judged, reverse=True)
 
 
-def test_every_check_has_a_stage_and_every_word_is_one_of_a_check() -> None:
-    told = [each for stage in (*CAUSES, *EFFECTS) for each in stage.patterns]
-    assert {each.check for each in told} == {check.name for check in CHECKS} | {"divergence"}
-    sources = "".join(path.read_text() for path in Path(causes.__file__).parent.glob("*.py") if path.stem != "causes")
-    for each in told:
-        assert each.words in sources, each
+def test_every_rule_is_one_of_its_check_and_is_told_apart_by_values_of_its_sentence() -> None:
+    assert len(RULES) > 150
+    for check in CHECKS:
+        assert {rule.check for rule in check.rules} == {check.name}
+    for rule in RULES.values():
+        assert re.fullmatch(r"[a-z0-9_]+/[a-z0-9-]+", rule.name), rule.name
+        assert all(f"{{{key}" in rule.says or rule.name in ("divergence/operand", "engine/raised") for key in rule.key)

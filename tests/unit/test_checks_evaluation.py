@@ -8,11 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from harness.checks.evaluation import check_evaluation
-from harness.expect.records import not_judged
 from harness.expect.traffic import expected_transfers
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case, solo_case, twin_case
 from harness.verdict import Finding
-from tests.builders import make_case, make_steps, make_trace, make_witnesses, run_of
+from tests.builders import make_case, make_steps, make_trace, make_witnesses, not_judged, run_of
 
 CASE = make_case(evaluate=True, dtype="float64", steps=2)
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.finite import check_finite
-from harness.checks.ranks import format_ranks
 from harness.matrix.case import Case
+from harness.sentence import format_ranks
 from harness.trace import Run
 from harness.verdict import Finding, Verdict
 from tests.builders import make_case, make_run, make_steps, make_witnesses, run_of, with_rank, with_step

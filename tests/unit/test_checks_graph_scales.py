@@ -134,9 +134,7 @@ def test_without_fp8_nothing_is_cast() -> None:
 
 def test_a_conversion_that_is_not_torchaos_cast_is_found() -> None:
     (finding,) = check(TENSORWISE, with_one(shared), UNKNOWN)
-    assert finding.message.startswith(
-        "a conversion to float8 is not torchao's cast: first in feed_forward.w1 at step 2"
-    )
+    assert (finding.rule, finding.module, finding.step) == ("graph_scales/unknown-cast", "feed_forward.w1", 2)
     assert (finding.expected, finding.found) == ("a clamp", "conversion 7 in forward, [4, 4] to float8_e4m3fn")
 
 

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.judge import CHECKS, Judgement, judge, run_from_outcome
+from harness.checks.catalogue import CHECKS
+from harness.checks.judge import Judgement, judge, run_from_outcome
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.expect import relations
 from harness.expect.expectations import FORMULAS, Expectations
-from harness.expect.records import not_judged, not_recorded
+from harness.expect.records import not_recorded
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import Numerics
 from harness.matrix.rule import Refusal
@@ -32,6 +33,7 @@ from tests.builders import (
     make_tolerance,
     make_trace,
     make_witnesses,
+    not_judged,
     run_of,
 )
 
@@ -123,7 +125,7 @@ def test_a_record_that_was_asked_for_and_is_nowhere_is_a_finding_of_every_check_
     case = parse_case_id(text)
     asked = make_witnesses(case, golden=make_golden(case), tolerance=make_tolerance(9.0), records=RECORDS)
     found = judge(case, make_run(case), "ok", asked)
-    silent = {each.check for each in found.findings if "which they were asked for" in each.message}
+    silent = {each.check for each in found.findings if each.rule == f"{each.check}/no-record"}
     reads = {check.name: check.record_of(Expectations(case)) for check in CHECKS}
     expected = {name for name, record in reads.items() if record is not None and record not in not_recorded(case)}
     without_partner = set() if relations.partner(case) is not None else {"metamorphic"}

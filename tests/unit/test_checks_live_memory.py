@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.live_memory import LEAKS, NAME, check_leaks, check_live_memory
+from harness.checks.leaks import NAME as LEAKS
+from harness.checks.leaks import check_leaks
+from harness.checks.live_memory import NAME, check_live_memory
 from harness.expect.live_memory import expected_live, expected_scalars
 from harness.matrix.case import Case
 from harness.trace.traffic import LiveMemory, LiveTensor, SavedMemory

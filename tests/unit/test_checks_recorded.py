@@ -15,16 +15,20 @@ from harness.checks.judge import Judgement
 from harness.checks.recorded import showing, with_known_faults
 from harness.matrix.known import KnownFault, Symptom
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_case, make_known
+from tests.builders import a_finding, make_case, make_known
 
 TODAY = datetime.date(2026, 11, 22)
-ROWS = Finding(check="graphs", message="operator gives wrong rows: 4 of 8", verdict=Verdict.NUMERIC, size=0.5)
-GRADIENTS = Finding(
-    check="parity", message="2 of 21 gradients differ", verdict=Verdict.NUMERIC, module="layers.0.wo.weight", size=0.25
+ROWS = a_finding(rule="graphs/rows", message="operator gives wrong rows: 4 of 8", verdict=Verdict.NUMERIC, size=0.5)
+GRADIENTS = a_finding(
+    rule="parity/gradients",
+    message="2 of 21 gradients differ",
+    verdict=Verdict.NUMERIC,
+    module="layers.0.wo.weight",
+    size=0.25,
 )
 FAULT = make_known(
-    requires=(Symptom(check="graphs", message="wrong rows"),),
-    may_cause=(Symptom(check="parity", message="gradients differ", module=r"layers\..*", at_most=0.3),),
+    requires=(Symptom(rule="graphs/rows"),),
+    may_cause=(Symptom(rule="parity/gradients", module="layers.*", at_most=0.3),),
 )
 
 
@@ -58,11 +62,11 @@ def test_a_required_finding_that_is_missing_is_named() -> None:
     assert found.findings[0] == GRADIENTS
     assert "recorded does not show as recorded" in found.findings[1].message
     assert len(found.findings) == 2
-    assert found.findings[1].expected == "graphs: 'wrong rows'"
+    assert found.findings[1].expected == "graphs/rows"
 
 
 def test_a_finding_of_a_check_that_was_not_executed_is_not_missing() -> None:
-    other = make_known(name="other", requires=(Symptom(check="metamorphic"),))
+    other = make_known(name="other", requires=(Symptom(rule="metamorphic/loss"),))
     skipped = NotJudged(check="metamorphic", reason="judged in the second run")
     found = replace(judged(ROWS), checks=("graphs",), not_judged=(skipped,))
     assert with_known_faults(found, (FAULT, other), TODAY).verdict is Verdict.KNOWN
@@ -78,9 +82,9 @@ def test_a_finding_of_a_check_that_was_not_executed_is_not_missing() -> None:
         replace(GRADIENTS, size=None),
         replace(GRADIENTS, module="output.weight"),
         replace(GRADIENTS, module=None),
-        replace(GRADIENTS, message="grad_norm differs"),
-        replace(GRADIENTS, check="metamorphic"),
-        replace(GRADIENTS, check="scales", message="wrong scale"),
+        replace(GRADIENTS, rule="parity/grad-norm"),
+        replace(GRADIENTS, rule="metamorphic/gradients"),
+        replace(GRADIENTS, rule="scales/amax"),
     ],
 )
 def test_what_no_record_explains_keeps_its_verdict_and_comes_first(other: Finding) -> None:
@@ -90,8 +94,8 @@ def test_what_no_record_explains_keeps_its_verdict_and_comes_first(other: Findin
 
 
 def test_every_record_that_affects_a_case_must_show_and_all_of_them_explain() -> None:
-    other = make_known(name="other", requires=(Symptom(check="scales"),), verdict=Verdict.INVARIANT)
-    wrong_scale = Finding(check="scales", message="wrong scale")
+    other = make_known(name="other", requires=(Symptom(rule="scales/*"),), verdict=Verdict.INVARIANT)
+    wrong_scale = a_finding(check="scales", message="wrong scale")
     both = (FAULT, other)
     assert verdict_of(wrong_scale, ROWS, faults=both, verdict=Verdict.INVARIANT) is Verdict.KNOWN
     assert verdict_of(ROWS, faults=both) is Verdict.NUMERIC
@@ -125,8 +129,8 @@ def test_an_infrastructure_failure_says_nothing_of_a_record() -> None:
 
 FINDINGS = st.builds(
     Finding,
-    check=st.sampled_from(["graphs", "parity", "scales"]),
-    message=st.sampled_from(["wrong rows", "gradients differ", "else"]),
+    rule=st.sampled_from(["graphs/rows", "parity/gradients", "scales/amax"]),
+    says=st.just("it is wrong"),
     module=st.sampled_from([None, "layers.0.wo.weight", "output.weight"]),
     size=st.sampled_from([None, 0.1, 0.3, 0.5, math.nan, math.inf]),
     verdict=st.just(Verdict.NUMERIC),

@@ -7,14 +7,13 @@ from hypothesis import given
 from msgspec.structs import replace
 
 from harness.checks.resume import check_resume
-from harness.expect.records import not_judged
 from harness.matrix.case import Layout
 from harness.matrix.caseid import case_id, family_id, layout_id, parse_case_id, reference_case, solo_case, twin_case
 from harness.matrix.resumed import other_layout, resumed_in
 from harness.matrix.rules import exclusions
 from harness.trace.resumed import Resumed, State
 from harness.verdict import Finding
-from tests.builders import make_case, make_trace, make_witnesses, run_of
+from tests.builders import make_case, make_trace, make_witnesses, not_judged, run_of
 from tests.strategies import POSSIBLE_CASES
 
 CASE = make_case(tp=2, resume="resharded", steps=4)

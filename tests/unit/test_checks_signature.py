@@ -10,15 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from harness.checks.catalogue import CHECKS
 from harness.checks.causes import by_cause
-from harness.checks.judge import CHECKS, Judgement, judge
-from harness.checks.signature import NAME, check_signature
+from harness.checks.judge import Judgement, judge
+from harness.checks.signature import EXECUTED, MEMORY, NAME, check_signature
 from harness.evidence.signature import Signature, make_signature
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.trace import RankTrace, Run
 from harness.trace.operands import OperandTrace
 from harness.verdict import Finding
-from tests.builders import SOFTWARE, make_cast, make_sent, make_signed_run, make_witnesses, with_rank, with_sent
+from tests.builders import (
+    SOFTWARE,
+    a_finding,
+    make_cast,
+    make_sent,
+    make_signed_run,
+    make_witnesses,
+    with_rank,
+    with_sent,
+)
 
 STEPS = 3
 CASE = parse_case_id(f"target.my_pkg.my_target-fsdp2-tensorwise-v2048-s{STEPS}-f32")
@@ -155,10 +165,8 @@ def test_a_llama_is_judged_by_formulas() -> None:
 
 
 def test_memory_is_an_effect_and_collectives_are_a_cause() -> None:
-    wrong = Finding(check="parity", message="gradients differ", step=1)
-    sent, kept = (
-        Finding(check=NAME, message=f"not the recorded number or size of {what}", step=1) for what in (SENT, SAVED)
-    )
+    wrong = a_finding(rule="parity/gradients", step=1)
+    sent, kept = (rule.finding(what=what, step=1) for rule, what in ((EXECUTED, SENT), (MEMORY, SAVED)))
     late = replace(sent, step=2)
     assert by_cause((wrong, kept, sent)) == (sent, kept, wrong)
     assert by_cause((late, kept)) == (late, kept), "what is kept is no number that later steps compute with"

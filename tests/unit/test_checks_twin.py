@@ -8,15 +8,15 @@ import pytest
 
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.trace import Run
-from harness.verdict import Finding, Verdict
-from tests.builders import make_golden, make_trace, run_of
+from harness.verdict import Verdict
+from tests.builders import a_finding, make_golden, make_trace, run_of
 
 GOLDEN = make_golden(losses=(8.0, 7.0))
 OFF = (
-    Finding(check="loss_vs_golden", verdict=Verdict.NUMERIC, message="off"),
-    Finding(check="parity", verdict=Verdict.NUMERIC, message="too"),
+    a_finding(rule="loss_vs_golden/loss", verdict=Verdict.NUMERIC, message="off"),
+    a_finding(check="parity", verdict=Verdict.NUMERIC, message="too"),
 )
-UNJUDGED = Finding(check="loss_vs_golden", message="cannot be judged")
+UNJUDGED = a_finding(rule="loss_vs_golden/no-golden", judged=False)
 
 
 def run(*losses: float) -> Run:

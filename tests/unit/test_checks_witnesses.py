@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.checks.parity import NO_REFERENCE
 from harness.checks.witnesses import finished, unfinished, why_unfinished
 from harness.trace import Run
 from tests.builders import make_failure, make_trace, run_of
@@ -16,7 +17,7 @@ CASE_RUN = run_of(make_trace(software={"torch": "2.15.0", "torchao": "0.18.0", "
 
 
 def test_it_says_what_was_raised_where_and_with_which_versions() -> None:
-    found = unfinished("parity", "the single-rank reference (solo witness)", run_of(RAISED), CASE_RUN)
+    found = unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", run_of(RAISED), CASE_RUN)
     assert found.message == (
         "cannot be judged: the single-rank reference (solo witness) could not be run: AttributeError: no setter"
     )
@@ -34,7 +35,7 @@ def test_the_rank_that_caused_it_is_named_and_not_the_one_that_waited_for_it() -
 
 def test_a_witness_of_which_nothing_is_known_could_not_be_run_either() -> None:
     for run in (None, Run(traces=(), failures=())):
-        found = unfinished("parity", "the replay", run, CASE_RUN)
+        found = unfinished(NO_REFERENCE, "the replay", run, CASE_RUN)
         assert (found.message, found.found) == ("cannot be judged: the replay could not be run", None)
 
 

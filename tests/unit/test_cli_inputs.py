@@ -21,7 +21,7 @@ from harness.project import Project, find_project, is_case_file
 from harness.request import Arithmetic, default_arithmetic
 from harness.running.injection import parse_injection
 from harness.running.machine import Device
-from harness.running.plan import FABRICS, PROBES, Plan, make_plan
+from harness.running.plan import FABRICS, Plan, make_plan
 from harness.running.selection import Query, select_cases
 from harness.store import RunOptions
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
@@ -177,7 +177,17 @@ def test_fabrics_of_another_device_are_refused() -> None:
 
 @pytest.mark.usefixtures("_one_gpu")
 def test_ranks_record_the_same_on_every_device() -> None:
-    assert make_plan(device="cuda").records == make_plan(device="cpu").records == PROBES
+    for text in ("tp2-tensorwise-v2048-b16", "fsdp2-rowwise-graph-v2048-b16"):
+        case = parse_case_id(text)
+        asked = {*make_plan(device="cpu").records_of(case)}
+        assert {*make_plan(device="cuda").records_of(case)} == asked and asked > {"sketches", "traffic", "flops"}
+
+
+def test_nothing_is_asked_for_that_no_run_of_the_case_can_record() -> None:
+    plan = make_plan(device="cpu")
+    eager, compiled = (plan.records_of(parse_case_id(f"tp2-tensorwise{way}-v2048-b16")) for way in ("", "-graph"))
+    assert {*eager} - {*compiled} == {"operands", "module_tensors"} and {*compiled} - {*eager} == {"graphs"}
+    assert "module_tensors" not in plan.records_of(parse_case_id("tp2-tensorwise-v2048-f64"))
 
 
 def test_a_case_is_selected_once(project: Project) -> None:

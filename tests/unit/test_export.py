@@ -20,10 +20,10 @@ from harness.matrix.faults import all_faults
 from harness.verdict import FailureSignature
 
 FSDP_TP = "fsdp2-tp2-tensorwise-ag.fp8-dim.32-layers.1-heads.2-kvheads.2-ffn.32-v64-gb2-s1-f64"
-SCALES = FailureSignature(kind="scales", what="scale does not match the amax", first_step=1)
+SCALES = FailureSignature(kind="scales/amax", first_step=1)
 CRASH = FailureSignature(kind="crash", what="RuntimeError: N is not N", first_step=1)
 MISMATCH = FailureSignature(kind="crash", what="CollectiveMismatch: ranks disagree", first_step=1)
-SCATTERED = FailureSignature(kind="graphs", what="fused_scaled_matmul_reduce_scatter gives wrong rows", first_step=1)
+SCATTERED = FailureSignature(kind="graphs/rows", what="fused_scaled_matmul_reduce_scatter", first_step=1)
 ATP = "atp2-tensorwise-tpstyle.fp8-graph-v2048-gb2-s1-b16"
 
 
@@ -109,7 +109,7 @@ def test_a_script_has_only_what_the_case_has() -> None:
 
 
 def test_later_steps_need_an_optimizer() -> None:
-    third = FailureSignature(kind="parity", what="gradients differ", first_step=3)
+    third = FailureSignature(kind="parity/gradients", first_step=3)
     assert "AdamW" in text_of("fsdp2-tensorwise-v2048-f64", third)
 
 
@@ -144,7 +144,7 @@ def test_what_a_script_cannot_tell_is_refused_by_name(kind: str) -> None:
 
 def test_other_failures_of_numbers_are_told_by_their_gradients() -> None:
     case = exported_case(parse_case_id("tp2-tensorwise-v2048-f32"))
-    traffic = FailureSignature(kind="traffic", what="amax reductions are missing")
+    traffic = FailureSignature(kind="traffic/amax-missing", what="tp")
     assert script(case, traffic, title="it fails", checks=["parity"]).tells == "gradients"
 
 

@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.failure_signature import normalized, signature_of
+from harness.checks.fp8_on import NOT_SCALED
+from harness.checks.parity import GRAD_NORM, GRADIENTS
+from harness.checks.scales import RULES
+from harness.checks.traffic_rules import AMAX_MISSING
 from harness.trace import RankFailure, Run
 from harness.verdict import Finding, Verdict
-from tests.builders import make_trace, run_of
+from tests.builders import a_finding, make_trace, run_of
 
 TRACEBACK = """Traceback (most recent call last):
   File "/v/site-packages/torch/nn/modules/module.py", line 17{n}, in _call_impl
@@ -35,8 +39,7 @@ def crash(*failures: RankFailure) -> str:
     return found.text
 
 
-def of_finding(message: str, **fields: object) -> str:
-    finding = Finding(check="scales", message=message, **fields)  # type: ignore[arg-type]
+def of_finding(finding: Finding) -> str:
     found = signature_of(Verdict.INVARIANT, (finding,), run_of(make_trace()))
     assert found is not None
     return found.text
@@ -87,30 +90,29 @@ def test_a_hang_is_where_ranks_wait() -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("3 amax reductions are missing along tp: on ranks 0-1", "1 amax reduction is missing along tp: on rank 0"),
-        ("grad_norm differs from the reference by 0.8, 2e-11 allowed", "grad_norm differs from the reference by 9"),
-        ("2 of 21 gradients differ from the reference; worst a.b: 7", "1 of 9 gradients differ from the reference; x"),
-        ("ranks 0-3 ran without scaled matmuls", "rank 0 ran without scaled matmuls"),
-        ("it is nan at step 1 on rank 0; bad values: 40", "it is nan at step 3 on rank 1; bad values: 1"),
+        (AMAX_MISSING.finding(axis="tp", missing=3, ranks=[0, 1]), AMAX_MISSING.finding(axis="tp", missing=1)),
+        (GRAD_NORM.finding(distance=0.8, allowed=2e-11, rank=0), GRAD_NORM.finding(distance=9.0, allowed=2e-11)),
+        (GRADIENTS.finding(count=2, module="a.b"), GRADIENTS.finding(count=1, module="c")),
+        (NOT_SCALED.finding(ranks=range(4)), NOT_SCALED.finding(ranks=[0])),
     ],
 )
-def test_sizes_and_places_do_not_matter(one: str, other: str) -> None:
+def test_sizes_and_places_do_not_matter(one: Finding, other: Finding) -> None:
     assert of_finding(one) == of_finding(other)
 
 
+def test_the_values_of_a_rule_matter_that_tell_its_failures_apart() -> None:
+    along_tp, along_dp = (of_finding(AMAX_MISSING.finding(axis=axis, missing=1)) for axis in ("tp", "dp_shard"))
+    assert (along_tp, along_dp) == ("traffic/amax-missing: tp", "traffic/amax-missing: dp_shard")
+
+
 def test_a_finding_keeps_the_kind_of_module_the_operand_and_the_direction() -> None:
-    message = "scale does not match the amax: first in {0} at step 1 on rank 0; 74 in total"
-    operand = {"expected": "weight in forward: 1303.2", "found": "weight in forward: 2048.0", "step": 1}
-    first, second = (
-        of_finding(message.format(fqn), module=fqn, **operand)
-        for fqn in ("layers.0.attention.wq", "layers.11.attention.wq")
-    )
-    assert first == second
-    assert first == "scales: scale does not match the amax in layers.*.attention.wq, weight in forward, from step 1 on"
-    fqn = "layers.0.attention.wk"
-    assert of_finding(message.format(fqn), module=fqn, **operand) != first
-    other = operand | {"expected": "input in forward: 1", "found": "input in forward: 2"}
-    assert of_finding(message.format("layers.0.attention.wq"), module="layers.0.attention.wq", **other) != first
+    def at(module: str, operand: str = "weight in forward") -> str:
+        return of_finding(RULES.amax.finding(module=module, operand=operand, step=1))
+
+    first = at("layers.0.attention.wq")
+    assert first == at("layers.11.attention.wq")
+    assert first == "scales/amax in layers.*.attention.wq, weight in forward, from step 1 on"
+    assert first not in (at("layers.0.attention.wk"), at("layers.0.attention.wq", "input in forward"))
 
 
 def test_an_expected_refusal_has_a_signature_too() -> None:
@@ -119,11 +121,11 @@ def test_an_expected_refusal_has_a_signature_too() -> None:
 
 
 def test_what_did_not_fail_has_none() -> None:
-    finding = Finding(check="scales", message="scale")
+    finding = a_finding(check="scales", message="scale")
     for verdict in (Verdict.INFRA, Verdict.NOT_RUN):
         assert signature_of(verdict, (finding,), None) is None
     assert signature_of(Verdict.PASSED, (), run_of(make_trace())) is None
-    unjudged = replace(finding, message="cannot be judged: no golden")
+    unjudged = replace(finding, judged=False)
     assert signature_of(Verdict.INVARIANT, (unjudged,), run_of(make_trace())) is None
     assert signature_of(Verdict.KNOWN, (finding,), run_of(make_trace())) is not None
 

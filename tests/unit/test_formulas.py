@@ -24,11 +24,11 @@ from harness.report.formulas import formulas_text, verified_line
 from harness.result import RunResult, WithFix
 from harness.studies.formulas import verification
 from harness.verdict import Finding, Verdict
-from tests.builders import make_result
+from tests.builders import a_finding, make_result
 
-SENT = Finding(check="traffic", message="wrong number of all_reduce", formula=TRAFFIC, expected="14", found="28")
-CAST = Finding(check="scales", message="wrong number of casts", formula=CASTS)
-BROKEN = Finding(check="scales", message="scale does not match the amax")
+SENT = a_finding(check="traffic", message="wrong number of all_reduce", formula=TRAFFIC, expected="14", found="28")
+CAST = a_finding(check="scales", message="wrong number of casts", formula=CASTS)
+BROKEN = a_finding(check="scales", message="scale does not match the amax")
 ALL_CHECKS = ("matmuls", "scales", "traffic", "memory", "live_memory", "graphs")
 DIFFERS = "torch 2.16.0 differs from what holds since 2.13.0"
 

@@ -20,9 +20,10 @@ from harness.matrix.quarantine import Quarantine
 from harness.matrix.required import Required
 from harness.measured import CastRange, Curve, Multiplied, Sent
 from harness.result import CaseResult
-from harness.verdict import FailureSignature, Finding, NotJudged, Verdict
+from harness.verdict import FailureSignature, NotJudged, Verdict
 from tests.builders import (
     WQ,
+    a_finding,
     make_attempt,
     make_cast_range,
     make_document,
@@ -34,7 +35,7 @@ from tests.builders import (
 CASE, OTHER, TWIN = "tp2-rowwise-v2048-s2-b16", "fsdp2-tensorwise-v2048-s2-b16", "tp2-bf16-v2048-s2-b16"
 NOW = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
 TERMS = GatePolicy(now=NOW)
-SIGNATURE = FailureSignature(kind="parity", what="gradients differ", where=("wq",), first_step=1)
+SIGNATURE = FailureSignature(kind="parity/gradients", where=("wq",), first_step=1)
 GOOD = make_measured()
 
 
@@ -45,8 +46,10 @@ def result(case_id: str = CASE, verdict: Verdict = Verdict.PASSED, **changes: An
 
 def failed(case_id: str = CASE, signature: FailureSignature = SIGNATURE, **changes: Any) -> CaseResult:
     findings = (
-        Finding(check="parity", message="gradients differ by 3 %\nmore", verdict=Verdict.NUMERIC, step=1, module=WQ),
-        Finding(check="divergence", message="first operand that diverges: scale of weight", step=1, rank=1, module=WQ),
+        a_finding(check="parity", message="gradients differ by 3 %\nmore", verdict=Verdict.NUMERIC, step=1, module=WQ),
+        a_finding(
+            check="divergence", message="first operand that diverges: scale of weight", step=1, rank=1, module=WQ
+        ),
     )
     return result(case_id, Verdict.NUMERIC, findings=findings, failure_signature=signature, **changes)
 
@@ -70,14 +73,14 @@ def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
     assert reason.what == f"parity [step 1, module {WQ}]: gradients differ by 3 %"
     assert (reason.baseline, reason.candidate) == ("passed", "numeric")
     assert reason.details == (
-        "signature: parity: gradients differ in wq, from step 1 on",
+        "signature: parity/gradients in wq, from step 1 on",
         "first operand that diverges: scale of weight",
     )
     assert reason.command == f"fp8-harness run --case {CASE}"
 
 
 def test_a_place_that_a_message_names_is_not_told_twice() -> None:
-    finding = Finding(check="scales", message=f"wrong: first in {WQ} at step 1", verdict=Verdict.NUMERIC, module=WQ)
+    finding = a_finding(check="scales", message=f"wrong: first in {WQ} at step 1", verdict=Verdict.NUMERIC, module=WQ)
     reason = only(held([result()], [result(verdict=Verdict.NUMERIC, findings=(finding,))]))
     assert reason.what == f"scales: wrong: first in {WQ} at step 1"
 
@@ -93,7 +96,7 @@ def test_what_failed_before_gates_when_it_fails_otherwise_or_when_asked() -> Non
     assert not held([failed()], [failed()], replace(TERMS, strict=True)).go
     other = only(held([failed()], [failed(signature=replace(SIGNATURE, kind="scales"))]))
     assert (other.kind, other.gates) == (Kind.OTHER_FAILURE, True)
-    assert "before: parity: gradients differ in wq, from step 1 on" in other.details
+    assert "before: parity/gradients in wq, from step 1 on" in other.details
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from harness.measured import Curve, Sent
 from harness.report.gate import gate_markdown, gate_text
 from harness.report.html.gate import gate_front
 from harness.result import CaseResult
-from harness.verdict import FailureSignature, Finding, Verdict
-from tests.builders import make_attempt, make_document, make_failure, make_known, make_measured, run_of
+from harness.verdict import FailureSignature, Verdict
+from tests.builders import a_finding, make_attempt, make_document, make_failure, make_known, make_measured, run_of
 from tests.unit.test_gate import TERMS, result
 
 HERE = Environment(device="cpu", cpu="a CPU", threads=2, platform="Linux x86_64", commit="c0ffee")
@@ -32,15 +32,15 @@ EXACT = "tp2-rowwise-v2048-s2-f64"  # no named change is about it
 ROUNDS = make_known(
     name="rounds",
     where="dtype=bfloat16 compile=graph",
-    requires=(Symptom(check="parity", message="gradients differ"),),
+    requires=(Symptom(rule="parity/gradients"),),
     torch=">=2.15",
     reason="Compiled blocks round.",
 )
 LOSES = replace(ROUNDS, name="loses", torch="==2.13.0", reason="Gradients are lost.")
 GRAPH = "single-bf16-graph-v2048-s2-b16"
 SHOWN = (
-    Finding(check="judge", message="known fault rounds"),
-    Finding(check="parity", message="4 gradients differ by 2 %", verdict=Verdict.NUMERIC),
+    a_finding(check="judge", message="known fault rounds"),
+    a_finding(rule="parity/gradients", message="4 gradients differ by 2 %", verdict=Verdict.NUMERIC),
 )
 OTHER_WIRE = {"all_reduce (sum) in float32 along tp": Sent(calls=4, payload_bytes=4096)}
 OTHER_NORM = {"case": Curve(losses=(8.0, 7.5), grad_norms=(1.0, 0.900000002))}
@@ -138,7 +138,7 @@ def test_a_fault_of_both_sides_that_shows_on_one_is_unexplained() -> None:
     assert only(compared([result(GRAPH)], [known(both)], both)).origin is Origin.UNEXPLAINED
 
 
-FAILED = FailureSignature(kind="parity", what="gradients differ")
+FAILED = FailureSignature(kind="parity/gradients")
 IN_TORCH = FailureSignature(kind="crash", what="RuntimeError: sizes", where=("torch._ops:__call__",))
 OUTSIDE = replace(IN_TORCH, where=())
 
@@ -148,20 +148,20 @@ def crashed(signature: FailureSignature, kind: str = "raised") -> CaseResult:
     return replace(failed(Verdict.CRASH, signature), run=run)
 
 
-def failed(verdict: Verdict, signature: FailureSignature | None, message: str = "wrong") -> CaseResult:
-    findings = (Finding(check="parity", message=message, verdict=Verdict.NUMERIC),)
+def failed(verdict: Verdict, signature: FailureSignature | None, *, judged: bool = True) -> CaseResult:
+    findings = (a_finding(check="parity", message="wrong", verdict=Verdict.NUMERIC, judged=judged),)
     return result(EXACT, verdict, findings=findings, failure_signature=signature)
 
 
 @pytest.mark.parametrize(
     ("after", "origin", "name"),
     [
-        (failed(Verdict.NUMERIC, FAILED), Origin.UNEXPLAINED, "parity"),
-        (failed(Verdict.CHANGED, FAILED), Origin.UNEXPLAINED, "parity"),
+        (failed(Verdict.NUMERIC, FAILED), Origin.UNEXPLAINED, "parity/gradients"),
+        (failed(Verdict.CHANGED, FAILED), Origin.UNEXPLAINED, "parity/gradients"),
         (crashed(IN_TORCH), Origin.UNEXPLAINED, "crash"),
         (crashed(OUTSIDE, "killed"), Origin.UNEXPLAINED, "crash"),
         (crashed(OUTSIDE), Origin.OURS, "new-failure"),
-        (failed(Verdict.INVARIANT, None, "cannot be judged: no golden"), Origin.OURS, "new-failure"),
+        (failed(Verdict.INVARIANT, None, judged=False), Origin.OURS, "new-failure"),
         (failed(Verdict.UNEXPECTED_PASS, None), Origin.OURS, "unexpected-pass"),
         (failed(Verdict.INFRA, None), Origin.OURS, "lost-coverage"),
         (result(EXACT, checks=("finite",)), Origin.OURS, "lost-check"),
@@ -262,6 +262,6 @@ def test_nothing_moved_says_nothing() -> None:
 
 
 def test_a_signature_does_not_say_which_version_differs() -> None:
-    finding = Finding(check="traffic", message="2 calls are missing", differs="torch 2.16.0 differs from what holds")
+    finding = a_finding(check="traffic", message="2 calls are missing", differs="torch 2.16.0 differs from what holds")
     one, other = (signature_of(Verdict.CHANGED, (each,), None) for each in (finding, replace(finding, differs="")))
     assert one == other is not None

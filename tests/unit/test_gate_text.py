@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from harness.gate.gate import Gate, gate
 from harness.jsonform import to_json
 from harness.report.gate import gate_markdown, gate_text
-from harness.verdict import Finding, Verdict
-from tests.builders import make_document, make_measured, make_result
+from harness.verdict import Verdict
+from tests.builders import a_finding, make_document, make_measured, make_result
 from tests.unit.test_gate import SIGNATURE, TERMS, failed, result
 
 IDS = [f"fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-s2-seed{seed}-b16" for seed in range(1, 41)]
@@ -41,11 +41,11 @@ def test_the_first_lines_decide() -> None:
 
 def test_failures_of_one_signature_are_told_once() -> None:
     before = make_document(*map(result, IDS[:3]))
-    other = failed(IDS[2], replace(SIGNATURE, what="loss is nan"))
+    other = failed(IDS[2], replace(SIGNATURE, kind="finite/loss"))
     found = gate(before, make_document(*map(failed, IDS[:2]), other), TERMS)
     text, _, causes = gate_text(found, width=100).partition("what moved, by cause:\n")
-    assert "  parity: 2 cases\n" in causes and "  parity: 1 case\n" in causes
-    assert text.count("signature: parity: gradients differ") == 1 and text.count("signature: parity: loss is nan") == 1
+    assert "  parity/gradients: 2 cases\n" in causes and "  finite/loss: 1 case\n" in causes
+    assert text.count("signature: parity/gradients") == 1 and text.count("signature: finite/loss") == 1
     assert f"  the same in {IDS[1]}\n" in text and text.count("    $ fp8-harness run") == 2
 
 
@@ -67,7 +67,7 @@ def test_times_that_were_not_compared_say_why() -> None:
 
 
 def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:
-    finding = Finding(check="finite", message="``` <b>|</b>", verdict=Verdict.NUMERIC)
+    finding = a_finding(check="finite", message="``` <b>|</b>", verdict=Verdict.NUMERIC)
     bad = make_result(IDS[0], Verdict.NUMERIC, findings=(finding,))
     found = gate(make_document(make_result(IDS[0])), make_document(bad), TERMS)
     text = gate_markdown(found)

@@ -29,8 +29,9 @@ from harness.report.wording import printable
 from harness.result import CaseResult, RunResult
 from harness.studies.conformance.table import ConformanceDocument, ShownCheck
 from harness.studies.kill_matrix import Power
-from harness.verdict import Finding, NotJudged, Verdict
+from harness.verdict import NotJudged, Verdict
 from tests.builders import (
+    a_finding,
     make_cast_range,
     make_document,
     make_failure,
@@ -85,7 +86,10 @@ def page(*results: CaseResult, **changes: Any) -> Page:
 
 
 def bad(case_id: str = "tp2-rowwise-v2048-b16", message: str = "wrong", **changes: Any) -> CaseResult:
-    findings = (Finding(check="scales", message=message, step=1), Finding(check="parity", message="far", step=2))
+    findings = (
+        a_finding(rule="scales/amax", message=message, step=1),
+        a_finding(rule="parity/loss", message="far", step=2),
+    )
     return make_result(case_id, Verdict.INVARIANT, **{"findings": findings, **changes})
 
 
@@ -229,7 +233,7 @@ def test_history_is_that_of_its_case() -> None:
 def a_gate(reason: str = "far", *, names: tuple[str, str] = ("v1", "v2")) -> tuple[Gate, RunDocument]:
     """A case fails, one saves other bytes, and one was lost."""
     ids = [f"tp2-rowwise-v2048-seed{seed}-b16" for seed in range(1, 4)]
-    wrong = Finding(check="parity", message=reason, verdict=Verdict.NUMERIC)
+    wrong = a_finding(check="parity", message=reason, verdict=Verdict.NUMERIC)
     before = make_document(*(make_result(name, measured=make_measured()) for name in ids))
     after = make_document(
         make_result(ids[0], Verdict.NUMERIC, findings=(wrong,)),

@@ -31,7 +31,9 @@ LEVELS = [
     ["expect"],
     ["request", "result", "jsonform"],
     ["engine", "matrix", "durable"],
-    ["environment", "errors", "hints", "internals", "measured", "plural", "sources", "timestamp", "trace", "verdict"],
+    ["environment", "errors", "hints", "internals", "measured", "sources", "timestamp", "trace", "verdict"],
+    ["sentence"],
+    ["plural"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 WORKER_MAY_READ = {

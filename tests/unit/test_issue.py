@@ -12,10 +12,13 @@ from harness.bugs.export.proof import Proof
 from harness.bugs.export.script import Script
 from harness.errors import HarnessError
 from harness.report.issue import exported_text, issue_text
-from harness.verdict import FailureSignature, Finding
+from harness.verdict import FailureSignature
+from tests.builders import a_finding
 
-SIGNATURE = FailureSignature(kind="scales", what="scale does not match", where=("wq",), first_step=1)
-FINDING = Finding(check="scales", message="scale does not match: first in wq", expected="2 = 448 / amax 224", found="4")
+SIGNATURE = FailureSignature(kind="scales/amax", where=("wq",), first_step=1)
+FINDING = a_finding(
+    check="scales", message="scale does not match: first in wq", expected="2 = 448 / amax 224", found="4"
+)
 EXPORTED = Exported(
     title="One scale for each TP rank",
     case_id="tp2-tensorwise-v2048-s1-f32",
@@ -48,7 +51,7 @@ def test_neighbours_are_a_table(tmp_path: Path) -> None:
     file = tmp_path / "shrunk.json"
     file.write_bytes(SHRUNK)
     text = issue_text(EXPORTED, None, versions=VERSIONS, device="CPU ranks", neighbours=read_neighbours(file))
-    assert "| nothing | scales: scale does not match in wq, from step 1 on |" in text
+    assert "| nothing | scales/amax in wq, from step 1 on |" in text
     assert "| tp = 1 | nothing: it passes |\n| dp_shard = 1 | crash: a \\| b |" in text
 
 

@@ -10,7 +10,7 @@ from harness.expect.expectations import Expectations
 from harness.expect.model import Model, accumulates, found_model, llama_model
 from harness.matrix.caseid import parse_case_id
 from harness.trace.model import Linear, ModelRecord, Parameter
-from tests.builders import make_cast
+from tests.builders import make_cast, not_judged
 
 FQNS = ("up", "down", "lm_head")
 CASE = parse_case_id("target.mine-fsdp2-tp2-tensorwise-v2048-f64")
@@ -104,10 +104,9 @@ def test_casts_follow_from_calls() -> None:
 
 
 def test_before_the_reference_has_run_nothing_is_expected_of_linears() -> None:
-    expect = Expectations(CASE)
-    assert {"fp8_on", "matmuls", "scales", "recompute", "traffic"} <= expect.not_judged.keys()
-    assert {"memory", "live_memory"} <= Expectations(CASE, found()).not_judged.keys()
-    assert "scales" not in Expectations(CASE, found()).not_judged
+    assert {"fp8_on", "matmuls", "scales", "recompute", "traffic"} <= not_judged(CASE).keys()
+    assert {"memory", "live_memory"} <= not_judged(Expectations(CASE, found())).keys()
+    assert "scales" not in not_judged(Expectations(CASE, found()))
 
 
 def test_of_a_llama_all_follows_from_the_case() -> None:

@@ -17,8 +17,8 @@ from harness.report.text import text_report
 from harness.report.wording import totals_line
 from harness.result import RunResult
 from harness.running.selection import Query, select_cases
-from harness.verdict import ExitCode, Finding, Verdict
-from tests.builders import make_result
+from harness.verdict import ExitCode, Verdict
+from tests.builders import a_finding, make_result
 
 CASE = "tp2-rowwise-v2048-b16"
 ENTRY = f"""\
@@ -108,7 +108,7 @@ def test_tier_pr_has_what_our_releases_require() -> None:
 
 
 def test_a_quarantined_case_fails_no_run_and_is_still_told() -> None:
-    finding = Finding(check="finite", message="loss is nan", verdict=Verdict.NUMERIC)
+    finding = a_finding(check="finite", message="loss is nan", verdict=Verdict.NUMERIC)
     excuse = "quarantined until 2027-03-01 by ana: differs once a week"
     bad = make_result(CASE, Verdict.NUMERIC, findings=(finding,), quarantined=excuse)
     run = RunResult(results=(make_result("b"), bad), wall_s=1.0)

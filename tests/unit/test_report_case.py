@@ -13,8 +13,8 @@ from harness.plural import binary_bytes
 from harness.report.case import WIDTH, case_text
 from harness.report.sparkline import sparkline
 from harness.result import RunResult
-from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_cast_range, make_failure, make_result, run_of
+from harness.verdict import NotJudged, Verdict
+from tests.builders import a_finding, make_cast_range, make_failure, make_result, run_of
 
 ID = "fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-f64"
 TABLE = """\
@@ -48,7 +48,7 @@ def made(**changes: object) -> CaseDocument:
 
 def full(message: str = TABLE) -> CaseDocument:
     return made(
-        findings=(Finding(check="loss_vs_golden", message=message, step=2, rank=0),),
+        findings=(a_finding(check="loss_vs_golden", message=message, step=2, rank=0),),
         run=run_of(make_failure(traceback="\n".join(f"line {number}" for number in range(40)))),
         checks=("finite", "parity"),
         not_judged=(NotJudged(check="traffic", reason="the ranks were not asked to record traffic"),),

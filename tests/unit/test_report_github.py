@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from harness.report.github import SHOWN, SUMMARY_BYTES, annotation_lines, job_summary
 from harness.result import RunResult
-from harness.verdict import Finding, Verdict
-from tests.builders import make_result
+from harness.verdict import Verdict
+from tests.builders import a_finding, make_result
 
 HOSTILE = "50 %\n::error::forged\r\n::set-output name=a::b\x1b[31m, %0A"
 
 
 def run(*texts: str) -> RunResult:
     results = (
-        make_result(f"case{number}", Verdict.NUMERIC, findings=(Finding(check="c", message=text),))
+        make_result(f"case{number}", Verdict.NUMERIC, findings=(a_finding(check="c", message=text),))
         for number, text in enumerate(texts)
     )
     return RunResult(results=(make_result("good"), make_result("known", Verdict.KNOWN), *results), wall_s=1.0)

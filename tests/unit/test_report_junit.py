@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from harness.checks.stacks import LAST_OUTPUT
 from harness.report.junit import junit_report
 from harness.result import CaseResult, RunResult
-from harness.verdict import Finding, Verdict
-from tests.builders import make_attempt, make_failure, make_result, run_of
+from harness.verdict import Verdict
+from tests.builders import a_finding, make_attempt, make_failure, make_result, run_of
 
 
 def result(verdict: Verdict, *, text: str = "why") -> CaseResult:
@@ -20,7 +20,7 @@ def result(verdict: Verdict, *, text: str = "why") -> CaseResult:
     return make_result(
         "a",
         verdict,
-        findings=() if passed else (Finding(check="c", message=text, expected=text, rank=2),),
+        findings=() if passed else (a_finding(check="c", message=text, expected=text, rank=2),),
         attempts=(make_attempt(verdict, text),),
         run=None if passed else run_of(make_failure(0, text, traceback=text, phase=text)),
     )

@@ -16,10 +16,10 @@ from harness.report.wording import finding_text, headline, not_judged_text, prin
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_attempt, make_failure, make_result, run_of
+from tests.builders import a_finding, make_attempt, make_failure, make_result, run_of
 
-FINDING = Finding(
-    check="fp8_on",
+FINDING = a_finding(
+    rule="fp8_on/not-converted",
     message="layers.0.w1 was not converted\nsecond line",
     step=3,
     rank=1,
@@ -45,7 +45,7 @@ def crashed(*failures: RankFailure) -> CaseResult:
     return make_result(
         "tp4",
         Verdict.CRASH,
-        findings=(Finding(check="engine", message="rank 1 raised"),),
+        findings=(a_finding(check="engine", message="rank 1 raised"),),
         attempts=(make_attempt(Verdict.INFRA, "no fork"), make_attempt(Verdict.CRASH)),
         run=run_of(*failures),
     )
@@ -72,12 +72,12 @@ def test_a_finding_says_where_what_expected_and_found() -> None:
         "  expected: converted",
         "  found: plain",
     ]
-    assert finding_text(Finding(check="judge", message="no check")) == "judge: no check"
-    assert "[step 0, rank 0]" in finding_text(Finding(check="c", message="m", step=0, rank=0))
+    assert finding_text(a_finding(check="judge", message="no check")) == "judge: no check"
+    assert "[step 0, rank 0]" in finding_text(a_finding(check="c", message="m", step=0, rank=0))
 
 
 def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
-    wrong = Finding(check="parity", message="21 of 21 gradients differ", step=3, verdict=Verdict.NUMERIC)
+    wrong = a_finding(rule="parity/gradients", message="21 of 21 gradients differ", step=3, verdict=Verdict.NUMERIC)
     assert case_block(result("bad", Verdict.INVARIANT, FINDING, wrong)).splitlines()[1:] == [
         "  nearest to the cause:",
         "    fp8_on [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
@@ -92,7 +92,7 @@ def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
 
 
 def test_a_case_that_lacks_something_did_not_fail_a_check() -> None:
-    lacks = Finding(check="loss_vs_golden", message="cannot be judged: no golden is stored")
+    lacks = a_finding(rule="loss_vs_golden/no-golden", message="no golden is stored", judged=False)
     assert case_block(result("bad", Verdict.INVARIANT, lacks)).startswith("bad could not be judged\n")
     both = case_block(result("bad", Verdict.INVARIANT, FINDING, lacks))
     assert both.startswith("bad failed a non-numeric check\n") and "cannot be judged: no golden is stored" in both
@@ -166,7 +166,7 @@ def on_terminal(results: list[CaseResult], width: int) -> list[str]:
 
 
 def test_the_rich_table_shows_brackets_as_they_are() -> None:
-    finding = Finding(check="c", message="torch.Size([128, 1128]) [bold]x[/bold] [/]")
+    finding = a_finding(check="c", message="torch.Size([128, 1128]) [bold]x[/bold] [/]")
     for width in (60, 200):
         text = " ".join(" ".join(on_terminal([result("a", Verdict.NUMERIC, finding)], width)).split())
         assert "torch.Size([128, 1128]) [bold]x[/bold] [/]" in text and "numeric" in text
@@ -181,7 +181,7 @@ IDS = [
 
 @pytest.mark.parametrize("width", range(60, 180))
 def test_the_table_never_splits_an_id_and_nothing_else_is_wider_than_the_terminal(width: int) -> None:
-    long = Finding(check="c", message="words " * 30)
+    long = a_finding(check="c", message="words " * 30)
     lines = on_terminal([result(name, Verdict.NUMERIC, long) for name in IDS], width)
     for name in IDS:
         assert sum(line.startswith(name) for line in lines) == 1
@@ -210,7 +210,7 @@ def test_cases_that_were_not_run_are_one_line() -> None:
 
 
 def test_markdown_lists_what_is_not_good_and_folds_the_rest() -> None:
-    finding = Finding(check="c", message="a | b <x> & ```")
+    finding = a_finding(check="c", message="a | b <x> & ```")
     text = markdown_report(run(result(), result("bad", Verdict.NUMERIC, finding)))
     assert text.startswith("## fp8-harness: not good\n")
     assert "| `bad` | numeric | 4 | 1.2 | a \\| b &lt;x&gt; &amp; ``` |" in text

@@ -15,7 +15,7 @@ from harness.verdict import FailureSignature, Verdict
 from tests.builders import make_case
 
 CASE = make_case(tp=2, recipe="rowwise")
-SCALES = FailureSignature(kind="scales", what="scale is off", where=("layers.*.wq",), first_step=1)
+SCALES = FailureSignature(kind="scales/amax", where=("layers.*.wq",), first_step=1)
 CRASH = FailureSignature(kind="crash", what="RuntimeError: Expected trailing dimension of mat1 to be divisible by N")
 BUG: dict[str, Any] = {"title": "t", "link": "l", "status": "live", "symptom": "crash", "detected_by": ("engine",)}
 
@@ -39,10 +39,10 @@ def ask(seen: FailureSignature | None, verdict: Verdict = Verdict.INVARIANT, /, 
         (SCALES, {"symptom": "wrong_numbers"}, "reproduced"),
         (CRASH, {"symptom": "wrong_numbers"}, "another failure"),
         (SCALES, {"symptom": "nan"}, "another failure"),
-        (FailureSignature(kind="finite", what="loss is nan"), {"symptom": "nan"}, "reproduced"),
+        (FailureSignature(kind="finite/loss"), {"symptom": "nan"}, "reproduced"),
         (FailureSignature(kind="hang", what="barrier"), {"symptom": "hang"}, "reproduced"),
         (FailureSignature(kind="crash", what="CollectiveMismatch: ranks"), {"symptom": "hang"}, "reproduced"),
-        (FailureSignature(kind="memory", what="bytes"), {"symptom": "memory"}, "reproduced"),
+        (FailureSignature(kind="memory/bytes"), {"symptom": "memory"}, "reproduced"),
         (SCALES, {"symptom": "traffic"}, "another failure"),
     ],
 )
@@ -73,7 +73,7 @@ def test_without_a_bug_any_failure_is_one() -> None:
 
 def test_both_failures_and_what_differs_are_shown() -> None:
     text = reproduced_text(ask(CRASH, signature=SCALES, hardware="8 x H100", versions={"torch": "2.6", "ao": "1"}))
-    assert "expected  scales: scale is off" in text
+    assert "expected  scales/amax" in text
     assert "found     crash: RuntimeError" in text
     assert "torch: 2.6 reported, 2.13.0 here" in text
     assert "ao: 1 reported, not installed here" in text

@@ -21,7 +21,7 @@ from harness.measured import CastRange, Curve, Measured, Sent
 from harness.result import Attempt, CaseResult, RunResult, WithFix
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import FailureSignature, Finding, NotJudged, Verdict
-from tests.builders import make_attempt, make_failure, make_result, make_trace, run_of
+from tests.builders import a_finding, make_attempt, make_failure, make_result, make_trace, run_of
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "harness/schemas/result.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -32,8 +32,15 @@ texts = st.text(max_size=10)
 some_text = st.text(min_size=1, max_size=10)
 findings = st.builds(
     Finding,
-    check=some_text,
-    message=some_text,
+    rule=some_text,
+    says=some_text,
+    values=st.dictionaries(texts, texts | floats | st.integers(), max_size=2),
+    judged=st.booleans(),
+    ranks=st.lists(st.integers(0, 7), max_size=2).map(tuple),
+    operand=texts,
+    within=texts,
+    notes=st.lists(texts, max_size=2).map(tuple),
+    details=texts,
     verdict=st.sampled_from([Verdict.NUMERIC, Verdict.INVARIANT]),
     step=st.none() | st.integers(0, 9),
     rank=st.none() | st.integers(0, 9),
@@ -132,7 +139,7 @@ def example() -> Any:
     bad = make_result(
         "tp2",
         Verdict.NUMERIC,
-        findings=(Finding(check="finite", message="loss is nan", verdict=Verdict.NUMERIC, step=2, rank=0),),
+        findings=(a_finding(check="finite", message="loss is nan", verdict=Verdict.NUMERIC, step=2, rank=0),),
         attempts=(make_attempt(Verdict.NUMERIC, wall_s=2.0, cpu_s=3.0),),
         world_size=2,
         run=run_of(
@@ -199,7 +206,7 @@ def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     "change",
     [
-        spoil("schema", value=2),
+        spoil("schema", value=1),
         spoil("exit_code", value=5),
         spoil("extra", value=1),
         spoil("totals", value={}),

@@ -18,12 +18,12 @@ from harness.matrix.caseid import case_id
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.report.bugs import shrunk_json, shrunk_text
 from harness.result import CaseResult
-from harness.verdict import FailureSignature, Finding, Verdict
-from tests.builders import make_case, make_result
+from harness.verdict import FailureSignature, Verdict
+from tests.builders import a_finding, make_case, make_result
 from tests.strategies import POSSIBLE_CASES
 
-SIGNATURE = FailureSignature(kind="scales", what="scale is off", where=("layers.*.wq",), first_step=2)
-OTHER = FailureSignature(kind="parity", what="gradients differ")
+SIGNATURE = FailureSignature(kind="scales/amax", where=("layers.*.wq",), first_step=2)
+OTHER = FailureSignature(kind="parity/gradients")
 LARGE = make_case(
     tp=4, dp_shard=2, recipe="rowwise", checkpointing="full", vocab_size=2256, pad_vocab_to_multiple_of=128, steps=5
 )
@@ -46,7 +46,7 @@ class ModelOfABug:
     def _result(self, case: Case) -> CaseResult:
         found = self.fails(case)
         verdict = Verdict.PASSED if found is None else Verdict.INVARIANT
-        finding = Finding(check="graphs", message=f"{case.tokens_per_rank} of 128 rows are wrong")
+        finding = a_finding(check="graphs", message=f"{case.tokens_per_rank} of 128 rows are wrong")
         findings = () if found is None else (finding,)
         return make_result(case_id(case), verdict, failure_signature=found, findings=findings)
 
@@ -112,7 +112,7 @@ def test_another_failure_is_not_taken(tmp_path: Path) -> None:
     found = shrunk(lambda case: SIGNATURE if case.layout.tp >= 4 else OTHER, tmp_path)
     assert found.case.layout.tp == 4
     text = shrunk_text(found)
-    assert "with tp 2: parity: gradients differ" in " ".join(text.split())
+    assert "with tp 2: parity/gradients" in " ".join(text.split())
     assert "does not depend on" in text
     assert case_id(found.case).encode() in shrunk_json(found)
     assert found.message.endswith("of 128 rows are wrong")

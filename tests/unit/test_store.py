@@ -11,15 +11,15 @@ import pytest
 from harness.errors import HarnessError
 from harness.result import CaseResult
 from harness.store import FILE_NAME, RunStore
-from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_result, make_trace, run_of
+from harness.verdict import NotJudged, Verdict
+from tests.builders import a_finding, make_result, make_trace, run_of
 
 
 def result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, *, losses: tuple[float, ...] = (7.0,)) -> CaseResult:
     return make_result(
         case_id,
         verdict,
-        findings=(Finding(check="finite", message="two\nlines\u2028", found="NaN"),),
+        findings=(a_finding(check="finite", message="two\nlines\u2028", found="NaN"),),
         run=run_of(make_trace(losses=losses, converted_fqns=("output",))),
         checks=("finite",),
         not_judged=(NotJudged(check="parity", reason="no rank recorded sketches"),),
@@ -64,14 +64,14 @@ def test_a_line_cut_short_anywhere_is_reported_and_costs_nothing_else(tmp_path: 
 def test_storing_goes_on_after_a_line_cut_short(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.append(result("a"))
-    store.path.write_bytes(store.path.read_bytes() + b'{"schema":1,"resu')
+    store.path.write_bytes(store.path.read_bytes() + b'{"schema":2,"resu')
     store.append(result("c"))
     found = store.read()
     assert [each.case_id for each in found.results] == ["a", "c"]
     assert len(found.damaged) == 1
 
 
-@pytest.mark.parametrize("line", [b"[]", b"\xff\xfe", b'{"schema":2,"result":{}}', b"{}"])
+@pytest.mark.parametrize("line", [b"[]", b"\xff\xfe", b'{"schema":1,"result":{}}', b"{}"])
 def test_a_line_that_is_no_result_is_reported(tmp_path: Path, line: bytes) -> None:
     store = RunStore(tmp_path)
     store.path.write_bytes(line + b"\n")
@@ -81,8 +81,8 @@ def test_a_line_that_is_no_result_is_reported(tmp_path: Path, line: bytes) -> No
 def test_another_schema_is_reported_as_such(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.append(result())
-    store.path.write_bytes(store.path.read_bytes().replace(b'"schema":1', b'"schema":2'))
-    assert "has schema 2, this version reads schema 1" in store.read().damaged[0].text
+    store.path.write_bytes(store.path.read_bytes().replace(b'"schema":2', b'"schema":1'))
+    assert "has schema 1, this version reads schema 2" in store.read().damaged[0].text
 
 
 def test_the_last_result_of_a_case_counts(tmp_path: Path) -> None:

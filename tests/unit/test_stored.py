@@ -137,8 +137,8 @@ def test_a_file_that_holds_no_results_is_told(tmp_path: Path, content: str) -> N
 
 def test_another_schema_is_told(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
-    file.write_bytes(json_report(RunResult(results=(), wall_s=0.0)).replace(b'"schema": 1', b'"schema": 2'))
-    with pytest.raises(HarnessError, match="has schema 2, this version reads schema 1"):
+    file.write_bytes(json_report(RunResult(results=(), wall_s=0.0)).replace(b'"schema": 2', b'"schema": 1'))
+    with pytest.raises(HarnessError, match="has schema 1, this version reads schema 2"):
         read_document(file)
 
 

@@ -11,7 +11,7 @@ from harness.matrix.caseid import case_id
 from harness.report.target import WIDTH, problems_of, target_exit_code, target_text
 from harness.studies.target_check import CheckOptions, TargetReport, TargetRun, cases_of, parse_layout, refusal_words
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import make_case, make_failure
+from tests.builders import a_finding, make_case, make_failure
 
 
 def ids(**asked: Any) -> list[str]:
@@ -114,8 +114,8 @@ def report(*runs: TargetRun) -> TargetReport:
     )
 
 
-CAUSE = Finding(check="parity", message="loss is twice as large", fix="divide it")
-EFFECT = Finding(check="loss_vs_golden", message="the loss is off")
+CAUSE = a_finding(check="parity", message="loss is twice as large", fix="divide it")
+EFFECT = a_finding(check="loss_vs_golden", message="the loss is off")
 
 
 def test_one_mistake_in_many_runs_is_told_once_and_its_effects_by_name() -> None:
@@ -139,7 +139,7 @@ def test_whatever_is_wrong_follows_from_a_reference_that_is_wrong() -> None:
 
 
 def test_a_refusal_is_no_problem_and_lines_fit() -> None:
-    refused = ran("tp2", Finding(check="engine", message="x"), verdict=Verdict.CRASH, refused="no tp " * 20)
+    refused = ran("tp2", a_finding(check="engine", message="x"), verdict=Verdict.CRASH, refused="no tp " * 20)
     found = report(ran(), refused)
     assert problems_of(found) == () and target_exit_code(found) == 0
     text = target_text(found)

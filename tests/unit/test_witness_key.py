@@ -16,7 +16,7 @@ from harness.running.witness_key import witness_key
 from harness.sources import installed_source
 from tests.programs import run_script
 
-PLAN = Plan(probes=("sketches", "operands"))
+PLAN = Plan(probed=True)
 CPUINFO = """\
 processor	: 0
 model name	: AMD EPYC 9R14
@@ -54,7 +54,7 @@ def small_packages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
 
 
 def test_a_witness_of_one_arithmetic_serves_no_other() -> None:
-    other = Plan(probes=PLAN.probes, arithmetic="kernel")
+    other = Plan(probed=True, arithmetic="kernel")
     assert witness_key(other) != witness_key(PLAN)
 
 

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from harness.checks.assembly import largest
 from harness.checks.divergence import first_divergence
-from harness.checks.live_memory import check_leaks, check_live_memory
+from harness.checks.leaks import check_leaks
+from harness.checks.live_memory import check_live_memory
 from harness.checks.local_parity import check_local_parity
 from harness.checks.matmuls import check_matmuls
 from harness.checks.measuring import measured
@@ -26,10 +27,9 @@ from harness.expect.matmuls import scaled_mm_calls
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
 from harness.matrix.replayed import replayed_steps
-from harness.running.plan import PROBES
 from harness.trace import Run
 from harness.verdict import Finding
-from tests.builders import make_tolerance, make_witnesses
+from tests.builders import make_tolerance, make_witnesses, probes_for
 from tests.worker.runs import numbers
 
 # Distance from the solo witness where sums have the order of ranks, and in float64.
@@ -134,7 +134,7 @@ def each_of(texts: Iterable[str], *, replayed: bool = False) -> pytest.MarkDecor
 
 @pytest.fixture
 def watched(trained) -> Callable[[Case], Run]:
-    return lambda case: trained(case, probes=PROBES)
+    return lambda case: trained(case, probes=probes_for(case))
 
 
 @each_of(ALL)

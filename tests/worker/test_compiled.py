@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from harness.checks.graph_scales import check_graph_scales
 from harness.checks.graphs import check_graphs
-from harness.checks.live_memory import check_leaks, check_live_memory
+from harness.checks.leaks import check_leaks
+from harness.checks.live_memory import check_live_memory
 from harness.checks.matmuls import check_matmuls
 from harness.checks.measuring import measured
 from harness.checks.memory import check_memory

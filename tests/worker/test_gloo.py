@@ -12,8 +12,8 @@ from harness.checks.stacks import main_stack, place_of
 from harness.engine.messages import JobOutcome
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.caseid import parse_case_id
-from harness.running.plan import PROBES
 from harness.trace import RankTrace, Run
+from tests.builders import probes_for
 from tests.jobs import run_request
 from tests.worker.conftest import make_request
 from tests.worker.runs import sweep
@@ -46,7 +46,7 @@ def timeless(run: Run) -> list[RankTrace]:
 )
 def test_groups_of_two_have_every_bit_and_record_of_the_shared_fabric(trained, text: str):
     case = parse_case_id(text)
-    shared, gloo = (trained(case, probes=PROBES, fabric=fabric) for fabric in ("shared", "gloo"))
+    shared, gloo = (trained(case, probes=probes_for(case), fabric=fabric) for fabric in ("shared", "gloo"))
     assert {trace.virtual for trace in shared.traces} == {("collectives", "scaled_mm", "symm_mem")}
     assert {trace.virtual for trace in gloo.traces} == {("gloo", "scaled_mm", "symm_mem")}
     assert timeless(gloo) == timeless(shared)

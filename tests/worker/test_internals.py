@@ -14,8 +14,8 @@ from harness.expect.expectations import Expectations
 from harness.internals import State, read_parts
 from harness.matrix.caseid import parse_case_id
 from harness.running.internals import internals_here
-from harness.running.plan import PROBES
 from harness.sources import installed_versions
+from tests.builders import probes_for
 from tests.jobs import run_request
 from tests.worker.conftest import make_request
 
@@ -54,7 +54,7 @@ def without(names: str, *cases: object, folder: Path) -> tuple[list[str], list[J
         for number, case in enumerate(cases):
             job = folder / str(number)
             job.mkdir()
-            outcomes.append(run_request(engine, job, make_request(case, probes=PROBES)))  # type: ignore[arg-type]
+            outcomes.append(run_request(engine, job, make_request(case, probes=probes_for(case))))  # type: ignore[arg-type]
     return notes, outcomes
 
 
@@ -67,7 +67,7 @@ def test_a_part_that_is_gone_costs_its_checks_and_the_cases_that_need_it(tmp_pat
     assert compiled.status == "crash" and compiled.message.endswith(f"RuntimeError: {of_compiled}")
     assert eager.status == "ok", eager.message
     run = run_from_outcome(eager)
-    found = judge(EAGER, run, eager.status, Witnesses(expect=Expectations(EAGER), records=PROBES))
+    found = judge(EAGER, run, eager.status, Witnesses(expect=Expectations(EAGER), records=probes_for(EAGER)))
     reasons = {each.check: each.reason for each in found.not_judged if each.unverified}
     assert reasons == dict.fromkeys(("memory", "live_memory", "leaks"), of_memory)
     assert {"scales", "traffic", "fp8_on"} <= set(found.checks)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checks.live_memory import LEAKS, NAME, check_leaks, check_live_memory
+from harness.checks.leaks import NAME as LEAKS
+from harness.checks.leaks import check_leaks
+from harness.checks.live_memory import NAME, check_live_memory
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding

@@ -46,7 +46,7 @@ def export(named: NamedCase, result: CaseResult, injections: Sequence[Injection]
             where=case_id(case),
             fix="give the case, and by --inject the fault, with which it fails.",
         )
-    title = named.bug.bug.title if named.bug is not None else _title(signature)
+    title = named.bug.bug.title if named.bug is not None else _title(signature, result)
     checks = {finding.check for finding in result.findings if finding.judged}
     made = script(case, signature, title=title, checks=checks)
     file = folder / f"{named.bug.id if named.bug is not None else case_id(case)}.py"
@@ -73,6 +73,7 @@ def _patch(injection: Injection, folder: Path) -> str:
     return f"{folder / fault}.py:{fault}"
 
 
-def _title(signature: FailureSignature) -> str:
-    at = f" in {signature.where[-1]}" if signature.where and signature.kind != "crash" else ""
-    return f"{signature.what}{at}"
+def _title(signature: FailureSignature, result: CaseResult) -> str:
+    if not signature.check:
+        return signature.what
+    return next(finding.first_line for finding in result.findings if finding.judged)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from harness.bugs.export.bundle import bundle, code
+from harness.checks.graphs import ROWS
 from harness.errors import HarnessError
 from harness.matrix.axes import DECLARED, own_axes
 from harness.matrix.case import Case
@@ -101,11 +102,11 @@ def script_part(signature: FailureSignature, checks: Collection[str] = ()) -> st
     """The name of the file in worker/exported/ whose `main` detects failures like this one."""
     if signature.kind == "crash":
         return "mismatch" if "CollectiveMismatch" in signature.what else "crash"
-    if signature.kind == "graphs" and signature.what.startswith("fused_scaled_matmul_reduce_scatter gives wrong rows"):
+    if signature.kind == ROWS.name and signature.what == "fused_scaled_matmul_reduce_scatter":
         return "scattered"
-    if signature.kind != "hang" and not {signature.kind, *checks}.isdisjoint(_NUMBERS):
+    if signature.kind != "hang" and not {signature.check, *checks}.isdisjoint(_NUMBERS):
         return "gradients"
-    needed = _NEEDED.get(signature.kind, "what the harness records of a run")
+    needed = _NEEDED.get(signature.check or signature.kind, "what the harness records of a run")
     raise HarnessError(
         f"a failure of kind {signature.kind} cannot be exported: a script would need {needed}.",
         fix="give the id of the case in the issue, or export a case whose gradients differ from those of one rank.",

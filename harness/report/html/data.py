@@ -19,7 +19,7 @@ from harness.matrix.caseid import mesh_words, parse_case_id
 from harness.measured import CastRange, Curve, Sent
 from harness.report.case import flops_text
 from harness.report.html.sections import Listing
-from harness.report.wording import headline, outcome, place, printable, retried
+from harness.report.wording import headline, outcome, printable, retried
 from harness.result import CaseResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
@@ -256,7 +256,7 @@ def _findings(findings: Sequence[Finding]) -> Iterable[FindingText]:
         yield FindingText(
             check=printable(each.check),
             message=printable(each.headline),
-            place=printable(place(each)),
+            place=printable(each.place),
             expected=printable(each.expected or ""),
             found=printable(each.found or ""),
             fix=printable(each.fix or ""),

@@ -102,7 +102,7 @@ def _bits(work: Work, cases: Sequence[Case], judged: Sequence[CaseResult]) -> li
     few = [case for case in cases if case.float8.enabled and expected_refusal(case) is None][:_REPEATED]
     if not few:
         return []
-    plain = msgspec.structs.replace(work.plan, probes=())
+    plain = msgspec.structs.replace(work.plan, probed=False)
     twice = run_cases(work.project, [*few, *few], plain, SanityJudge(), work.progress)
     _unless(twice.interrupted)
     probed = {result.case_id: _curve(result) for result in judged}

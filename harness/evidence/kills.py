@@ -1,0 +1,64 @@
+"""Which rules found which planted fault: the proof that checks have teeth, as `fp8-harness power --record` measured it.
+
+Sealed JSON in the package and in a project of one's own. The reference of the checks (`docs/checks.md`) is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.verdict import Verdict
+
+SCHEMA = 1
+
+
+class KillsDamaged(HarnessError):
+    """The record was edited by hand, truncated, or written by another version."""
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a case ended in which a fault was planted. `rules`: those that the clean case does not break, sorted."""
+
+    verdict: Verdict
+    rules: tuple[str, ...]
+
+
+class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The kill matrix: by fault and case, in the order of the catalogue."""
+
+    found: Mapping[str, Mapping[str, Kill]]
+    software: Mapping[str, str]  # torch, torchao
+
+    def by_check(self, check: str) -> dict[str, tuple[str, ...]]:
+        """The faults that a check found in some case, each with the rules of the check that were broken."""
+        faults: dict[str, tuple[str, ...]] = {}
+        for fault, cases in self.found.items():
+            broken = {rule for kill in cases.values() for rule in kill.rules if rule.partition("/")[0] == check}
+            if broken:
+                faults[fault] = tuple(sorted(broken))
+        return faults
+
+
+def kills_path(root: Path) -> Path:
+    """The file of a project."""
+    return root / "golden" / "evidence" / "kills.json"
+
+
+def read_kills(root: Path) -> Kills | None:
+    """What was recorded; None where nothing was. Raises `KillsDamaged`."""
+    fix = "restore it, or run `fp8-harness power --record`."
+    try:
+        return read_sealed(kills_path(root), Kills, schema=SCHEMA, damaged=KillsDamaged, fix=fix)
+    except FileNotFoundError:
+        return None
+
+
+def write_kills(root: Path, kills: Kills) -> Path:
+    """Store the record and return its path."""
+    write_sealed(kills_path(root), kills)
+    return kills_path(root)
