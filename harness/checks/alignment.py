@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from harness.checks.check import Check
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -23,29 +23,18 @@ NAME = "alignment"
 REFUSED = re.compile(r"divisible by 16\b|multiple of 16\b")
 
 
-REFUSED_ALIGNED = Rule(
-    name="alignment/refused", says="refused on {ranks} although every GEMM is aligned", stage=Stage.MODEL
+_rule = Rules("alignment")
+REFUSED_ALIGNED = _rule("refused", Stage.MODEL, "refused on {ranks} although every GEMM is aligned")
+REFUSED_SIZES = _rule(
+    "sizes",
+    Stage.MODEL,
+    "refused on {ranks}: sizes of a converted linear, or of its tokens, are no multiples of 16 there",
 )
-REFUSED_SIZES = Rule(
-    name="alignment/sizes",
-    says="refused on {ranks}: sizes of a converted linear, or of its tokens, are no multiples of 16 there",
-    stage=Stage.MODEL,
-)
-TRAINED = Rule(
-    name="alignment/trained",
-    says="trained silently on {ranks} instead of being refused ({refusal}: {reason})",
-    stage=Stage.MODEL,
-)
-OTHER_ERROR = Rule(
-    name="alignment/other-error",
-    says="failed on rank {rank} with another error than the refusal {refusal}",
-    stage=Stage.MODEL,
-)
-NO_END = Rule(name="alignment/no-end", says="{ranks} neither trained nor failed", stage=Stage.MODEL)
-NONE_REFUSED = Rule(
-    name="alignment/none-refused",
-    says="no rank was refused: every failure is the consequence of another one",
-    stage=Stage.MODEL,
+TRAINED = _rule("trained", Stage.MODEL, "trained silently on {ranks} instead of being refused ({refusal}: {reason})")
+OTHER_ERROR = _rule("other-error", Stage.MODEL, "failed on rank {rank} with another error than the refusal {refusal}")
+NO_END = _rule("no-end", Stage.MODEL, "{ranks} neither trained nor failed")
+NONE_REFUSED = _rule(
+    "none-refused", Stage.MODEL, "no rank was refused: every failure is the consequence of another one"
 )
 
 
@@ -108,6 +97,6 @@ CHECK = Check(
     question="Is a misaligned FP8 matmul refused, and only a misaligned one?",
     blind="A refusal by a kernel that has other limits than torch's registrations state.",
     function=check_alignment,
-    rules=(REFUSED_ALIGNED, REFUSED_SIZES, TRAINED, OTHER_ERROR, NO_END, NONE_REFUSED),
+    rules=_rule.declared,
     explains_failures=True,
 )

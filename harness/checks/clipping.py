@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from harness.checks.check import Check
 from harness.checks.ranks import traces_by_rank
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -22,10 +22,11 @@ ROUNDING = (
 )
 _EPS = 1e-6  # torch adds it to the norm that it divides by
 
-NOT_CLIPPED = Rule(
-    name="clipping/norm",
-    says="gradients are not clipped to a norm of {max_norm:g}: {reported}, the optimizer gets {norm:.6g}",
-    stage=Stage.STEP,
+_rule = Rules("clipping")
+NOT_CLIPPED = _rule(
+    "norm",
+    Stage.STEP,
+    "gradients are not clipped to a norm of {max_norm:g}: {reported}, the optimizer gets {norm:.6g}",
     numeric=True,
     fix="call torch.nn.utils.clip_grad_norm_(parameters, case.train.max_norm) before optimizer.step(), and return "
     "the norm that it returns; over several meshes, of all of them.",
@@ -79,6 +80,6 @@ CHECK = Check(
     question="Does the optimizer get gradients of the norm that the case clips to?",
     blind="Gradients of the right norm and a wrong direction; other checks compare them.",
     function=check_clipping,
-    rules=(NOT_CLIPPED,),
+    rules=_rule.declared,
     not_judged=_not_judged,
 )

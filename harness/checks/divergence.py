@@ -23,7 +23,7 @@ from harness.checks.assembly import largest
 from harness.checks.mismatch import Mismatch, same_number
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, MatmulKey, casts_by_key, matmuls_by_key, on_ranks
 from harness.checks.ranks import traces_by_rank
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.scale_rules import format_scale
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.case import Case
@@ -36,10 +36,11 @@ from harness.verdict import Finding
 
 NAME = "divergence"
 
-OPERAND = Rule(
-    name="divergence/operand",
-    says="first operand that diverges from the single-rank reference: {what} of {module} at step {step} on rank {rank}",
-    stage=Stage.OPERAND,
+_rule = Rules("divergence")
+OPERAND = _rule(
+    "operand",
+    Stage.OPERAND,
+    "first operand that diverges from the single-rank reference: {what} of {module} at step {step} on rank {rank}",
     numeric=True,
     key=("number",),
     located=True,

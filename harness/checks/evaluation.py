@@ -9,7 +9,7 @@ from __future__ import annotations
 from harness.checks.check import Check
 from harness.checks.mismatch import same_number, size_of_error
 from harness.checks.ranks import traces_by_rank
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -18,10 +18,11 @@ from harness.verdict import Finding
 
 NAME = "evaluation"
 
-OTHER_LOSS = Rule(
-    name="evaluation/loss",
-    says="the loss of the evaluation is not that of training on the same batch with the same weights",
-    stage=Stage.STEP,
+_rule = Rules("evaluation")
+OTHER_LOSS = _rule(
+    "loss",
+    Stage.STEP,
+    "the loss of the evaluation is not that of training on the same batch with the same weights",
     numeric=True,
 )
 
@@ -59,6 +60,6 @@ CHECK = Check(
     question="Is the loss of a batch in evaluation the one that training on it then has?",
     blind="Modules that compute the same wrong loss in both modes; the loss of training is compared by other checks.",
     function=check_evaluation,
-    rules=(OTHER_LOSS,),
+    rules=_rule.declared,
     not_judged=_not_judged,
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from harness.checks.advice import advice
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.stacks import OwnFrame, StackLocation, main_stack, own_frame, place_of
 from harness.sentence import format_ranks
 from harness.trace import RankFailure, Run
@@ -14,12 +14,13 @@ from harness.verdict import Finding
 
 ENGINE = "engine"  # in place of a check, in findings about ranks that did not finish
 
-UNKNOWN = Rule(name="engine/unknown", says="the engine reports {status}, but no rank reports a cause", stage=Stage.RUN)
-RAISED = Rule(name="engine/raised", says="{ranks} {end}", stage=Stage.RUN, key=("error",))
-STUCK = Rule(name="engine/stuck", says="{ranks} {end}", stage=Stage.RUN)
-LOST = Rule(name="engine/lost", says="{ranks} {end}", stage=Stage.RUN)
-REPORT = Rule(name="engine/report", says="{report}", stage=Stage.RUN)
-RULES = (UNKNOWN, RAISED, STUCK, LOST, REPORT)
+_rule = Rules("engine")
+UNKNOWN = _rule("unknown", Stage.RUN, "the engine reports {status}, but no rank reports a cause")
+RAISED = _rule("raised", Stage.RUN, "{ranks} {end}", key=("error",))
+STUCK = _rule("stuck", Stage.RUN, "{ranks} {end}")
+LOST = _rule("lost", Stage.RUN, "{ranks} {end}")
+REPORT = _rule("report", Stage.RUN, "{report}")
+RULES = _rule.declared
 
 _CALLED = ",\n    called from "
 

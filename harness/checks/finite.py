@@ -7,7 +7,7 @@ from collections import Counter
 
 from harness.checks.check import Check
 from harness.checks.ranks import group_ranks, traces_by_rank
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.plural import counted
@@ -17,15 +17,14 @@ from harness.verdict import Finding
 NAME = "finite"
 
 
-NO_TRACE = Rule(name="finite/no-trace", says="{ranks} left no trace", stage=Stage.RUN)
-OTHER_WORLD = Rule(
-    name="finite/other-world", says="{ranks} outside the world of this case left a trace", stage=Stage.RUN
-)
-SEVERAL_TRACES = Rule(name="finite/several-traces", says="{ranks} left more than one trace", stage=Stage.RUN)
-STEPS = Rule(name="finite/steps", says="{ranks} did not record steps 1 to {steps}", stage=Stage.RUN)
+_rule = Rules("finite")
+NO_TRACE = _rule("no-trace", Stage.RUN, "{ranks} left no trace")
+OTHER_WORLD = _rule("other-world", Stage.RUN, "{ranks} outside the world of this case left a trace")
+SEVERAL_TRACES = _rule("several-traces", Stage.RUN, "{ranks} left more than one trace")
+STEPS = _rule("steps", Stage.RUN, "{ranks} did not record steps 1 to {steps}")
 _BAD = "{quantity} is {value} at step {step} on rank {rank}; bad values: {count}, on {ranks}"
-LOSS = Rule(name="finite/loss", says=_BAD, stage=Stage.NO_NUMBER, numeric=True)
-GRAD_NORM = Rule(name="finite/grad-norm", says=_BAD, stage=Stage.BF16, numeric=True)
+LOSS = _rule("loss", Stage.NO_NUMBER, _BAD, numeric=True)
+GRAD_NORM = _rule("grad-norm", Stage.BF16, _BAD, numeric=True)
 
 
 def check_finite(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -106,5 +105,5 @@ CHECK = Check(
     question="Did every rank train to the last step with finite numbers?",
     blind="Numbers that are finite and wrong.",
     function=check_finite,
-    rules=(NO_TRACE, OTHER_WORLD, SEVERAL_TRACES, STEPS, LOSS, GRAD_NORM),
+    rules=_rule.declared,
 )

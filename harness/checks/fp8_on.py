@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.checks.check import Check
 from harness.checks.ranks import group_ranks
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.plural import counted
@@ -17,21 +17,22 @@ NAME = "fp8_on"
 _TRANSPORTS = {"collectives", "gloo"}  # of the collectives on a CPU: the shared fabric, or torch's gloo
 
 
-def _rule(name: str, says: str, *key: str) -> Rule:
-    return Rule(name=f"{NAME}/{name}", says=says, stage=Stage.MODEL, key=key, located=True)
-
-
-NO_RANK = _rule("no-rank", "no rank left a trace")
-CONVERTS_NOTHING = _rule("converts-nothing", "the case asks for FP8 but converts no linear")
-NOT_CONVERTED = _rule("not-converted", "{module} was not converted to FP8 on {ranks}")
-CONVERTED = _rule("converted", "{module} was converted to FP8 on {ranks}")
-TWICE = _rule("twice", "{module} is recorded twice on {ranks}")
-FILTERS = _rule("filters", "filter_fqns {entries} match no linear on {ranks}")
-NOT_SCALED = _rule("not-scaled", "{ranks} ran without scaled matmuls")
-SCALED = _rule("scaled", "{ranks} ran scaled matmuls although the case asks for none")
-NO_STEP = _rule("no-step", "no step was recorded on {ranks}")
-LACKS_PARTS = _rule("lacks-parts", "the virtual FP8 device lacks {parts} on {ranks}", "parts")
-FOREIGN_PARTS = _rule("foreign-parts", "parts of the virtual FP8 device are installed on {device} on {ranks}")
+_rule = Rules("fp8_on")
+NO_RANK = _rule("no-rank", Stage.MODEL, "no rank left a trace", located=True)
+CONVERTS_NOTHING = _rule("converts-nothing", Stage.MODEL, "the case asks for FP8 but converts no linear", located=True)
+NOT_CONVERTED = _rule("not-converted", Stage.MODEL, "{module} was not converted to FP8 on {ranks}", located=True)
+CONVERTED = _rule("converted", Stage.MODEL, "{module} was converted to FP8 on {ranks}", located=True)
+TWICE = _rule("twice", Stage.MODEL, "{module} is recorded twice on {ranks}", located=True)
+FILTERS = _rule("filters", Stage.MODEL, "filter_fqns {entries} match no linear on {ranks}", located=True)
+NOT_SCALED = _rule("not-scaled", Stage.MODEL, "{ranks} ran without scaled matmuls", located=True)
+SCALED = _rule("scaled", Stage.MODEL, "{ranks} ran scaled matmuls although the case asks for none", located=True)
+NO_STEP = _rule("no-step", Stage.MODEL, "no step was recorded on {ranks}", located=True)
+LACKS_PARTS = _rule(
+    "lacks-parts", Stage.MODEL, "the virtual FP8 device lacks {parts} on {ranks}", key=("parts",), located=True
+)
+FOREIGN_PARTS = _rule(
+    "foreign-parts", Stage.MODEL, "parts of the virtual FP8 device are installed on {device} on {ranks}", located=True
+)
 
 
 def check_fp8_on(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -122,18 +123,6 @@ CHECK = Check(
     question="Is FP8 on, exactly where the case asks for it?",
     blind="A linear that is converted and called, and computes in high precision inside of its own code.",
     function=check_fp8_on,
-    rules=(
-        NO_RANK,
-        CONVERTS_NOTHING,
-        NOT_CONVERTED,
-        CONVERTED,
-        TWICE,
-        FILTERS,
-        NOT_SCALED,
-        SCALED,
-        NO_STEP,
-        LACKS_PARTS,
-        FOREIGN_PARTS,
-    ),
+    rules=_rule.declared,
     needs_linears=True,
 )

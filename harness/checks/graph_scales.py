@@ -17,7 +17,7 @@ from harness.checks.check import Check
 from harness.checks.mismatch import Mismatch, findings_by_rule
 from harness.checks.occurrences import on_ranks
 from harness.checks.ranks import traces_by_rank
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.scale_rules import Broken, cast_rules, power_of_two_rule, tensorwise_rule, value_rules
 from harness.checks.witnesses import Witnesses
 from harness.expect.casts import CompiledCasts
@@ -32,18 +32,16 @@ from harness.verdict import Finding
 
 NAME = "graph_scales"
 
-RULES = cast_rules(NAME)
 
-
-def _rule(name: str, says: str) -> Rule:
-    return Rule(name=f"{NAME}/{name}", says=says, stage=Stage.SCALES, located=True)
-
-
-NO_CAST = _rule("no-cast", "no cast to float8 was executed in some step on {where}")
-UNASKED = _rule("unasked", "blocks cast to float8 although no linear is converted, on {ranks}")
-UNKNOWN = _rule("unknown-cast", "a conversion to float8 is not torchao's cast")
-OTHER_CASTS = _rule("other-casts", "TP ranks execute different casts")
-DIFFERENT = _rule("different-per-rank", "TP ranks use different scales for the same tensor")
+_rule = Rules("graph_scales")
+RULES = cast_rules(_rule)
+NO_CAST = _rule("no-cast", Stage.SCALES, "no cast to float8 was executed in some step on {where}", located=True)
+UNASKED = _rule(
+    "unasked", Stage.SCALES, "blocks cast to float8 although no linear is converted, on {ranks}", located=True
+)
+UNKNOWN = _rule("unknown-cast", Stage.SCALES, "a conversion to float8 is not torchao's cast", located=True)
+OTHER_CASTS = _rule("other-casts", Stage.SCALES, "TP ranks execute different casts", located=True)
+DIFFERENT = _rule("different-per-rank", Stage.SCALES, "TP ranks use different scales for the same tensor", located=True)
 
 Casts = dict[int, dict[tuple[int, int], GraphCast]]  # of every rank, by step and order in it
 
@@ -236,7 +234,7 @@ CHECK = Check(
     question="Is every tensor in a compiled graph cast to float8 with the correct scale?",
     blind="Which linear a cast is of, and casts in the code that inductor generates.",
     function=check_graph_scales,
-    rules=(*RULES, NO_CAST, UNASKED, UNKNOWN, OTHER_CASTS, DIFFERENT),
+    rules=_rule.declared,
     not_judged=_not_judged,
     partly=_partly,
     record="graphs",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from harness.checks.check import Check
 from harness.checks.ranks import merge_ranks
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import FUSION, Expectations
 from harness.matrix.case import Case
@@ -23,34 +23,19 @@ from harness.verdict import Finding
 NAME = "graphs"
 
 
-NO_GRAPH = Rule(
-    name="graphs/none", says="the case asks for compiled blocks, but no graph was compiled", stage=Stage.MODEL
+_rule = Rules("graphs")
+NO_GRAPH = _rule("none", Stage.MODEL, "the case asks for compiled blocks, but no graph was compiled")
+UNPAIRED = _rule("unpaired", Stage.EXECUTION, "forward and backward graphs do not pair up")
+WRONG_RANKS = _rule("ranks", Stage.EXECUTION, "{operator} communicates over the wrong ranks", key=("operator",))
+SCALE_SHAPE = _rule(
+    "scale-shape", Stage.EXECUTION, "{operator} gets a scale whose shape does not match its operand", key=("operator",)
 )
-UNPAIRED = Rule(name="graphs/unpaired", says="forward and backward graphs do not pair up", stage=Stage.EXECUTION)
-WRONG_RANKS = Rule(
-    name="graphs/ranks",
-    says="{operator} communicates over the wrong ranks",
-    stage=Stage.EXECUTION,
-    key=("operator",),
-)
-SCALE_SHAPE = Rule(
-    name="graphs/scale-shape",
-    says="{operator} gets a scale whose shape does not match its operand",
-    stage=Stage.EXECUTION,
-    key=("operator",),
-)
-NOTHING_FUSED = Rule(name="graphs/nothing-fused", says="async TP is on, but nothing was fused", stage=Stage.MODEL)
-NUMBER = Rule(
-    name="graphs/number",
-    says="wrong number of {kind}",
-    stage=Stage.EXECUTION,
-    key=("kind",),
-    formula=FUSION,
-)
-ROWS = Rule(
-    name="graphs/rows",
-    says="{operator} gives wrong rows: {rows} of {total} differ from its unfused form",
-    stage=Stage.EXECUTION,
+NOTHING_FUSED = _rule("nothing-fused", Stage.MODEL, "async TP is on, but nothing was fused")
+NUMBER = _rule("number", Stage.EXECUTION, "wrong number of {kind}", key=("kind",), formula=FUSION)
+ROWS = _rule(
+    "rows",
+    Stage.EXECUTION,
+    "{operator} gives wrong rows: {rows} of {total} differ from its unfused form",
     numeric=True,
     key=("operator",),
 )
@@ -199,7 +184,7 @@ CHECK = Check(
     question="Were the blocks compiled as the case asks, and do fused operators give the right rows?",
     blind="Operators that a compiler generates code for; a fused operator that is slow and right.",
     function=check_graphs,
-    rules=(NO_GRAPH, UNPAIRED, WRONG_RANKS, SCALE_SHAPE, NOTHING_FUSED, NUMBER, ROWS),
+    rules=_rule.declared,
     partly=_partly,
     record="graphs",
     formula=FUSION,

@@ -24,7 +24,7 @@ from harness.checks.catalogue import CHECKS
 from harness.checks.causes import by_cause
 from harness.checks.check import Check
 from harness.checks.failures import failures
-from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.rule import Rules, Stage
 from harness.checks.stacks import LAST_OUTPUT
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
@@ -37,8 +37,9 @@ from harness.verdict import Finding, GoldenSource, NotJudged, Verdict
 # Created before any thread decodes: msgspec crashes when two threads first use a type at the same time.
 _TRACES = msgspec.msgpack.Decoder(RankTrace)
 
-NO_CHECK = Rule(name="judge/no-check", says="no check was executed", stage=Stage.RUN, judged=False)
-BROKEN = Rule(name="judge/broken", says="the harness failed while judging: {error}", stage=Stage.RUN)
+_rule = Rules("judge")
+NO_CHECK = _rule("no-check", Stage.RUN, "no check was executed", judged=False)
+BROKEN = _rule("broken", Stage.RUN, "the harness failed while judging: {error}")
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +177,7 @@ def _no_record(check: Check, witnesses: Witnesses) -> Finding:
     record = check.record_of(witnesses.expect)
     assert record is not None
     where = "any rank, which they were asked for"
-    rule = no_record(check.name)
+    rule = Rules(check.name).no_record()
     return rule.finding(record=_noun(record), where=where, expected="a record of every rank", found="none")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from harness.checks.census import amount, beyond, census, contents, largest_of
 from harness.checks.check import Check
 from harness.checks.ranks import merge_ranks, missing_records
-from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
@@ -17,16 +17,14 @@ from harness.verdict import Finding
 NAME = "leaks"
 SETTLED = 2  # the first step that all later ones must repeat: the optimizer and precomputed scales have their state
 
-NO_RECORD = no_record(NAME)
-NO_CENSUS = Rule(name="leaks/no-census", says="no record of live memory {when}", stage=Stage.MEMORY)
-GROWS = Rule(
-    name="leaks/grows",
-    says="live memory grows: {tensors} is alive {when} and was not in step {settled}",
-    stage=Stage.MEMORY,
-    key=("when",),
+_rule = Rules("leaks")
+NO_RECORD = _rule.no_record()
+NO_CENSUS = _rule("no-census", Stage.MEMORY, "no record of live memory {when}")
+GROWS = _rule(
+    "grows", Stage.MEMORY, "live memory grows: {tensors} is alive {when} and was not in step {settled}", key=("when",)
 )
-SCALARS = Rule(name="leaks/scalars", says="live memory grows by scalars {when}", stage=Stage.MEMORY, key=("when",))
-SHRINKS = Rule(name="leaks/shrinks", says="live memory shrinks {when}", stage=Stage.MEMORY, key=("when",))
+SCALARS = _rule("scalars", Stage.MEMORY, "live memory grows by scalars {when}", key=("when",))
+SHRINKS = _rule("shrinks", Stage.MEMORY, "live memory shrinks {when}", key=("when",))
 
 
 def check_leaks(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -70,6 +68,6 @@ CHECK = Check(
     question="Does a later step have anything more or less alive than the second?",
     blind="What is too much from the first step on, which `live_memory` sees; what grows by less than a storage.",
     function=check_leaks,
-    rules=(NO_RECORD, NO_CENSUS, GROWS, SCALARS, SHRINKS),
+    rules=_rule.declared,
     record="saved_memory",
 )

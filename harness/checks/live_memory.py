@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from harness.checks.census import amount, beyond, census, largest_of
 from harness.checks.check import Check
 from harness.checks.ranks import merge_ranks, missing_records
-from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import LIVE_MEMORY, Expectations
 from harness.expect.live_memory import LiveStorage
@@ -24,29 +24,16 @@ from harness.verdict import Finding
 
 NAME = "live_memory"
 
-NO_RECORD = no_record(NAME)
-NO_CENSUS = Rule(name="live_memory/no-census", says="no record of live memory {when}", stage=Stage.MEMORY)
-TOO_MUCH = Rule(
-    name="live_memory/too-much",
-    says="{tensors} is alive {when}, and nothing explains it",
-    stage=Stage.MEMORY,
-    key=("when",),
-    formula=LIVE_MEMORY,
+_rule = Rules("live_memory")
+NO_RECORD = _rule.no_record()
+NO_CENSUS = _rule("no-census", Stage.MEMORY, "no record of live memory {when}")
+TOO_MUCH = _rule(
+    "too-much", Stage.MEMORY, "{tensors} is alive {when}, and nothing explains it", key=("when",), formula=LIVE_MEMORY
 )
-TOO_LITTLE = Rule(
-    name="live_memory/too-little",
-    says="{purpose} is not alive {when}",
-    stage=Stage.MEMORY,
-    key=("purpose", "when"),
-    formula=LIVE_MEMORY,
+TOO_LITTLE = _rule(
+    "too-little", Stage.MEMORY, "{purpose} is not alive {when}", key=("purpose", "when"), formula=LIVE_MEMORY
 )
-SCALARS = Rule(
-    name="live_memory/scalars",
-    says="wrong number of scalars alive {when}",
-    stage=Stage.MEMORY,
-    key=("when",),
-    formula=LIVE_MEMORY,
-)
+SCALARS = _rule("scalars", Stage.MEMORY, "wrong number of scalars alive {when}", key=("when",), formula=LIVE_MEMORY)
 
 
 def check_live_memory(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -99,7 +86,7 @@ CHECK = Check(
     question="Is anything alive that no saved tensor, weight, gradient or optimizer state explains?",
     blind="A tensor in the place of another of the same dtype and size; what is alive inside of an operator.",
     function=check_live_memory,
-    rules=(NO_RECORD, NO_CENSUS, TOO_MUCH, TOO_LITTLE, SCALARS),
+    rules=_rule.declared,
     not_judged=_not_judged,
     record="saved_memory",
     formula=LIVE_MEMORY,

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from harness.checks.assembly import nan_as_inf
 from harness.checks.check import Check
 from harness.checks.parity import FLOAT32_LOSS, wrong_numbers
-from harness.checks.rule import Rule, Stage, no_witness
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses, unfinished
 from harness.expect.expectations import Expectations
 from harness.expect.local_parity import allowed_distance
@@ -41,27 +41,28 @@ _NOUNS = {
 }
 
 
-NO_REPLAY = no_witness(NAME)
-NOTHING_COMPARED = Rule(name="local_parity/nothing-compared", says="no module was compared", stage=Stage.MODULE)
-INCOMPARABLE = Rule(
-    name="local_parity/incomparable",
-    says="the {tensor} of {module} cannot be compared with its replay: {problem} (the first of {count})",
-    stage=Stage.MODULE,
+_rule = Rules("local_parity")
+NO_REPLAY = _rule.no_witness()
+NOTHING_COMPARED = _rule("nothing-compared", Stage.MODULE, "no module was compared")
+INCOMPARABLE = _rule(
+    "incomparable",
+    Stage.MODULE,
+    "the {tensor} of {module} cannot be compared with its replay: {problem} (the first of {count})",
     key=("tensor",),
     located=True,
 )
-TENSOR = Rule(
-    name="local_parity/tensor",
-    says="the {tensor} of {module}{part} is not what one rank computes from the same operands: relative distance "
+TENSOR = _rule(
+    "tensor",
+    Stage.MODULE,
+    "the {tensor} of {module}{part} is not what one rank computes from the same operands: relative distance "
     "{distance:.2g}, {allowed:.2g} allowed ({count} of {compared} tensors of this step)",
-    stage=Stage.MODULE,
     numeric=True,
     key=("tensor",),
     located=True,
 )
 _OFF = " is not that of the recorded {source}: off by {distance:.2g}, {allowed:.2g} allowed"
-LOSS = Rule(name="local_parity/loss", says="{number}" + _OFF, stage=Stage.MODULE, numeric=True)
-NORM = Rule(name="local_parity/grad-norm", says="{number}" + _OFF, stage=Stage.MODULE, numeric=True)
+LOSS = _rule("loss", Stage.MODULE, "{number}" + _OFF, numeric=True)
+NORM = _rule("grad-norm", Stage.MODULE, "{number}" + _OFF, numeric=True)
 
 
 def check_local_parity(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -163,7 +164,7 @@ CHECK = Check(
     blind="What no module computes, such as the order of microbatches; steps that are not replayed; within its limit, "
     "a partial sum that is wrong before its reduction.",
     function=check_local_parity,
-    rules=(NO_REPLAY, NOTHING_COMPARED, INCOMPARABLE, TENSOR, LOSS, NORM),
+    rules=_rule.declared,
     partly=_partly,
     record="module_tensors",
     judges_partner=True,

@@ -13,7 +13,7 @@ import msgspec
 from harness.checks.assembly import largest
 from harness.checks.check import Check
 from harness.checks.ranks import group_ranks, traces_by_rank
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses, why_unfinished
 from harness.evidence.golden import Golden, update_command
 from harness.evidence.hardware import hardware_classes
@@ -30,54 +30,34 @@ COARSE = "its losses were rounded to bfloat16: compute the loss from logits in f
 SHOWN_ROWS = 12  # of the table in a message
 
 
-NO_GOLDEN = Rule(
-    name="loss_vs_golden/no-golden",
-    says="no golden is stored for {family}, and its BF16 reference did not finish{why}; to see why run `{command}`",
-    stage=Stage.RUN,
+_rule = Rules("loss_vs_golden")
+NO_GOLDEN = _rule(
+    "no-golden",
+    Stage.RUN,
+    "no golden is stored for {family}, and its BF16 reference did not finish{why}; to see why run `{command}`",
     judged=False,
 )
-NO_TOLERANCE = Rule(
-    name="loss_vs_golden/no-tolerance",
-    says="no loss tolerance {why}; set `loss_tolerance` in the case",
-    stage=Stage.RUN,
+NO_TOLERANCE = _rule(
+    "no-tolerance", Stage.RUN, "no loss tolerance {why}; set `loss_tolerance` in the case", judged=False
+)
+NO_RANK = _rule("no-rank", Stage.RUN, "no rank left a trace")
+FAMILY = _rule("family", Stage.DATA, "the golden belongs to another family")
+HARDWARE = _rule("hardware", Stage.DATA, "{ranks} ran on other hardware than the golden")
+DATA = _rule("data", Stage.DATA, "{ranks} trained on other data or initial weights than the golden")
+STEPS = _rule("steps", Stage.BF16, "the {who} does not have the steps of the case", key=("who",))
+STEPS_OF_RANKS = _rule("steps-of-ranks", Stage.BF16, "{ranks} did not record every step of the golden")
+DISAGREE = _rule("ranks-disagree", Stage.BF16, "ranks report different global losses from step {step} on")
+FROZEN = _rule("frozen", Stage.BF16, "the loss is the same at every step on {ranks}: the model did not learn")
+PROVES_NOTHING = _rule(
+    "proves-nothing",
+    Stage.RUN,
+    "the golden moves less than the tolerance allows, so a model that never trains would pass; {remedy}",
     judged=False,
 )
-NO_RANK = Rule(name="loss_vs_golden/no-rank", says="no rank left a trace", stage=Stage.RUN)
-FAMILY = Rule(name="loss_vs_golden/family", says="the golden belongs to another family", stage=Stage.DATA)
-HARDWARE = Rule(name="loss_vs_golden/hardware", says="{ranks} ran on other hardware than the golden", stage=Stage.DATA)
-DATA = Rule(
-    name="loss_vs_golden/data",
-    says="{ranks} trained on other data or initial weights than the golden",
-    stage=Stage.DATA,
-)
-STEPS = Rule(
-    name="loss_vs_golden/steps", says="the {who} does not have the steps of the case", stage=Stage.BF16, key=("who",)
-)
-STEPS_OF_RANKS = Rule(
-    name="loss_vs_golden/steps-of-ranks",
-    says="{ranks} did not record every step of the golden",
-    stage=Stage.BF16,
-)
-DISAGREE = Rule(
-    name="loss_vs_golden/ranks-disagree",
-    says="ranks report different global losses from step {step} on",
-    stage=Stage.BF16,
-)
-FROZEN = Rule(
-    name="loss_vs_golden/frozen",
-    says="the loss is the same at every step on {ranks}: the model did not learn",
-    stage=Stage.BF16,
-)
-PROVES_NOTHING = Rule(
-    name="loss_vs_golden/proves-nothing",
-    says="the golden moves less than the tolerance allows, so a model that never trains would pass; {remedy}",
-    stage=Stage.RUN,
-    judged=False,
-)
-LOSS = Rule(
-    name="loss_vs_golden/loss",
-    says="the loss differs by {difference:+.3g} from the golden at step {step}, {allowed:.3g} allowed",
-    stage=Stage.BF16,
+LOSS = _rule(
+    "loss",
+    Stage.BF16,
+    "the loss differs by {difference:+.3g} from the golden at step {step}, {allowed:.3g} allowed",
     numeric=True,
 )
 
@@ -252,18 +232,5 @@ CHECK = Check(
     question="Does the run learn what BF16 learns?",
     blind="Most faults of FP8 training: two thirds of the planted ones leave the loss within the tolerance.",
     function=check_loss_vs_golden,
-    rules=(
-        NO_GOLDEN,
-        NO_TOLERANCE,
-        NO_RANK,
-        FAMILY,
-        HARDWARE,
-        DATA,
-        STEPS,
-        STEPS_OF_RANKS,
-        DISAGREE,
-        FROZEN,
-        PROVES_NOTHING,
-        LOSS,
-    ),
+    rules=_rule.declared,
 )

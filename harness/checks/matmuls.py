@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.checks.check import Check
 from harness.checks.ranks import merge_ranks
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
@@ -16,10 +16,11 @@ from harness.verdict import Finding
 
 NAME = "matmuls"
 
-NUMBER = Rule(
-    name="matmuls/number",
-    says="wrong number of scaled matmuls at step {step}: {calls} instead of {wanted}",
-    stage=Stage.EXECUTION,
+_rule = Rules("matmuls")
+NUMBER = _rule(
+    "number",
+    Stage.EXECUTION,
+    "wrong number of scaled matmuls at step {step}: {calls} instead of {wanted}",
     formula=MATMULS,
 )
 
@@ -56,7 +57,7 @@ CHECK = Check(
     question="Does every rank execute the expected number of scaled matmuls?",
     blind="One matmul too many that makes up for one too few; `scales` and `fp8_on` know their linears.",
     function=check_matmuls,
-    rules=(NUMBER,),
+    rules=_rule.declared,
     not_judged=_not_judged,
     formula=MATMULS,
     needs_linears=True,

@@ -12,7 +12,7 @@ import msgspec
 
 from harness.checks.check import Check
 from harness.checks.ranks import merge_ranks, missing_records
-from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import SAVED_MEMORY, Expectations
 from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, describes
@@ -26,45 +26,34 @@ NAME = "memory"
 MODES: tuple[CheckpointMode, ...] = ("none", "full", "selective_op", "selective_layer")
 
 
-NO_RECORD = no_record(NAME)
-NO_MARKS = Rule(
-    name="memory/no-marks",
-    says="the graphs of the blocks do not have the marks of checkpointing",
-    stage=Stage.MODEL,
-)
-KEPT = Rule(
-    name="memory/kept",
-    says="{count:n result that checkpointing computes again is|results that checkpointing computes again are} saved "
+_rule = Rules("memory")
+NO_RECORD = _rule.no_record()
+NO_MARKS = _rule("no-marks", Stage.MODEL, "the graphs of the blocks do not have the marks of checkpointing")
+KEPT = _rule(
+    "kept",
+    Stage.MEMORY,
+    "{count:n result that checkpointing computes again is|results that checkpointing computes again are} saved "
     "for backward",
-    stage=Stage.MEMORY,
 )
-LIMITS = Rule(
-    name="memory/limits",
-    says="compiled blocks save {much} bytes for backward",
-    stage=Stage.MEMORY,
-    key=("much",),
-    formula=SAVED_MEMORY,
+LIMITS = _rule(
+    "limits", Stage.MEMORY, "compiled blocks save {much} bytes for backward", key=("much",), formula=SAVED_MEMORY
 )
-OTHER_MODE = Rule(
-    name="memory/other-checkpointing",
-    says="saved memory is that of checkpointing {mode}, not {asked}: wrong number of {dtype} bytes",
-    stage=Stage.MODEL,
+OTHER_MODE = _rule(
+    "other-checkpointing",
+    Stage.MODEL,
+    "saved memory is that of checkpointing {mode}, not {asked}: wrong number of {dtype} bytes",
     key=("mode", "asked"),
     formula=SAVED_MEMORY,
 )
-OUTLIVES = Rule(
-    name="memory/float8-outlives-forward",
-    says="float8 tensors outlive the forward pass: too many {dtype} bytes saved for backward",
-    stage=Stage.MEMORY,
+OUTLIVES = _rule(
+    "float8-outlives-forward",
+    Stage.MEMORY,
+    "float8 tensors outlive the forward pass: too many {dtype} bytes saved for backward",
     key=("dtype",),
     formula=SAVED_MEMORY,
 )
-BYTES = Rule(
-    name="memory/bytes",
-    says="wrong number of {dtype} bytes saved for backward",
-    stage=Stage.MEMORY,
-    key=("dtype",),
-    formula=SAVED_MEMORY,
+BYTES = _rule(
+    "bytes", Stage.MEMORY, "wrong number of {dtype} bytes saved for backward", key=("dtype",), formula=SAVED_MEMORY
 )
 
 
@@ -175,7 +164,7 @@ CHECK = Check(
     question="Does every rank save the expected bytes for its backward pass?",
     blind="Tensors of the right size with other values; what is kept outside of autograd, which `live_memory` counts.",
     function=check_memory,
-    rules=(NO_RECORD, NO_MARKS, KEPT, LIMITS, OTHER_MODE, OUTLIVES, BYTES),
+    rules=_rule.declared,
     not_judged=_not_judged,
     partly=_partly,
     record="saved_memory",

@@ -15,7 +15,7 @@ from harness.checks.assembly import SketchKey, assemble, nan_as_inf, relative_di
 from harness.checks.check import Check
 from harness.checks.mismatch import size_of_error
 from harness.checks.parity import ROUNDED
-from harness.checks.rule import Rule, Stage, no_witness
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses, finished, unfinished
 from harness.expect.expectations import Expectations
 from harness.expect.relations import Relation
@@ -32,29 +32,20 @@ NAME = "metamorphic"
 EXACT = 1e-11
 
 
-NO_PARTNER = no_witness(NAME)
+_rule = Rules("metamorphic")
+NO_PARTNER = _rule.no_witness()
 _DIFFERS = "{noun} differ from {partner}; worst {module}: relative distance {distance:.2g}"
-LOSS = Rule(name="metamorphic/loss", says="loss differs from {partner}", stage=Stage.SAME_LAYOUT, numeric=True)
-GRAD_NORM = Rule(
-    name="metamorphic/grad-norm", says="grad norm differs from {partner}", stage=Stage.SAME_LAYOUT, numeric=True
-)
-NOTHING_COMPARED = Rule(
-    name="metamorphic/nothing-compared",
-    says="no gradients were compared: {partner} recorded none",
-    stage=Stage.SAME_LAYOUT,
-)
-ONE_SIDE = Rule(
-    name="metamorphic/one-side",
-    says="not recorded both here and by {partner}: {kind} of {module}, {side} (the first of {count})",
-    stage=Stage.SAME_LAYOUT,
+LOSS = _rule("loss", Stage.SAME_LAYOUT, "loss differs from {partner}", numeric=True)
+GRAD_NORM = _rule("grad-norm", Stage.SAME_LAYOUT, "grad norm differs from {partner}", numeric=True)
+NOTHING_COMPARED = _rule("nothing-compared", Stage.SAME_LAYOUT, "no gradients were compared: {partner} recorded none")
+ONE_SIDE = _rule(
+    "one-side",
+    Stage.SAME_LAYOUT,
+    "not recorded both here and by {partner}: {kind} of {module}, {side} (the first of {count})",
     key=("kind",),
 )
-GRADIENTS = Rule(
-    name="metamorphic/gradients", says="{count} of {compared} " + _DIFFERS, stage=Stage.SAME_LAYOUT, numeric=True
-)
-PARAMETERS = Rule(
-    name="metamorphic/parameters", says="{count} of {compared} " + _DIFFERS, stage=Stage.SAME_LAYOUT, numeric=True
-)
+GRADIENTS = _rule("gradients", Stage.SAME_LAYOUT, "{count} of {compared} " + _DIFFERS, numeric=True)
+PARAMETERS = _rule("parameters", Stage.SAME_LAYOUT, "{count} of {compared} " + _DIFFERS, numeric=True)
 
 
 def check_metamorphic(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -214,7 +205,7 @@ CHECK = Check(
     question="Does a case compute what the same case without its neutral options computes, bit for bit?",
     blind="A fault that both have, such as one of the layout or of the recipe.",
     function=check_metamorphic,
-    rules=(NO_PARTNER, LOSS, GRAD_NORM, NOTHING_COMPARED, ONE_SIDE, GRADIENTS, PARAMETERS),
+    rules=_rule.declared,
     not_judged=_not_judged,
     record="sketches",
     needs_relation=True,

@@ -23,7 +23,7 @@ from harness.checks.assembly import (
 from harness.checks.check import Check
 from harness.checks.factors import Explanation, explain_gradients, explain_loss
 from harness.checks.mismatch import size_of_error
-from harness.checks.rule import Rule, Stage, no_witness
+from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.witnesses import Witnesses, finished, unfinished, why_unfinished
 from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Case
@@ -50,35 +50,29 @@ FLOAT32_LOSS = 5e-6
 Tensors = dict[SketchKey, Assembled]
 
 
-NO_REFERENCE = no_witness(NAME)
-NO_TOLERANCE = Rule(name="parity/no-tolerance", says="no parity tolerance {why}", stage=Stage.RUN, judged=False)
+_rule = Rules("parity")
+NO_REFERENCE = _rule.no_witness()
+NO_TOLERANCE = _rule("no-tolerance", Stage.RUN, "no parity tolerance {why}", judged=False)
 _OFF = " differs from the single-rank reference by {distance:.2g}, {allowed:.2g} allowed"
-LOSS = Rule(name="parity/loss", says="{number}" + _OFF, stage=Stage.ONE_RANK, numeric=True)
-GRAD_NORM = Rule(name="parity/grad-norm", says="{number}" + _OFF, stage=Stage.ONE_RANK, numeric=True)
-REPORTED_NORM = Rule(name="parity/reported-grad-norm", says="{number}" + _OFF, stage=Stage.ONE_RANK, numeric=True)
+LOSS = _rule("loss", Stage.ONE_RANK, "{number}" + _OFF, numeric=True)
+GRAD_NORM = _rule("grad-norm", Stage.ONE_RANK, "{number}" + _OFF, numeric=True)
+REPORTED_NORM = _rule("reported-grad-norm", Stage.ONE_RANK, "{number}" + _OFF, numeric=True)
 _FAR = (
     "{count} of {compared} {noun} differ from the single-rank reference; worst {module}: relative distance "
     "{distance:.2g}, {allowed:.2g} allowed (norm {norm:.6g}, reference {reference:.6g})"
 )
-GRADIENTS = Rule(name="parity/gradients", says=_FAR, stage=Stage.ONE_RANK, numeric=True)
-PARAMETERS = Rule(name="parity/parameters", says=_FAR, stage=Stage.ONE_RANK, numeric=True)
-NOTHING_COMPARED = Rule(name="parity/nothing-compared", says="no {noun} were compared", stage=Stage.ONE_RANK)
-ONE_SIDE = Rule(
-    name="parity/one-side",
-    says="{kind} of {module} is missing from {side} (the first of {count})",
-    stage=Stage.ONE_RANK,
-    key=("kind", "side"),
+GRADIENTS = _rule("gradients", Stage.ONE_RANK, _FAR, numeric=True)
+PARAMETERS = _rule("parameters", Stage.ONE_RANK, _FAR, numeric=True)
+NOTHING_COMPARED = _rule("nothing-compared", Stage.ONE_RANK, "no {noun} were compared")
+ONE_SIDE = _rule(
+    "one-side", Stage.ONE_RANK, "{kind} of {module} is missing from {side} (the first of {count})", key=("kind", "side")
 )
-ELEMENTS = Rule(
-    name="parity/elements",
-    says="the ranks hold {elements} elements of {module}, which has shape {shape}",
-    stage=Stage.ONE_RANK,
-)
-TOKENS = Rule(name="parity/tokens", says="wrong tokens on {ranks}", stage=Stage.DATA)
-REPLICAS = Rule(
-    name="parity/replicas",
-    says="replicas of a shard are not bitwise equal: {kind} of {module} at {offset} (the first of {count})",
-    stage=Stage.ONE_RANK,
+ELEMENTS = _rule("elements", Stage.ONE_RANK, "the ranks hold {elements} elements of {module}, which has shape {shape}")
+TOKENS = _rule("tokens", Stage.DATA, "wrong tokens on {ranks}")
+REPLICAS = _rule(
+    "replicas",
+    Stage.ONE_RANK,
+    "replicas of a shard are not bitwise equal: {kind} of {module} at {offset} (the first of {count})",
     key=("kind",),
 )
 
@@ -276,19 +270,6 @@ CHECK = Check(
     question="Does the layout compute what one rank computes?",
     blind="A fault that one rank has too; in bfloat16 under TP, where trajectories drift, one below the tolerance.",
     function=check_parity,
-    rules=(
-        NO_REFERENCE,
-        NO_TOLERANCE,
-        LOSS,
-        GRAD_NORM,
-        REPORTED_NORM,
-        GRADIENTS,
-        PARAMETERS,
-        NOTHING_COMPARED,
-        ONE_SIDE,
-        ELEMENTS,
-        TOKENS,
-        REPLICAS,
-    ),
+    rules=_rule.declared,
     record="sketches",
 )

@@ -13,7 +13,7 @@ from harness.checks.check import Check
 from harness.checks.mismatch import Mismatch, first_place
 from harness.checks.occurrences import CastKey, casts_by_key, matmuls_by_key
 from harness.checks.ranks import merge_ranks, missing_records, traces_by_rank
-from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
@@ -25,44 +25,33 @@ from harness.verdict import Finding
 
 NAME = "recompute"
 
-NO_RECORD = no_record(NAME)
-NODES = Rule(
-    name="recompute/nodes",
-    says="{count:n node of backward graphs is|nodes of backward graphs are} not as in forward: {node}",
-    stage=Stage.EXECUTION,
+_rule = Rules("recompute")
+NO_RECORD = _rule.no_record()
+NODES = _rule(
+    "nodes",
+    Stage.EXECUTION,
+    "{count:n node of backward graphs is|nodes of backward graphs are} not as in forward: {node}",
 )
-NOTHING_REPEATED = Rule(
-    name="recompute/nothing-repeated",
-    says="backward graphs of checkpointed blocks repeat nothing of forward",
-    stage=Stage.MODEL,
+NOTHING_REPEATED = _rule(
+    "nothing-repeated", Stage.MODEL, "backward graphs of checkpointed blocks repeat nothing of forward"
 )
-CAST = Rule(
-    name="recompute/cast",
-    says="{cast} differs from the first execution in its {property}",
-    stage=Stage.EXECUTION,
+CAST = _rule(
+    "cast",
+    Stage.EXECUTION,
+    "{cast} differs from the first execution in its {property}",
     key=("cast", "property"),
     located=True,
 )
-MATMUL = Rule(
-    name="recompute/matmul",
-    says="{cast} differs from the first execution in its {property}",
-    stage=Stage.EXECUTION,
+MATMUL = _rule(
+    "matmul",
+    Stage.EXECUTION,
+    "{cast} differs from the first execution in its {property}",
     key=("property",),
     located=True,
 )
-NOT_RECOMPUTED = Rule(
-    name="recompute/not-recomputed",
-    says="checkpointed forward was not recomputed",
-    stage=Stage.MODEL,
-    located=True,
-)
-UNASKED = Rule(name="recompute/unasked", says="forward was recomputed without being asked for", stage=Stage.EXECUTION)
-NUMBER = Rule(
-    name="recompute/number",
-    says="wrong number of recomputed matmuls",
-    stage=Stage.EXECUTION,
-    formula=MATMULS,
-)
+NOT_RECOMPUTED = _rule("not-recomputed", Stage.MODEL, "checkpointed forward was not recomputed", located=True)
+UNASKED = _rule("unasked", Stage.EXECUTION, "forward was recomputed without being asked for")
+NUMBER = _rule("number", Stage.EXECUTION, "wrong number of recomputed matmuls", formula=MATMULS)
 
 
 class _Repetition(NamedTuple):
@@ -221,7 +210,7 @@ CHECK = Check(
     question="Does everything that runs twice give the same result twice?",
     blind="What is wrong in the same way both times; operators without float8 in eager recomputation.",
     function=check_recompute,
-    rules=(NO_RECORD, NODES, NOTHING_REPEATED, CAST, MATMUL, NOT_RECOMPUTED, UNASKED, NUMBER),
+    rules=_rule.declared,
     not_judged=_not_judged,
     record="operands",
     compiled_record="graphs",

@@ -14,33 +14,22 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from harness.checks.judge import Judgement
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.matrix.case import Case
 from harness.matrix.known import KnownFault
 from harness.verdict import Finding, Verdict
 
-KNOWN = Rule(name="judge/known", says="known fault {fault}: {reason} ({link})", stage=Stage.RUN)
-GONE = Rule(
-    name="judge/gone",
-    says="passed although the fault {fault} ({link}) is recorded for it: close the record",
-    stage=Stage.RUN,
+_rule = Rules("judge")
+KNOWN = _rule("known", Stage.RUN, "known fault {fault}: {reason} ({link})")
+GONE = _rule("gone", Stage.RUN, "passed although the fault {fault} ({link}) is recorded for it: close the record")
+UNEXPLAINED = _rule(
+    "unexplained", Stage.RUN, "{first} not explained by the record of {faults}: another fault, or a larger effect"
 )
-UNEXPLAINED = Rule(
-    name="judge/unexplained",
-    says="{first} not explained by the record of {faults}: another fault, or a larger effect",
-    stage=Stage.RUN,
+MISSING = _rule("missing", Stage.RUN, "the recorded fault {fault} does not show as recorded: a finding is missing")
+OUTDATED = _rule(
+    "outdated", Stage.RUN, "the record of {fault} was to be reviewed by {day}: it explains nothing any more"
 )
-MISSING = Rule(
-    name="judge/missing",
-    says="the recorded fault {fault} does not show as recorded: a finding is missing",
-    stage=Stage.RUN,
-)
-OUTDATED = Rule(
-    name="judge/outdated",
-    says="the record of {fault} was to be reviewed by {day}: it explains nothing any more",
-    stage=Stage.RUN,
-)
-OTHER_END = Rule(name="judge/other-end", says="the case ended otherwise than recorded", stage=Stage.RUN)
+OTHER_END = _rule("other-end", Stage.RUN, "the case ended otherwise than recorded")
 
 
 def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding]) -> Iterator[KnownFault]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from harness.checks.check import Check
 from harness.checks.ranks import traces_by_rank
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -24,11 +24,12 @@ from harness.verdict import Finding
 
 NAME = "resume"
 
-NOT_LOADED = Rule(name="resume/not-loaded", says="no state was loaded by {layout}", stage=Stage.DATA, key=("layout",))
-OTHER_STATE = Rule(
-    name="resume/state",
-    says="the state that {layout} loaded is not the one that was saved: {parts}; first {what} of {module}",
-    stage=Stage.DATA,
+_rule = Rules("resume")
+NOT_LOADED = _rule("not-loaded", Stage.DATA, "no state was loaded by {layout}", key=("layout",))
+OTHER_STATE = _rule(
+    "state",
+    Stage.DATA,
+    "the state that {layout} loaded is not the one that was saved: {parts}; first {what} of {module}",
     key=("what",),
 )
 
@@ -88,6 +89,6 @@ CHECK = Check(
     question="Is the state that was loaded the one that was saved, every bit of it, in every layout that loaded it?",
     blind="State that is in neither the model nor the optimizer, such as that of a data loader.",
     function=check_resume,
-    rules=(NOT_LOADED, OTHER_STATE),
+    rules=_rule.declared,
     not_judged=_not_judged,
 )

@@ -111,14 +111,56 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def no_record(check: str) -> Rule:
-    """The rule of a check that lacks what ranks were asked to record."""
-    return Rule(name=f"{check}/no-record", says="no record of {record} on {where}", stage=Stage.RUN, judged=False)
+class Rules:
+    """Declares the rules of one check, each by a call: its name in the check, its stage and its sentence."""
+
+    def __init__(self, check: str) -> None:
+        self._check = check
+        self._declared: list[Rule] = []
+
+    @property
+    def declared(self) -> tuple[Rule, ...]:
+        """All of them, in order."""
+        return tuple(self._declared)
+
+    def __call__(  # noqa: PLR0913  the fields of a rule
+        self,
+        name: str,
+        stage: Stage,
+        says: str,
+        *,
+        numeric: bool = False,
+        judged: bool = True,
+        key: tuple[str, ...] = (),
+        located: bool = False,
+        fix: str | None = None,
+        formula: str = "",
+    ) -> Rule:
+        """The rule that is declared, with the fields of `Rule`."""
+        rule = Rule(
+            name=f"{self._check}/{name}",
+            says=says,
+            stage=stage,
+            numeric=numeric,
+            judged=judged,
+            key=key,
+            located=located,
+            fix=fix,
+            formula=formula,
+        )
+        self._declared.append(rule)
+        return rule
+
+    def no_record(self) -> Rule:
+        """The rule of a check that lacks what ranks were asked to record."""
+        return self("no-record", Stage.RUN, NO_RECORD, judged=False)
+
+    def no_witness(self) -> Rule:
+        """The rule of a check that lacks a run to compare with."""
+        return self("no-witness", Stage.RUN, "{who} could not be run{why}", judged=False)
 
 
-def no_witness(check: str) -> Rule:
-    """The rule of a check that lacks a run to compare with."""
-    return Rule(name=f"{check}/no-witness", says="{who} could not be run{why}", stage=Stage.RUN, judged=False)
+NO_RECORD = "no record of {record} on {where}"
 
 
 def by_name(*rules: Iterable[Rule]) -> Mapping[str, Rule]:

@@ -5,13 +5,14 @@ Every rule yields (rule, expected, found) for what is broken and nothing otherwi
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from harness.checks.mismatch import same_number
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rule, Rules, Stage
 from harness.expect.expectations import CASTS
 from harness.matrix.case import Case
 from harness.matrix.recipes import FLOAT8_MAX
@@ -35,30 +36,20 @@ class CastRules(NamedTuple):
     nonfinite: Rule
 
 
-def cast_rules(check: str) -> CastRules:
-    """The rules about one cast, as those of a check."""
-
-    def rule(name: str, says: str, stage: Stage = Stage.SCALES) -> Rule:
-        return Rule(name=f"{check}/{name}", says=says, stage=stage, located=True)
-
+def cast_rules(rule: Rules) -> CastRules:
+    """The rules about one cast, declared among those of a check."""
+    scales, values = (functools.partial(rule, located=True, stage=stage) for stage in (Stage.SCALES, Stage.VALUES))
     return CastRules(
-        amax=rule("amax", "scale does not match the amax"),
-        scale_dtype=rule("scale-dtype", "scale has the wrong dtype"),
-        scale_range=rule("scale-range", "scale is not positive and finite"),
-        power_of_two=rule("power-of-two", "scale is not a power of two"),
-        scale_shape=rule("scale-shape", "scale has the wrong shape"),
-        target_dtype=rule("target-dtype", "cast to the wrong dtype"),
-        number=Rule(
-            name=f"{check}/number",
-            says="wrong number of casts{of}",
-            stage=Stage.SCALES,
-            key=("of",),
-            located=True,
-            formula=CASTS,
-        ),
-        data=rule("data", "float8 data does not match its source and scale", Stage.VALUES),
-        saturated=rule("saturated", "float8 values saturate", Stage.VALUES),
-        nonfinite=rule("nonfinite", "float8 values are NaN or infinite", Stage.VALUES),
+        amax=scales("amax", says="scale does not match the amax"),
+        scale_dtype=scales("scale-dtype", says="scale has the wrong dtype"),
+        scale_range=scales("scale-range", says="scale is not positive and finite"),
+        power_of_two=scales("power-of-two", says="scale is not a power of two"),
+        scale_shape=scales("scale-shape", says="scale has the wrong shape"),
+        target_dtype=scales("target-dtype", says="cast to the wrong dtype"),
+        number=scales("number", says="wrong number of casts{of}", key=("of",), formula=CASTS),
+        data=values("data", says="float8 data does not match its source and scale"),
+        saturated=values("saturated", says="float8 values saturate"),
+        nonfinite=values("nonfinite", says="float8 values are NaN or infinite"),
     )
 
 

@@ -17,7 +17,7 @@ from harness.checks.check import Check
 from harness.checks.mismatch import Mismatch, findings_by_rule, same_number
 from harness.checks.occurrences import GEMM_OPERANDS, CastKey, casts_by_key, on_ranks
 from harness.checks.ranks import missing_records, traces_by_rank
-from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.scale_rules import (
     Broken,
     as_float32,
@@ -42,24 +42,23 @@ from harness.verdict import Finding
 
 NAME = "scales"
 
-NO_RECORD = no_record(NAME)
-RULES = cast_rules(NAME)
+_rule = Rules("scales")
+NO_RECORD = _rule.no_record()
+RULES = cast_rules(_rule)
 
 
-def _rule(name: str, says: str, stage: Stage = Stage.SCALES) -> Rule:
-    return Rule(name=f"{NAME}/{name}", says=says, stage=stage, located=True)
-
-
-DIFFERENT = _rule("different-per-rank", "ranks that hold the same tensor use different scales")
-SHARED = _rule("shared", "ranks that hold different tensors share all scales")
-REPLICAS = _rule("replicas", "replicas of a tensor have different float8 data", Stage.OPERAND)
-NOT_STYLED = _rule("not-styled", "no linear has a float8 TP style")
-DIM = _rule("dim", "scaled along the wrong dim")
-SOURCE_DTYPE = _rule("source-dtype", "cast from the wrong dtype")
-LOCAL = _rule("local-tensor", "local tensor was cast instead of its DTensor")
-NO_CAST = _rule("no-cast", "matmul operand has no preceding cast", Stage.VALUES)
-MATMUL_SCALE = _rule("matmul-scale", "matmul uses the wrong scale for its operand", Stage.VALUES)
-MATMUL_DATA = _rule("matmul-data", "matmul operand is not the float8 data that was cast", Stage.VALUES)
+DIFFERENT = _rule(
+    "different-per-rank", Stage.SCALES, "ranks that hold the same tensor use different scales", located=True
+)
+SHARED = _rule("shared", Stage.SCALES, "ranks that hold different tensors share all scales", located=True)
+REPLICAS = _rule("replicas", Stage.OPERAND, "replicas of a tensor have different float8 data", located=True)
+NOT_STYLED = _rule("not-styled", Stage.SCALES, "no linear has a float8 TP style", located=True)
+DIM = _rule("dim", Stage.SCALES, "scaled along the wrong dim", located=True)
+SOURCE_DTYPE = _rule("source-dtype", Stage.SCALES, "cast from the wrong dtype", located=True)
+LOCAL = _rule("local-tensor", Stage.SCALES, "local tensor was cast instead of its DTensor", located=True)
+NO_CAST = _rule("no-cast", Stage.VALUES, "matmul operand has no preceding cast", located=True)
+MATMUL_SCALE = _rule("matmul-scale", Stage.VALUES, "matmul uses the wrong scale for its operand", located=True)
+MATMUL_DATA = _rule("matmul-data", Stage.VALUES, "matmul operand is not the float8 data that was cast", located=True)
 
 
 def check_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -279,20 +278,7 @@ CHECK = Check(
     question="Is every tensor cast to float8 with the correct scale, and multiplied with it?",
     blind="Casts in generated code; a high-precision operand that was wrong before its cast.",
     function=check_scales,
-    rules=(
-        NO_RECORD,
-        *RULES,
-        DIFFERENT,
-        SHARED,
-        REPLICAS,
-        NOT_STYLED,
-        DIM,
-        SOURCE_DTYPE,
-        LOCAL,
-        NO_CAST,
-        MATMUL_SCALE,
-        MATMUL_DATA,
-    ),
+    rules=_rule.declared,
     not_judged=_not_judged,
     record="operands",
     formula=CASTS,

@@ -8,7 +8,7 @@ import msgspec
 
 from harness.checks.check import Check
 from harness.checks.ranks import first_of_each, merge_ranks, missing_records
-from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.evidence.signature import Signature, is_memory, seen_in
 from harness.expect.expectations import Expectations
@@ -19,11 +19,12 @@ from harness.verdict import Finding
 
 NAME = "signature"
 
-NO_RECORD = no_record(NAME)
-UNRECORDABLE = Rule(name="signature/unrecordable", says="{problem}", stage=Stage.RUN)
+_rule = Rules("signature")
+NO_RECORD = _rule.no_record()
+UNRECORDABLE = _rule("unrecordable", Stage.RUN, "{problem}")
 _SAYS = "not the recorded number or size of {what}"
-EXECUTED = Rule(name="signature/executed", says=_SAYS, stage=Stage.COLLECTIVES, key=("what",))
-MEMORY = Rule(name="signature/memory", says=_SAYS, stage=Stage.MEMORY, key=("what",))
+EXECUTED = _rule("executed", Stage.COLLECTIVES, _SAYS, key=("what",))
+MEMORY = _rule("memory", Stage.MEMORY, _SAYS, key=("what",))
 
 
 def check_signature(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -67,7 +68,7 @@ CHECK = Check(
     question="Does every rank do what it did when the signature of the case was recorded?",
     blind="What was wrong already when it was recorded.",
     function=check_signature,
-    rules=(NO_RECORD, UNRECORDABLE, EXECUTED, MEMORY),
+    rules=_rule.declared,
     not_judged=_not_judged,
     record="traffic",
     also_reads=("saved_memory", "operands", "graphs"),

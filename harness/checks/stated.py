@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from harness.checks.check import Check
 from harness.checks.ranks import first_of_each, merge_ranks, missing_records
-from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
@@ -16,12 +16,13 @@ from harness.verdict import Finding
 
 NAME = "stated"
 
-NO_RECORD = no_record(NAME)
+_rule = Rules("stated")
+NO_RECORD = _rule.no_record()
 _SAYS = "not the {what} that expect() of {target} states"
 _FIX = "if what was found is right, return it from expect(); otherwise the run is wrong."
-MATMULS = Rule(name="stated/matmuls", says=_SAYS, stage=Stage.COLLECTIVES, key=("what",), fix=_FIX)
-SAVED = Rule(name="stated/saved-bytes", says=_SAYS, stage=Stage.MEMORY, key=("what",), fix=_FIX)
-TRAFFIC = Rule(name="stated/traffic", says=_SAYS, stage=Stage.COLLECTIVES, key=("what",), fix=_FIX)
+MATMULS = _rule("matmuls", Stage.COLLECTIVES, _SAYS, key=("what",), fix=_FIX)
+SAVED = _rule("saved-bytes", Stage.MEMORY, _SAYS, key=("what",), fix=_FIX)
+TRAFFIC = _rule("traffic", Stage.COLLECTIVES, _SAYS, key=("what",), fix=_FIX)
 
 _NOTHING = Sent(calls=0, payload_bytes=0)
 
@@ -85,7 +86,7 @@ CHECK = Check(
     question="Does every rank do what the target itself states of the case?",
     blind="Whatever `expect` of the target does not state.",
     function=check_stated,
-    rules=(NO_RECORD, MATMULS, SAVED, TRAFFIC),
+    rules=_rule.declared,
     record="stated",
     also_reads=("saved_memory", "traffic"),
     absent="the target states nothing of the case: its module has no `expect`, or that returns nothing",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from harness.checks.check import Check
 from harness.checks.ranks import traces_by_rank
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
 from harness.matrix.mesh import dp_rank, peers
@@ -32,29 +32,19 @@ _OWN = (
     "data loader, sampler or slice of your own."
 )
 
-LABELS = Rule(
-    name="tokens/labels",
-    says="{who}: the model is called with the labels (tokens shifted by one)",
-    stage=Stage.DATA,
+_rule = Rules("tokens")
+LABELS = _rule(
+    "labels",
+    Stage.DATA,
+    "{who}: the model is called with the labels (tokens shifted by one)",
     fix="call the model with `batch[:, :-1]`, and compare its logits with `batch[:, 1:]`.",
 )
-OTHER_RANK = Rule(
-    name="tokens/other-rank",
-    says="{who}: the model is called with tokens of another data-parallel rank",
-    stage=Stage.DATA,
-    fix=_OWN,
+OTHER_RANK = _rule(
+    "other-rank", Stage.DATA, "{who}: the model is called with tokens of another data-parallel rank", fix=_OWN
 )
-SOME = Rule(
-    name="tokens/some",
-    says="{who}: the model is called with {got} of {wanted} sequences only",
-    stage=Stage.DATA,
-    fix=_OWN,
-)
-FOREIGN = Rule(
-    name="tokens/foreign",
-    says="{who}: the model is called with tokens that are not those of this step",
-    stage=Stage.DATA,
-    fix=_OWN,
+SOME = _rule("some", Stage.DATA, "{who}: the model is called with {got} of {wanted} sequences only", fix=_OWN)
+FOREIGN = _rule(
+    "foreign", Stage.DATA, "{who}: the model is called with tokens that are not those of this step", fix=_OWN
 )
 
 
@@ -145,7 +135,7 @@ CHECK = Check(
     question="Is the model called with the tokens that `step` was given, and every rank with its own part of them?",
     blind="A model that is called in parts, or compiled whole; tokens in a form that is not recognised.",
     function=check_tokens,
-    rules=(LABELS, OTHER_RANK, SOME, FOREIGN),
+    rules=_rule.declared,
     record="inputs",
     absent="the model is not called as a whole",
 )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from harness.checks import traffic_rules
 from harness.checks.check import Check
 from harness.checks.ranks import first_of_each, merge_ranks, missing_records
-from harness.checks.rule import Rule, Stage, no_record
+from harness.checks.rule import Stage
 from harness.checks.traffic_rules import AMAX_MISSING, HIGH_PRECISION, check_any_model
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import TRAFFIC, Expectations
@@ -29,26 +29,20 @@ NAME = traffic_rules.NAME
 MAX_SHARE_OF_BFLOAT16 = 0.51
 
 
-NO_RECORD = no_record(NAME)
-VOLUME = Rule(
-    name="traffic/volume",
-    says="wrong number or size of {collective}",
-    stage=Stage.COLLECTIVES,
-    key=("collective",),
-    formula=TRAFFIC,
+_rule = traffic_rules.RULES
+NO_RECORD = _rule.no_record()
+VOLUME = _rule(
+    "volume", Stage.COLLECTIVES, "wrong number or size of {collective}", key=("collective",), formula=TRAFFIC
 )
-GATHERS = Rule(
-    name="traffic/gathers",
-    says="weights are gathered too {often} along {axis}",
-    stage=Stage.COLLECTIVES,
+GATHERS = _rule(
+    "gathers",
+    Stage.COLLECTIVES,
+    "weights are gathered too {often} along {axis}",
     key=("often", "axis"),
     fix="give fully_shard the `reshard_after_forward` that the case asks for.",
 )
-AMAX_ELSEWHERE = Rule(
-    name="traffic/amax-elsewhere",
-    says="amax is reduced over the wrong ranks: not along {axis}",
-    stage=Stage.COLLECTIVES,
-    key=("axis",),
+AMAX_ELSEWHERE = _rule(
+    "amax-elsewhere", Stage.COLLECTIVES, "amax is reduced over the wrong ranks: not along {axis}", key=("axis",)
 )
 
 
@@ -303,7 +297,7 @@ CHECK = Check(
     question="Does every rank send exactly the collectives of its case?",
     blind="The order of collectives, and what is in them: `scales` and `parity` see the numbers.",
     function=check_traffic,
-    rules=(NO_RECORD, VOLUME, GATHERS, AMAX_ELSEWHERE, *traffic_rules.RULES),
+    rules=_rule.declared,
     not_judged=_not_judged,
     partly=_partly,
     record="traffic",

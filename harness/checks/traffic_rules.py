@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from harness.checks.ranks import first_of_each, merge_ranks
-from harness.checks.rule import Rule, Stage
+from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import Expectations
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.mesh import peers
@@ -26,40 +26,26 @@ from harness.verdict import Finding
 
 NAME = "traffic"
 
-UNKNOWN_RANKS = Rule(
-    name="traffic/unknown-ranks",
-    says="a collective runs over ranks that no axis of the mesh joins",
-    stage=Stage.COLLECTIVES,
+RULES = Rules("traffic")
+UNKNOWN_RANKS = RULES("unknown-ranks", Stage.COLLECTIVES, "a collective runs over ranks that no axis of the mesh joins")
+NOT_SUMMED = RULES(
+    "gradients-not-summed", Stage.COLLECTIVES, "gradients are not summed over all ranks of {axis}", key=("axis",)
 )
-NOT_SUMMED = Rule(
-    name="traffic/gradients-not-summed",
-    says="gradients are not summed over all ranks of {axis}",
-    stage=Stage.COLLECTIVES,
+REDUCE_DTYPE = RULES(
+    "reduce-dtype", Stage.COLLECTIVES, "gradients are reduced in {dtypes} instead of {asked}", key=("dtypes", "asked")
+)
+HIGH_PRECISION = RULES(
+    "high-precision", Stage.MODEL, "float8 all-gather is on, but converted weights are gathered in high precision"
+)
+AMAX_MISSING = RULES(
+    "amax-missing",
+    Stage.COLLECTIVES,
+    "{missing:n amax reduction is|amax reductions are} missing along {axis}: each shard uses its own scale",
     key=("axis",),
 )
-REDUCE_DTYPE = Rule(
-    name="traffic/reduce-dtype",
-    says="gradients are reduced in {dtypes} instead of {asked}",
-    stage=Stage.COLLECTIVES,
-    key=("dtypes", "asked"),
+NOT_PRECOMPUTED = RULES(
+    "not-precomputed", Stage.COLLECTIVES, "scales are precomputed, and yet weights reduce an amax of their own"
 )
-HIGH_PRECISION = Rule(
-    name="traffic/high-precision",
-    says="float8 all-gather is on, but converted weights are gathered in high precision",
-    stage=Stage.MODEL,
-)
-AMAX_MISSING = Rule(
-    name="traffic/amax-missing",
-    says="{missing:n amax reduction is|amax reductions are} missing along {axis}: each shard uses its own scale",
-    stage=Stage.COLLECTIVES,
-    key=("axis",),
-)
-NOT_PRECOMPUTED = Rule(
-    name="traffic/not-precomputed",
-    says="scales are precomputed, and yet weights reduce an amax of their own",
-    stage=Stage.COLLECTIVES,
-)
-RULES = (UNKNOWN_RANKS, NOT_SUMMED, REDUCE_DTYPE, HIGH_PRECISION, AMAX_MISSING, NOT_PRECOMPUTED)
 
 
 def check_any_model(expect: Expectations, run: Run) -> list[Finding]:
