@@ -30,7 +30,7 @@ LEVELS = [
     ["performance"],
     ["expect"],
     ["request", "result", "jsonform"],
-    ["engine", "matrix", "durable"],
+    ["engine", "matrix", "durable", "run_options"],
     ["environment", "errors", "hints", "internals", "measured", "plural", "sources", "timestamp", "trace", "verdict"],
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
