@@ -160,6 +160,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The options as words of a command line."""
         return words_of(self.as_given)
 
+    def besides(self, given: RunOptions) -> RunOptions:
+        """These options without those that are given anew."""
+        return RunOptions(**{name: value for name, value in self.as_given.items() if name not in given.as_given})
+
 
 class PlanOptions(RunOptions, frozen=True, kw_only=True):
     """How cases are run: what `make_plan` is given."""

@@ -179,13 +179,12 @@ def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, R
             fix="drop tiers, files and --case, or narrow by --select.",
         )
     rerun = rerun_query(project)
-    anew = given.as_given
-    repeated = msgspec.structs.replace(rerun.options, **{name: () if name == "inject" else None for name in anew})
+    repeated = rerun.options.besides(given)
     notes = [f"repeats {shlex.join(repeated.words)} of the last run."] if repeated.words else []
     for note in (*rerun.notes, *notes):
         click.echo(f"fp8-harness: note: {note}", err=True)
     query = msgspec.structs.replace(asked, case_ids=rerun.query.case_ids)
-    return query, msgspec.structs.replace(rerun.options, **anew)
+    return query, msgspec.structs.replace(repeated, **given.as_given)
 
 
 def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes]]]) -> int:
