@@ -26,7 +26,8 @@ class Option(msgspec.Struct, frozen=True):
 
     `flag`: where it is not the name of the field with dashes. `short`: a second spelling. `default`: what holds where
     the field is None. `variable`: of the environment, which gives it too. `pytest`: what pytest has in its place; empty
-    where the plugin has `--fp8-…`. `of_run`: no other command that runs cases has it.
+    where the plugin has `--fp8-…`. `of_run`: no other command that runs cases has it. `instead_of`: the field of
+    the option that it replaces, and is never given with.
     """
 
     help: str
@@ -37,6 +38,7 @@ class Option(msgspec.Struct, frozen=True):
     variable: str | None = None
     pytest: str = ""
     of_run: bool = False
+    instead_of: str = ""
     type: Any = str
 
     @property
@@ -143,7 +145,17 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         PositiveFloat | None,
         Option(
             "Seconds per attempt at a case. Default: 120, plus per rank 1 for each step and "
-            "20 to compile a graph or 120 to generate code, and more for large models."
+            "20 to compile a graph or 120 to generate code, and more for large models.",
+            instead_of="timeout_factor",
+        ),
+    ] = None
+    timeout_factor: Annotated[
+        PositiveFloat | None,
+        Option(
+            "Multiplies the default time limit of every case, for slow or busy machines; not with --timeout-s.",
+            metavar="FACTOR",
+            default=1,
+            instead_of="timeout_s",
         ),
     ] = None
     inject: Annotated[  # paths are absolute in what is stored
@@ -161,8 +173,9 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return words_of(self.as_given)
 
     def besides(self, given: RunOptions) -> RunOptions:
-        """These options without those that are given anew."""
-        return RunOptions(**{name: value for name, value in self.as_given.items() if name not in given.as_given})
+        """These options without those that are given anew, and those that they are given instead of."""
+        anew = {each for name in given.as_given for each in (name, option_named(name).instead_of)}
+        return RunOptions(**{name: value for name, value in self.as_given.items() if name not in anew})
 
 
 class PlanOptions(RunOptions, frozen=True, kw_only=True):

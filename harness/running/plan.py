@@ -60,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     probes: tuple[str, ...] = ()  # what ranks record besides losses: fields of `RankTrace`
     compiles: bool = False  # some case compiles its blocks: the zygote pays for the first compilation
     timeout_s: float | None = None  # of every case; None scales it with the case
+    timeout_factor: float = 1.0  # multiplies the default, which a study may set in `timeout_s`
     max_failures: int | None = None  # stop after so many cases that are not good
     digests_built: bool = False  # as `RunRequest`
     traces: Path | None = None  # save what ranks recorded here (`tables.py`)
@@ -101,10 +102,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def deadline_s(self, case: Case) -> float:
         """Seconds that one attempt at this case may take."""
         if self.timeout_s is not None:
-            return self.timeout_s
+            return self.timeout_factor * self.timeout_s
         flops = FLOPS_PER_PARAMETER_AND_TOKEN * parameter_count(case) * case.train.tokens
         step_s = _TIMEOUT_PER_RANK_STEP_S * case.world_size + flops / _SLOWEST_FLOPS_PER_S
-        return _BASE_TIMEOUT_S + _COMPILE_TIMEOUT_S[case.compile] * case.world_size + step_s * case.train.steps
+        compile_s = _COMPILE_TIMEOUT_S[case.compile] * case.world_size
+        return self.timeout_factor * (_BASE_TIMEOUT_S + compile_s + step_s * case.train.steps)
 
     def command(self, case_id: str) -> str:
         """The one-line command that runs this case alone, the same way, for a POSIX shell."""
@@ -136,6 +138,11 @@ def make_plan(**given: Any) -> Plan:
     asked = PlanOptions(**given)
     if asked.address is not None and asked.engine != "ray":
         raise HarnessError("it is for --engine ray.", where=f"--address {asked.address}", fix="add --engine ray.")
+    if asked.timeout_s is not None and asked.timeout_factor not in (None, 1.0):
+        where = f"--timeout-factor {asked.timeout_factor:g}"
+        raise HarnessError(
+            "it multiplies the default, which --timeout-s replaces.", where=where, fix="give one of them."
+        )
     program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
     if program == DEFAULT_PROGRAM:
         check_rank_packages()

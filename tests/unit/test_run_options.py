@@ -9,13 +9,20 @@ import msgspec
 import pytest
 
 from harness.cli.main import app
+from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
+from harness.matrix.case import Case
 from harness.run_options import PARTS, Option, PlanOptions, RunOptions, option_named, options_of, words_of
 from harness.running.plan import Plan, make_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "ci.md"
 HEAD = "| option | with pytest | repeated | meaning |\n|---|---|---|---|\n"
-VALUES: dict[str, object] = {"address": "node-0:6379", "timeout_s": 2.5, "inject": ("a.py:f", "b.py:g")}
+VALUES: dict[str, object] = {
+    "address": "node-0:6379",
+    "timeout_s": 2.5,
+    "timeout_factor": 3.0,
+    "inject": ("a.py:f", "b.py:g"),
+}
 
 
 def row(name: str, option: Option) -> str:
@@ -79,4 +86,19 @@ def test_every_option_that_is_repeated_is_in_the_command_of_a_case() -> None:
                 (each for each in kind.choices if each not in ("auto", getattr(Plan(), name))), VALUES.get(name)
             )
             words = Plan(**{name: other}).command("x").split()
-            assert {kind.flag, str(other)} <= set(words) - plain, name
+            assert {kind.flag, *words_of({name: other})} <= set(words) - plain, name
+
+
+def test_the_time_limit_of_a_case_is_multiplied() -> None:
+    plain, slow = make_plan(device="cpu"), make_plan(device="cpu", timeout_factor=2.5)
+    assert slow.deadline_s(Case()) == 2.5 * plain.deadline_s(Case())
+    assert slow.command("x") == "fp8-harness run --case x --timeout-factor 2.5"
+    assert make_plan(device="cpu", timeout_s=9.0, timeout_factor=1.0).deadline_s(Case()) == 9
+    with pytest.raises(HarnessError, match=r"--timeout-factor 2: it multiplies the default.*Fix: give one of them"):
+        make_plan(device="cpu", timeout_s=9.0, timeout_factor=2.0)
+
+
+def test_a_rerun_repeats_no_time_limit_beside_a_factor_given_anew() -> None:
+    stored = RunOptions(device="cpu", timeout_s=9.0)
+    assert stored.besides(RunOptions(timeout_factor=2.0)) == RunOptions(device="cpu")
+    assert RunOptions(timeout_factor=2.0).besides(RunOptions(timeout_s=9.0)) == RunOptions()
