@@ -7,47 +7,57 @@ depend on it.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
+    import msgspec
+
     from harness.matrix.case import Case
     from harness.project import Project
     from harness.result import CaseResult, RunResult
+    from harness.run_options import Option
     from harness.running.plan import Plan
 
+Part = TypeVar("Part", bound="msgspec.Struct")
 _OUTPUTS = ("--fp8-json", "--fp8-markdown", "--fp8-html")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the `--fp8-...` options. Each is that of `fp8-harness run`; the others are pytest's own."""
+    """Add the `--fp8-...` options: those of `fp8-harness run` that pytest has none of its own for."""
+    from harness.run_options import PARTS, options_of
+
     group = parser.getgroup("fp8-harness", "FP8 parallel training cases")
-    group.addoption("--fp8-tier", action="append", default=[], metavar="TIER", help="run the cases of this tier")
-    group.addoption("--fp8-select", action="append", default=[], metavar="EXPR", help="keep cases that match")
-    group.addoption("--fp8-target", metavar="NAME", help="train every case by this target")
-    group.addoption("--fp8-shard", metavar="I/N", help="part I of N of the cases, of nearly equal CPU seconds")
-    group.addoption("--fp8-device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    group.addoption(
-        "--fp8-fabric", choices=("auto", "shared", "gloo", "nccl"), default="auto", help="as --fabric of run"
-    )
-    group.addoption("--fp8-engine", choices=("zygote", "torchrun", "ray"), default="zygote", help="default: zygote")
-    group.addoption("--fp8-address", metavar="auto|HOST:PORT", help="the cluster of --fp8-engine ray")
-    group.addoption("--fp8-arithmetic", choices=("kernel", "exact"), default=None, help="as --arithmetic of run")
-    group.addoption("--fp8-slots", type=int, metavar="N", help="ranks at the same time on this machine")
-    group.addoption("--fp8-timeout-s", type=float, metavar="S", help="seconds for one attempt at a case")
-    group.addoption("--fp8-root", metavar="DIR", help="project root with cases/ and golden/")
-    group.addoption("--fp8-inject", action="append", default=[], metavar="FILE.py:FUNCTION", help="as --inject of run")
-    group.addoption("--fp8-name", default="", metavar="NAME", help="a name for the run, in its JSON")
-    group.addoption("--fp8-json", type=Path, metavar="FILE", help="write the results as JSON")
-    group.addoption("--fp8-markdown", type=Path, metavar="FILE", help="write a summary as markdown")
-    group.addoption("--fp8-html", type=Path, metavar="FILE", help="write one HTML file that needs no network")
-    group.addoption("--fp8-save-trace", type=Path, metavar="DIR", help="write scales, norms, … of every case")
-    group.addoption("--fp8-keep-logs", type=Path, metavar="DIR", help="keep output and dumps of ranks")
+    for option in (each for part in PARTS for each in options_of(part).values() if each.pytest_flag):
+        form: dict[str, Any] = {"action": "append"} if option.repeatable else {"type": _reader(option)}
+        if option.choices:
+            form["choices"] = option.choices
+        metavar = option.metavar and option.metavar.removesuffix("|-")
+        default = list(option.default) if option.repeatable else option.default
+        text = option.help.replace("%", "%%") + (f" Default: {default}." if option.shown_default else "")
+        group.addoption(option.pytest_flag, default=default, metavar=metavar, help=text, **form)
+
+
+def _reader(option: Option) -> Callable[[str], Any]:
+    """What makes the value of an option of its text."""
+    if option.number is None:
+        return Path if option.type is Path else str
+
+    def number(text: str) -> Any:
+        import msgspec
+
+        try:
+            return msgspec.convert(text, option.type, strict=False)
+        except msgspec.ValidationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return number
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -273,22 +283,30 @@ def _project(config: pytest.Config) -> Project:
 def _plan(config: pytest.Config) -> Plan:
     import msgspec
 
+    from harness.run_options import CommandOptions, PlanOptions
     from harness.running.plan import make_plan
 
-    names = ("device", "fabric", "engine", "arithmetic", "address", "slots", "timeout_s")
-    options = {name: config.getoption(f"fp8_{name}") for name in names}
+    asked = _asked(config, CommandOptions)
     with _usage_errors():
-        plan = make_plan(**options, injections=tuple(config.getoption("--fp8-inject")))
-    logs: Path | None = config.getoption("--fp8-keep-logs")
-    if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
+        plan = make_plan(**msgspec.structs.asdict(_asked(config, PlanOptions)))
+    if asked.keep_logs is not None:
+        asked.keep_logs.mkdir(parents=True, exist_ok=True)
     return msgspec.structs.replace(
         plan,
-        root_option=config.getoption("--fp8-root"),
-        logs=None if logs is None else logs.resolve(),
-        traces=config.getoption("--fp8-save-trace"),
-        name=config.getoption("--fp8-name"),
+        root_option=asked.root,
+        logs=None if asked.keep_logs is None else asked.keep_logs.resolve(),
+        traces=asked.save_trace,
+        name=asked.name,
     )
+
+
+def _asked(config: pytest.Config, part: type[Part]) -> Part:
+    """The options of a part of `harness/run_options.py`, as pytest was given them."""
+    from harness.run_options import options_of
+
+    flags = {name: option.pytest_flag for name, option in options_of(part).items() if option.pytest_flag}
+    values = {name: config.getoption(flag) for name, flag in flags.items()}
+    return part(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _is_asked_for(path: Path, config: pytest.Config) -> bool:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -24,8 +24,8 @@ from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.request import Arithmetic
 from harness.result import CaseResult, RunResult, WitnessMade
+from harness.run_options import RunOptions
 from harness.verdict import Verdict
 
 SCHEMA = 2
@@ -42,38 +42,6 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str  # file, line, what is wrong
     case_id: str | None = None
-
-
-class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The options of a run that change what its ranks do, as they were given; None and () where they were not."""
-
-    device: str | None = None
-    fabric: str | None = None
-    engine: Literal["zygote", "torchrun", "ray"] | None = None
-    address: str | None = None  # of a Ray cluster
-    arithmetic: Arithmetic | None = None
-    timeout_s: float | None = None
-    inject: tuple[str, ...] = ()  # paths are absolute
-
-    @property
-    def as_given(self) -> dict[str, Any]:
-        """Those that were given, by name."""
-        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, ())}
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The options as words of a command line."""
-        timeout_s = None if self.timeout_s is None else f"{self.timeout_s:g}"
-        named = (
-            ("--device", self.device),
-            ("--fabric", self.fabric),
-            ("--engine", self.engine),
-            ("--arithmetic", self.arithmetic),
-            ("--address", self.address),
-            ("--timeout-s", timeout_s),
-        )
-        words = [word for name, value in named if value is not None for word in (name, value)]
-        return (*words, *(word for text in self.inject for word in ("--inject", text)))
 
 
 _DEFAULTS = RunOptions()

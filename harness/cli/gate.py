@@ -65,10 +65,10 @@ _Sides = tuple[tuple[str, str], "tuple[RunDocument, RunDocument]"]  # names and 
 @options.versions_parameter
 @options.json_option("the answer")
 @click.option("--markdown", "markdown_file", metavar="FILE", type=options.OUTPUT, help="Write the answer as markdown.")
-@options.html_option
-@options.select_option
-@options.jobs_option
-@options.timeout_option
+@options.run_option("html_file")
+@options.run_option("expressions")
+@options.run_option("jobs")
+@options.run_option("timeout_s")
 @options.root_option
 def gate_command(  # noqa: PLR0913  one parameter an option
     *,

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from harness.cli.options import query_parameter, root_option, shard_option
+from harness.cli.options import query_parameter, root_option, run_option
 from harness.jsonform import to_json
 from harness.project import Project, find_project
 
 if TYPE_CHECKING:
-    from harness.matrix.shard import Shard
     from harness.running.selection import Query
 
 _EPILOG = """\b
@@ -27,17 +26,18 @@ Examples:
 
 @click.command("list", epilog=_EPILOG)
 @query_parameter
-@shard_option
+@run_option("shard")
 @root_option
 @click.option("--why", is_flag=True, help="Also print the expected cost of each case and why it is in the tier.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def list_command(*, query: Query, shard: Shard | None, root: str | None, why: bool, as_json: bool) -> None:
+def list_command(*, query: Query, shard: str | None, root: str | None, why: bool, as_json: bool) -> None:
     """List the cases of tiers or files: world size and id."""
     from harness.matrix.caseid import case_id
+    from harness.matrix.shard import parse_shard
     from harness.plural import counted
     from harness.running.selection import select_cases
 
-    query = msgspec.structs.replace(query, shard=shard)
+    query = msgspec.structs.replace(query, shard=None if shard is None else parse_shard(shard))
     project = find_project(root)
     cases = select_cases(project, query)
     reasons = _reasons(project, query) if why else {}

@@ -39,10 +39,10 @@ _HISTORY_RUNS = 20  # that a page tells of, at most
 
 @click.command("report", epilog=_EPILOG)
 @click.argument("run", metavar="[RUN|FILE.json]", default="last")
-@options.html_option
+@options.run_option("html_file")
 @options.json_option("the results")
 @click.option("--junit", "junit_file", metavar="FILE", type=options.OUTPUT, help="Write JUnit XML.")
-@options.markdown_option
+@options.run_option("markdown_file")
 @click.option(
     "--power", metavar="FILE", type=options.EXISTING_FILE, help="Add the kill matrix that `power --json` wrote."
 )

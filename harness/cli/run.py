@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -19,12 +20,13 @@ from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.hints import rerun_failed as rerun_command
 from harness.hints import resume_run as resume_command
-from harness.matrix.shard import Shard
+from harness.matrix.shard import parse_shard
 from harness.project import Project, find_project
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report
 from harness.report.wording import not_judged_text
 from harness.result import RunResult
+from harness.run_options import CommandOptions, RunOptions, option_named
 from harness.running.nodes import joined, parse_rendezvous, serve
 from harness.running.plan import Plan
 from harness.running.progress import Progress, open_progress
@@ -32,7 +34,6 @@ from harness.running.rerun import rerun_query
 from harness.running.resuming import run_to_resume
 from harness.running.selection import Query
 from harness.running.stored import Stored
-from harness.store import RunOptions
 from harness.verdict import ExitCode
 from harness.workflow import Report, run
 from harness.workflow import resume as resume_run
@@ -61,131 +62,72 @@ Exit codes: 0 good, 1 something failed, 2 usage or bad input, 3 nothing ran,
 """
 
 _BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-_OF_ONE_RUN = {
-    **{name: f"--{name.removesuffix('_file')}" for name in ("name", "json_file", "junit_file", "markdown_file")},
-    **{name: f"--{name.replace('_', '-')}" for name in ("save_trace", "keep_logs", "rerun_failed")},
-}
+_OF_ONE_RUN = ("name", "json_file", "junit_file", "markdown_file", "save_trace", "keep_logs", "rerun_failed")
 _STDOUT = Path("-")  # of --json: the report for people goes to stderr then
 
 
 @click.command("run", epilog=_EPILOG)
 @options.query_parameter
-@options.shard_option
 @options.plan_parameter
-@options.nodes_options
-@options.root_option
-@click.option("--inject", metavar="FILE.py:FUNCTION", multiple=True, help="Call this in every rank before `build`.")
-@click.option(
-    "--budget-s",
-    type=options.ABOVE_0,
-    help="Run the cases with the best coverage in this many seconds; the others are listed.",
-)
-@click.option("--maxfail", type=options.AT_LEAST_1, help="Stop after this many cases that are not good, as in pytest.")
-@click.option("-x", "first_failure", is_flag=True, help="Stop after the first: --maxfail 1.")
-@click.option(
-    "--rerun-failed",
-    is_flag=True,
-    help="Run the cases that were not good or never ran in the last run, with the same options.",
-)
-@click.option(
-    "--resume", is_flag=True, help="Finish the last run that was interrupted or killed, with the same options."
-)
-@click.option("--name", default="", metavar="NAME", help="A name for the stored run, such as a release.")
-@click.option(
-    "--env", "environments", metavar="NAME=VENV", multiple=True, help="Run in this virtual environment. Repeatable."
-)
-@options.json_option("the results")
-@click.option("--junit", "junit_file", metavar="FILE", type=options.OUTPUT, help="Write the results as JUnit XML.")
-@options.markdown_option
-@options.html_option
-@click.option(
-    "--github/--no-github",
-    envvar="GITHUB_ACTIONS",
-    help="Annotate cases that are not good, and write the job summary. Default: in GitHub Actions.",
-)
-@click.option(
-    "--save-trace",
-    metavar="DIR",
-    type=options.FOLDER,
-    help="Write scales, amaxes, matmuls, collectives and norms of every case as DIR/ID.npz, for `diff` and numpy.",
-)
-@click.option(
-    "--keep-logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep output and stack dumps of ranks."
-)
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing while cases run, only the totals and failures.")
-@click.option("-v", "--verbose", is_flag=True, help="Also print when a case starts, and what was not judged and why.")
-def run_command(  # noqa: PLR0913  one parameter an option
-    *,
-    query: Query,
-    shard: Shard | None,
-    plan_for: Callable[..., Plan],
-    nnodes: int,
-    node_rank: int,
-    rdzv_endpoint: str | None,
-    rdzv_timeout_s: float,
-    root: str | None,
-    inject: tuple[str, ...],
-    budget_s: float | None,
-    maxfail: int | None,
-    first_failure: bool,
-    rerun_failed: bool,
-    resume: bool,
-    name: str,
-    environments: tuple[str, ...],
-    json_file: Path | None,
-    junit_file: Path | None,
-    markdown_file: Path | None,
-    github: bool,
-    html_file: Path | None,
-    save_trace: Path | None,
-    keep_logs: Path | None,
-    quiet: bool,
-    verbose: bool,
-) -> int:
+@options.run_option("inject")
+@options.run_options(CommandOptions)
+def run_command(*, query: Query, plan_for: Callable[..., Plan], **rest: Any) -> int:
     """Run cases on fresh ranks and judge them."""
-    if environments:
-        return _in_environments(environments, root)
-    project = find_project(root)
-    outputs: list[tuple[Path, Callable[[RunResult], bytes]]] = [
-        *([(json_file, json_report)] if json_file else []),
-        *([(junit_file, junit_report)] if junit_file else []),
-        *([(markdown_file, lambda result: markdown_report(result).encode())] if markdown_file else []),
-        *([(html_file, lambda result: page_of(project, run_document(result)))] if html_file else []),
-    ]
-    query = msgspec.structs.replace(query, budget_s=budget_s, shard=shard)
+    asked = CommandOptions(**{name: rest[name] for name in CommandOptions.__struct_fields__})
+    shard = None if asked.shard is None else parse_shard(asked.shard)
+    if asked.environments:
+        return _in_environments(asked)
+    project = find_project(asked.root)
+    query = msgspec.structs.replace(query, budget_s=asked.budget_s, shard=shard)
     given = _given_options()
-    stopped = _stopped(project, query, given, alone=not (rerun_failed or name)) if resume else None
+    stopped = _stopped(project, query, given, alone=not (asked.rerun_failed or asked.name)) if asked.resume else None
     if stopped is not None:
         given = stopped.start.options
-    if rerun_failed:
+    if asked.rerun_failed:
         query, given = _failed(project, query, given)
-    repeated = given.as_given
-    plan = plan_for(injections=repeated.pop("inject", ()), **repeated)
-    given = msgspec.structs.replace(given, inject=tuple(each.text_with_absolute_path for each in plan.injections))
-    logs = _log_folder(keep_logs) if keep_logs else None
-    most = 1 if first_failure else maxfail
-    rendezvous = parse_rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint, timeout_s=rdzv_timeout_s)
-    plan = msgspec.structs.replace(
+    plan = _with_command(plan_for(**given.as_given), given, asked)
+    return _run_and_report(project, query, plan, stopped, asked)
+
+
+def _with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
+    """The plan with what the command line says besides."""
+    return msgspec.structs.replace(
         plan,
-        given=given,
-        root_option=root,
-        logs=logs,
-        max_failures=most,
-        traces=save_trace,
-        name=name,
-        rendezvous=rendezvous,
+        given=msgspec.structs.replace(given, inject=tuple(each.text_with_absolute_path for each in plan.injections)),
+        root_option=asked.root,
+        logs=_log_folder(asked.keep_logs) if asked.keep_logs else None,
+        max_failures=1 if asked.first_failure else asked.maxfail,
+        traces=asked.save_trace,
+        name=asked.name,
+        rendezvous=parse_rendezvous(
+            nnodes=asked.nnodes,
+            node_rank=asked.node_rank,
+            endpoint=asked.rdzv_endpoint,
+            timeout_s=asked.rdzv_timeout_s,
+        ),
     )
-    with open_progress(quiet=quiet, verbose=verbose) as progress:
-        if node_rank:
+
+
+def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored | None, asked: CommandOptions) -> int:
+    """Run, print, and write the files that are asked for. Returns the exit code."""
+    renders: list[tuple[Path | None, Callable[[RunResult], bytes]]] = [
+        (asked.json_file, json_report),
+        (asked.junit_file, junit_report),
+        (asked.markdown_file, lambda result: markdown_report(result).encode()),
+        (asked.html_file, lambda result: page_of(project, run_document(result))),
+    ]
+    outputs = [(path, render) for path, render in renders if path]
+    with open_progress(quiet=asked.quiet, verbose=asked.verbose) as progress:
+        if asked.node_rank:
             return serve(plan, project, progress.note)
         report = _report(project, query, plan, stopped, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
-    rerun = (resume_command if report.result.interrupted else rerun_command)(root=root)
-    with workflow_commands_off(text_file, on=github):
-        if verbose:
+    rerun = (resume_command if report.result.interrupted else rerun_command)(root=asked.root)
+    with workflow_commands_off(text_file, on=asked.github):
+        if asked.verbose:
             click.echo(not_judged_text(report.result), nl=False, file=text_file)
-        print_result(report.result, text_file, rerun=rerun, quiet=quiet)
-    if github:
+        print_result(report.result, text_file, rerun=rerun, quiet=asked.quiet)
+    if asked.github:
         report_to_github(report.result, text_file)
     return _write(report, outputs)
 
@@ -201,13 +143,13 @@ def _report(project: Project, query: Query, plan: Plan, stopped: Stored | None, 
     return report
 
 
-def _in_environments(given: Sequence[str], root: str | None) -> int:
+def _in_environments(asked: CommandOptions) -> int:
     """The same command in every environment, without what is of one run."""
     from harness.cli.environments import given_words, refuse_with_env, run_in_environments
 
-    params = click.get_current_context().params
-    refuse_with_env({option: params[name] for name, option in _OF_ONE_RUN.items()})
-    return run_in_environments(find_project(root), given, given_words(params.keys() - {"environments"}))
+    refuse_with_env({option_named(name).flag: getattr(asked, name) for name in _OF_ONE_RUN})
+    words = given_words(click.get_current_context().params.keys() - {"environments"})
+    return run_in_environments(find_project(asked.root), asked.environments, words)
 
 
 def _given_options() -> RunOptions:
@@ -237,13 +179,12 @@ def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, R
             fix="drop tiers, files and --case, or narrow by --select.",
         )
     rerun = rerun_query(project)
-    anew = given.as_given
-    repeated = msgspec.structs.replace(rerun.options, **{name: () if name == "inject" else None for name in anew})
+    repeated = rerun.options.besides(given)
     notes = [f"repeats {shlex.join(repeated.words)} of the last run."] if repeated.words else []
     for note in (*rerun.notes, *notes):
         click.echo(f"fp8-harness: note: {note}", err=True)
     query = msgspec.structs.replace(asked, case_ids=rerun.query.case_ids)
-    return query, msgspec.structs.replace(rerun.options, **anew)
+    return query, msgspec.structs.replace(repeated, **given.as_given)
 
 
 def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes]]]) -> int:

@@ -9,7 +9,7 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
 
@@ -26,16 +26,13 @@ from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
 from harness.matrix.numerics import Numerics
 from harness.request import Arithmetic, Fabric, default_arithmetic, numerics_of
+from harness.run_options import EngineKind, PlanOptions, RunOptions, words_of
 from harness.running.injection import Injection, parse_injection
 from harness.running.machine import check_rank_packages, resolve_device
-from harness.store import RunOptions
 
 PROGRAM_VARIABLE = "FP8_HARNESS_PROGRAM"  # dotted module name of another rank program: `harness/engine/program.py`
 DEFAULT_PROGRAM = "harness.worker.main"
-DEFAULT_JOBS = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
 
-
-EngineKind = Literal["zygote", "torchrun", "ray"]
 
 # What collectives of a device can run on, the default first.
 FABRICS: Mapping[Device, tuple[Fabric, ...]] = {"cpu": ("shared", "gloo"), "cuda": ("nccl",)}
@@ -55,7 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device: Device = "cpu"
     fabric: Fabric = "shared"
     capacity: Capacity = Capacity()
-    jobs: int = DEFAULT_JOBS
+    jobs: int = PlanOptions().jobs
     engine: EngineKind = "zygote"
     arithmetic: Arithmetic = "exact"
     address: str = ""  # of the Ray cluster of engine `ray`
@@ -64,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     probed: bool = False  # ranks record what checks read besides losses
     compiles: bool = False  # some case compiles its blocks: the zygote pays for the first compilation
     timeout_s: float | None = None  # of every case; None scales it with the case
+    timeout_factor: float = 1.0  # multiplies the default, which a study may set in `timeout_s`
     max_failures: int | None = None  # stop after so many cases that are not good
     digests_built: bool = False  # as `RunRequest`
     traces: Path | None = None  # save what ranks recorded here (`tables.py`)
@@ -108,68 +106,65 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def deadline_s(self, case: Case) -> float:
         """Seconds that one attempt at this case may take."""
         if self.timeout_s is not None:
-            return self.timeout_s
+            return self.timeout_factor * self.timeout_s
         flops = FLOPS_PER_PARAMETER_AND_TOKEN * parameter_count(case) * case.train.tokens
         step_s = _TIMEOUT_PER_RANK_STEP_S * case.world_size + flops / _SLOWEST_FLOPS_PER_S
-        return _BASE_TIMEOUT_S + _COMPILE_TIMEOUT_S[case.compile] * case.world_size + step_s * case.train.steps
+        compile_s = _COMPILE_TIMEOUT_S[case.compile] * case.world_size
+        return self.timeout_factor * (_BASE_TIMEOUT_S + compile_s + step_s * case.train.steps)
 
     def command(self, case_id: str) -> str:
         """The one-line command that runs this case alone, the same way, for a POSIX shell."""
-        rendezvous, timeout_s = self.rendezvous, self.timeout_s
-        options = (
-            ("--root", self.root_option),
-            ("--case", case_id),
-            ("--device", None if self.device == "cpu" else self.device),
-            ("--fabric", None if self.fabric == FABRICS[self.device][0] else self.fabric),
-            ("--engine", None if self.engine == "zygote" else self.engine),
-            ("--arithmetic", None if self.arithmetic == default_arithmetic(self.device) else self.arithmetic),
-            ("--address", None if self.address in ("", AUTO) else self.address),
-            ("--nnodes", None if rendezvous is None else str(rendezvous.nnodes)),
-            ("--rdzv-endpoint", None if rendezvous is None else rendezvous.endpoint),
-            ("--timeout-s", None if timeout_s is None else str(timeout_s).removesuffix(".0")),
-            *(("--inject", injection.text) for injection in self.injections),
-        )
-        words = [word for name, value in options if value is not None for word in (name, value)]
+        rendezvous = self.rendezvous
+        meeting = {} if rendezvous is None else {"nnodes": rendezvous.nnodes, "rdzv_endpoint": rendezvous.endpoint}
+        words = words_of({"root": self.root_option, "case_ids": case_id, **self._unusual.as_given, **meeting})
         program = "" if self.program == DEFAULT_PROGRAM else f"{PROGRAM_VARIABLE}={shlex.quote(self.program)} "
         return program + shlex.join(["fp8-harness", "run", *words])
 
+    @property
+    def _unusual(self) -> RunOptions:
+        """The options that ask for this plan; not given where the plan has what it has without."""
+        usual = Plan(
+            fabric=FABRICS[self.device][0],
+            arithmetic=default_arithmetic(self.device),
+            address=AUTO if self.engine == "ray" else "",
+        )
+        both = [name for name in RunOptions.__struct_fields__ if hasattr(usual, name)]
+        values = {name: getattr(self, name) for name in both if getattr(self, name) != getattr(usual, name)}
+        return RunOptions(**values, inject=tuple(injection.text for injection in self.injections))
 
-def make_plan(  # noqa: PLR0913  one parameter an option
-    *,
-    device: str = "auto",
-    fabric: str = "auto",
-    engine: EngineKind = "zygote",
-    arithmetic: Arithmetic | None = None,
-    address: str | None = None,
-    jobs: int = DEFAULT_JOBS,
-    slots: int | None = None,
-    timeout_s: float | None = None,
-    injections: tuple[str, ...] = (),
-) -> Plan:
+
+def make_plan(**given: Any) -> Plan:
     """The plan that options describe, on this machine or on the nodes of a Ray cluster, which is asked what it has.
 
-    `slots`: of each machine; None uses as many as fit. `jobs`: for each machine. Raises HarnessError for a device, a
-    cluster, an injection or a package that is not there, and for a fabric of another device.
+    `given`: fields of `PlanOptions`, by name. Raises HarnessError for a device, a cluster, an injection or a package
+    that is not there, and for a fabric of another device.
     """
-    if address is not None and engine != "ray":
-        raise HarnessError("it is for --engine ray.", where=f"--address {address}", fix="add --engine ray.")
+    asked = PlanOptions(**given)
+    if asked.address is not None and asked.engine != "ray":
+        raise HarnessError("it is for --engine ray.", where=f"--address {asked.address}", fix="add --engine ray.")
+    if asked.timeout_s is not None and asked.timeout_factor not in (None, 1.0):
+        where = f"--timeout-factor {asked.timeout_factor:g}"
+        raise HarnessError(
+            "it multiplies the default, which --timeout-s replaces.", where=where, fix="give one of them."
+        )
     program = os.environ.get(PROGRAM_VARIABLE) or DEFAULT_PROGRAM
     if program == DEFAULT_PROGRAM:
         check_rank_packages()
-    cluster = (address or AUTO) if engine == "ray" else ""
+    cluster = (asked.address or AUTO) if asked.engine == "ray" else ""
+    device, slots = asked.device or "auto", asked.slots
     resolved, capacity = _on_cluster(cluster, device, slots) if cluster else _here(device, slots)
-    return Plan(
+    as_asked = Plan(**{name: value for name, value in asked.as_given.items() if name in Plan.__struct_fields__})
+    return msgspec.structs.replace(
+        as_asked,
         device=resolved,
-        fabric=_resolve_fabric(fabric, resolved),
+        fabric=_resolve_fabric(asked.fabric or "auto", resolved),
         capacity=capacity,
-        jobs=jobs * len(capacity.nodes),
-        engine=engine,
+        jobs=asked.jobs * len(capacity.nodes),
         address=cluster,
-        arithmetic=arithmetic or default_arithmetic(resolved),
+        arithmetic=asked.arithmetic or default_arithmetic(resolved),
         program=program,
-        injections=tuple(parse_injection(text) for text in injections),
+        injections=tuple(parse_injection(text) for text in asked.inject),
         probed=True,
-        timeout_s=timeout_s,
     )
 
 

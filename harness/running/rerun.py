@@ -8,8 +8,9 @@ from __future__ import annotations
 import msgspec
 
 from harness.project import Project
+from harness.run_options import RunOptions
 from harness.running.selection import NothingSelected, Query
-from harness.store import RunOptions, RunStore, StoredRun
+from harness.store import RunStore, StoredRun
 
 _RUN_AGAIN = "run the tier of that run again."
 

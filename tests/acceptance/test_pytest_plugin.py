@@ -11,29 +11,11 @@ import pytest
 
 from harness.cli.run import run_command
 from harness.pytest_plugin import pytest_addoption
+from harness.run_options import PARTS, options_of
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
 
-# Options of `run` that the plugin does not have, and why.
-PYTESTS_OWN = {
-    "--case": "a node id names a case: cases/pr.toml::ID",
-    "--jobs": "-n of pytest-xdist",
-    "--junit": "--junitxml of pytest",
-    "--maxfail": "--maxfail of pytest",
-    "-x": "-x of pytest",
-    "--rerun-failed": "--lf of pytest",
-    "--quiet": "-q of pytest",
-    "--verbose": "-v of pytest",
-    "--resume": "--lf of pytest: what a session ran is not stored",
-    "--env": "a session of pytest is in one environment",
-    "--github": "plugins of pytest annotate failures of all tests",
-    "--budget-s": "workers would each run the whole budget",
-    "--nnodes": "pytest collects and judges in one place, run does the rest",
-    "--node-rank": "as --nnodes",
-    "--rdzv-endpoint": "as --nnodes",
-    "--rdzv-timeout-s": "as --nnodes",
-}
 PLUGIN = ("--fp8-device", "cpu")  # loaded by its entry point, as for every user
 
 
@@ -81,13 +63,21 @@ def test_the_options_are_those_of_run_but_for_those_that_pytest_has() -> None:
     parser = FakeParser()
     pytest_addoption(parser)  # type: ignore[arg-type]
     of_run = {option.opts[-1]: option for option in run_command.params if option.param_type_name == "option"}
-    assert parser.added.keys() | PYTESTS_OWN.keys() == of_run.keys()
-    assert not parser.added.keys() & PYTESTS_OWN.keys()
+    declared = {each.flag.split("/")[0]: each for part in PARTS for each in options_of(part).values()}
+    assert declared.keys() == of_run.keys()
+    assert parser.added.keys() == {flag for flag, option in declared.items() if not option.pytest}
     for name, given in parser.added.items():
         option = of_run[name]
         assert (given.get("action") == "append") is option.multiple, name
         choices = getattr(option.type, "choices", None)
         assert choices is None or (list(given["choices"]), given["default"]) == (list(choices), option.default), name
+
+
+@pytest.mark.parametrize(("flag", "text"), [("--fp8-slots", "0"), ("--fp8-timeout-s", "-1"), ("--fp8-slots", "x")])
+def test_a_number_that_run_refuses_is_refused(project: Command, flag: str, text: str) -> None:
+    done = project.pytest(*PLUGIN, f"{flag}={text}", "--collect-only")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"argument {flag}: Expected `" in done.stderr
 
 
 ALL_CASES = {

@@ -19,11 +19,11 @@ from harness.matrix.census import count_cells
 from harness.matrix.space import spaces_of
 from harness.project import Project, find_project, is_case_file
 from harness.request import Arithmetic, default_arithmetic
+from harness.run_options import RunOptions
 from harness.running.injection import parse_injection
 from harness.running.machine import Device
 from harness.running.plan import FABRICS, Plan, make_plan
 from harness.running.selection import Query, select_cases
-from harness.store import RunOptions
 from harness.studies.noise import environment, measured_cases, over_seeds, recorded_cases, shares_its_parity_key
 from harness.workflow import check_fits
 from tests.builders import make_case, make_known
@@ -97,7 +97,7 @@ def test_deadline_grows_with_the_case() -> None:
 def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my patch.py").write_text("def apply(): ...\n")
     monkeypatch.chdir(tmp_path)
-    plan = make_plan(device="cpu", fabric="gloo", engine="torchrun", injections=("my patch.py:apply",))
+    plan = make_plan(device="cpu", fabric="gloo", engine="torchrun", inject=("my patch.py:apply",))
     words = "--fabric gloo --engine torchrun --inject 'my patch.py:apply'"
     assert plan.command("x") == f"fp8-harness run --case x {words}"
     assert (

@@ -104,12 +104,11 @@ def test_an_injection_counts_by_its_name_and_its_source(tmp_path: Path, monkeypa
     patch = tmp_path / "patch.py"
     patch.write_text("def apply(): pass\n")
     near, far = (
-        environment(make_plan(device="cpu", injections=(text,)), tmp_path)
-        for text in ("patch.py:apply", f"{patch}:apply")
+        environment(make_plan(device="cpu", inject=(text,)), tmp_path) for text in ("patch.py:apply", f"{patch}:apply")
     )
     assert near == far and near.injected[0].startswith("patch.py:apply ")
     patch.write_text("def apply(): return 1\n")
-    assert environment(make_plan(device="cpu", injections=("patch.py:apply",)), tmp_path).injected != near.injected
+    assert environment(make_plan(device="cpu", inject=("patch.py:apply",)), tmp_path).injected != near.injected
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ LEVELS = [
     ["performance"],
     ["expect"],
     ["request", "result", "jsonform"],
-    ["engine", "matrix", "durable"],
+    ["engine", "matrix", "durable", "run_options"],
     ["environment", "errors", "hints", "internals", "measured", "sources", "timestamp", "trace", "verdict"],
     ["sentence"],
     ["plural"],

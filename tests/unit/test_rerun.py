@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from harness.project import Project
+from harness.run_options import RunOptions
 from harness.running.rerun import rerun_query
 from harness.running.selection import NothingSelected
-from harness.store import RunOptions, RunStart, RunStore
+from harness.store import RunStart, RunStore
 from harness.verdict import Verdict
 from tests.builders import make_result
 

@@ -207,7 +207,7 @@ def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
     "change",
     [
         spoil("schema", value=1),
-        spoil("exit_code", value=5),
+        spoil("exit_code", value=6),
         spoil("extra", value=1),
         spoil("totals", value={}),
         spoil("cases", 0, "verdict", value="fine"),

@@ -1,0 +1,342 @@
+"""The options of `run`, each declared once: on its field here, and nowhere else.
+
+The options of the command line and of pytest, the command that reproduces a case, the options that a rerun repeats and
+the tables in `docs/ci.md` follow from it. Every pytest of everyone who has the harness installed reads it at its start,
+so it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+EngineKind = Literal["zygote", "torchrun", "ray"]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+_NOT_GIVEN: tuple[object, ...] = (None, (), "")
+
+
+class Option(msgspec.Struct, frozen=True):
+    """The declaration of an option; `options_of` fills in what its field says: `type`, `flag` and `default`.
+
+    `flag`: where it is not the name of the field with dashes. `short`: a second spelling. `default`: what holds where
+    the field is None. `variable`: of the environment, which gives it too. `pytest`: what pytest has in its place; empty
+    where the plugin has `--fp8-…`. `of_run`: no other command that runs cases has it. `instead_of`: the field of
+    the option that it replaces, and is never given with.
+    """
+
+    help: str
+    flag: str = ""
+    short: str = ""
+    metavar: str | None = None
+    default: Any = None
+    variable: str | None = None
+    pytest: str = ""
+    of_run: bool = False
+    instead_of: str = ""
+    type: Any = str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that there are; empty where any is allowed."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    @property
+    def number(self) -> Any:
+        """int or float where it is a number."""
+        return self.type.__origin__ if get_origin(self.type) is Annotated else None
+
+    @property
+    def least(self) -> int | None:
+        """The least value of an integer."""
+        return self.type.__metadata__[0].ge if self.number is int else None
+
+    @property
+    def takes_dash(self) -> bool:
+        """True where "-" stands for stdout."""
+        return self.metavar == "FILE|-"
+
+    @property
+    def repeatable(self) -> bool:
+        """True where it may be given several times."""
+        return get_origin(self.type) is tuple
+
+    @property
+    def pytest_flag(self) -> str:
+        """How pytest spells it; empty where it has not got it."""
+        return "" if self.pytest else self.flag.replace("--", "--fp8-", 1)
+
+    @property
+    def shown_default(self) -> str:
+        """The default, for people; empty where the absence of a value is the default."""
+        return "" if self.default in _NOT_GIVEN or self.default is False else str(self.default)
+
+
+class QueryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which cases. Other commands that select cases have these options too."""
+
+    tiers: Annotated[tuple[str, ...], Option("A tier by name; may be repeated.", flag="--tier", metavar="TIER")] = ()
+    case_ids: Annotated[
+        tuple[str, ...],
+        Option(
+            "One case by id; may be repeated.", flag="--case", metavar="ID", pytest="a node id: `cases/pr.toml::ID`"
+        ),
+    ] = ()
+    expressions: Annotated[
+        tuple[str, ...],
+        Option(
+            "Keep cases that match: 'tp=4,8 recipe!=bf16', 'id~*ac.full*'. Repeated: all must match.",
+            flag="--select",
+            metavar="EXPR",
+        ),
+    ] = ()
+    target: Annotated[
+        str | None,
+        Option(
+            "Train every case with this target: torchtitan, or your own module such as my_pkg.my_target.",
+            metavar="NAME",
+        ),
+    ] = None
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The options that change what ranks do, as they were given; None and () where they were not.
+
+    They are stored with a run and repeated by a rerun, and the command that reproduces a case has them.
+    """
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None,
+        Option("Where ranks train. auto: cuda where there is a GPU.", default="auto"),
+    ] = None
+    fabric: Annotated[
+        Literal["auto", "shared", "gloo", "nccl"] | None,
+        Option(
+            "Transport of collectives. CPU: shared memory, or gloo over TCP, which sums in another order, "
+            "like NCCL. CUDA: nccl. auto: shared, nccl.",
+            default="auto",
+        ),
+    ] = None
+    engine: Annotated[
+        EngineKind | None,
+        Option(
+            "zygote: new ranks forked from one process that has imported everything. torchrun: one torchrun "
+            "per case, slower. ray: forked on every node of a Ray cluster.",
+            default="zygote",
+        ),
+    ] = None
+    address: Annotated[
+        str | None,
+        Option("The cluster for --engine ray. Default: auto, the cluster of this machine.", metavar="auto|HOST:PORT"),
+    ] = None
+    arithmetic: Annotated[
+        Literal["kernel", "exact"] | None,
+        Option(
+            "What multiplies float8: torch's kernel of the device, or the exact one, which gives the same "
+            "results on every device. Default: exact on CPU, kernel on CUDA."
+        ),
+    ] = None
+    timeout_s: Annotated[
+        PositiveFloat | None,
+        Option(
+            "Seconds per attempt at a case. Default: 120, plus per rank 1 for each step and "
+            "20 to compile a graph or 120 to generate code, and more for large models.",
+            instead_of="timeout_factor",
+        ),
+    ] = None
+    timeout_factor: Annotated[
+        PositiveFloat | None,
+        Option(
+            "Multiplies the default time limit of every case, for slow or busy machines; not with --timeout-s.",
+            metavar="FACTOR",
+            default=1,
+            instead_of="timeout_s",
+        ),
+    ] = None
+    inject: Annotated[  # paths are absolute in what is stored
+        tuple[str, ...], Option("Call this in every rank before `build`.", metavar="FILE.py:FUNCTION", of_run=True)
+    ] = ()
+
+    @property
+    def as_given(self) -> dict[str, Any]:
+        """Those that were given, by name."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in _NOT_GIVEN}
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options as words of a command line."""
+        return words_of(self.as_given)
+
+    def besides(self, given: RunOptions) -> RunOptions:
+        """These options without those that are given anew, and those that they are given instead of."""
+        anew = {each for name in given.as_given for each in (name, option_named(name).instead_of)}
+        return RunOptions(**{name: value for name, value in self.as_given.items() if name not in anew})
+
+
+class PlanOptions(RunOptions, frozen=True, kw_only=True):
+    """How cases are run: what `make_plan` is given."""
+
+    jobs: Annotated[
+        PositiveInt,
+        Option(
+            "Cases to run at the same time, as far as slots allow; on a cluster, per node.",
+            short="-j",
+            pytest="`-n` of pytest-xdist",
+        ),
+    ] = 2  # more cases at once do not help a machine whose slots one of 8 ranks fills
+    slots: Annotated[
+        PositiveInt | None,
+        Option(
+            "Ranks at the same time on this machine, in all jobs that share it; on a cluster, per node. "
+            "Default on CPU: one per core, at least 10; on CUDA: the visible devices."
+        ),
+    ] = None
+
+
+_NODES_IN_PYTEST = "none: it collects and judges in one place"
+
+
+class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What else `run` can be told: how many machines, how long, and what to write."""
+
+    shard: Annotated[
+        str | None,
+        Option("Part I of N of these cases, of nearly equal CPU seconds, the same on every machine.", metavar="I/N"),
+    ] = None
+    nnodes: Annotated[
+        PositiveInt,
+        Option(
+            "Machines that start this command, as with torchrun; cases may have ranks on several.",
+            pytest=_NODES_IN_PYTEST,
+        ),
+    ] = 1
+    node_rank: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)],
+        Option(
+            "Number of this machine. Node 0 judges and stores; the others exit with its exit code.",
+            pytest=_NODES_IN_PYTEST,
+        ),
+    ] = 0
+    rdzv_endpoint: Annotated[
+        str | None,
+        Option("Rendezvous: the host of node 0, and a free port on it.", metavar="HOST:PORT", pytest=_NODES_IN_PYTEST),
+    ] = None
+    rdzv_timeout_s: Annotated[PositiveFloat, Option("Seconds to wait for all machines.", pytest=_NODES_IN_PYTEST)] = 600
+    root: Annotated[
+        str | None,
+        Option(
+            "Project root with cases/ and golden/. Default: the nearest one at or above the current folder.",
+            metavar="DIR",
+        ),
+    ] = None
+    budget_s: Annotated[
+        PositiveFloat | None,
+        Option(
+            "Run the cases with the best coverage in this many seconds; the others are listed.",
+            pytest="none: workers would each run the whole budget",
+        ),
+    ] = None
+    maxfail: Annotated[
+        PositiveInt | None, Option("Stop after this many cases that are not good, as in pytest.", pytest="`--maxfail`")
+    ] = None
+    first_failure: Annotated[bool, Option("Stop after the first: --maxfail 1.", flag="-x", pytest="`-x`")] = False
+    rerun_failed: Annotated[
+        bool,
+        Option(
+            "Run the cases that were not good or never ran in the last run, with the same options.", pytest="`--lf`"
+        ),
+    ] = False
+    resume: Annotated[
+        bool,
+        Option(
+            "Finish the last run that was interrupted or killed, with the same options.",
+            pytest="`--lf`: what a session ran is not stored",
+        ),
+    ] = False
+    name: Annotated[str, Option("A name for the stored run, such as a release.", metavar="NAME")] = ""
+    environments: Annotated[
+        tuple[str, ...],
+        Option(
+            "Run in this virtual environment. Repeatable.",
+            flag="--env",
+            metavar="NAME=VENV",
+            pytest="none: a session is in one environment",
+        ),
+    ] = ()
+    json_file: Annotated[Path | None, Option("Write the results as JSON.", flag="--json", metavar="FILE|-")] = None
+    junit_file: Annotated[
+        Path | None, Option("Write the results as JUnit XML.", flag="--junit", metavar="FILE", pytest="`--junitxml`")
+    ] = None
+    markdown_file: Annotated[Path | None, Option("Write a summary as markdown.", flag="--markdown", metavar="FILE")] = (
+        None
+    )
+    html_file: Annotated[
+        Path | None, Option("Write one HTML file that needs no network.", flag="--html", metavar="FILE")
+    ] = None
+    github: Annotated[
+        bool,
+        Option(
+            "Annotate cases that are not good, and write the job summary. Default: in GitHub Actions.",
+            flag="--github/--no-github",
+            variable="GITHUB_ACTIONS",
+            pytest="none: its plugins annotate failures of all tests",
+        ),
+    ] = False
+    save_trace: Annotated[
+        Path | None,
+        Option(
+            "Write scales, amaxes, matmuls, collectives and norms of every case as DIR/ID.npz, for `diff` and numpy.",
+            metavar="DIR",
+        ),
+    ] = None
+    keep_logs: Annotated[Path | None, Option("Keep output and stack dumps of ranks.", metavar="DIR")] = None
+    quiet: Annotated[
+        bool, Option("Print nothing while cases run, only the totals and failures.", short="-q", pytest="`-q`")
+    ] = False
+    verbose: Annotated[
+        bool, Option("Also print when a case starts, and what was not judged and why.", short="-v", pytest="`-v`")
+    ] = False
+
+
+PARTS: tuple[type[msgspec.Struct], ...] = (QueryOptions, PlanOptions, CommandOptions)
+
+
+@functools.cache
+def options_of(part: type[msgspec.Struct]) -> Mapping[str, Option]:
+    """The options of one of `PARTS`, or of `RunOptions`, by the name of their field."""
+    hints = get_type_hints(part, include_extras=True)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(part)}
+    return {name: _filled(name, hints[name], defaults[name]) for name in part.__struct_fields__}
+
+
+def option_named(name: str) -> Option:
+    """The option of the field of this name."""
+    return next(options[name] for options in map(options_of, PARTS) if name in options)
+
+
+def words_of(values: Mapping[str, object]) -> tuple[str, ...]:
+    """The words of a command line that give these values to the options of these fields, in this order."""
+    words: list[str] = []
+    for name, value in values.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if each not in _NOT_GIVEN:
+                text = str(each)
+                words += (option_named(name).flag, text.removesuffix(".0") if isinstance(each, float) else text)
+    return tuple(words)
+
+
+def _filled(name: str, hint: Any, default: object) -> Option:
+    """The declaration in the hint of a field, with what the field says."""
+    option: Option = hint.__metadata__[-1]
+    kind = hint.__origin__ if len(hint.__metadata__) == 1 else hint
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not types.NoneType)
+    flag = option.flag or f"--{name.replace('_', '-')}"
+    return msgspec.structs.replace(
+        option, flag=flag, type=kind, default=default if option.default is None else option.default
+    )
