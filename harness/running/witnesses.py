@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from harness.checks.cast_shares import with_cast_shares
 from harness.checks.judge import run_from_outcome
 from harness.durable import WriteFailed, write_whole
 from harness.engine.messages import JobOutcome
@@ -40,8 +41,7 @@ class WitnessCache:
     """Hands out witnesses, running each at most once at a time. Thread-safe.
 
     `content` stands for what computes those of a target: kept witnesses of another content are not used. `note` is told
-    of second attempts. `numerics`: which bits the runs promise. `failing`: most runs are to fail and to be explained,
-    so a solo witness has its operands from the start.
+    of second attempts. `numerics`: which bits the runs promise.
 
     A run that did not finish is handed out without traces, with its failures, and is not kept; None when stopped.
     """
@@ -53,11 +53,8 @@ class WitnessCache:
         content: Callable[[str], str],
         note: Callable[[str], None],
         numerics: Numerics = VIRTUAL_DEVICE,
-        *,
-        failing: bool = False,
     ) -> None:
         self._executor = executor
-        self._failing = failing
         self._note = note
         self._numerics = numerics
         self._folder = folder
@@ -72,20 +69,22 @@ class WitnessCache:
         return tuple(sorted(self._made_here, key=lambda witness: witness.name))
 
     def solo(self, case: Case) -> Run | None:
-        """The solo witness of a case, sketched."""
-        return self._explaining(case) if self._failing else self._solo("solo", case, ("sketches",))
+        """The solo witness of a case, sketched, with what its casts lost in place of its operands."""
+        witness = solo_case(case)
+        name, execute = self._solo(witness)
+        return self._witness(witness, name, execute, keep=with_cast_shares)
 
     def solo_with_operands(self, case: Case) -> Run | None:
-        """The same with its operands recorded, which takes half as long again: for explaining a failure only."""
-        return self._explaining(case) if self._failing else self._solo("solo with operands", case, ("operands",))
-
-    def _explaining(self, case: Case) -> Run | None:
-        return self._solo("solo with sketches and operands", case, ("sketches", "operands"))
-
-    def _solo(self, kind: str, case: Case, probes: tuple[str, ...]) -> Run | None:
+        """The same with its operands, too large to be kept in memory: read from its file, or else run again."""
         witness = solo_case(case)
-        name = f"{kind} {case_id(witness)}"
-        return self._witness(witness, name, lambda: self._executor.execute_solo(witness, probes))
+        name, execute = self._solo(witness)
+        path = self._path(name, witness.target)
+        return self._stored(path) or self._made(name, path, self._retried(name, execute))
+
+    def _solo(self, witness: Case) -> tuple[str, Callable[[], JobOutcome | None]]:
+        """The name of a solo witness, and how it is run."""
+        probes = ("sketches", "operands") if witness.float8.enabled else ("sketches",)
+        return f"solo {case_id(witness)}", lambda: self._executor.execute_solo(witness, probes)
 
     def twin(self, case: Case) -> Run | None:
         """The BF16 twin of a case."""
@@ -167,15 +166,16 @@ class WitnessCache:
         name: str,
         execute: Callable[[], JobOutcome | None],
         finish: Callable[[Run], Run | None] = lambda run: run,
+        keep: Callable[[Run], Run] = lambda run: run,
     ) -> Run | None:
-        """The kept run of this name, or a new one after `finish`, which is kept."""
+        """The kept run of this name, or a new one after `finish`, which is stored; in memory is what `keep` leaves."""
         with self._locks[name]:
             if name not in self._kept:
                 path = self._path(name, witness.target)
                 run = self._stored(path) or self._made(name, path, self._retried(name, execute), finish)
                 if run is None or not run.complete:
                     return run
-                self._kept[name] = run
+                self._kept[name] = keep(run)
             return self._kept[name]
 
     def _retried(self, name: str, execute: Callable[[], JobOutcome | None]) -> JobOutcome | None:
@@ -199,7 +199,11 @@ class WitnessCache:
         return None
 
     def _made(
-        self, name: str, path: Path, outcome: JobOutcome | None, finish: Callable[[Run], Run | None]
+        self,
+        name: str,
+        path: Path,
+        outcome: JobOutcome | None,
+        finish: Callable[[Run], Run | None] = lambda run: run,
     ) -> Run | None:
         if outcome is None:
             return None
@@ -224,19 +228,14 @@ def _ended(outcome: JobOutcome) -> Run:
     return Run(traces=(), failures=run.failures or (ended,))
 
 
-def open_witnesses(
-    project: Project, plan: Plan, executor: Executor, note: Callable[[str], None], *, failing: bool = False
-) -> WitnessCache:
-    """The witnesses of this machine, as what is installed now computes them for this plan.
-
-    `failing`: most runs are to fail.
-    """
+def open_witnesses(project: Project, plan: Plan, executor: Executor, note: Callable[[str], None]) -> WitnessCache:
+    """The witnesses of this machine, as what is installed now computes them for this plan."""
     key = witness_key(plan)
 
     def content(target: str) -> str:
         return f"{key}{target_digest(target, project.root)}"
 
-    return WitnessCache(executor, project.witness_folder(), content, note, plan.numerics, failing=failing)
+    return WitnessCache(executor, project.witness_folder(), content, note, plan.numerics)
 
 
 def _seal(content: bytes) -> bytes:

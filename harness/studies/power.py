@@ -148,7 +148,7 @@ class _TrialWork:
         self._progress = progress
         self._judge = prepare_judge(project, cases, plan)
         self._goldens = {case_id(case): _golden(project, case, plan) for case in cases}
-        self._cache = open_witnesses(project, plan, executor, progress.note, failing=True)
+        self._cache = open_witnesses(project, plan, executor, progress.note)
 
     def run(self, planting: _Planting) -> _PlantingResult | None:
         """Run the case with the fault; None when stopped before there was a result."""

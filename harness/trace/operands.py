@@ -63,6 +63,24 @@ class CastRecord(CastStatistics, frozen=True, kw_only=True):
     data_digest: str
 
 
+class CastShare(Record, frozen=True, kw_only=True):
+    """What the casts of one operand lost in one step, over ranks and phases: of a linear, in one form of cast."""
+
+    step: int
+    fqn: str
+    role: Role
+    axiswise_dim: int | None
+    target_dtype: str
+    elements: int
+    flushed: int
+    saturated: int
+
+    @property
+    def operand(self) -> tuple[int, str, Role, int | None, str]:
+        """What it is of."""
+        return self.step, self.fqn, self.role, self.axiswise_dim, self.target_dtype
+
+
 class MatmulRecord(Record, frozen=True, kw_only=True):
     """One scaled matmul: [m, k] x [k, n] on this rank."""
 

@@ -15,7 +15,7 @@ from harness.trace.graphs import GraphTrace
 from harness.trace.inputs import StateChange, StepInputs
 from harness.trace.model import ModelRecord
 from harness.trace.modules import ModuleDistance, ModuleShard
-from harness.trace.operands import OperandTrace
+from harness.trace.operands import CastShare, OperandTrace
 from harness.trace.record import Record
 from harness.trace.resumed import Resumed
 from harness.trace.sketches import TensorSketch
@@ -59,6 +59,7 @@ class RankTrace(Record, frozen=True, kw_only=True):
     stated: tuple[Stated, ...] | None = None  # one for every step; None where the target states nothing
     sketches: tuple[TensorSketch, ...] | None = None  # gradients and parameters
     operands: OperandTrace | None = None
+    cast_shares: tuple[CastShare, ...] | None = None  # of a solo witness alone, in place of its operands
     traffic: tuple[TrafficRecord, ...] | None = None
     saved_memory: tuple[SavedMemory, ...] | None = None
     graphs: GraphTrace | None = None
@@ -79,6 +80,7 @@ _RECORDS = (
     "stated",
     "sketches",
     "operands",
+    "cast_shares",
     "traffic",
     "saved_memory",
     "graphs",

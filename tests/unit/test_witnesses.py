@@ -20,7 +20,8 @@ from harness.running.executor import Executor
 from harness.running.injection import Injection
 from harness.running.witnesses import WitnessCache
 from harness.trace import RankTrace
-from tests.builders import make_distance, make_trace, run_of
+from harness.trace.operands import OperandTrace
+from tests.builders import make_cast, make_distance, make_trace, run_of
 
 RAISED = RankOutcome(rank=0, status="raised", message="KeyError: 1")
 CASE = parse_case_id("hsdp2x2-tensorwise-ag.fp8pre-ac.full-v2048-b16")
@@ -75,9 +76,8 @@ def cache(
     *,
     content: str = "these packages",
     note: Callable[[str], None] = lambda _: None,
-    failing: bool = False,
 ) -> WitnessCache:
-    return WitnessCache(cast("Executor", executor), folder, lambda _: content, note, failing=failing)
+    return WitnessCache(cast("Executor", executor), folder, lambda _: content, note)
 
 
 def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_each_kind_of_witness_is_run_in_its_own_way(tmp_path: Path) -> None:
     found = cache(executor, tmp_path)
     assert found.solo(CASE) == found.twin(CASE) == found.partner(CASE) == run_of(make_trace())
     assert executor.asked == [
-        ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches",)),
+        ("solo", "fsdp4-tensorwise-ag.fp8pre-v2048-b16", ("sketches", "operands")),
         ("plain", "hsdp2x2-bf16-v2048-b16", ()),
         ("plain", "hsdp2x2-tensorwise-ag.fp8-v2048-b16", ("sketches",)),
     ]
@@ -141,18 +141,17 @@ def test_the_partner_of_a_run_with_a_fix_runs_with_it_and_is_kept_by_the_content
     assert executor.asked == [("plain with fix.py:apply", partner, ("sketches",))] * 2
 
 
-def test_a_witness_with_operands_is_another_one_than_the_one_with_sketches(tmp_path: Path) -> None:
-    executor = FakeExecutor(ok())
+def test_operands_of_a_solo_witness_are_read_again_and_not_kept_in_memory(tmp_path: Path) -> None:
+    recorded = make_trace(operands=OperandTrace(casts=(make_cast(),), matmuls=()))
+    executor = FakeExecutor(ok_with(recorded))
     found = cache(executor, tmp_path)
-    assert found.solo(CASE) == found.solo_with_operands(CASE) == found.solo_with_operands(CASE)
-    assert [probes for _, _, probes in executor.asked] == [("sketches",), ("operands",)]
-
-
-def test_where_most_runs_fail_one_solo_witness_has_sketches_and_operands(tmp_path: Path) -> None:
-    executor = FakeExecutor(ok())
-    found = cache(executor, tmp_path, failing=True)
-    assert found.solo(CASE) == found.solo_with_operands(CASE)
+    light = found.solo(CASE)
+    assert light is not None and light.traces[0].operands is None and len(light.traces[0].cast_shares or ()) == 1
+    assert found.solo_with_operands(CASE) == run_of(recorded)
     assert [probes for _, _, probes in executor.asked] == [("sketches", "operands")]
+    next(tmp_path.iterdir()).unlink()
+    assert found.solo_with_operands(CASE) == run_of(recorded)
+    assert len(executor.asked) == 2, "where nothing could be stored it is run again"
 
 
 def test_a_case_without_a_partner_runs_none(tmp_path: Path) -> None:
