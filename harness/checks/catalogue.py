@@ -30,6 +30,7 @@ from harness.checks import (
     stated,
     tokens,
     traffic,
+    underflow,
 )
 from harness.checks.check import Check
 from harness.checks.rule import Rule, Stage, by_name
@@ -53,6 +54,7 @@ CHECKS: tuple[Check, ...] = tuple(
         recompute,
         scales,
         graph_scales,
+        underflow,
         traffic,
         stated,
         memory,

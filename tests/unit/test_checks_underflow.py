@@ -1,0 +1,96 @@
+"""Underflow: the share of values that casts lose is that of one rank, exactly or within rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness.checks.cast_shares import cast_shares, with_cast_shares
+from harness.checks.underflow import (
+    EXACT,
+    FLUSHED,
+    NO_RECORD,
+    NO_REFERENCE,
+    NOTHING_COMPARED,
+    ROUNDED,
+    SATURATED,
+    check_underflow,
+)
+from harness.matrix.case import Case
+from harness.trace import Run
+from harness.trace.operands import CastRecord, OperandTrace
+from harness.verdict import Finding
+from tests.builders import make_case, make_cast, make_trace, make_witnesses, not_judged, run_of, with_rank
+
+SHARP = make_case(tp=2, recipe="tensorwise", dtype="float64", steps=2)
+ROUND = make_case(tp=2, recipe="tensorwise", dtype="bfloat16", steps=2)
+
+
+def casts(*, flushed: int = 8, saturated: int = 0, elements: int = 1000, **changes: Any) -> tuple[CastRecord, ...]:
+    """The cast of an input in two steps."""
+    return tuple(
+        make_cast(index=step, step=step, flushed=flushed, saturated=saturated, elements=elements, **changes)
+        for step in (1, 2)
+    )
+
+
+def of_ranks(*ranks: tuple[CastRecord, ...]) -> Run:
+    operands = (OperandTrace(casts=found, matmuls=()) for found in ranks)
+    return run_of(*(make_trace(SHARP, rank, operands=each) for rank, each in enumerate(operands)))
+
+
+SOLO = with_cast_shares(of_ranks(casts()))
+
+
+def check(run: Run, case: Case = SHARP, solo: Run | None = SOLO) -> list[Finding]:
+    return check_underflow(case, run, make_witnesses(case, solo=solo))
+
+
+def test_shards_lose_together_what_one_rank_loses() -> None:
+    assert check(of_ranks(casts(flushed=3, elements=500), casts(flushed=5, elements=500))) == []
+    assert check(of_ranks(casts(), casts())) == [], "replicas lose the same share each"
+    recomputed = (*casts(), *casts(phase="recompute"))
+    assert check(of_ranks(recomputed)) == [], "what is cast again loses the same share"
+
+
+def test_the_shares_of_a_solo_witness_take_the_place_of_its_operands() -> None:
+    (trace,) = SOLO.traces
+    assert trace.operands is None and trace.cast_shares is not None
+    assert [(share.step, share.elements, share.flushed) for share in trace.cast_shares] == [(1, 1000, 8), (2, 1000, 8)]
+    assert cast_shares(run_of(make_trace(SHARP)).traces) == ()
+
+
+@pytest.mark.parametrize(("name", "rule"), [("flushed", FLUSHED), ("saturated", SATURATED)])
+def test_another_share_is_a_finding_that_names_operand_step_and_both_shares(name: str, rule: Any) -> None:
+    first, second = casts()
+    (finding,) = check(of_ranks((first, replace(second, **{name: getattr(second, name) + 2}))))
+    assert (finding.rule, finding.step, finding.module, finding.operand) == (rule.name, 2, first.fqn, "input")
+    assert finding.values["distance"] == pytest.approx(0.002) and finding.values["allowed"] == EXACT
+    assert (finding.values["count"], finding.values["compared"]) == (1, 2)
+
+
+def test_rounding_moves_values_over_the_edge_of_a_flush_only_where_there_is_any() -> None:
+    slightly, more = (of_ranks(casts(flushed=8 + int(ROUNDED * 1000) + extra)) for extra in (0, 2))
+    assert [finding.rule for finding in check(slightly)] == [FLUSHED.name]
+    assert check(slightly, ROUND) == []
+    assert [finding.rule for finding in check(more, ROUND)] == [FLUSHED.name]
+    hsdp = make_case(dp_replicate=2, dp_shard=2, recipe="tensorwise", dtype="bfloat16")
+    assert [finding.rule for finding in check(slightly, hsdp)] == [FLUSHED.name]
+
+
+def test_it_says_what_it_lacks() -> None:
+    run = of_ranks(casts(), casts())
+    lacking = with_rank(run, 1, lambda trace: replace(trace, operands=None))
+    other = with_cast_shares(of_ranks(casts(fqn="elsewhere")))
+    for found, rule in (
+        (check(lacking), NO_RECORD),
+        (check(run, solo=None), NO_REFERENCE),
+        (check(run, solo=other), NOTHING_COMPARED),
+    ):
+        assert [(finding.rule, finding.judged) for finding in found] == [(rule.name, False)]
+
+
+def test_bf16_casts_nothing() -> None:
+    assert "underflow" in not_judged(make_case(recipe="bf16")) and "underflow" not in not_judged(SHARP)
