@@ -95,6 +95,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     loss_distance: float | None = None  # the largest from the golden, in nats
     parity: float | None = None  # the largest relative distance of a gradient from solo
     local_parity: float | None = None  # the largest relative distance of a tensor of a module from its replay
+    flushed: float | None = None  # the share of all values that casts to float8 made zero; None: no cast was recorded
     scaled_mm_calls: int | None = None  # of all ranks and steps
     flops: Mapping[str, Multiplied] = {}  # by part and precision: "matmuls in float8", "attention in bfloat16"
     wire: Mapping[str, Sent] = {}  # by kind, dtype and mesh axis: "all_gather in uint8 along dp_shard"

@@ -38,6 +38,7 @@ def measured(case: Case, run: Run, witnesses: Witnesses, *, twin: Run | None = N
         loss_distance=_largest_gap(found["case"], found["golden"]) if golden is not None else None,
         parity=_parity(case, run, solo) if solo is not None else None,
         local_parity=_worst([each.distance for each in replayed if each.problem is None]),
+        flushed=_flushed(traces),
         scaled_mm_calls=sum(step.scaled_mm_calls for trace in traces for step in trace.steps),
         flops=_flops(traces),
         expected_flops=_expected_flops(witnesses.expect, traces),
@@ -74,6 +75,12 @@ def _parity(case: Case, run: Run, solo: Run) -> float | None:
 
 def _worst(values: Sequence[float]) -> float | None:
     return largest(values) if values else None
+
+
+def _flushed(traces: Iterable[RankTrace]) -> float | None:
+    casts = [cast for trace in traces if trace.operands is not None for cast in trace.operands.casts]
+    elements = sum(cast.elements for cast in casts)
+    return sum(cast.flushed for cast in casts) / elements if elements else None
 
 
 def _slowest(traces: Sequence[RankTrace]) -> tuple[float, ...]:

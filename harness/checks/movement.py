@@ -8,7 +8,7 @@ from harness.checks.mismatch import same_numbers
 from harness.measured import Numbers
 
 DIGESTS = ("casts", "matmuls", "gradients", "parameters")  # in the order of causes
-LOSSES, GRADIENT_NORMS = "losses", "gradient norms"
+LOSSES, GRADIENT_NORMS, FLUSHED = "losses", "gradient norms", "flushed values"
 
 
 def moved(before: Numbers | None, now: Numbers | None, *, counts_only: bool = False) -> tuple[str, ...]:
@@ -35,6 +35,7 @@ def _values(numbers: Numbers) -> Mapping[str, object]:
         **{name: numbers.digests.get(name) for name in DIGESTS},
         LOSSES: None if curve is None else curve.losses,
         GRADIENT_NORMS: None if curve is None else curve.grad_norms,
+        FLUSHED: numbers.flushed,
         "loss distance": numbers.loss_distance,
         "parity": numbers.parity,
         "local parity": numbers.local_parity,

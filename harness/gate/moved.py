@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 
 from harness.checks.mismatch import same_number
-from harness.checks.movement import DIGESTS, GRADIENT_NORMS, LOSSES, moved
+from harness.checks.movement import DIGESTS, FLUSHED, GRADIENT_NORMS, LOSSES, moved
 from harness.gate.bf16 import Bf16
 from harness.gate.reason import Reason, Topic
 from harness.gate.sides import Pair, Sides
@@ -66,6 +66,7 @@ _TOPICS = {
     "gradients": Topic.GRADIENTS,
     "parameters": Topic.GRADIENTS,
     "casts": Topic.CASTS,
+    FLUSHED: Topic.CASTS,
     "matmuls": Topic.OPERANDS,
 }
 

@@ -12,8 +12,9 @@ from harness.report.wording import aligned, printable
 from harness.studies.history import History, Moment
 from harness.timestamp import to_the_minute
 
-MOMENT_COLUMNS = ("started", "name", "commit", "verdict", "loss apart", "local", "parity", "s", "wire", "saved")
-_NUMBERS = range(4, 10)  # right-aligned columns
+_SHARES = ("loss apart", "local", "parity", "flushed")
+MOMENT_COLUMNS = ("started", "name", "commit", "verdict", *_SHARES, "s", "wire", "saved")
+_NUMBERS = range(4, 11)  # right-aligned columns
 _SHOWN = 60  # characters of one difference of environments: models of CPUs are long
 _UNITS = ("B", "kB", "MB", "GB")
 
@@ -88,14 +89,15 @@ def _what(change: Moment) -> str:
 def moment_row(moment: Moment) -> tuple[str, ...]:
     """A case in one run, a text for each of MOMENT_COLUMNS."""
     numbers, environment = moment.case.numbers, moment.run.start.environment
-    distances = (numbers.loss_distance, numbers.local_parity, numbers.parity) if numbers else (None,) * 3
+    names = ("loss_distance", "local_parity", "parity", "flushed")
+    shares = [getattr(numbers, name) if numbers else None for name in names]
     sizes = (numbers.wire_bytes, numbers.saved_bytes) if numbers else (None,) * 2
     return (
         to_the_minute(moment.run.start.started),
         moment.run.start.name or "-",
         (environment.short_commit if environment is not None else "") or "-",
         moment.case.verdict.value,
-        *("-" if each is None else f"{each:.3g}" for each in distances),
+        *("-" if each is None else f"{each:.3g}" for each in shares),
         f"{moment.case.seconds:.1f}",
         *map(size_words, sizes),
     )
@@ -106,7 +108,7 @@ def _block(row: Sequence[str]) -> str:
     named = [f"{column} {value}" for column, value in zip(MOMENT_COLUMNS[4:], numbers, strict=True) if value != "-"]
     origin = ", ".join(each for each in (name, commit) if each != "-")
     lines = [f"{started}  {verdict}", *([f"  {origin}"] if origin else [])]
-    return "\n".join([*lines, f"  {', '.join(named[:4])}", *([f"  {', '.join(named[4:])}"] if named[4:] else [])])
+    return "\n".join([*lines, f"  {', '.join(named[:5])}", *([f"  {', '.join(named[5:])}"] if named[5:] else [])])
 
 
 def moment_changes(moment: Moment) -> tuple[str, ...]:
