@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from harness.checks.alignment import TRAINED
 from harness.errors import HarnessError
 from harness.matrix.axes import suggestion
 from harness.matrix.bugfile import BugFile, Status, read_bugs
@@ -110,7 +111,7 @@ def proofs(bugs: Sequence[BugFile], power: Power, known: Sequence[KnownFault]) -
 
 
 def _live(bug: BugFile, trials: Trials) -> Proof:
-    """Mismatches of a live bug: it must fail as recorded or be refused, by every check that the file names."""
+    """Mismatches of a live bug: it must fail as recorded or be refused, by every rule that the file names."""
     case = bug.runnable()
     clean = trials.get((None, case_id(case)))
     refusal = expected_refusal(case)
@@ -119,17 +120,17 @@ def _live(bug: BugFile, trials: Trials) -> Proof:
     if clean.verdict is not (Verdict.KNOWN if refusal is None else Verdict.PASSED):
         words = "fail as recorded" if refusal is None else f"be refused ({refusal.name})"
         return _proof(bug, {None: clean}, (), [f"it must {words}, but it {_ended_how(clean)}"])
-    seen = clean.checks if refusal is None else (refusal.check,)
+    seen = clean.rules if refusal is None else (TRAINED.name,)  # which finds it where it is not refused
     return _proof(bug, {None: clean}, seen, _not_among(bug, seen))
 
 
 def _fixed(bug: BugFile, trials: Trials, known: Sequence[KnownFault]) -> Proof:
-    """Mismatches of a fixed bug: it must pass, and a check that the file names must find each planted fault."""
+    """Mismatches of a fixed bug: it must pass, and a rule that the file names must find each planted fault."""
     case = bug.runnable()
     planted = [name for name in bug.bug.planted if carries(case, fault_named(name), known)]
     runs = {fault: trials.get((fault, case_id(case))) for fault in (None, *planted)}
     ended = {fault: trial for fault, trial in runs.items() if trial is not None and trial.verdict not in _UNDECIDED}
-    seen = {check for fault, trial in ended.items() if fault is not None for check in trial.checks}
+    seen = {rule for fault, trial in ended.items() if fault is not None for rule in trial.rules}
     wrong = _unprovable(bug, planted)
     if None in ended:
         wrong += _unclean(bug, ended[None], matching(known, case))
@@ -161,8 +162,8 @@ def _unfound(bug: BugFile, fault: str, trial: Trial) -> list[str]:
     """Why a run with the fault is not that of the bug."""
     if not trial.detected:
         return [f"with {fault} it {trial.verdict.phrase}: {trial.not_reached or 'no check found the fault'}"]
-    if not set(trial.checks) & set(bug.bug.detected_by):
-        return [f"{fault} is found by {', '.join(trial.checks)}, not by {', '.join(bug.bug.detected_by)}"]
+    if not set(trial.rules) & set(bug.bug.detected_by):
+        return [f"{fault} is found by {', '.join(trial.rules)}, not by {', '.join(bug.bug.detected_by)}"]
     return []
 
 

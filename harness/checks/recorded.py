@@ -9,12 +9,16 @@ verdict: the findings that no record explains come first, and what the records m
 from __future__ import annotations
 
 import datetime
+import difflib
+import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from harness.checks.catalogue import RULES
 from harness.checks.judge import Judgement
 from harness.checks.rule import Rules, Stage
+from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.known import KnownFault
 from harness.verdict import Finding, Verdict
@@ -30,6 +34,17 @@ OUTDATED = _rule(
     "outdated", Stage.RUN, "the record of {fault} was to be reviewed by {day}: it explains nothing any more"
 )
 OTHER_END = _rule("other-end", Stage.RUN, "the case ended otherwise than recorded")
+
+
+def require_rules(faults: Iterable[KnownFault]) -> None:
+    """Raise HarnessError for a record that names a rule no check has: it would explain nothing, and say nothing."""
+    for fault in faults:
+        for symptom in (*fault.requires, *fault.may_cause):
+            if not fnmatch.filter(RULES, symptom.rule):
+                near = difflib.get_close_matches(symptom.rule, RULES, n=2)
+                what, where = f"no check has the rule '{symptom.rule}'.", f"cases/known.toml, fault {fault.name}"
+                fix = f"did you mean {' or '.join(near)}?" if near else "see `fp8-harness explain --checks`."
+                raise HarnessError(what, where=where, fix=fix)
 
 
 def showing(faults: Iterable[KnownFault], case: Case, findings: Sequence[Finding]) -> Iterator[KnownFault]:

@@ -20,7 +20,7 @@ from harness.checks.derived_tolerance import DRAWS, derived_parity_tolerance, de
 from harness.checks.divergence import first_divergence
 from harness.checks.judge import Judgement, judge
 from harness.checks.measuring import measured
-from harness.checks.recorded import showing, with_known_faults
+from harness.checks.recorded import require_rules, showing, with_known_faults
 from harness.checks.twin import needs_twin, with_twin_diagnosis
 from harness.checks.witnesses import Witnesses, finished
 from harness.engine.messages import JobStatus
@@ -284,9 +284,13 @@ class _JudgedByOnDemand(dict[str, JudgedBy]):
 
 
 def known_here(project: Project) -> tuple[KnownFault, ...]:
-    """The recorded upstream faults of the versions that are installed: those of the project and of the package."""
+    """The recorded upstream faults of the versions that are installed: those of the project and of the package.
+
+    Raises HarnessError for a record that names a rule no check has.
+    """
     installed = installed_versions(PACKAGES)
     faults = known_with_shipped(project.known, project.shipped_known)
+    require_rules(faults)
     return tuple(fault for fault in faults if fault.affects(installed))
 
 

@@ -112,7 +112,7 @@ def test_a_failed_parity_is_explained_by_the_first_operand_that_differs() -> Non
     assert cache.asked == ["solo", "partner", "solo_with_operands"]
     (first,) = [finding for finding in found if finding.check == "divergence"]
     assert (first.step, first.rank, first.module) == (1, 0, CAST.fqn)
-    assert [finding.check for finding in found[-2:]] == ["divergence", "parity"]
+    assert [finding.check for finding in found if finding.judged][-1] == "divergence"
 
 
 @pytest.mark.parametrize("solo", [None, make_run(CASE, operands=NOTHING)], ids=["no witness", "an equal witness"])

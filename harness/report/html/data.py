@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from harness.checks.catalogue import CHECKS
 from harness.checks.causes import first_effect
 from harness.document import CaseDocument, RunDocument, run_result
 from harness.errors import HarnessError
@@ -76,12 +77,13 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     axes: tuple[Axis, ...]
     meanings: Mapping[str, str]  # of all axes
     cases: tuple[Row, ...]
+    checks: Mapping[str, tuple[str, str]]  # what each asks, and what it cannot see
 
 
 class FindingText(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A finding. `effect`: it is likely to be an effect of those before it."""
 
-    check: str
+    rule: str
     message: str
     place: str = ""
     expected: str = ""
@@ -155,6 +157,7 @@ def index_and_details(document: RunDocument, history: Mapping[str, Listing]) -> 
         axes=axes,
         meanings={_LAYOUT: "ranks of every mesh axis", **{name: axis.meaning for name, axis in DECLARED.items()}},
         cases=tuple(_row(each, axes) for each in known),
+        checks={check.name: (check.question, check.blind) for check in CHECKS},
     )
     return index, tuple(_detail(each, history.get(each.case.id)) for each in known)
 
@@ -254,7 +257,7 @@ def _findings(findings: Sequence[Finding]) -> Iterable[FindingText]:
     split = first_effect(findings)
     for number, each in enumerate(findings):
         yield FindingText(
-            check=printable(each.check),
+            rule=printable(each.rule),
             message=printable(each.headline),
             place=printable(each.place),
             expected=printable(each.expected or ""),

@@ -31,12 +31,22 @@ const command = (text) => (text ? el(
   el("button", { type: "button", onclick: (event) => copy(text, event.target) }, "copy"),
 ) : null);
 
+// A rule leads to what its check asks, below.
+function rule(name) {
+  const [check] = name.split("/");
+  const show = (event) => {
+    event.preventDefault();
+    byId(`check-${check}`)?.scrollIntoView();
+  };
+  return index.checks[check] ? el("a", { href: `#check-${check}`, onclick: show }, name) : name;
+}
+
 function finding(each, number) {
   const [message, ...more] = each.message.split("\n");
   const told = [["expected", each.expected], ["found", each.found], ["fix", each.fix]].filter(([, value]) => value);
   return el(
     "li", { class: each.effect ? "effect" : "cause" },
-    el("p", {}, el("strong", {}, each.check), each.place ? ` [${each.place}]` : "", ": ", message,
+    el("p", {}, el("strong", {}, rule(each.rule)), each.place ? ` [${each.place}]` : "", ": ", message,
       number === 0 ? el("span", { class: "tag" }, "first divergence") : each.effect ? el("span", { class: "tag" }, "likely an effect") : null),
     more.length ? el("pre", {}, more.join("\n")) : null,
     facts(told),
@@ -126,7 +136,10 @@ function numbersOfSteps(detail) {
 
 function judged(detail) {
   const skipped = (detail.unjudged || []).map((each) => ({ cells: [each.check, each.reason], name: each.unverified ? "unverified" : "" }));
+  const shown = [...(detail.findings || []), ...(detail.fixed || [])].map((each) => each.rule.split("/")[0]);
+  const asked = [...new Set(shown)].filter((name) => index.checks[name]);
   return [
+    ...asked.map((name) => el("p", { id: `check-${name}` }, el("strong", {}, name), `: ${index.checks[name][0]} It cannot see: ${index.checks[name][1]}`)),
     detail.checks?.length ? el("p", {}, `judged by ${detail.checks.join(", ")}`) : null,
     skipped.length ? plain(["not judged", "why"], skipped) : null,
   ];
