@@ -21,7 +21,6 @@ RANK_BYTES = 250e6  # of a process of its own: what torch and a warmed-up rank k
 # What a replay needs is a gradient and an update of every parameter in float32, of every step; copies of it are in the
 # process that reads or writes it, and over all processes (measured with 30 million parameters, 2 steps).
 _RECORDED_BYTES, _COPIES_IN_PROCESS, _COPIES = 8, 5, 12
-_STATE_TENSORS = 4  # parameter, gradient and AdamW's two moments
 _WITNESS_SHARE = 2.0  # of a larger model: a solo run and a replay, each on one rank, take what the case takes
 
 
@@ -75,7 +74,8 @@ def _on_one_rank(case: Case) -> Case:
 
 def _rank_bytes(case: Case) -> float:
     share = parameter_count(case) / (case.layout.dp_shard * case.layout.tp)
-    state = share * _STATE_TENSORS * ITEM_BYTES[case.parameter_dtype]
+    tensors = 2 + case.train.update.states  # parameter, gradient, and what the optimizer keeps
+    state = share * tensors * ITEM_BYTES[case.parameter_dtype]
     saved = sum(expected_saved(msgspec.structs.replace(case, compile="none"), step=1, rank=0).values())
     operands = max((8 * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n) for gemm in gemms(case)), default=0)
     return RANK_BYTES + state + 2 * saved + operands

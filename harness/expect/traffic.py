@@ -416,11 +416,11 @@ def _norm_gradients(case: Case, changes: Changes) -> Iterator[Transfer]:
     """Sequence parallelism: the gradient of a norm is Partial over TP ranks.
 
     FSDP2 redistributes it in backward, in the dtype of the gradient: the reduce dtype where it keeps the sum of several
-    microbatches (`FSDPParam.to_accumulated_grad_if_needed`). Without FSDP2 it stays Partial until AdamW, where each of
-    the three operators that read it reduces it: the first moment once, the second moment twice. So does a norm of all
-    gradients before.
+    microbatches (`FSDPParam.to_accumulated_grad_if_needed`). Without FSDP2 it stays Partial until the optimizer, where
+    every operator that reads it reduces it. So does a norm of all gradients before.
     """
-    times = (2 * case.model.shape.layers + 1) * (1 if case.uses_fsdp else 3 + _reads_norms(case))
+    reads = 1 if case.uses_fsdp else case.train.update.reads + _reads_norms(case)
+    times = (2 * case.model.shape.layers + 1) * reads
     in_reduce_dtype = GRADIENTS_IN_REDUCE_DTYPE in changes or case.reductions < case.train.accumulation
     dtype = case.reduce_dtype if case.uses_fsdp and in_reduce_dtype else case.train.dtype
     if case.layout.sequence_parallel:

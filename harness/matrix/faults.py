@@ -151,6 +151,8 @@ CARRIER_IDS = (
     "tp2-rowwise-casts.i.ten-v2048-f64",
     "fsdp2-tensorwise-v2048-ignore.unequal-f64",
     "fsdp2-tensorwise-v2048-ignore.half-f64",
+    "fsdp2-tensorwise-v2048-sgd-lr0.1-f64",
+    "tp2-rowwise-v2048-sgd-lr0.1-f64",
     "tp2-tensorwise-head.fp8-v2256-f64",
 )
 

@@ -361,6 +361,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         when=lambda case: case.target in VERSIONS and case.model.bias,
     ),
     Exclusion(
+        name="torchtitan_has_no_sgd",
+        reason="torchtitan's optimizers are Adam and AdamW, and its targets configure AdamW",
+        source=f"{_TORCHTITAN}/components/optimizer.py",
+        axes=("target", "optimizer"),
+        when=lambda case: case.target in VERSIONS and case.train.optimizer == "sgd",
+    ),
+    Exclusion(
         name="torchtitan_evaluates_other_tokens",
         reason="torchtitan's validator reads a data set of its own, so its loss is that of no batch of the case",
         source=f"{_TORCHTITAN}/components/validate.py",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -17,12 +18,26 @@ ReduceDtype = Literal["float32", "bfloat16"]
 ReduceGrads = Literal["every_microbatch", "last_microbatch"]
 IgnoredTokens = Literal["none", "unequal", "half"]
 Resume = Literal["none", "same", "resharded"]
+Optimizer = Literal["adamw", "sgd"]
+
+
+class Update(NamedTuple):
+    """The update of one parameter, in its own dtype."""
+
+    states: int  # tensors as large as the parameter that are kept between steps
+    reads: int  # operators that read the gradient: each reduces one that is Partial
+
+
+UPDATES: Mapping[Optimizer, Update] = {
+    "adamw": Update(states=2, reads=3),  # the first moment reads the gradient once, the second twice
+    "sgd": Update(states=1, reads=1),  # the sum of gradient and weight decay goes into the momentum
+}
 
 _axis = functools.partial(axis, part="training", changes=Changes.TRAINING)
 
 
 class Train(CaseStruct, frozen=True, kw_only=True):
-    """Batch, sequence length, steps and optimizer: AdamW at a constant learning rate.
+    """Batch, sequence length, steps and optimizer: AdamW or SGD at a constant learning rate.
 
     `dtype` is the compute dtype of activations and parameters. `bfloat16` is what users run: FSDP2 mixed precision with
     float32 master weights. `float64` exists on the virtual device only, for sharp comparisons: FP8 rounding is then the
@@ -38,6 +53,9 @@ class Train(CaseStruct, frozen=True, kw_only=True):
     `evaluate`: every step begins with an evaluation of its batch, without gradients and in evaluation mode.
     `ignored_tokens`: labels that the loss leaves out. `unequal`: every sequence has fewer labels than the one before,
     so every data-parallel rank has fewer. `half`: the second half of the batch has none, so some ranks have none.
+    `optimizer`: an update of AdamW is equally large whatever the scale of its gradients, so losses and parameters hide
+    a wrong one. One of `sgd` is proportional to it: torch's SGD, with momentum and with weight decay that is added to
+    the gradient. `lr` is the learning rate of either; SGD needs about a hundred times that of AdamW, so cases set it.
     `resume`: in the middle of the run the state is saved and loaded into a target that is built anew, which trains the
     other steps; with `resharded` through another layout of the same ranks (`resumed.py`).
     """
@@ -118,10 +136,20 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             exported=False,
         ),
     ] = "none"
+    optimizer: Annotated[
+        Optimizer,
+        _axis(
+            "what updates parameters: sgd in proportion to the gradient, with lr = 0.1 for instance",
+            flag("sgd", "SGD with momentum updates the parameters, instead of AdamW", optimizer="sgd"),
+            costs=False,
+            exported=False,
+            noise="_{}",
+        ),
+    ] = "adamw"
     lr: Annotated[
         Annotated[float, Meta(gt=0, le=10)],
         _axis(
-            "learning rate of AdamW",
+            "learning rate of the optimizer",
             number("lr{lr}", "lr0.001", "learning rate {0}"),
             shrinks=False,
             costs=False,
@@ -179,6 +207,11 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         if self.ignored_tokens == "half":
             return self.seq_len if 2 * sequence >= self.global_batch else 0
         return self.seq_len * sequence // self.global_batch if self.ignored_tokens == "unequal" else 0
+
+    @property
+    def update(self) -> Update:
+        """What the optimizer keeps and reads of every parameter."""
+        return UPDATES[self.optimizer]
 
     @property
     def resumed_after(self) -> int | None:

@@ -16,8 +16,6 @@ from harness.matrix.linears import local_features, shard_size
 from harness.matrix.mesh import coordinates
 from harness.matrix.recipes import ITEM_BYTES
 
-_ADAMW_STATES = 2
-
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on one rank. All but the last three are exact.
@@ -79,7 +77,7 @@ def memory(case: Case, *, rank: int, saves_attention: bool = True) -> Memory:
         rank=rank,
         parameters=(padded if case.uses_fsdp else own) * item,
         buffers=case.train.seq_len * case.model.shape.head_dim * ITEM_BYTES[case.wide_dtype],
-        optimizer=_ADAMW_STATES * own * item,
+        optimizer=case.train.update.states * own * item,
         gradients=sum(each.nbytes for each in gradients(case, rank)),
         saved=saved + (_attention_bytes(case) if saves_attention else 0),
         kept=scalars + sum(each.nbytes for each in live if each.dtype != "uint8"),  # that of generators is on the host

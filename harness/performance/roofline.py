@@ -30,7 +30,6 @@ _FLASH_BACKWARD = 5 / 4  # products that the flash kernel computes for each that
 # token and block, counted from fused kernels; the share of forward is repeated by recomputation.
 _DIM_PASSES, _FFN_PASSES, _FORWARD = 24, 8, 0.4
 _LOSS_BYTES = 20  # of every logit
-_OPTIMIZER_BYTES = 28  # of every parameter: AdamW reads 4 and writes 3 float32
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +128,8 @@ def _memory_s(case: Case, machine: Machine) -> float:
     activations = tokens * blocks * (_DIM_PASSES * shape.dim + _FFN_PASSES * shape.ffn_dim) * item / layout.tp
     loss = tokens * case.model.padded_vocab_size * _LOSS_BYTES / layout.tp
     parameters = parameter_count(case) / layout.tp
-    optimizer = parameters / layout.dp_shard * _OPTIMIZER_BYTES
+    # It reads parameter, gradient and states, and writes all of them but the gradient, in float32.
+    optimizer = parameters / layout.dp_shard * (3 + 2 * case.train.update.states) * ITEM_BYTES["float32"]
     # FSDP copies what it gathers (twice), and gradients before it reduces them in float32.
     gathered = 1 if case.gathers_float8 else 2
     copies = parameters * (2 * 2 * gathered + 2 + 4) if layout.dp_shard > 1 else 0

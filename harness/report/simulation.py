@@ -124,7 +124,7 @@ def _memory_table(found: Simulation) -> str:
     rows = [("memory", *(f"rank {each.rank}" for each in found.memory), "")]
     for name, field, note in (
         ("parameters", "parameters", "as FSDP2 pads them"),
-        ("optimizer", "optimizer", "AdamW"),
+        ("optimizer", "optimizer", "its states"),
         ("saved for backward", "saved", "eager blocks"),
         ("logits, weights that stay gathered", "kept", ""),
         ("between forward and backward", "before_backward", "exact"),

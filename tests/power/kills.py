@@ -46,6 +46,7 @@ OF_RESUMING = (
     "weight_of_one_rank_not_loaded resharded_rows_in_another_order nothing_precomputed_after_load "
     "precomputed_scale_stale_after_load float8_weights_not_safe_to_load"
 )
+OF_SGD = "momentum_lost momentum_of_another_weight weight_decay_decoupled"
 # Its one carrier has a recorded fault, and runs twice as often: planted in `test_known.py`, where that carrier is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)
 

@@ -9,7 +9,7 @@ import pytest
 from harness.matrix.faults import all_faults
 from harness.running.selection import Query
 from harness.studies.kill_matrix import Power
-from tests.power.kills import OF_ASYNC_TP, OF_BIASES, OF_EVALUATION, OF_RESUMING, assert_found_in, kill_matrix
+from tests.power.kills import OF_ASYNC_TP, OF_BIASES, OF_EVALUATION, OF_RESUMING, OF_SGD, assert_found_in, kill_matrix
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_gpt"
 # What the faults that are not planted change, and tiny_gpt does not have.
@@ -34,6 +34,7 @@ LACKS = {
     "padded_vocabulary_not_masked padded_vocabulary_masked_short",
     "evaluation": OF_EVALUATION,
     "resuming": OF_RESUMING,
+    "SGD": OF_SGD,
 }
 NOT_PLANTED = set(" ".join(LACKS.values()).split())
 # Its norm has no eps, and is not the RMSNorm of torch.

@@ -6,7 +6,7 @@ import pytest
 
 from harness.matrix.faults import all_faults
 from harness.running.selection import Query
-from tests.power.kills import OF_ASYNC_TP, OF_BIASES, OF_EVALUATION, OF_RESUMING, assert_found_in, kill_matrix
+from tests.power.kills import OF_ASYNC_TP, OF_BIASES, OF_EVALUATION, OF_RESUMING, OF_SGD, assert_found_in, kill_matrix
 
 # What the faults that are not planted change, and torchtitan 0.2.2 does not do, or does in code of its own.
 LACKS = {
@@ -18,6 +18,7 @@ LACKS = {
     "parameters in bfloat16": "parameters_kept_in_float32",
     "reducing after the last microbatch alone": "gradients_reduced_after_every_microbatch",
     "resuming": OF_RESUMING,
+    "SGD": OF_SGD,
     "the code of the reference target": "rope_base_of_another_model padded_vocabulary_not_masked "
     "padded_vocabulary_masked_short",
 }

@@ -103,6 +103,8 @@ EXAMPLES: list[tuple[str, dict[str, object]]] = [
     ("evaluation_is_eager", {"evaluate": True, "compile": "graph"}),
     ("torchtitan_evaluates_other_tokens", {"target": "torchtitan", "evaluate": True}),
     ("torchtitan_evaluates_other_tokens", {"target": "torchtitan_0_3", "evaluate": True}),
+    ("torchtitan_has_no_sgd", {"target": "torchtitan", "optimizer": "sgd"}),
+    ("torchtitan_has_no_sgd", {"target": "torchtitan_0_3", "optimizer": "sgd"}),
     ("resume_needs_two_steps", {"resume": "same", "steps": 1}),
     ("resume_is_eager", {"resume": "same", "compile": "graph"}),
     ("resharding_needs_another_layout", {"resume": "resharded", "dp_shard": 2}),

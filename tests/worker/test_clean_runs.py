@@ -45,6 +45,7 @@ CASES = [
     "tp2-nosp-nolp-rowwise-v2250-vpad128-gb4-s3-f64",
     "tp2-rowwise-casts.go_gw.dis+i.ten+i_gw.dis-v2048-gb4-s2-f64",
     "tp4-nolp-tensorwise-v2050-gb4-s1-f64",
+    "tp2-rowwise-v2048-gb4-s3-resume.resharded-sgd-lr0.1-f64",
     "fsdp2-reshard.always-tensorwise-ag.fp8-head.fp8-bias-v2048-gb4-s3-b16",
     "fsdp3-tensorwise-v2050-gb6-s2-b16",
 ]
@@ -57,6 +58,7 @@ COMPARED = [
     "fsdp2-reshard.never-rowwise-ac.full-v2050-gb4-s3-f32",
     "hsdp2x2-tensorwise-ag.fp8pre-head.fp8-v2048-s2-accum2-reduce.last-b16",
     "fsdp2-tp2-bf16-v2048-s2-accum2-reduce.last-b16",
+    "fsdp2-tensorwise-ag.fp8-v2048-gb4-s3-sgd-lr0.1-b16",
     "hsdp2x2-rowwise-v2048-gb4-s2-ignore.half-param.b16-b16",
     "fsdp2-tp2-rowwise-ac.op-v2048-gb4-s2-eval-ignore.unequal-f64",
 ]
@@ -103,6 +105,8 @@ NIGHTLY_COMPARED = [
     "fsdp2-tp2-tensorwise-tpstyle.fp8-ac.full-v2048-gb4-s2-b16",
     "hsdp2x2-tensorwise-v2048-gb4-s2-b16",
     "hsdp2x2-bf16-v2256-gb4-s2-f32",
+    "hsdp2x2-tensorwise-v2048-gb4-s3-sgd-lr0.1-b16",
+    "fsdp2-tp2-tensorwise-v2048-gb4-s3-sgd-lr0.1-f64",
     "hsdp2x2-tensorwise-ag.fp8pre-v2048-gb4-s3-b16",
 ]
 ALL = [*CASES, *COMPARED, *NIGHTLY, *NIGHTLY_COMPARED]

@@ -17,11 +17,12 @@ from tests.builders import make_case
 WORLD = World(device=torch.device("cpu"), fsdp=False, dp_rank=0, microbatches=1, local_batch=8)
 
 
-def built(monkeypatch, step=lambda microbatches: (0.0, None), methods=(), **axes):
-    """The target with this step, with more methods of these names, for a case with these axes."""
+def built(monkeypatch, step=lambda microbatches: (0.0, None), methods=(), makes=None, **axes):
+    """The target with this step, more methods of these names and what `makes` returns, for a case with these axes."""
     module = ModuleType("a_target_of_tests")
     target = SimpleNamespace(model=nn.Linear(1, 1), step=step, evaluate=lambda microbatches: 0.0)
     vars(target).update(dict.fromkeys(methods, step))
+    target.optimizer = makes and makes(target.model.parameters())
     module.build = lambda case, world: target  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(contract, "require_process_group", lambda where: None)
@@ -48,3 +49,16 @@ def test_an_evaluation_without_labels_is_told_too(monkeypatch):
 def test_a_target_that_cannot_be_resumed_is_told(monkeypatch, methods, missing):
     with pytest.raises(TargetMisfit, match=f"without a method `{missing}`, and the case is resumed"):
         built(monkeypatch, methods=methods, resume="same")
+
+
+@pytest.mark.parametrize(("makes", "made"), [(torch.optim.AdamW, "a AdamW"), (None, "no optimizer")])
+def test_another_optimizer_than_sgd_is_told(monkeypatch, makes, made):
+    with pytest.raises(TargetMisfit, match=rf"build\(\) made {made}, and the case has optimizer = sgd"):
+        built(monkeypatch, makes=makes, optimizer="sgd")
+
+
+def test_sgd_may_be_of_a_class_of_its_own(monkeypatch):
+    class Sgd(torch.optim.SGD):
+        pass
+
+    assert built(monkeypatch, makes=Sgd, optimizer="sgd").model is not None

@@ -205,6 +205,9 @@ def around_update(change: Callable[[Callable[[], object], nn.Module, int], objec
         kind = type(optimizer)
         if changed.isdisjoint(kind.__mro__):
             changed.add(kind)
+            step_of_class: Any = kind.step
+            if getattr(step_of_class, "hooked", False):  # when ranks were warmed up: it would call hooks a second time
+                setattr(kind, "step", step_of_class.__wrapped__)  # noqa: B010
             wrap(kind, "step", update)
         stock(optimizer)
 

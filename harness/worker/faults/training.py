@@ -39,6 +39,7 @@ from harness.worker.faults.parts import (
     two_alike,
     widening_weight,
 )
+from harness.worker.probes.optimizers import optimizers_of
 from harness.worker.probes.places import local_shard
 from harness.worker.reduction import of_all_ranks
 from harness.worker.targets.target import StepResult, Target
@@ -347,6 +348,70 @@ def betas_swapped() -> None:
             group["betas"] = tuple(reversed(group["betas"]))
 
     in_parameter_groups(change)
+
+
+def learning_rate_of_one_group_doubled() -> None:
+    """The first parameter group is trained with twice the learning rate."""
+    groups: list[dict[str, Any]] = []
+
+    def change(group: dict[str, Any]) -> None:
+        groups.append(group)
+        if len(groups) == 1:
+            group["lr"] *= 2
+
+    in_parameter_groups(change)
+
+
+def momentum_lost() -> None:
+    """Optimizers forget what they keep after every update."""
+
+    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
+        stock()
+        for optimizer in optimizers_of(model):
+            optimizer.state.clear()
+
+    around_update(change)
+
+
+def momentum_of_another_weight() -> None:
+    """Two weights of the same shape are updated with each other's momentum in the second step."""
+
+    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
+        one, other = two_alike(model)
+        for optimizer in optimizers_of(model) if step == 2 else ():
+            state = optimizer.state
+            state[one], state[other] = state[other], state[one]
+        stock()
+
+    around_update(change)
+
+
+def weight_decay_decoupled() -> None:
+    """Weights decay by themselves, as with AdamW, instead of in the gradient that momentum sums."""
+
+    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
+        groups = [group for optimizer in optimizers_of(model) for group in optimizer.param_groups]
+        decays = [group["weight_decay"] for group in groups]
+        for group, decay in zip(groups, decays, strict=True):
+            for param in group["params"]:
+                local_shard(param).mul_(1 - group["lr"] * decay)
+            group["weight_decay"] = 0.0
+        stock()
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+    around_update(change)
+
+
+def update_scaled_by_dp() -> None:
+    """Gradients are multiplied by the data-parallel degree once more, after their norm was reported."""
+    layout = layout_of_run()
+
+    def change(stock: Callable[[], object], model: nn.Module, step: int) -> None:
+        _scale_gradients(model, layout().dp)
+        stock()
+
+    around_update(change)
 
 
 def master_weights_in_bfloat16() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.targets import module_of
+from harness.worker.probes.optimizers import optimizers_of
 from harness.worker.targets.target import Target, World
 
 
@@ -46,6 +47,8 @@ def build_target(case: Case, world: World) -> Target:
     if case.train.resume != "none":
         _require_resuming(built)
     _require_parameters(built.model)
+    if case.train.optimizer == "sgd":
+        _require_sgd(built.model)
     target: Target = built
     return target
 
@@ -107,6 +110,18 @@ def _require_parameters(model: nn.Module) -> None:
         raise TargetMisfit(
             f"{len(empty)} of {len(parameters)} parameters are on the meta device, {empty[0]} first.",
             "call `model.to_empty(device=world.device)` before build() returns; the harness writes the weights.",
+        )
+
+
+def _require_sgd(model: nn.Module) -> None:
+    """Any other optimizer would be trained with under the name of SGD, in the single-rank reference too."""
+    found = optimizers_of(model)
+    other = next((_kind(each) for each in found if not isinstance(each, torch.optim.SGD)), None)
+    if other is not None or not found:
+        raise TargetMisfit(
+            f"build() made {other or 'no optimizer'}, and the case has optimizer = sgd.",
+            "let build() give the parameters to torch.optim.SGD where `case.train.optimizer` says so, or leave "
+            f"`optimizer` out of the case; {_INTERFACE}",
         )
 
 

@@ -31,6 +31,8 @@ from harness.worker.targets.target import StepResult, World
 # Llama 2 (arXiv:2307.09288, section 2.2). An eps of 1e-5 instead of torch's 1e-8 also keeps the noise small: a gradient
 # that is only rounding error does not cause a full step.
 LLAMA_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+# ResNet (arXiv:1512.03385, section 3.4), with a learning rate of 0.1. torch's SGD adds the decay to the gradient.
+RESNET_SGD: dict[str, Any] = {"momentum": 0.9, "weight_decay": 1e-4}
 
 
 class ReferenceTarget:
@@ -124,8 +126,11 @@ def distributed_model(case: Case, meshes: Meshes, device: torch.device) -> Llama
 
 
 def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """AdamW with one parameter group per device mesh: its foreach kernels cannot mix meshes."""
+    """The optimizer of a case, with one parameter group per device mesh: foreach kernels cannot mix meshes."""
     groups: dict[object, list[nn.Parameter]] = {}
     for param in model.parameters():
         groups.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
-    return torch.optim.AdamW([{"params": params} for params in groups.values()], lr=case.train.lr, **LLAMA_ADAMW)
+    by_mesh, lr = [{"params": params} for params in groups.values()], case.train.lr
+    if case.train.optimizer == "sgd":
+        return torch.optim.SGD(by_mesh, lr=lr, **RESNET_SGD)
+    return torch.optim.AdamW(by_mesh, lr=lr, **LLAMA_ADAMW)
