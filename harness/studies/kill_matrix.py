@@ -50,14 +50,18 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     equivalent: bool
     case_id: str
     verdict: Verdict
-    checks: tuple[str, ...]  # names of the checks with findings, without those that also fail in the clean run
-    rules: tuple[str, ...] = ()  # that are broken, of these checks
+    rules: tuple[str, ...]  # that are broken, sorted, without those of checks that also fail in the clean run
     first_step: int | None
     excess: float | None  # the largest found/allowed of the findings that state both
     message: str  # of the first finding
     baseline: BaselineDetection = msgspec.field(name="sight")
     parity: float | None = None  # the largest relative distance of a gradient from solo; None where not compared
     not_reached: str = ""  # why it is not a trial of the checks: the fault changed nothing, or broke when planted
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """The names of the checks that found something."""
+        return tuple(dict.fromkeys(rule.partition("/")[0] for rule in self.rules))
 
     @property
     def detected(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.bugs.corpus import Corpus, Proof, proofs, provable_bugs
-from harness.checks.judge import CHECKS
+from harness.checks.catalogue import RULES
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.bugfile import Bug, BugFile, read_bugs
@@ -34,13 +34,13 @@ LIVE: dict[str, Any] = {"status": "live", "planted": ()}
 
 def bug(case: Case = TRAINS, **changes: Any) -> BugFile:
     fields: dict[str, Any] = {"title": "t", "link": "l", "status": "fixed", "symptom": "wrong_numbers"}
-    found = {"detected_by": ("scales",), "planted": (FAULT,)}
+    found = {"detected_by": ("scales/amax",), "planted": (FAULT,)}
     return BugFile(id="ao-1", where="ao-1.toml", bug=Bug(**(fields | found | changes)), case=case)
 
 
-def trial(verdict: Verdict, *checks: str, fault: str | None = None, not_reached: str = "") -> Trial:
-    message = "it says so" if checks else ""
-    return make_trial(fault, verdict=verdict, checks=checks, message=message, not_reached=not_reached)
+def trial(verdict: Verdict, *rules: str, fault: str | None = None, not_reached: str = "") -> Trial:
+    message = "it says so" if rules else ""
+    return make_trial(fault, verdict=verdict, rules=rules, message=message, not_reached=not_reached)
 
 
 def check(file: BugFile, *trials: Trial, known: tuple[KnownFault, ...] = (), interrupted: bool = False) -> Corpus:
@@ -61,23 +61,29 @@ def only(corpus: Corpus) -> Proof:
 
 
 PASSED = trial(Verdict.PASSED)
-FOUND = trial(Verdict.INVARIANT, "scales", "parity", fault=FAULT)
+FOUND = trial(Verdict.INVARIANT, "parity/gradients", "scales/amax", fault=FAULT)
 
 
 def test_a_fixed_bug_passes_and_its_fault_is_found() -> None:
     corpus = check(bug(), PASSED, FOUND)
     assert only(corpus).mismatches == only(corpus).undecided == ()
-    assert only(corpus).detected_by == ("scales",)
+    assert only(corpus).detected_by == ("scales/amax",)
     assert corpus.exit_code == ExitCode.GOOD
 
 
 @pytest.mark.parametrize(
     ("trials", "says"),
     [
-        ((trial(Verdict.NUMERIC, "parity"), FOUND), "it must pass, but it computed wrong numbers: it says so"),
+        (
+            (trial(Verdict.NUMERIC, "parity/gradients"), FOUND),
+            "it must pass, but it computed wrong numbers: it says so",
+        ),
         ((PASSED, trial(Verdict.PASSED, fault=FAULT)), "no check found the fault"),
-        ((PASSED, trial(Verdict.NUMERIC, "parity", fault=FAULT)), "is found by parity, not by scales"),
-        ((PASSED, trial(Verdict.CRASH, "engine", fault=FAULT, not_reached="KeyError: x")), "KeyError: x"),
+        (
+            (PASSED, trial(Verdict.NUMERIC, "parity/gradients", fault=FAULT)),
+            "is found by parity/gradients, not by scales/amax",
+        ),
+        ((PASSED, trial(Verdict.CRASH, "engine/raised", fault=FAULT, not_reached="KeyError: x")), "KeyError: x"),
     ],
 )
 def test_a_fixed_bug_that_is_not_so(trials: tuple[Trial, ...], says: str) -> None:
@@ -88,8 +94,8 @@ def test_a_fixed_bug_that_is_not_so(trials: tuple[Trial, ...], says: str) -> Non
 
 
 def test_a_check_that_never_finds_the_bug_is_not_among_those_that_do() -> None:
-    corpus = check(bug(detected_by=("scales", "traffic")), PASSED, FOUND)
-    assert only(corpus).mismatches == ("traffic found nothing; found by parity, scales",)
+    corpus = check(bug(detected_by=("scales/amax", "traffic/volume")), PASSED, FOUND)
+    assert only(corpus).mismatches == ("traffic/volume found nothing; found by parity/gradients, scales/amax",)
 
 
 def test_a_fixed_bug_needs_a_fault_that_fits_a_case_that_trains() -> None:
@@ -100,7 +106,7 @@ def test_a_fixed_bug_needs_a_fault_that_fits_a_case_that_trains() -> None:
 
 
 def test_another_recorded_bug_may_show_in_the_case_of_a_fixed_one() -> None:
-    clean, record = trial(Verdict.KNOWN, "traffic"), make_known(where="tp=1", fix="x.py:apply")
+    clean, record = trial(Verdict.KNOWN, "traffic/volume"), make_known(where="tp=1", fix="x.py:apply")
     assert only(check(bug(), clean, FOUND, known=(record,))).mismatches == ()
     corpus = check(bug(link=record.link), clean, FOUND, known=(record,))
     assert only(corpus).mismatches == ("it is recorded in known.toml: it is live",)
@@ -109,8 +115,8 @@ def test_another_recorded_bug_may_show_in_the_case_of_a_fixed_one() -> None:
 @pytest.mark.parametrize(
     ("clean", "says"),
     [
-        (trial(Verdict.KNOWN, "scales"), ""),
-        (trial(Verdict.KNOWN, "traffic"), "scales found nothing; found by traffic"),
+        (trial(Verdict.KNOWN, "scales/amax"), ""),
+        (trial(Verdict.KNOWN, "traffic/volume"), "scales/amax found nothing; found by traffic/volume"),
         (trial(Verdict.UNEXPECTED_PASS), "it must fail as recorded, but it passed although an upstream fault"),
         (PASSED, "it must fail as recorded, but it passed every check"),
     ],
@@ -121,9 +127,9 @@ def test_a_live_bug_fails_as_recorded(clean: Trial, says: str) -> None:
 
 
 def test_a_refusal_is_live() -> None:
-    file = bug(REFUSED, **LIVE | {"detected_by": ("alignment",)})
+    file = bug(REFUSED, **LIVE | {"detected_by": ("alignment/trained",)})
     assert only(check(file, PASSED)).mismatches == ()
-    (told,) = only(check(file, trial(Verdict.INVARIANT, "alignment"))).mismatches
+    (told,) = only(check(file, trial(Verdict.INVARIANT, "alignment/trained"))).mismatches
     assert told.startswith("it must be refused (")
 
 
@@ -170,7 +176,7 @@ def test_the_corpus_is_large_and_its_files_are_of_different_bugs() -> None:
 def test_a_shipped_bug_can_be_proved(file: BugFile) -> None:
     found = file.bug
     assert found.link == "unreported" or found.link.startswith("https://github.com/")
-    assert set(found.detected_by) <= {each.name for each in CHECKS} | {"engine"}
+    assert set(found.detected_by) <= RULES.keys()
     if found.status not in ("live", "fixed"):
         return
     case = file.runnable()

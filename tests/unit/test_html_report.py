@@ -317,7 +317,7 @@ def test_coverage_lists_the_rules_that_exclude_with_their_reasons() -> None:
 
 
 def test_a_kill_matrix_lists_what_was_not_detected_first() -> None:
-    trials = (make_trial("found"), make_trial("missed", verdict=Verdict.PASSED, checks=()))
+    trials = (make_trial("found"), make_trial("missed", verdict=Verdict.PASSED, rules=()))
     section = kill_section(Power(trials=trials, clean=(), wall_s=1.0, interrupted=False))
     missed, every = section.listings
     assert [row[1] for row in missed.rows] == ["missed"] and [row[1] for row in every.rows] == ["found", "missed"]

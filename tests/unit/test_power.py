@@ -45,11 +45,11 @@ def test_only_a_verdict_on_the_case_counts_as_detected(verdict, detected):
 
 
 def test_a_check_that_fails_in_the_clean_run_too_detects_nothing():
-    assert not make_trial(checks=()).detected
+    assert not make_trial(rules=()).detected
 
 
 def test_what_is_not_detected_and_what_is_no_proof():
-    missed = make_trial(verdict=Verdict.PASSED, checks=())
+    missed = make_trial(verdict=Verdict.PASSED, rules=())
     equivalent = replace(missed, equivalent=True)
     unsound = make_trial(None)
     matrix = power(make_trial(), missed, equivalent, clean=(unsound, make_trial(None, verdict=Verdict.PASSED)))
@@ -58,8 +58,8 @@ def test_what_is_not_detected_and_what_is_no_proof():
 
 
 def test_what_did_not_reach_the_target_is_neither_detected_nor_missed():
-    idle = make_trial(not_reached=NO_EFFECT, verdict=Verdict.PASSED, checks=())
-    broken = make_trial(not_reached="AssertionError: no norm", verdict=Verdict.CRASH, checks=("engine",))
+    idle = make_trial(not_reached=NO_EFFECT, verdict=Verdict.PASSED, rules=())
+    broken = make_trial(not_reached="AssertionError: no norm", verdict=Verdict.CRASH, rules=("engine/raised",))
     foreign = replace(idle, case_id="target.my_pkg.net-single-tensorwise-v2048-f64")
     matrix = power(make_trial(), idle, broken, foreign)
     assert not broken.detected
@@ -150,7 +150,7 @@ def test_both_baselines_detect_nan():
 
 
 def test_the_report_names_what_is_not_detected_and_counts_a_fault_once():
-    missed = make_trial("scale_margin", verdict=Verdict.PASSED, checks=(), case_id="fsdp2-tensorwise-v2048-f64")
+    missed = make_trial("scale_margin", verdict=Verdict.PASSED, rules=(), case_id="fsdp2-tensorwise-v2048-f64")
     text = power_text(power(make_trial(), make_trial("scale_margin"), missed))
     assert "undetected (1)\n  scale_margin in fsdp2-tensorwise-v2048-f64: passed" in text
     assert "all" in text
@@ -159,7 +159,7 @@ def test_the_report_names_what_is_not_detected_and_counts_a_fault_once():
 
 
 def test_the_report_gives_reasons_for_equivalents_and_names_carriers_that_fail_clean():
-    quiet = make_trial("clamp_dropped", equivalent=True, verdict=Verdict.PASSED, checks=())
+    quiet = make_trial("clamp_dropped", equivalent=True, verdict=Verdict.PASSED, rules=())
     text = power_text(power(quiet, clean=(make_trial(None),)))
     assert "clamp_dropped: Under dynamic scaling" in text
     assert "prove nothing (1)" in text

@@ -36,7 +36,7 @@ from harness.verdict import Verdict
 from tests.builders import make_trial
 
 GIB = 1 << 30
-PASSED: dict[str, Any] = {"verdict": Verdict.PASSED, "checks": ()}
+PASSED: dict[str, Any] = {"verdict": Verdict.PASSED, "rules": ()}
 
 
 def device(index: int = 0, *, capability: tuple[int, int] = (9, 0), free: int = 80, name: str = "H100") -> DeviceFacts:
