@@ -29,6 +29,7 @@ from tests.builders import make_known, make_trial
 TRAINS = parse_case_id("single-tensorwise-v2048-s2-f64")
 REFUSED = parse_case_id("tp2-tensorwise-head.fp8-v2256-s2-f64")
 FAULT = "amax_without_abs"
+PARITY = "parity/gradients"
 LIVE: dict[str, Any] = {"status": "live", "planted": ()}
 
 
