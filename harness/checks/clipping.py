@@ -10,7 +10,6 @@ from harness.checks.check import Check
 from harness.checks.ranks import traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
-from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.trace import Run, StepTrace
 from harness.verdict import Finding
@@ -70,16 +69,11 @@ def _finding(step: StepTrace, rank: int, max_norm: float) -> Finding:
     )
 
 
-def _not_judged(expect: Expectations, device: str) -> str:
-    del device
-    return "gradients are not clipped" if expect.case.train.max_norm is None else ""
-
-
 CHECK = Check(
     name=NAME,
     question="Does the optimizer get gradients of the norm that the case clips to?",
     blind="Gradients of the right norm and a wrong direction; other checks compare them.",
     function=check_clipping,
     rules=_rule.declared,
-    not_judged=_not_judged,
+    not_judged=lambda expect, device: "gradients are not clipped" if expect.case.train.max_norm is None else "",
 )

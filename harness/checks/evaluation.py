@@ -11,7 +11,6 @@ from harness.checks.mismatch import same_number, size_of_error
 from harness.checks.ranks import traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
-from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.trace import Run, StepTrace
 from harness.verdict import Finding
@@ -50,16 +49,11 @@ def _finding(step: StepTrace, rank: int) -> Finding:
     )
 
 
-def _not_judged(expect: Expectations, device: str) -> str:
-    del device
-    return "" if expect.case.train.evaluate else "nothing is evaluated"
-
-
 CHECK = Check(
     name=NAME,
     question="Is the loss of a batch in evaluation the one that training on it then has?",
     blind="Modules that compute the same wrong loss in both modes; the loss of training is compared by other checks.",
     function=check_evaluation,
     rules=_rule.declared,
-    not_judged=_not_judged,
+    not_judged=lambda expect, device: "" if expect.case.train.evaluate else "nothing is evaluated",
 )

@@ -17,7 +17,6 @@ from harness.checks.mismatch import size_of_error
 from harness.checks.parity import ROUNDED
 from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses, finished, unfinished
-from harness.expect.expectations import Expectations
 from harness.expect.relations import Relation
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
@@ -195,18 +194,13 @@ def _promise(relation: Relation) -> str:
     return f"{_partner(relation)}, which must match {equal}"
 
 
-def _not_judged(expect: Expectations, device: str) -> str:
-    del device
-    return async_tp_gap(expect.case, expect.numerics) or ""
-
-
 CHECK = Check(
     name=NAME,
     question="Does a case compute what the same case without its neutral options computes, bit for bit?",
     blind="A fault that both have, such as one of the layout or of the recipe.",
     function=check_metamorphic,
     rules=_rule.declared,
-    not_judged=_not_judged,
+    not_judged=lambda expect, device: async_tp_gap(expect.case, expect.numerics) or "",
     record="sketches",
     needs_relation=True,
 )

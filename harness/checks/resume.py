@@ -13,7 +13,6 @@ from harness.checks.check import Check
 from harness.checks.ranks import traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
-from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import layout_id
 from harness.matrix.resumed import resumed_in
@@ -79,16 +78,11 @@ def _finding(rank: int, resumed: Resumed, number: int, layout: str, wrong: list[
     )
 
 
-def _not_judged(expect: Expectations, device: str) -> str:
-    del device
-    return "the run is not resumed" if expect.case.train.resume == "none" else ""
-
-
 CHECK = Check(
     name=NAME,
     question="Is the state that was loaded the one that was saved, every bit of it, in every layout that loaded it?",
     blind="State that is in neither the model nor the optimizer, such as that of a data loader.",
     function=check_resume,
     rules=_rule.declared,
-    not_judged=_not_judged,
+    not_judged=lambda expect, device: "the run is not resumed" if expect.case.train.resume == "none" else "",
 )

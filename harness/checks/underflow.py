@@ -14,7 +14,6 @@ from harness.checks.check import Check
 from harness.checks.ranks import missing_records
 from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.witnesses import Witnesses, finished, unfinished
-from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.numerics import Numerics, sums_in_order
 from harness.trace import Run
@@ -109,18 +108,13 @@ def _moved(rule: Rule, become: str, lost: list[Lost], allowed: float) -> list[Fi
     ]
 
 
-def _not_judged(expect: Expectations, device: str) -> str:
-    del device
-    return "" if expect.case.float8.enabled else "nothing is cast to float8"
-
-
 CHECK = Check(
     name=NAME,
     question="Do casts flush to zero, and saturate, the same share of every operand as on one rank?",
     blind="A recipe that loses as much on one rank; casts in compiled blocks, of which nobody records what they lose.",
     function=check_underflow,
     rules=_rule.declared,
-    not_judged=_not_judged,
+    not_judged=lambda expect, device: "" if expect.case.float8.enabled else "nothing is cast to float8",
     record="operands",
     needs_linears=True,
 )
