@@ -36,6 +36,7 @@ class CaseDocument(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     verdict: Verdict
     good: bool
+    headline: str  # the sentence of the first finding; empty where there is none
     findings: tuple[Finding, ...]
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -157,6 +158,7 @@ def _case_document(result: CaseResult) -> CaseDocument:
     return CaseDocument(
         id=result.case_id,
         good=result.verdict.good,
+        headline=result.findings[0].first_line if result.findings else "",
         losses=tuple(step.loss for step in steps),
         grad_norms=tuple(step.grad_norm for step in steps),
         failures=result.run.failures if result.run else (),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.judge import Judgement
-from harness.checks.recorded import showing, with_known_faults
+from harness.checks.recorded import require_rules, showing, with_known_faults
+from harness.errors import HarnessError
 from harness.matrix.known import KnownFault, Symptom
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import a_finding, make_case, make_known
@@ -144,3 +145,11 @@ def test_known_is_never_said_of_anything_unexplained(findings: list[Finding], ve
     known = shows and all(FAULT.explains(each) for each in findings) and verdict is FAULT.verdict
     assert (found.verdict is Verdict.KNOWN) == known
     assert set(map(str, findings)) <= set(map(str, found.findings))
+
+
+def test_a_record_that_names_a_rule_no_check_has_is_refused_and_not_silent() -> None:
+    require_rules((FAULT, make_known(requires=(Symptom(rule="parity/*grad-norm"),))))
+    with pytest.raises(HarnessError, match=r"no check has the rule 'scales/amx'.*did you mean scales/amax"):
+        require_rules((make_known(requires=(Symptom(rule="scales/amx"),)),))
+    with pytest.raises(HarnessError, match="explain --checks"):
+        require_rules((replace(FAULT, may_cause=(Symptom(rule="zzz"),)),))
