@@ -104,9 +104,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def place(self) -> str:
-        """Where it is: "step 3, rank 1, module layers.0.attention.wq"; empty if it is about the whole run."""
-        parts = (("step", self.step), ("rank", self.rank), ("module", self.module), ("operand", self.operand or None))
-        return ", ".join(f"{name} {value}" for name, value in parts if value is not None)
+        """Where it is, as far as the sentence does not say it: "step 3, rank 1"."""
+        rank = None if "{ranks}" in self.says else self.rank
+        parts = (("step", self.step), ("rank", rank), ("module", self.module), ("operand", self.operand or None))
+        told = (f"{name} {value}" for name, value in parts if value is not None and f"{{{name}}}" not in self.says)
+        return ", ".join(told)
 
     @property
     def message(self) -> str:

@@ -65,8 +65,8 @@ class Mismatch(NamedTuple):
 
 def first_place(mismatch: Mismatch) -> str:
     """The end of a sentence that says where a rule is broken first."""
-    operand = "{operand} of " if mismatch.operand else ""
-    return f": first in {operand}{{module}} at step {{step}} on rank {{rank}}"
+    where = "for {operand} of" if mismatch.operand else "in"
+    return f": first {where} {{module}} at step {{step}} on rank {{rank}}"
 
 
 def findings_by_rule(

@@ -97,13 +97,12 @@ def _details(before: CaseDocument | None, after: CaseDocument) -> Iterable[str]:
 
 
 def _first(case: CaseDocument) -> str:
-    """The check and the first line of the first finding, with its place where the message does not name it."""
+    """The rule and the first line of the first finding, with its place where the sentence does not name it."""
     if not case.findings:
         return case.verdict.phrase
     finding = case.findings[0]
-    is_named = finding.module is not None and finding.module in finding.first_line
-    where = f" [{finding.place}]" if finding.place and not is_named else ""
-    return f"{finding.check}{where}: {finding.first_line}"
+    where = f" [{finding.place}]" if finding.place else ""
+    return f"{finding.rule}{where}: {finding.first_line}"
 
 
 def _faults(case: CaseDocument) -> list[str]:

@@ -42,11 +42,11 @@ def printable(text: str) -> str:
 
 
 def finding_text(finding: Finding) -> str:
-    """A finding on several lines: check, place and message, then expected, found and what to do."""
+    """A finding on several lines: rule, place and sentence, then expected, found and what to do."""
     where = f" [{finding.place}]" if finding.place else ""
     values = (("expected", finding.expected), ("found", finding.found), ("fix", finding.fix))
     lines = [
-        f"{finding.check}{where}: {finding.headline}",
+        f"{finding.rule}{where}: {finding.headline}",
         *(f"  {name}: {value}" for name, value in values if value is not None),
     ]
     return printable("\n".join(lines))

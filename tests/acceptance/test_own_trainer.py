@@ -109,7 +109,7 @@ def test_a_sound_trainer_passes_and_planted_faults_are_found(user: User) -> None
     power = json.loads(done.stdout)
     assert {(each["case_id"], each["verdict"]) for each in power["clean"]} == {(TP, "passed"), (FSDP, "passed")}
     assert [(each["case_id"], each["verdict"]) for each in power["trials"]] == [(TP, "invariant"), (FSDP, "invariant")]
-    told = "scale does not match the amax: first in blocks.0.attention.query at step 1 on rank 0"
+    told = "scale does not match the amax: first for input in forward of blocks.0.attention.query at step 1 on rank 0"
     assert power["trials"][0]["message"].startswith(told)
 
 

@@ -12,7 +12,7 @@ from tests.acceptance.documents import changed, steps
 
 DOCUMENT = (REPOSITORY / "docs" / "your-own-trainer.md").read_text()
 SAYS = {
-    "fp8-harness run --inject fault:amax_without_abs": (1, "module 1]: scale does not match the amax"),
+    "fp8-harness run --inject fault:amax_without_abs": (1, "scales/amax: scale does not match the amax: first for input in forward of 1 "),
     "fp8-harness run --inject fault:float8_weight_kept_for_backward": (
         1,
         "float8_e4m3fn bytes saved for backward that",

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from harness.checks.divergence import OPERAND
 from harness.document import RunDocument
 from harness.environment import Environment
 from harness.gate.gate import Gate, GatePolicy, NothingCompared, gate
@@ -70,7 +71,7 @@ def only(found: Gate) -> Reason:
 def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
     reason = only(found := held([result()], [failed()]))
     assert (found.go, reason.kind, reason.case, reason.gates) == (False, Kind.NEW_FAILURE, CASE, True)
-    assert reason.what == f"parity [step 1, module {WQ}]: gradients differ by 3 %"
+    assert reason.what == f"parity/test [step 1, module {WQ}]: gradients differ by 3 %"
     assert (reason.baseline, reason.candidate) == ("passed", "numeric")
     assert reason.details == (
         "signature: parity/gradients in wq, from step 1 on",
@@ -80,9 +81,9 @@ def test_a_new_failure_says_what_where_and_how_to_see_it() -> None:
 
 
 def test_a_place_that_a_message_names_is_not_told_twice() -> None:
-    finding = a_finding(check="scales", message=f"wrong: first in {WQ} at step 1", verdict=Verdict.NUMERIC, module=WQ)
+    finding = OPERAND.finding(what="scale of weight", module=WQ, step=1, rank=0)
     reason = only(held([result()], [result(verdict=Verdict.NUMERIC, findings=(finding,))]))
-    assert reason.what == f"scales: wrong: first in {WQ} at step 1"
+    assert reason.what == f"divergence/operand: {finding.message}" and reason.what.count(WQ) == 1
 
 
 def test_a_new_case_that_fails_gates() -> None:

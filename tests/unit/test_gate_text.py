@@ -72,7 +72,7 @@ def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:
     found = gate(make_document(make_result(IDS[0])), make_document(bad), TERMS)
     text = gate_markdown(found)
     assert text.startswith("## NO-GO: candidate against baseline\n")
-    assert f"| 1 | fails, and did not in the baseline | `{IDS[0]}` | finite: ``` &lt;b>\\|&lt;/b> |" in text
+    assert f"| 1 | fails, and did not in the baseline | `{IDS[0]}` | finite/test: ``` &lt;b>\\|&lt;/b> |" in text
     assert text.count("```text") == 2 and "''' <b>" in text
 
 

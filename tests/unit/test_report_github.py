@@ -40,13 +40,13 @@ def test_a_bad_case_is_annotated_with_what_is_wrong_and_how_to_reproduce_it() ->
     (line,) = annotation_lines(run("the loss is off")).splitlines()
     title, message = read(line)
     assert title == "case0"
-    assert message == "computed wrong numbers\nc: the loss is off\nreproduce: fp8-harness run --case case0"
+    assert message == "computed wrong numbers\nc/test: the loss is off\nreproduce: fp8-harness run --case case0"
 
 
 def test_hostile_text_is_one_annotation_and_reads_as_it_was() -> None:
     text = annotation_lines(run(HOSTILE))
     assert text.count("\n") == 1
-    assert "c: 50 %\n::error::forged\n::set-output name=a::b, %0A" in read(text.rstrip("\n"))[1]
+    assert "c/test: 50 %\n::error::forged\n::set-output name=a::b, %0A" in read(text.rstrip("\n"))[1]
 
 
 @given(st.text(st.characters(codec=None)))

@@ -61,7 +61,7 @@ def test_a_known_fault_is_skipped_with_its_text() -> None:
     (skipped,) = root.findall(".//skipped")
     assert skipped.get("message") == "why" and root.get("skipped") == "1" and root.get("tests") == "2"
     output = root.findtext(".//testcase/system-out") or ""
-    assert "c [rank 2]: why" in output and "reproduce: fp8-harness run --case a" in output
+    assert "c/test [rank 2]: why" in output and "reproduce: fp8-harness run --case a" in output
 
 
 def test_a_bad_case_has_the_command_and_the_end_of_the_output_of_ranks() -> None:

@@ -67,12 +67,12 @@ def test_the_table() -> None:
 
 def test_a_finding_says_where_what_expected_and_found() -> None:
     assert finding_text(FINDING).splitlines() == [
-        "fp8_on [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
+        "fp8_on/not-converted [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
         "second line",
         "  expected: converted",
         "  found: plain",
     ]
-    assert finding_text(a_finding(check="judge", message="no check")) == "judge: no check"
+    assert finding_text(a_finding(check="judge", message="no check")) == "judge/test: no check"
     assert "[step 0, rank 0]" in finding_text(a_finding(check="c", message="m", step=0, rank=0))
 
 
@@ -80,12 +80,12 @@ def test_findings_are_divided_where_some_may_be_effects_of_others() -> None:
     wrong = a_finding(rule="parity/gradients", message="21 of 21 gradients differ", step=3, verdict=Verdict.NUMERIC)
     assert case_block(result("bad", Verdict.INVARIANT, FINDING, wrong)).splitlines()[1:] == [
         "  nearest to the cause:",
-        "    fp8_on [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
+        "    fp8_on/not-converted [step 3, rank 1, module layers.0.w1]: layers.0.w1 was not converted",
         "    second line",
         "      expected: converted",
         "      found: plain",
         "  also found, likely effects:",
-        "    parity [step 3]: 21 of 21 gradients differ",
+        "    parity/gradients [step 3]: 21 of 21 gradients differ",
         "  reproduce: fp8-harness run --case bad",
     ]
     assert "cause" not in case_block(result("bad", Verdict.INVARIANT, FINDING, FINDING))
