@@ -52,6 +52,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     judges_partner: bool = False  # it judges the partner of a compiled case, whose modules cannot be recorded
     absent: str | None = None  # why ranks may lack the record, where they record it unasked
 
+    @property
+    def sight(self) -> str:
+        """What it cannot see, as a sentence."""
+        return f"It cannot see {self.blind[0].lower()}{self.blind[1:]}"
+
     def record_of(self, expect: Expectations) -> str | None:
         """The field of `RankTrace` that it reads of a run; None where it reads none, or the partner's."""
         if self.judges_partner and expect.stands_for_modules:

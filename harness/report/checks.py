@@ -40,7 +40,7 @@ def stage_name(stage: Stage) -> str:
 
 def _section(check: Check, kills: Kills | None) -> str:
     lines = [f"## {check.name}", "", check.question, "", *_facts(check), "", *_rules(check), "", *_proof(check, kills)]
-    return "\n".join([*lines, "", f"It cannot see: {check.blind}", ""])
+    return "\n".join([*lines, "", check.sight, ""])
 
 
 def _facts(check: Check) -> Iterator[str]:

@@ -157,7 +157,7 @@ def index_and_details(document: RunDocument, history: Mapping[str, Listing]) -> 
         axes=axes,
         meanings={_LAYOUT: "ranks of every mesh axis", **{name: axis.meaning for name, axis in DECLARED.items()}},
         cases=tuple(_row(each, axes) for each in known),
-        checks={check.name: (check.question, check.blind) for check in CHECKS},
+        checks={check.name: (check.question, check.sight) for check in CHECKS},
     )
     return index, tuple(_detail(each, history.get(each.case.id)) for each in known)
 

@@ -139,7 +139,7 @@ function judged(detail) {
   const shown = [...(detail.findings || []), ...(detail.fixed || [])].map((each) => each.rule.split("/")[0]);
   const asked = [...new Set(shown)].filter((name) => index.checks[name]);
   return [
-    ...asked.map((name) => el("p", { id: `check-${name}` }, el("strong", {}, name), `: ${index.checks[name][0]} It cannot see: ${index.checks[name][1]}`)),
+    ...asked.map((name) => el("p", { id: `check-${name}` }, el("strong", {}, name), `: ${index.checks[name].join(" ")}`)),
     detail.checks?.length ? el("p", {}, `judged by ${detail.checks.join(", ")}`) : null,
     skipped.length ? plain(["not judged", "why"], skipped) : null,
   ];
