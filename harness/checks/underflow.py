@@ -37,8 +37,8 @@ _MOVED = (
     "of {operand} of {module}, {found:.3g} of all values {become} instead of {expected:.3g} on one rank: "
     "{distance:.2g} apart, {allowed:.2g} allowed ({count} of {compared} operands)"
 )
-FLUSHED = _rule("flushed", Stage.VALUES, _MOVED, numeric=True, located=True)
-SATURATED = _rule("saturated", Stage.VALUES, _MOVED, numeric=True, located=True)
+FLUSHED = _rule("flushed", Stage.OPERAND, _MOVED, numeric=True, located=True)
+SATURATED = _rule("saturated", Stage.OPERAND, _MOVED, numeric=True, located=True)
 
 
 class Lost(NamedTuple):
