@@ -10,7 +10,7 @@ import datetime
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -501,6 +501,11 @@ def a_finding(*, check: str = "", message: str = "", rule: str = "", **fields: A
     """A finding of a check with this sentence: by a rule of its own, unless `rule` names another of the check."""
     values = {"sentence": message, **fields.pop("values", {})}
     return Finding(rule=rule or f"{check}/test", says="{sentence}", values=values, **fields)
+
+
+def rules(findings: Iterable[Finding]) -> set[str]:
+    """The rules that the findings are about."""
+    return {finding.rule for finding in findings}
 
 
 def not_judged(of: Case | Expectations, *, device: str = "cpu") -> dict[str, str]:
