@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.checks.scales import RULES
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.acceptance.documents import steps
 
@@ -16,7 +17,7 @@ DOCUMENT = (REPOSITORY / "docs" / "first-case.md").read_text()
 FAILS = "fp8-harness run my.toml --inject wrong_scale.py:apply"
 SAYS = {
     "fp8-harness run my.toml": "1 case: 1 passed",
-    FAILS: "scales [step 1, rank 0, module layers.0.attention.wq]: scale does not match the amax",
+    FAILS: f"scales [step 1, rank 0, module layers.0.attention.wq]: {RULES.amax.says}",
     "fp8-harness run --rerun-failed --inject mended.py:apply": "1 case: 1 passed",
     "fp8-harness explain --ids": "out of scope",
     "fp8-harness golden check my": "0 damaged, 0 missing",
