@@ -17,7 +17,7 @@ DOCUMENT = (REPOSITORY / "docs" / "first-case.md").read_text()
 FAILS = "fp8-harness run my.toml --inject wrong_scale.py:apply"
 SAYS = {
     "fp8-harness run my.toml": "1 case: 1 passed",
-    FAILS: f"scales [step 1, rank 0, module layers.0.attention.wq]: {RULES.amax.says}",
+    FAILS: f"scales [step 1, rank 0, module layers.0.attention.wq, operand input in forward]: {RULES.amax.says}",
     "fp8-harness run --rerun-failed --inject mended.py:apply": "1 case: 1 passed",
     "fp8-harness explain --ids": "out of scope",
     "fp8-harness golden check my": "0 damaged, 0 missing",

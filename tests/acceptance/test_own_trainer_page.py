@@ -16,7 +16,7 @@ from tests.builders import sentence
 
 DOCUMENT = (REPOSITORY / "docs" / "your-own-trainer.md").read_text()
 SAYS = {
-    "fp8-harness run --inject fault:amax_without_abs": (1, f"module 1]: {RULES.amax.says}"),
+    "fp8-harness run --inject fault:amax_without_abs": (1, f"module 1, operand input in forward]: {RULES.amax.says}"),
     "fp8-harness run --inject fault:float8_weight_kept_for_backward": (
         1,
         sentence(SAVED, what="number of float8_e4m3fn bytes saved for backward", target="my_target"),
