@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -29,17 +30,20 @@ def _text(place: re.Match[str], values: Mapping[str, object]) -> str:
     value = values[name]
     if isinstance(value, tuple):
         return format_ranks(value)
-    if spec and isinstance(value, int | float):
-        noun = _NOUN.fullmatch(spec)
-        if noun:
-            return counted(int(value), noun[1], noun[2] or "")
-        return format(value, spec) if _NUMBER.fullmatch(spec) else str(value)
+    noun = _NOUN.fullmatch(spec or "")
+    if noun and isinstance(value, int):
+        return counted(value, noun[1], noun[2] or "")
+    if spec and isinstance(value, int | float) and _NUMBER.fullmatch(spec):
+        with contextlib.suppress(OverflowError):  # of an integer that is no float, as only a foreign file has
+            return format(value, spec)
     return str(value)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """The ranks as text: "rank 3", "ranks 0-3, 6"."""
     numbers = sorted(set(ranks))
+    if not numbers:
+        return "no rank"
     runs = [
         [number for _, number in group] for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     ]

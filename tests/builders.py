@@ -10,12 +10,13 @@ import datetime
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from harness.checks.catalogue import CHECKS, probes_of
+from harness.checks.rule import Rule
 from harness.checks.traffic import expected_traffic
 from harness.checks.witnesses import Witnesses
 from harness.document import RunDocument, run_document
@@ -31,6 +32,7 @@ from harness.matrix.numerics import VIRTUAL_DEVICE
 from harness.matrix.rule import Refusal
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
 from harness.result import Attempt, CaseResult, RunResult
+from harness.sentence import filled
 from harness.studies.kill_matrix import BaselineDetection, Trial
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.graphs import FusedCall, GraphTrace, PartitionRecord
@@ -38,7 +40,7 @@ from harness.trace.modules import ModuleDistance
 from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
 from harness.trace.sketches import SKETCH_SIZE, TensorSketch
 from harness.trace.traffic import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding, Value, Verdict
 
 SOFTWARE = {"torch": "2.13.0+cpu", "torchao": "0.18.0"}  # what the formulas were verified with
 WQ = "layers.0.attention.wq"
@@ -501,6 +503,16 @@ def a_finding(*, check: str = "", message: str = "", rule: str = "", **fields: A
     """A finding of a check with this sentence: by a rule of its own, unless `rule` names another of the check."""
     values = {"sentence": message, **fields.pop("values", {})}
     return Finding(rule=rule or f"{check}/test", says="{sentence}", values=values, **fields)
+
+
+def sentence(rule: Rule, **values: Value) -> str:
+    """The sentence of a finding by the rule with these values and places, as reports show it."""
+    return filled(rule.says, values)
+
+
+def rules(findings: Iterable[Finding]) -> set[str]:
+    """The rules that the findings are about."""
+    return {finding.rule for finding in findings}
 
 
 def not_judged(of: Case | Expectations, *, device: str = "cpu") -> dict[str, str]:

@@ -34,6 +34,7 @@ NAME = "graph_scales"
 
 
 _rule = Rules("graph_scales")
+NO_RECORD = _rule.no_record()
 RULES = cast_rules(_rule)
 NO_CAST = _rule("no-cast", Stage.SCALES, "no cast to float8 was executed in some step on {where}", located=True)
 UNASKED = _rule(
@@ -60,7 +61,7 @@ def check_graph_scales(case: Case, run: Run, witnesses: Witnesses) -> list[Findi
     idle = [rank for rank, by_place in casts.items() if {step for step, _ in by_place} != set(steps)]
     if idle or not casts:
         where = format_ranks(idle) if idle else "any rank"
-        return [NO_CAST.finding(where=where, expected="casts in the graphs of every step")]
+        return [NO_CAST.finding(ranks=idle, where=where, expected="casts in the graphs of every step")]
     return findings_by_rule(
         [
             *(_unknown(rank, cast) for rank, cast in unknown),

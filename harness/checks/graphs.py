@@ -24,6 +24,7 @@ NAME = "graphs"
 
 
 _rule = Rules("graphs")
+NO_RECORD = _rule.no_record()
 NO_GRAPH = _rule("none", Stage.MODEL, "the case asks for compiled blocks, but no graph was compiled")
 UNPAIRED = _rule("unpaired", Stage.EXECUTION, "forward and backward graphs do not pair up")
 WRONG_RANKS = _rule("ranks", Stage.EXECUTION, "{operator} communicates over the wrong ranks", key=("operator",))

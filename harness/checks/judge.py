@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from harness.checks import loss_vs_golden
-from harness.checks.catalogue import CHECKS
+from harness.checks.catalogue import CHECKS, RULES
 from harness.checks.causes import by_cause
 from harness.checks.check import Check
 from harness.checks.failures import failures
@@ -177,8 +177,9 @@ def _no_record(check: Check, witnesses: Witnesses) -> Finding:
     record = check.record_of(witnesses.expect)
     assert record is not None
     where = "any rank, which they were asked for"
-    rule = Rules(check.name).no_record()
-    return rule.finding(record=_noun(record), where=where, expected="a record of every rank", found="none")
+    return RULES[f"{check.name}/no-record"].finding(
+        record=_noun(record), where=where, expected="a record of every rank", found="none"
+    )
 
 
 def _noun(record: str) -> str:

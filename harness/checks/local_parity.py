@@ -42,6 +42,7 @@ _NOUNS = {
 
 
 _rule = Rules("local_parity")
+NO_RECORD = _rule.no_record()
 NO_REPLAY = _rule.no_witness()
 NOTHING_COMPARED = _rule("nothing-compared", Stage.MODULE, "no module was compared")
 INCOMPARABLE = _rule(

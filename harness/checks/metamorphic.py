@@ -32,6 +32,7 @@ EXACT = 1e-11
 
 
 _rule = Rules("metamorphic")
+NO_RECORD = _rule.no_record()
 NO_PARTNER = _rule.no_witness()
 _DIFFERS = "{noun} differ from {partner}; worst {module}: relative distance {distance:.2g}"
 LOSS = _rule("loss", Stage.SAME_LAYOUT, "loss differs from {partner}", numeric=True)

@@ -39,6 +39,7 @@ _HARMFUL = {
 
 
 _rule = Rules("model")
+NO_RECORD = _rule.no_record()
 DTYPE = _rule(
     "dtype",
     Stage.MODEL,

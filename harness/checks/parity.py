@@ -51,6 +51,7 @@ Tensors = dict[SketchKey, Assembled]
 
 
 _rule = Rules("parity")
+NO_RECORD = _rule.no_record()
 NO_REFERENCE = _rule.no_witness()
 NO_TOLERANCE = _rule("no-tolerance", Stage.RUN, "no parity tolerance {why}", judged=False)
 _OFF = " differs from the single-rank reference by {distance:.2g}, {allowed:.2g} allowed"

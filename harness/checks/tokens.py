@@ -33,6 +33,7 @@ _OWN = (
 )
 
 _rule = Rules("tokens")
+NO_RECORD = _rule.no_record()
 LABELS = _rule(
     "labels",
     Stage.DATA,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from harness.checks.scales import RULES
 from harness.matrix.axes import own_axes
 from harness.matrix.caseid import parse_case_id
 
@@ -47,7 +48,7 @@ def test_a_bug_is_reproduced_with_its_fault(project: Command) -> None:
     write_bug(project, BUG)
     there = real(project).run("bug", "repro", "megatron-442", "--planted", "-q")
     assert there.returncode == 1, there.stderr
-    assert "found     scales/amax" in there.stdout
+    assert f"found     {RULES.amax.name}" in there.stdout
     assert "hardware: 8 x A100 reported, the virtual FP8 device here" in there.stdout
 
 

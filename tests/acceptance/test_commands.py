@@ -220,7 +220,7 @@ KNOWN = """
 name = "lost-rows"
 where = "dp_shard=2"
 verdict = "numeric"
-requires = [{check = "loss_vs_golden", message = "golden"}]
+requires = [{rule = "loss_vs_golden/*"}]
 link = "https://example.org/1"
 torch = ">=2"
 review_by = 2999-01-01

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.checks.scales import RULES
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.acceptance.documents import steps
 
@@ -16,7 +17,7 @@ DOCUMENT = (REPOSITORY / "docs" / "first-case.md").read_text()
 FAILS = "fp8-harness run my.toml --inject wrong_scale.py:apply"
 SAYS = {
     "fp8-harness run my.toml": "1 case: 1 passed",
-    FAILS: "scales/amax: scale does not match the amax: first for input in forward of layers.0.attention.wq",
+    FAILS: f"{RULES.amax.name}: {RULES.amax.says}: first for input in forward of layers.0.attention.wq",
     "fp8-harness run --rerun-failed --inject mended.py:apply": "1 case: 1 passed",
     "fp8-harness explain --ids": "out of scope",
     "fp8-harness golden check my": "0 damaged, 0 missing",

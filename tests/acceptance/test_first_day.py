@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.checks.local_parity import TENSOR
 from tests.acceptance.conftest import REPOSITORY, Command, empty_project
 
 FP8, BF16 = "single-tensorwise-v2048-gb4-s2-f64", "single-bf16-v2048-gb4-s2-f64"
@@ -39,6 +40,10 @@ class Project(Command):
         """Exit code, cases of the JSON report, and what a user sees."""
         done = self.run("run", "--device", "cpu", "--json", "result.json", *words, timeout_s=1800)
         return done.returncode, json.loads((self.folder / "result.json").read_text())["cases"], done.stdout
+
+
+def failed_checks(case: dict[str, Any]) -> set[str]:
+    return {finding["rule"].partition("/")[0] for finding in case["findings"]}
 
 
 @pytest.fixture
@@ -71,7 +76,7 @@ def test_an_edited_torchao_fails_and_leaves_nothing_behind(project: Project) -> 
     project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(x)")
     code, (case,), _ = project.judged("--case", FP8)
     assert (code, case["verdict"]) == (1, "invariant")
-    assert "scales" in {finding["check"] for finding in case["findings"]}
+    assert "scales" in failed_checks(case)
     project.edit(UTILS, "torch.max(torch.abs(x))", "torch.max(torch.abs(x))")
     code, (case,), _ = project.judged("--case", FP8)
     assert (code, case["verdict"], case["findings"]) == (0, "passed", [])
@@ -93,7 +98,7 @@ def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project:
     assert skipped["local_parity"] == "steps 4 to 50: modules are recorded in the first steps only"
     code, (case,), _ = project.judged("--case", LONG, "--inject", "fault:one_row_of_a_gradient_scaled")
     assert (code, case["verdict"]) == (1, "numeric")
-    assert case["findings"][0]["check"] == "local_parity"
+    assert case["findings"][0]["rule"] == TENSOR.name
     assert case["findings"][0]["module"] == "layers.3.feed_forward.w1.weight"
 
 
@@ -101,4 +106,4 @@ def test_fifty_steps_of_a_larger_model_pass_clean_and_fail_with_a_fault(project:
 def test_a_fault_in_a_model_of_ones_own_is_found(project: Project) -> None:
     code, (case,), _ = project.judged("--case", OWN, "--inject", "fault:amax_not_reduced_over_tp")
     assert code == 1
-    assert {"scales", "local_parity"} <= {finding["check"] for finding in case["findings"]}
+    assert {"scales", "local_parity"} <= failed_checks(case)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.checks.graphs import ROWS
 from tests.acceptance.conftest import REPOSITORY, Command
 
 CASE = "atp2-rowwise-graph-v2048-s3-b16"
@@ -26,8 +27,8 @@ def judged(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 def test_known_and_right_with_its_fix(tmp_path: Path) -> None:
     code, found = judged(tmp_path)
     assert (code, found["verdict"], found["expectation"]) == (0, "known", "async-tp-scatters-rows-by-batch-rowwise")
-    (rows,) = [each for each in found["findings"] if each["check"] == "graphs" and each["rank"] == 0]
-    assert "fused_scaled_matmul_reduce_scatter gives wrong rows" in rows["message"]
+    (rows,) = [each for each in found["findings"] if each["rule"] == ROWS.name and each["rank"] == 0]
+    assert rows["values"]["operator"] == "fused_scaled_matmul_reduce_scatter"
     assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in rows["found"]
     assert (found["with_fix"]["fixes"], found["with_fix"]["verdict"]) == (
         ["cases/fixes/scattered_rows.py:apply"],

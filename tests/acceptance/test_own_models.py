@@ -5,9 +5,21 @@ Also by what a target states of itself in `expect`.
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
+from harness.checks import scales, stated
+from harness.checks.evaluation import OTHER_LOSS
+from harness.checks.model import SETTING
+from harness.checks.parity import GRADIENTS
+from harness.checks.recorded import KNOWN as KNOWN_FAULT
+from harness.checks.resume import OTHER_STATE
+from harness.checks.rule import Rule
+from harness.checks.traffic_rules import REDUCE_DTYPE
 from tests.acceptance.inside import Inside, Warm, with_targets
+from tests.builders import sentence
 
 # `variants.py` says which model each of them is about.
 STYLED = "target.variants-tp2-tensorwise-tpstyle.fp8-v2048-s2-seed1-f64"
@@ -32,10 +44,20 @@ def project(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Inside:
 
 def test_clean_runs_pass_and_a_fault_of_torchao_is_known_in_a_project_without_records(project: Inside) -> None:
     cases = (STYLED, TIED, ACCUMULATED, REDUCED, EVALUATED, RESUMED, KNOWN)
-    done = project.run("run", *(word for case in cases for word in ("--case", case)))
+    result = project.folder / "result.json"
+    done = project.run("run", *(word for case in cases for word in ("--case", case)), "--json", str(result))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 cases: 6 passed, 1 known" in done.stdout
-    assert "known fault fp8-all-gather-scale-per-tp-rank: FSDP2 x TP with the float8 all-gather" in done.stdout
+    told = sentence_of_record(json.loads(result.read_text()))
+    assert told.startswith("fp8-all-gather-scale-per-tp-rank: FSDP2 x TP with the float8 all-gather")
+    assert told in done.stdout
+
+
+def sentence_of_record(document: dict[str, Any]) -> str:
+    """The name and the reason of the one known fault that is told."""
+    findings = [finding for case in document["cases"] for finding in case["findings"]]
+    (values,) = [finding["values"] for finding in findings if finding["rule"] == KNOWN_FAULT.name]
+    return f"{values['fault']}: {values['reason']}"
 
 
 @pytest.mark.sweep
@@ -45,32 +67,38 @@ def test_a_clean_run_on_two_axes_is_resumed(project: Inside) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "fault", "says"),
+    ("case", "fault", "rule", "what"),
     [
-        (STYLED, "gathered_input_has_local_scale", "module blocks.0.up]: local tensor was cast instead of its DTensor"),
-        (STYLED, "fp8_tp_styles_lost", "no linear has a float8 TP style"),
-        (REDUCED, "gradients_reduced_in_another_dtype", "gradients are reduced in float32 instead of bfloat16"),
-        (ACCUMULATED, "one_row_of_a_gradient_scaled", "1e-08 allowed"),
-        (EVALUATED, "old_weight_in_evaluation", "the loss of the evaluation is not that of training on the same batch"),
-        (EVALUATED, "evaluation_mode_left_on", "leaves torch's training mode changed after the evaluation of step 1"),
+        (STYLED, "gathered_input_has_local_scale", scales.LOCAL, {"module": "blocks.0.up"}),
+        (STYLED, "fp8_tp_styles_lost", scales.NOT_STYLED, {}),
+        (REDUCED, "gradients_reduced_in_another_dtype", REDUCE_DTYPE, {"dtypes": "float32", "asked": "bfloat16"}),
+        (ACCUMULATED, "one_row_of_a_gradient_scaled", GRADIENTS, {"expected": "distance <= 1e-08"}),
+        (EVALUATED, "old_weight_in_evaluation", OTHER_LOSS, {}),
         (
-            RESUMED,
-            "optimizer_state_not_loaded",
-            "the state that fsdp2 loaded is not the one that was saved: exp_avg of",
+            EVALUATED,
+            "evaluation_mode_left_on",
+            SETTING,
+            {"setting": "training mode", "phase": "the evaluation of step 1"},
         ),
+        (RESUMED, "optimizer_state_not_loaded", OTHER_STATE, {"layout": "fsdp2", "parts": "exp_avg of"}),
         pytest.param(
             RESUMED_ON_TWO_AXES,
             "optimizer_state_not_loaded",
-            "the state that fsdp4 loaded is not the one that was saved: exp_avg of",
+            OTHER_STATE,
+            {"layout": "fsdp4", "parts": "exp_avg of"},
             marks=pytest.mark.sweep,
         ),
-        (TIED, "fp8_all_gather_flag_lost", "wrong number of casts: first in blocks.0.down"),
+        (TIED, "fp8_all_gather_flag_lost", scales.RULES.number, {"module": "blocks.0.down"}),
     ],
 )
-def test_a_planted_fault_is_found(project: Inside, case: str, fault: str, says: str) -> None:
-    done = project.run("run", "--case", case, "--inject", f"fault:{fault}")
+def test_a_planted_fault_is_found(project: Inside, case: str, fault: str, rule: Rule, what: dict[str, str]) -> None:
+    """`what`: how values and places of a finding by the rule begin."""
+    result = project.folder / "result.json"
+    done = project.run("run", "--case", case, "--inject", f"fault:{fault}", "--json", str(result))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert says in done.stdout, done.stdout
+    (found,) = json.loads(result.read_text())["cases"]
+    told = [{**finding, **finding["values"]} for finding in found["findings"] if finding["rule"] == rule.name]
+    assert any(all(str(each[name]).startswith(text) for name, text in what.items()) for each in told), found["findings"]
 
 
 def run(project: Inside, case: str, *words: str) -> tuple[int, str]:
@@ -84,7 +112,8 @@ def test_a_fault_is_found_by_what_is_stated_and_by_nothing_else(project: Inside)
     assert code == 0 and "memory in 1 case: no formula for the model of variants; see `stated`" in out, out
     code, out = run(project, STATED, *kept)
     assert code == 1, out
-    assert "stated [step 1, rank 0]: not the number of float8_e4m3fn bytes saved for backward that expect()" in out
+    words = sentence(stated.SAVED, what="number of float8_e4m3fn bytes saved for backward", target="variants")
+    assert f"{stated.SAVED.name} [step 1]: {words}" in out
     assert "expected: 0\n" in out and "return it from expect(); otherwise the run is wrong" in out
     code, out = run(project, SILENT, *kept)
     assert code == 0 and "stated in 1 case: the target states nothing of the case" in out, out
@@ -93,5 +122,5 @@ def test_a_fault_is_found_by_what_is_stated_and_by_nothing_else(project: Inside)
 def test_a_wrong_formula_is_told_with_the_number_to_return(project: Inside) -> None:
     code, out = run(project, WRONG)
     assert code == 1, out
-    words = "number of scaled matmuls that expect() of variants states on rank 0\n    expected: 8\n    found: 12\n"
-    assert words in out and "return it from expect()" in out
+    words = sentence(stated.MATMULS, what="number of scaled matmuls", target="variants")
+    assert f"{words} on rank 0\n    expected: 8\n    found: 12\n" in out and "return it from expect()" in out

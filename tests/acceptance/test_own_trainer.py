@@ -9,12 +9,16 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from harness.checks.loss_vs_golden import DISAGREE
+from harness.checks.parity import GRADIENTS, REPLICAS, REPORTED_NORM
+from harness.checks.recompute import NOT_RECOMPUTED
+from harness.checks.scales import RULES
 from tests.acceptance.conftest import REPOSITORY, Command
 
 EXAMPLE = REPOSITORY / "examples" / "tiny_gpt"
@@ -109,40 +113,41 @@ def test_a_sound_trainer_passes_and_planted_faults_are_found(user: User) -> None
     power = json.loads(done.stdout)
     assert {(each["case_id"], each["verdict"]) for each in power["clean"]} == {(TP, "passed"), (FSDP, "passed")}
     assert [(each["case_id"], each["verdict"]) for each in power["trials"]] == [(TP, "invariant"), (FSDP, "invariant")]
-    told = "scale does not match the amax: first for input in forward of blocks.0.attention.query at step 1 on rank 0"
-    assert power["trials"][0]["message"].startswith(told)
+    first = power["trials"][0]
+    assert first["message"].startswith(RULES.amax.says) and "blocks.0.attention.query" in first["message"]
+    assert first["first_step"] == 1
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A mistake in the user's package: the text that it changes, where it shows, and what is said about it."""
+    """A mistake in the user's package: the text that it changes, where it shows, and what a finding has."""
 
     file: str
     right: str
     wrong: str
     case: str
-    says: str
+    told: Mapping[str, str]
 
 
 PRECOMPUTED = "target.fp8_target-fsdp2-tensorwise-ag.fp8pre-v2048-s3-f64"
 HSDP = "target.fp8_target-hsdp2x2-tensorwise-v2048-s2-f64"
 BUGS = {
     "every_rank_reports_its_own_loss": Bug(
-        "trainer.py", "    dist.all_reduce(total)\n", "", FSDP, "ranks report different global losses"
+        "trainer.py", "    dist.all_reduce(total)\n", "", FSDP, {"rule": DISAGREE.name}
     ),
     "losses_of_microbatches_are_not_averaged": Bug(
         "trainer.py",
         "self._loss(batch) / len(microbatches)",
         "self._loss(batch)",
         FSDP,
-        "gradients differ from the single-rank reference",
+        {"rule": GRADIENTS.name},
     ),
     "norm_of_the_shards_of_one_rank": Bug(
         "trainer.py",
         "nn.utils.get_total_norm([parameter.grad for",
         "nn.utils.get_total_norm([getattr(parameter.grad, '_local_tensor', parameter.grad) for",
         FSDP,
-        "reported_grad_norm differs",
+        {"rule": REPORTED_NORM.name},
     ),
     "scales_of_the_weights_before_the_update": Bug(
         "trainer.py",
@@ -157,28 +162,28 @@ BUGS = {
         self.optimizer.zero_grad()
 """,
         PRECOMPUTED,
-        "scale does not match the amax",
+        {"rule": RULES.amax.name},
     ),
     "hsdp_forgets_the_replicas": Bug(
         "parallel.py",
         'mesh["dp_replicate", "dp_shard"] if config.dp_replicate > 1 else mesh["dp_shard"]',
         'mesh["dp_shard"]',
         HSDP,
-        "replicas of a shard are not bitwise equal: grad of",
+        {"rule": REPLICAS.name, "kind": "grad"},
     ),
     "checkpointing_is_lost": Bug(
         "parallel.py",
         "if config.checkpoint_blocks:",
         "if config.checkpoint_blocks and config.tp == 1:",
         "target.fp8_target-tp2-nosp-nolp-tensorwise-ac.full-v2048-s2-f64",
-        "checkpointed forward was not recomputed",
+        {"rule": NOT_RECOMPUTED.name},
     ),
     "a_linear_is_not_converted": Bug(
         "parallel.py",
         'kept = ("lm_head", *float8.filter_fqns)',
         'kept = ("lm_head", "value", *float8.filter_fqns)',
         FSDP,
-        "blocks.0.attention.value",
+        {"module": "blocks.0.attention.value"},
     ),
 }
 
@@ -191,9 +196,11 @@ QUICK_BUG = "every_rank_reports_its_own_loss"
 )
 def test_a_bug_of_the_user_is_found(user: User, tmp_path: Path, name: str) -> None:
     bug = BUGS[name]
-    done = user.with_change(tmp_path, bug.file, bug.right, bug.wrong).run("run", "--case", bug.case)
+    changed = user.with_change(tmp_path, bug.file, bug.right, bug.wrong)
+    done = changed.run("run", "--case", bug.case, "--json", str(tmp_path / "result.json"))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert bug.says in done.stdout, done.stdout
+    (case,) = json.loads((tmp_path / "result.json").read_text())["cases"]
+    assert any(bug.told.items() <= {**each, **each["values"]}.items() for each in case["findings"]), done.stdout
 
 
 @pytest.mark.sweep

@@ -7,22 +7,29 @@ from pathlib import Path
 
 import pytest
 
+from harness.checks.loss_vs_golden import DISAGREE
+from harness.checks.scales import RULES
+from harness.checks.stated import SAVED
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.acceptance.documents import changed, steps
+from tests.builders import sentence
 
 DOCUMENT = (REPOSITORY / "docs" / "your-own-trainer.md").read_text()
 SAYS = {
-    "fp8-harness run --inject fault:amax_without_abs": (1, "scales/amax: scale does not match the amax: first for input in forward of 1 "),
+    "fp8-harness run --inject fault:amax_without_abs": (
+        1,
+        f"{RULES.amax.name}: {RULES.amax.says}: first for input in forward of 1 ",
+    ),
     "fp8-harness run --inject fault:float8_weight_kept_for_backward": (
         1,
-        "float8_e4m3fn bytes saved for backward that",
+        sentence(SAVED, what="number of float8_e4m3fn bytes saved for backward", target="my_target"),
     ),
     "fp8-harness target check my_target": (0, "my_target works under the harness. Not supported by it:"),
 }
 
 # What `fp8-harness run` says, every time that it stands in the document: exit code and words.
 RUNS = [
-    (1, "ranks report different global losses from step 1 on"),
+    (1, sentence(DISAGREE, step=1)),
     (0, "1 case: 1 passed"),
     (0, "1 case: 1 passed"),
     (0, "1 case: 1 passed"),

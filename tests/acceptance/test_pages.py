@@ -67,7 +67,7 @@ def test_the_fault_of_the_first_page_is_found(tmp_path: Path) -> None:
     add_tolerances(tmp_path / "golden")
     (text,) = [text for text in commands("index.md") if "--inject" in text]
     done = Command(tmp_path).shell(text)
-    assert done.returncode == 1 and "scales [step 1, rank 0, module layers.0.attention.wq]" in done.stdout, done.stdout
+    assert done.returncode == 1 and "of layers.0.attention.wq at step 1 on rank 0" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("page", (*ELSEWHERE, *BY_NIGHT))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.checks.scales import RULES
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.acceptance.documents import changed, steps
 
@@ -19,7 +20,7 @@ SAYS = {
     f"{IMPORT} --id full-size --full-size": "dim = 4096",
     "fp8-harness bug list": "2 bugs: 2 open",
     "fp8-harness bug repro your-model-7": "not reproduced: fsdp2-tp2-rowwise-ac.full-graph",
-    f"fp8-harness bug repro {LIVE}": "found     scales/amax",
+    f"fp8-harness bug repro {LIVE}": f"found     {RULES.amax.name}",
     f"fp8-harness bug shrink {LIVE} --json shrunk.json --output small.toml": "smallest case: fsdp2-tp2",
     "fp8-harness list cases/bugs/your-model-7.toml": "fsdp2-tp2-rowwise-ac.full-graph-kvheads.4-v2048-gb4-s12-b16",
 }

@@ -13,6 +13,7 @@ import jsonschema
 import psutil
 import pytest
 
+from harness.checks.failures import STUCK
 from harness.checks.judge import CHECKS
 from tests.acceptance.fake_program import EXITS, FAR, HANGS, NAN, ONE_CALL, RAISES
 from tests.acceptance.inside import Inside, Warm
@@ -81,7 +82,7 @@ def failing(project: Inside, seed: int, *arguments: str) -> tuple[int, dict[str,
     [
         (RAISES, "crash", "ValueError: planted failure"),
         (NAN, "numeric", "step 2"),
-        (FAR, "numeric", "from the golden at step 1"),
+        (FAR, "numeric", "loss_vs_golden/loss [rank "),
         (EXITS, "crash", "7"),
     ],
 )
@@ -95,7 +96,10 @@ def test_what_goes_wrong_on_ranks_is_told(project: Inside, seed: int, verdict: s
 def test_rank_hangs(project: Inside) -> None:
     code, case, text = failing(project, HANGS, "--timeout-s", "2")
     assert (code, case["verdict"]) == (1, "hang")
-    assert "rank 0 stuck: in _behave (" in case["findings"][0]["message"]
+    first = case["findings"][0]
+    assert (first["rule"], first["ranks"]) == (STUCK.name, [0]) and first["values"]["end"].startswith(
+        "stuck: in _behave ("
+    )
     assert "in no collective" in text and "most recent call first" not in text
     assert "in rank_main" in case["failures"][0]["traceback"]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.checks.signature import EXECUTED, MEMORY
 from tests.acceptance.inside import Inside, Warm
 
 if TYPE_CHECKING:
@@ -54,10 +55,11 @@ def test_what_is_recorded_is_what_later_runs_are_compared_with(mine: Inside) -> 
     code, bad = result(mine.having(MORE_TRAFFIC="1"))
     assert (code, bad["verdict"]) == (1, "invariant")
     (finding,) = bad["findings"]
-    assert (finding["check"], finding["step"], finding["rank"]) == ("signature", 1, 0)
+    assert (finding["rule"], finding["step"], finding["rank"], finding["ranks"]) == (EXECUTED.name, 1, 0, [0, 1])
     assert finding["expected"] == "4 with 2048 bytes (4 of 512 elements), as recorded"
     assert finding["found"] == "5 with 2560 bytes (5 of 512 elements)"
-    assert "on ranks 0-1; if it is intended, `fp8-harness signature update" in finding["message"]
+    (note,) = finding["notes"]
+    assert note.startswith("if it is intended, `fp8-harness signature update")
 
 
 def test_an_update_shows_what_changes(mine: Inside) -> None:
@@ -127,7 +129,7 @@ def test_real_ranks_that_keep_gathered_weights_are_found_by_what_they_send_and_k
     assert done.returncode == 0, done.stdout + done.stderr
     assert result(real)[1]["verdict"] == "passed"
     code, found = result(real, "--inject", "keeps.py:apply")
-    assert (code, {each["check"] for each in found["findings"]}) == (1, {"signature"})
-    kinds = {each["message"].partition(" on ranks")[0].partition(" of ")[2] for each in found["findings"]}
+    assert (code, {each["rule"] for each in found["findings"]}) == (1, {EXECUTED.name, MEMORY.name})
+    kinds = {each["values"]["what"] for each in found["findings"]}
     assert "all_gather in float32 along dp_shard" in kinds
     assert any("alive between forward and backward" in kind for kind in kinds)

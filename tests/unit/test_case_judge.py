@@ -7,6 +7,8 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
+from harness.checks.loss_vs_golden import LOSS, NO_GOLDEN, NO_TOLERANCE
+from harness.checks.parity import NO_REFERENCE
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
 from harness.matrix.known import KnownFault, Symptom
@@ -101,7 +103,8 @@ def test_witnesses_are_run_for_what_was_sketched_alone() -> None:
     assert findings(make_run(CASE), plain) == []
     assert plain.asked == []
     (finding,) = findings(make_run(CASE, sketches=()), sketched)
-    assert finding.check == "parity" and "(solo witness) could not be run" in finding.message
+    assert (finding.rule, finding.judged) == (NO_REFERENCE.name, False)
+    assert "(solo witness)" in str(finding.values["who"])
     assert sketched.asked == ["solo", "partner"]
 
 
@@ -135,13 +138,13 @@ def test_a_loss_that_is_off_is_explained_by_the_twin() -> None:
     cache = FakeCache(twin=make_run(CASE))
     (finding,) = findings(make_run(CASE, losses=(8.0, 9.0)), cache)
     assert cache.asked == ["twin"]
-    assert finding.message.endswith("look at FP8.")
+    assert finding.rule == LOSS.name and finding.details.endswith("look at FP8.")
 
 
 def test_without_a_stored_golden_the_reference_is_run() -> None:
     absent = FakeCache()
     (finding,) = findings(make_run(CASE), absent, golden=None)
-    assert "no golden is stored" in finding.message and "did not finish" in finding.message
+    assert (finding.rule, finding.judged, finding.values["why"]) == (NO_GOLDEN.name, False, "")
     assert absent.asked == ["reference"]
     reference = run_of(make_trace(reference_case(CASE)))
     for losses, verdict in ((None, Verdict.PASSED), ((8.0, 9.0), Verdict.NUMERIC)):
@@ -163,17 +166,18 @@ def test_without_a_measured_tolerance_one_is_derived_from_noisy_references() -> 
     assert sorted(cache.asked) == ["noisy"] * 4 + ["reference"]
     far = make_run(CASE, losses=(8.3, 7.8))
     (finding,) = judge(tolerance=None).judge(CASE, far, "ok", cast("WitnessCache", cache)).findings
-    assert "0.24 allowed" in finding.message and "derived from 4 BF16 runs" in finding.message
+    assert finding.rule == LOSS.name and finding.values["allowed"] == pytest.approx(0.24)
+    assert "derived from 4 BF16 runs" in finding.details
     for runs in ({}, {"reference": reference}):
         (finding,) = findings(run, FakeCache(**runs), tolerance=None)
-        assert "no loss tolerance" in finding.message
+        assert (finding.rule, finding.judged) == (NO_TOLERANCE.name, False)
 
 
 def test_a_recorded_fault_is_known_with_its_explanation() -> None:
     off = make_run(CASE, losses=(8.0, 9.0))
     found = judge(known=(KNOWN,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache()))
     assert found.verdict is Verdict.KNOWN
-    assert "could not be run" in found.findings[0].message
+    assert found.findings[0].rule == LOSS.name and "could not be run" in found.findings[0].details
     other = replace(KNOWN, requires=(Symptom(rule="loss_vs_golden/frozen"),))
     assert judge(known=(other,)).judge(CASE, off, "ok", cast("WitnessCache", FakeCache())).verdict is Verdict.NUMERIC
 

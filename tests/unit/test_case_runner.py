@@ -7,6 +7,7 @@ from typing import cast
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from harness.checks.judge import Judgement
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome
@@ -85,7 +86,7 @@ def test_what_is_wrong_with_the_fix_decides_and_comes_first() -> None:
     result = runner(FakeJudge(KNOWN, broken), FakeExecutor()).run(CASE)
     assert result is not None
     assert result.verdict is Verdict.INVARIANT
-    assert result.findings[0].message == "with cases/fixes/x.py:apply: wrong scale"
+    assert result.findings[0] == replace(SCALE, within="with cases/fixes/x.py:apply")
     assert result.findings[1] == ROWS
 
 

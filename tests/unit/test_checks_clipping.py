@@ -7,7 +7,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.clipping import check_clipping
+from harness.checks.clipping import NOT_CLIPPED, check_clipping
 from harness.verdict import Finding
 from tests.builders import make_case, make_steps, make_trace, make_witnesses, run_of
 
@@ -46,5 +46,5 @@ def test_clipped_gradients_have_no_findings(grad_norm: float, reported: float | 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_any_other_norm_is_found(grad_norm: float, reported: float | None, rank: int) -> None:
     (finding,) = check(grad_norm, reported, rank=rank)
-    assert (finding.step, finding.rank) == (1, rank)
-    assert finding.message.startswith("gradients are not clipped to a norm of 0.5: ")
+    assert (finding.rule, finding.step, finding.rank) == (NOT_CLIPPED.name, 1, rank)
+    assert (finding.values["max_norm"], repr(finding.values["norm"])) == (0.5, repr(grad_norm))

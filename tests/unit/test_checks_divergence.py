@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.divergence import first_divergence
+from harness.checks.divergence import OPERAND, first_divergence
 from harness.matrix.case import Case, Layout
 from harness.matrix.numerics import Numerics
 from harness.trace import RankTrace, Run
@@ -86,7 +86,8 @@ def test_the_first_is_named_by_step_rank_and_module(layout: Layout) -> None:
     found = first_divergence(of, both, witness)
     assert found is not None
     assert (found.step, found.rank, found.module) == (1, rank, FQNS[1])
-    assert found.found == "x" and "float8 data of input in forward" in found.message
+    assert (found.rule, found.found, found.operand) == (OPERAND.name, "x", "input in forward")
+    assert found.values["number"] == "float8 data"
 
 
 def test_plain_shards_are_not_compared_with_whole_tensors() -> None:
@@ -228,7 +229,7 @@ def test_gradients_that_fsdp_averages_are_larger_by_the_number_of_ranks(
     run, witness = (replace(each, traces=tuple(map(_without_matmuls, each.traces))) for each in (run, witness))
     found = first_divergence(of, run, witness, has_formulas=target == "reference")
     assert (found is not None) is diverges
-    assert found is None or "amax of grad_output" in found.message
+    assert found is None or (found.values["number"], found.operand) == ("amax", "grad_output in backward")
 
 
 def _without_matmuls(trace: RankTrace) -> RankTrace:

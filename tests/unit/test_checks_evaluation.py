@@ -7,7 +7,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.evaluation import check_evaluation
+from harness.checks.evaluation import OTHER_LOSS, check_evaluation
 from harness.expect.traffic import expected_transfers
 from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case, solo_case, twin_case
 from harness.verdict import Finding
@@ -33,7 +33,7 @@ def test_the_loss_of_training_has_no_findings() -> None:
 def test_any_other_loss_is_found(evaluated: float | None, rank: int) -> None:
     (finding,) = check(evaluated, rank=rank)
     assert (finding.step, finding.rank, finding.expected) == (2, rank, "7.9")
-    assert finding.message.startswith("the loss of the evaluation is not that of training")
+    assert finding.rule == OTHER_LOSS.name
 
 
 def test_without_an_evaluation_nothing_is_judged() -> None:

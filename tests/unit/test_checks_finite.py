@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.finite import check_finite
+from harness.checks.finite import GRAD_NORM, LOSS, NO_TRACE, OTHER_WORLD, SEVERAL_TRACES, STEPS, check_finite
 from harness.matrix.case import Case
 from harness.sentence import format_ranks
 from harness.trace import Run
@@ -44,7 +44,8 @@ def test_no_number_that_is_not_finite_passes(number: int, rank: int, quantity: s
     assert len(findings) == 1
     found = findings[0]
     assert (found.step, found.rank, found.verdict) == (number, rank, Verdict.NUMERIC)
-    assert f"{quantity} is {value} at step {number} on rank {rank}" in found.message
+    assert found.rule == {"loss": LOSS, "grad_norm": GRAD_NORM}[quantity].name
+    assert dict(found.values) == {"quantity": quantity, "value": str(value), "count": 1}
 
 
 @pytest.mark.parametrize("norm", [0.0, -0.0, -1.0])
@@ -62,7 +63,7 @@ def test_the_first_step_wins_then_the_lowest_rank_and_all_are_counted() -> None:
         broken = with_step(broken, rank, number, loss=math.nan)
     (found,) = check(broken)
     assert (found.step, found.rank) == (2, 1)
-    assert "bad values: 3, on ranks 0-1" in found.message
+    assert (found.rule, found.values["count"], found.ranks) == (LOSS.name, 3, (0, 1))
 
 
 @given(st.permutations(range(4)), st.sets(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=4))
@@ -85,22 +86,22 @@ def test_dropping_any_step_on_any_rank_fails(rank: int, number: int) -> None:
 def test_only_steps_1_to_n_in_order_are_right(numbers: tuple[int, ...]) -> None:
     (one,) = make_steps([7.0])
     (found,) = check(make_run(case(), steps=tuple(replace(one, step=number) for number in numbers)))
-    assert "ranks 0-1 did not record steps 1 to 3" in found.message
+    assert (found.rule, found.ranks, found.values["steps"]) == (STEPS.name, (0, 1), 3)
 
 
 def test_an_empty_run_fails() -> None:
     (found,) = check(run_of())
-    assert "ranks 0-1 left no trace" in found.message
+    assert (found.rule, found.ranks) == (NO_TRACE.name, (0, 1))
 
 
 def test_every_rank_must_answer_exactly_once() -> None:
     full = run(3).traces
-    for traces, words in (
-        (full[:1], "rank 1 left no trace"),
-        (full, "rank 2 outside the world"),
-        ((full[0], full[1], full[1]), "rank 1 left more than one trace"),
+    for traces, rule, rank in (
+        (full[:1], NO_TRACE, 1),
+        (full, OTHER_WORLD, 2),
+        ((full[0], full[1], full[1]), SEVERAL_TRACES, 1),
     ):
-        assert [words in finding.message for finding in check(run_of(*traces))] == [True]
+        assert [(finding.rule, finding.ranks) for finding in check(run_of(*traces))] == [(rule.name, (rank,))]
 
 
 def test_ranks_in_words() -> None:
@@ -112,7 +113,7 @@ def test_ranks_in_words() -> None:
 
 def test_the_words_of_the_findings() -> None:
     (lost,) = check(run(1), case(3))
-    assert (lost.message, lost.rank, lost.found) == ("ranks 1-2 left no trace", 1, "1 trace")
+    assert (lost.rule, lost.rank, lost.ranks, lost.found) == (NO_TRACE.name, 1, (1, 2), "1 trace")
     (none, *_) = check(run(2, steps=0))
     assert none.found == "0 steps: none"
     (short,) = check(run(2, steps=12), case(steps=13))

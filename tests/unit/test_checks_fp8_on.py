@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.fp8_on import check_fp8_on
+from harness.checks.fp8_on import (
+    CONVERTED,
+    FILTERS,
+    FOREIGN_PARTS,
+    LACKS_PARTS,
+    NO_STEP,
+    NOT_CONVERTED,
+    NOT_SCALED,
+    SCALED,
+    TWICE,
+    check_fp8_on,
+)
+from harness.checks.rule import Rule
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns
 from harness.matrix.recipes import Recipe
@@ -42,23 +54,23 @@ def test_any_other_set_of_linears_on_any_rank_fails_and_names_them(found: set[st
 
 def test_the_direction_is_told() -> None:
     (lacking,) = check(*(trace(rank, converted_fqns=FQNS[1:]) for rank in (0, 1)))
-    assert lacking.message == f"{W1} was not converted to FP8 on ranks 0-1"
+    assert (lacking.rule, lacking.module, lacking.ranks) == (NOT_CONVERTED.name, W1, (0, 1))
     (extra,) = check(trace(0), trace(1, converted_fqns=(*FQNS, "output")))
-    assert extra.message == "output was converted to FP8 on rank 1"
+    assert (extra.rule, extra.module, extra.ranks) == (CONVERTED.name, "output", (1,))
     assert extra.verdict is Verdict.INVARIANT
 
 
 def test_a_linear_recorded_twice_is_found() -> None:
     (found,) = check(trace(0, converted_fqns=(*FQNS, FQNS[0])), trace(1))
-    assert "recorded twice" in found.message
+    assert (found.rule, found.module) == (TWICE.name, FQNS[0])
 
 
 @pytest.mark.parametrize("calls", [(0, 0), (0, 12), (12, 0)])
 def test_a_step_without_scaled_matmuls_is_found_on_its_rank(calls: tuple[int, int]) -> None:
     (found,) = check(trace(0), trace(1, calls=calls))
-    assert (found.message, found.rank) == ("rank 1 ran without scaled matmuls", 1)
+    assert (found.rule, found.ranks) == (NOT_SCALED.name, (1,))
     (found,) = check(trace(0, calls=calls), trace(1, calls=calls))
-    assert (found.message, found.rank) == ("ranks 0-1 ran without scaled matmuls", 0)
+    assert (found.rule, found.rank, found.ranks) == (NOT_SCALED.name, 0, (0, 1))
 
 
 def test_how_many_scaled_matmuls_is_not_its_business() -> None:
@@ -67,7 +79,7 @@ def test_how_many_scaled_matmuls_is_not_its_business() -> None:
 
 def test_a_filter_entry_that_matches_nothing_is_named() -> None:
     (found,) = check(trace(0), trace(1, unmatched_filters=("wqq",)))
-    assert "wqq" in found.message and found.rank == 1
+    assert (found.rule, found.values["entries"], found.ranks) == (FILTERS.name, "wqq", (1,))
 
 
 def test_the_order_of_ranks_does_not_matter() -> None:
@@ -93,7 +105,7 @@ def test_bf16_converts_nothing_and_runs_no_scaled_matmul() -> None:
     good = make_trace(bf16)
     assert check(good, make_trace(bf16, 1), of=bf16) == []
     (found,) = check(good, make_trace(bf16, 1, calls=(0, 1)), of=bf16)
-    assert found.message == "rank 1 ran scaled matmuls although the case asks for none"
+    assert (found.rule, found.ranks) == (SCALED.name, (1,))
     assert len(check(trace(0), trace(1), of=bf16)) == len(FQNS) + 1
 
 
@@ -123,26 +135,28 @@ def test_a_gpu_has_no_stand_ins() -> None:
     real = trace(0, device="NVIDIA H200", virtual=())
     assert check(real) == []
     (found,) = check(replace(real, virtual=("scaled_mm",)))
-    assert "are installed on NVIDIA H200" in found.message
+    assert (found.rule, found.values["device"]) == (FOREIGN_PARTS.name, "NVIDIA H200")
 
 
 @pytest.mark.parametrize(
-    ("device", "arithmetic", "virtual", "words"),
+    ("device", "arithmetic", "virtual", "wrong"),
     [
-        ("NVIDIA H200", "exact", ("scaled_mm",), ""),
-        ("NVIDIA H200", "exact", (), "lacks scaled_mm"),
-        ("NVIDIA H200", "exact", ("collectives", "scaled_mm"), "are installed on NVIDIA H200"),
-        ("NVIDIA H200", "kernel", (), ""),
-        ("cpu", "kernel", ("collectives", "symm_mem"), ""),
-        ("cpu", "kernel", ("collectives", "scaled_mm"), "are installed on cpu"),
-        ("cpu", "kernel", (), "lacks collectives"),
+        ("NVIDIA H200", "exact", ("scaled_mm",), None),
+        ("NVIDIA H200", "exact", (), (LACKS_PARTS, "scaled_mm")),
+        ("NVIDIA H200", "exact", ("collectives", "scaled_mm"), (FOREIGN_PARTS, "NVIDIA H200")),
+        ("NVIDIA H200", "kernel", (), None),
+        ("cpu", "kernel", ("collectives", "symm_mem"), None),
+        ("cpu", "kernel", ("collectives", "scaled_mm"), (FOREIGN_PARTS, "cpu")),
+        ("cpu", "kernel", (), (LACKS_PARTS, "collectives")),
     ],
 )
 def test_the_arithmetic_says_which_matmul_may_be_there(
-    device: str, arithmetic: str, virtual: tuple[str, ...], words: str
+    device: str, arithmetic: str, virtual: tuple[str, ...], wrong: tuple[Rule, str] | None
 ) -> None:
     found = check(trace(0, device=device, arithmetic=arithmetic, virtual=virtual))
-    assert [words in finding.message for finding in found] == ([True] if words else [])
+    what = {LACKS_PARTS.name: "parts", FOREIGN_PARTS.name: "device"}
+    told = [(finding.rule, finding.values[what[finding.rule]]) for finding in found]
+    assert told == ([] if wrong is None else [(wrong[0].name, wrong[1])])
 
 
 def test_findings_come_in_one_order_whatever_the_order_of_the_records() -> None:
@@ -158,7 +172,8 @@ def test_findings_come_in_one_order_whatever_the_order_of_the_records() -> None:
 
 def test_the_words_about_the_virtual_device() -> None:
     (found,) = check(trace(0, virtual=()), trace(1, virtual=()))
-    assert found.message == "the virtual FP8 device lacks collectives, scaled_mm on ranks 0-1"
+    assert (found.rule, found.ranks) == (LACKS_PARTS.name, (0, 1))
+    assert found.values["parts"] == "collectives, scaled_mm"
     assert (found.expected, found.found) == ("collectives, scaled_mm", "nothing")
     (found,) = check(trace(0, virtual=("x", "a")), trace(1, virtual=("a", "x")))
     assert found.found == "a, x"
@@ -166,4 +181,4 @@ def test_the_words_about_the_virtual_device() -> None:
 
 def test_ranks_without_steps_are_named() -> None:
     (found,) = check(trace(0, steps=()), trace(1, steps=()))
-    assert found.message == "no step was recorded on ranks 0-1" and found.rank == 0
+    assert (found.rule, found.rank, found.ranks) == (NO_STEP.name, 0, (0, 1))

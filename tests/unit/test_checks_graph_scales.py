@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.graph_scales import check_graph_scales
+from harness.checks.graph_scales import DIFFERENT, NO_CAST, OTHER_CASTS, RULES, UNASKED, check_graph_scales
+from harness.checks.graph_scales import UNKNOWN as UNKNOWN_CAST
+from harness.checks.rule import Rule
 from harness.checks.scale_rules import tensorwise_scale
 from harness.expect.casts import CompiledCasts
 from harness.matrix.case import Case
@@ -17,7 +19,7 @@ from harness.trace import RankTrace
 from harness.trace.graphs import GraphCast, GraphTrace, UnknownCast
 from harness.trace.operands import ScaleSummary
 from harness.verdict import Finding
-from tests.builders import make_cast, make_scale, make_trace, make_witnesses, run_of
+from tests.builders import make_cast, make_scale, make_trace, make_witnesses, rules, run_of
 
 TENSORWISE = parse_case_id("tp2-tensorwise-graph-v2048-s2-b16")
 ROWWISE = parse_case_id("tp2-rowwise-graph-v2048-s2-b16")
@@ -79,14 +81,14 @@ def test_correct_casts_have_no_finding() -> None:
 def test_a_wrong_scale_says_whose_amax_it_implies() -> None:
     own = make_scale(tensorwise_scale("float8_e4m3fn", AMAX[0]))
     casts = [[replace(shared(rank, step), scale=own) for step in (1, 2)] for rank in range(2)]
-    found = next(one for one in check(TENSORWISE, casts) if one.message.startswith("scale does not match the amax"))
-    assert found.message.endswith("; it is the scale for the amax on rank 0 alone")
+    found = next(one for one in check(TENSORWISE, casts) if one.rule == RULES.amax.name)
+    assert found.notes == ("it is the scale for the amax on rank 0 alone",)
     stale = make_scale(tensorwise_scale("float8_e4m3fn", 4.0))
     casts = [
         [replace(shared(rank, 1), amax=4.0, scale=stale), replace(shared(rank, 2), scale=stale)] for rank in (0, 1)
     ]
-    found = next(one for one in check(TENSORWISE, casts) if one.message.startswith("scale does not match the amax"))
-    assert found.step == 2 and found.message.endswith("; it is the scale for the amax of step 1")
+    found = next(one for one in check(TENSORWISE, casts) if one.rule == RULES.amax.name)
+    assert (found.step, found.notes) == (2, ("it is the scale for the amax of step 1",))
 
 
 @pytest.mark.parametrize(("dtype", "named"), [("f32", True), ("b16", False)])
@@ -94,8 +96,8 @@ def test_a_scale_of_another_cast_names_it_unless_it_may_be_chance(dtype: str, na
     case = parse_case_id(f"tp2-tensorwise-graph-v2048-s2-{dtype}")
     other = replace(shared(0, 1), order=4, amax=8.0, scale=make_scale(tensorwise_scale("float8_e4m3fn", 8.0)))
     casts = [[replace(shared(rank, 1), scale=other.scale), other, shared(rank, 2)] for rank in (0, 1)]
-    found = next(one for one in check(case, casts) if one.message.startswith("scale does not match the amax"))
-    assert found.message.endswith("; it is the scale for the amax of cast 4 in forward") is named
+    found = next(one for one in check(case, casts) if one.rule == RULES.amax.name)
+    assert (found.notes == ("it is the scale for the amax of cast 4 in forward",)) is named
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -104,14 +106,14 @@ def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
     casts[rank][0] = replace(casts[rank][0], amax=math.nan)
     casts = [[*mine, shared(rank, 2)] for rank, mine in enumerate(casts)]
     (finding,) = check(TENSORWISE, casts)
-    assert finding.message.startswith("scale does not match the amax") and "amax nan" in (finding.expected or "")
+    assert finding.rule == RULES.amax.name and "amax nan" in (finding.expected or "")
 
 
 def test_a_step_without_casts_is_found() -> None:
     casts = with_one(shared)
     casts[1].pop()
     finding, *_ = check(TENSORWISE, casts)
-    assert "no cast to float8 was executed in some step on rank 1" in finding.message
+    assert (finding.rule, finding.values["where"]) == (NO_CAST.name, "rank 1")
 
 
 UNKNOWN = UnknownCast(
@@ -128,27 +130,28 @@ UNKNOWN = UnknownCast(
 def test_without_fp8_nothing_is_cast() -> None:
     plain = parse_case_id("tp2-bf16-graph-v2048-s2-b16")
     assert check(plain, [[], []]) == []
-    assert "cast to float8 although no linear is converted, on rank 1" in check(plain, [[], [shared(1, 1)]])[0].message
-    assert "on ranks 0-1" in check(plain, [[], []], UNKNOWN)[0].message
+    for found, ranks in ((check(plain, [[], [shared(1, 1)]]), (1,)), (check(plain, [[], []], UNKNOWN), (0, 1))):
+        assert (found[0].rule, found[0].ranks) == (UNASKED.name, ranks)
 
 
 def test_a_conversion_that_is_not_torchaos_cast_is_found() -> None:
     (finding,) = check(TENSORWISE, with_one(shared), UNKNOWN)
-    assert (finding.rule, finding.module, finding.step) == ("graph_scales/unknown-cast", "feed_forward.w1", 2)
+    assert (finding.rule, finding.module, finding.step) == (UNKNOWN_CAST.name, "feed_forward.w1", 2)
     assert (finding.expected, finding.found) == ("a clamp", "conversion 7 in forward, [4, 4] to float8_e4m3fn")
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "what"),
     [
         ({"is_weight": False}, "weights in forward"),
         ({"target_dtype": "float8_e5m2"}, "tensors to float8_e5m2 in forward"),
         ({"target_dtype": "float8_e5m2", "phase": "backward"}, "tensors to float8_e5m2 in backward"),
     ],
 )
-def test_a_cast_to_another_dtype_or_of_another_tensor_is_counted(changes: dict[str, Any], words: str) -> None:
+def test_a_cast_to_another_dtype_or_of_another_tensor_is_counted(changes: dict[str, Any], what: str) -> None:
     findings = check(TENSORWISE, with_one(shared, **changes))
-    (finding,) = [each for each in findings if f"wrong number of casts of {words}" in each.message]
+    counted = {each.values["of"]: each for each in findings if each.rule == RULES.number.name}
+    finding = counted[f" of {what}"]
     assert (finding.step, finding.rank) == (2, 1)
 
 
@@ -156,50 +159,48 @@ def test_a_cast_on_the_last_rank_alone_is_found() -> None:
     casts = with_one(shared)
     casts[1].append(replace(casts[1][1], order=3, is_weight=False))
     (finding,) = check(TENSORWISE, casts)
-    assert (finding.rank, "TP ranks execute different casts" in finding.message) == (1, True)
+    assert (finding.rank, finding.rule) == (1, OTHER_CASTS.name)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "rule"),
     [
-        ({"saturated": 3}, "values saturate"),
-        ({"nonfinite": 1}, "NaN or infinite"),
-        ({"mismatched": 1}, "does not match its source"),
-        ({"target_dtype": "float8_e4m3fnuz"}, "cast to the wrong dtype"),
+        ({"saturated": 3}, RULES.saturated),
+        ({"nonfinite": 1}, RULES.nonfinite),
+        ({"mismatched": 1}, RULES.data),
+        ({"target_dtype": "float8_e4m3fnuz"}, RULES.target_dtype),
     ],
 )
-def test_what_a_cast_did_wrong_is_found(changes: dict[str, Any], words: str) -> None:
+def test_what_a_cast_did_wrong_is_found(changes: dict[str, Any], rule: Rule) -> None:
     findings = check(TENSORWISE, with_one(shared, **changes))
-    (finding,) = [each for each in findings if words in each.message]
+    (finding,) = [each for each in findings if each.rule == rule.name]
     assert (finding.step, finding.rank, finding.module) == (2, 1, "feed_forward.w1")
 
 
 @pytest.mark.parametrize(
-    ("summary", "words"),
+    ("summary", "rule"),
     [
-        (make_scale(224.0, dtype="bfloat16"), "wrong dtype"),
-        (make_scale(224.0, minimum=math.nan, maximum=math.nan), "not positive and finite"),
-        (make_scale(224.0, (32, 1)), "wrong shape"),
-        (make_scale(224.0, (3, 16, 1)), "wrong shape"),
+        (make_scale(224.0, dtype="bfloat16"), RULES.scale_dtype),
+        (make_scale(224.0, minimum=math.nan, maximum=math.nan), RULES.scale_range),
+        (make_scale(224.0, (32, 1)), RULES.scale_shape),
+        (make_scale(224.0, (3, 16, 1)), RULES.scale_shape),
     ],
 )
-def test_a_malformed_scale_is_found(summary: ScaleSummary, words: str) -> None:
-    assert any(words in finding.message for finding in check(TENSORWISE, with_one(shared, scale=summary)))
+def test_a_malformed_scale_is_found(summary: ScaleSummary, rule: Rule) -> None:
+    assert rule.name in rules(check(TENSORWISE, with_one(shared, scale=summary)))
 
 
 def test_a_local_scale_is_found() -> None:
     own = make_scale(tensorwise_scale("float8_e4m3fn", AMAX[0]))
     casts = [[cast(rank, step, own if rank == 0 else shared(1, step).scale) for step in (1, 2)] for rank in range(2)]
-    words = [finding.message for finding in check(TENSORWISE, casts)]
-    assert any("TP ranks use different scales for the same tensor" in each for each in words)
-    assert any("does not match the amax" in each for each in words)
+    assert {DIFFERENT.name, RULES.amax.name} <= rules(check(TENSORWISE, casts))
 
 
 def test_a_stale_scale_is_found_to_the_last_bit() -> None:
     stale = make_scale(tensorwise_scale("float8_e4m3fn", math.nextafter(2.0, 3.0) * (1 + 1e-6)))
     casts = [[cast(rank, step, stale) for step in (1, 2)] for rank in range(2)]
     (finding,) = check(TENSORWISE, casts)
-    assert "does not match the amax" in finding.message
+    assert finding.rule == RULES.amax.name
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
@@ -208,13 +209,13 @@ def test_rows_scaled_by_another_power_are_found(factor: float) -> None:
     found = cast(1, 2, make_scale(right, (16, 1)))
     casts = with_one(own_rows)
     casts[1][1] = found
-    assert any("does not match the amax" in finding.message for finding in check(ROWWISE, casts))
+    assert RULES.amax.name in rules(check(ROWWISE, casts))
 
 
 def test_a_scale_that_is_no_power_of_two_is_found() -> None:
     casts = with_one(own_rows, scale=make_scale(200.0, (16, 1)))
-    assert any("not a power of two" in finding.message for finding in check(ROWWISE, casts))
+    assert RULES.power_of_two.name in rules(check(ROWWISE, casts))
 
 
 def test_ranks_that_execute_different_casts_are_found() -> None:
-    assert any("different casts" in finding.message for finding in check(TENSORWISE, with_one(shared, order=2)))
+    assert OTHER_CASTS.name in rules(check(TENSORWISE, with_one(shared, order=2)))

@@ -9,13 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.graphs import check_graphs, expected_fusions
+from harness.checks.graphs import (
+    NO_GRAPH,
+    NOTHING_FUSED,
+    NUMBER,
+    ROWS,
+    SCALE_SHAPE,
+    UNPAIRED,
+    WRONG_RANKS,
+    FusionKind,
+    check_graphs,
+    expected_fusions,
+)
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace.graphs import FusedCall, FusedNode, GraphRecord, GraphTrace, Unfused, WrongRow
 from harness.verdict import Finding, Verdict
-from tests.builders import make_fused, make_trace, make_witnesses, run_of
+from tests.builders import make_fused, make_trace, make_witnesses, rules, run_of
 
 ASYNC = parse_case_id("atp2-tensorwise-tpstyle.fp8-graph-v2048-s2-b16")
 PLAIN = parse_case_id("tp2-tensorwise-graph-v2048-s2-b16")
@@ -68,18 +79,18 @@ def test_a_correct_run_has_no_finding() -> None:
 @pytest.mark.parametrize("lost", [None, GraphTrace(graphs=(), calls=(), casts=(), workarounds=())])
 def test_nothing_compiled_is_found(lost: GraphTrace | None) -> None:
     (finding,) = check(ASYNC, correct(ASYNC), lost)
-    assert "no graph was compiled on rank 1" in finding.message
+    assert (finding.rule, finding.ranks) == (NO_GRAPH.name, (1,))
     assert finding.verdict is Verdict.INVARIANT
 
 
 def test_a_block_without_backward_is_found() -> None:
     (finding,) = check(ASYNC, correct(ASYNC, graphs=(FORWARD, BACKWARD, FORWARD)))
-    assert "do not pair up" in finding.message
+    assert finding.rule == UNPAIRED.name
 
 
 def test_nothing_fused_says_why() -> None:
     (finding,) = check(ASYNC, correct(ASYNC, calls=()))
-    assert "nothing was fused" in finding.message
+    assert finding.rule == NOTHING_FUSED.name
     assert finding.found is not None
     assert "1 x reduce_scatter of bfloat16 [4, 16, 128]: it sums several matmuls" in finding.found
 
@@ -89,21 +100,20 @@ def test_one_fusion_more_or_less_is_found_in_its_step(place: int, more: int) -> 
     every = list(calls(ASYNC))
     every[place] = replace(every[place], times=every[place].times + more)
     (finding,) = check(ASYNC, correct(ASYNC, calls=tuple(every)))
-    assert finding.message.startswith("wrong number of ")
-    assert finding.step == every[place].step
-    assert every[place].phase in finding.message
+    assert (finding.rule, finding.step) == (NUMBER.name, every[place].step)
+    assert finding.values["kind"] == str(FusionKind(every[place].phase, every[place].collective))
 
 
 def test_fusing_without_being_asked_is_found() -> None:
     (finding,) = check(PLAIN, correct(PLAIN, calls=calls(ASYNC)[:1]))
-    assert "wrong number of" in finding.message
+    assert finding.rule == NUMBER.name
     assert finding.expected == "0 a step"
 
 
 def test_the_wrong_ranks_are_found() -> None:
     strayed = replace(FORWARD, fused=(replace(NODE, axis="dp_shard"),))
     (finding,) = check(ASYNC, correct(ASYNC, graphs=(strayed, BACKWARD)))
-    assert "communicates over the wrong ranks" in finding.message
+    assert (finding.rule, finding.values["operator"]) == (WRONG_RANKS.name, NODE.operator)
     assert finding.found == "dp_shard"
 
 
@@ -125,7 +135,7 @@ def test_a_scale_belongs_to_the_shape_of_its_operand(
     node = replace(NODE, a_shape=a_shape, a_scale_shape=a_scale_shape)
     graph = replace(FORWARD, fused=(node,))
     found = check(ASYNC, correct(ASYNC, graphs=(graph, BACKWARD)))
-    assert bool(found) is not fits
+    assert rules(found) == (set() if fits else {SCALE_SHAPE.name})
 
 
 def test_wrong_rows_say_where_they_belong() -> None:
@@ -134,7 +144,8 @@ def test_wrong_rows_say_where_they_belong() -> None:
     every[1] = replace(every[1], wrong_rows=32, example=row)
     (finding,) = check(ASYNC, correct(ASYNC, calls=tuple(every)))
     assert finding.verdict is Verdict.NUMERIC
-    assert "32 of 64" in finding.message
+    assert (finding.rule, finding.size) == (ROWS.name, 0.5)
+    assert dict(finding.values) == {"operator": every[1].operator, "rows": 32, "total": 64}
     assert finding.found is not None
     assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in finding.found
 

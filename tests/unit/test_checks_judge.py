@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from harness.checks import alignment, memory, traffic
 from harness.checks.catalogue import CHECKS
-from harness.checks.judge import Judgement, judge, run_from_outcome
+from harness.checks.failures import LOST, RAISED
+from harness.checks.judge import NO_CHECK, Judgement, judge, run_from_outcome
+from harness.checks.loss_vs_golden import NO_GOLDEN
 from harness.checks.witnesses import Witnesses
 from harness.engine.messages import JobOutcome, JobStatus, RankOutcome, RankStatus
 from harness.expect import relations
@@ -34,6 +37,7 @@ from tests.builders import (
     make_trace,
     make_witnesses,
     not_judged,
+    rules,
     run_of,
 )
 
@@ -62,10 +66,6 @@ OFF_AND_PLAIN = make_run(CASE, losses=(8.0, 9.0), converted_fqns=())
 REFUSED = run_of(make_failure(0, ALIGNED), make_failure(1, ALIGNED))
 
 
-def messages(found: Judgement) -> str:
-    return "\n".join(finding.message for finding in found.findings)
-
-
 def left_out(found: Judgement) -> dict[str, str]:
     return {each.check: each.reason for each in found.not_judged}
 
@@ -84,7 +84,8 @@ def test_a_check_is_not_executed_on_runs_that_recorded_nothing_for_it() -> None:
 
 def test_one_rank_that_recorded_is_enough_to_ask() -> None:
     found = judge(CASE, run_of(trace(0, traffic=()), trace(1)), "ok", witnesses())
-    assert "traffic" in found.checks and "no record of traffic on rank 1" in messages(found)
+    assert "traffic" in found.checks
+    assert [each.ranks for each in found.findings if each.rule == traffic.NO_RECORD.name] == [(1,)]
 
 
 def test_what_was_not_judged_is_named_with_its_reason() -> None:
@@ -164,7 +165,7 @@ def test_what_the_versions_do_not_let_ranks_record_is_not_judged_and_says_why(
     run = make_run(case, not_recorded={record: gone})
     found = judge(case, run, "ok", Witnesses(expect=Expectations(case), records=(record,)))
     assert {each.check for each in found.not_judged if each.reason == gone and each.unverified} == lost
-    assert "which they were asked for" not in messages(found)
+    assert not rules(found.findings) & {f"{name}/no-record" for name in ALL}
 
 
 @pytest.mark.parametrize("software", [SOFTWARE, {"torch": "2.99.0"}, {"python": "3.12"}, {}])
@@ -202,7 +203,9 @@ def test_a_gpu_loses_no_check_but_those_that_are_named_with_a_reason(text: str) 
     lost = set(here.checks) - set(there.checks)
     assert lost == ({"live_memory"} if case.compile != "none" else {"memory", "live_memory"})
     assert all("the formula is that of a CPU" in left_out(there)[name] for name in {*lost, "memory"})
-    assert not any(finding.check == "memory" and "bytes" in finding.message for finding in there.findings)
+    assert not {memory.LIMITS.name, memory.OTHER_MODE.name, memory.OUTLIVES.name, memory.BYTES.name} & rules(
+        there.findings
+    )
 
 
 def test_names_of_checks_are_unique() -> None:
@@ -219,7 +222,8 @@ def test_a_wrong_number_is_numeric_and_a_broken_rule_outranks_it() -> None:
 
 def test_a_missing_golden_is_a_failure() -> None:
     found = judge(CASE, GOOD, "ok", witnesses(golden=False))
-    assert found.verdict is Verdict.INVARIANT and "fp8-harness golden update" in messages(found)
+    assert found.verdict is Verdict.INVARIANT and rules(found.findings) == {NO_GOLDEN.name}
+    assert "fp8-harness golden update" in str(found.findings[0].values["command"])
 
 
 @given(st.sampled_from(["ok", "crash", "hang", "infra"]), st.booleans())
@@ -240,12 +244,16 @@ def test_a_crash_is_a_crash_and_names_who_began() -> None:
     run = run_of(make_failure(1, "peer gone", consequence=True), make_failure(0))
     found = judge(CASE, run, "crash", witnesses())
     assert found.verdict is Verdict.CRASH
-    assert messages(found) == "rank 0 raised in step 1: ValueError: x"
+    (finding,) = found.findings
+    assert (finding.rule, finding.ranks, finding.values["error"]) == (RAISED.name, (0,), "ValueError: x")
+    assert finding.values["end"] == "raised in step 1: ValueError: x"
 
 
 def test_ranks_that_failed_alike_are_one_finding() -> None:
     found = judge(CASE, run_of(make_failure(0), make_failure(1)), "crash", witnesses())
-    assert messages(found) == "ranks 0-1 raised in step 1: ValueError: x"
+    (finding,) = found.findings
+    assert (finding.rule, finding.ranks, finding.values["error"]) == (RAISED.name, (0, 1), "ValueError: x")
+    assert finding.values["end"] == "raised in step 1: ValueError: x"
 
 
 def test_a_crash_status_stands_even_with_whole_traces() -> None:
@@ -260,7 +268,7 @@ def test_a_failed_rank_is_a_crash_even_when_the_engine_says_ok() -> None:
 
 def test_an_uncalled_for_refusal_is_explained() -> None:
     found = judge(CASE, REFUSED, "crash", witnesses())
-    assert found.verdict is Verdict.CRASH and "although every GEMM is aligned" in messages(found)
+    assert found.verdict is Verdict.CRASH and alignment.REFUSED_ALIGNED.name in rules(found.findings)
 
 
 def test_the_expected_refusal_passes() -> None:
@@ -274,19 +282,20 @@ def test_the_expected_refusal_needs_no_golden() -> None:
 
 def test_training_silently_breaks_a_rule() -> None:
     found = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal()))
-    assert found.verdict is Verdict.INVARIANT and "trained silently" in messages(found)
+    assert found.verdict is Verdict.INVARIANT and rules(found.findings) == {alignment.TRAINED.name}
 
 
 def test_failing_otherwise_than_refused_is_a_crash_with_both_stories() -> None:
     found = judge(CASE, run_of(make_failure(0), make_failure(1, ALIGNED)), "crash", witnesses(refused=make_refusal()))
     assert found.verdict is Verdict.CRASH
-    assert "another error than the refusal" in messages(found) and "ValueError: x" in messages(found)
+    assert {alignment.OTHER_ERROR.name, RAISED.name} <= rules(found.findings)
+    assert "ValueError: x" in {finding.values.get("error") for finding in found.findings}
 
 
 def test_no_executed_check_is_a_failure() -> None:
     found = judge(CASE, GOOD, "ok", witnesses(refused=make_refusal(check="nobody")))
     assert (found.verdict, found.checks) == (Verdict.INVARIANT, ())
-    assert "no check was executed" in messages(found)
+    assert rules(found.findings) == {NO_CHECK.name}
     assert judge(CASE, REFUSED, "crash", witnesses(refused=make_refusal(check="nobody"))).verdict is Verdict.CRASH
 
 
@@ -334,7 +343,9 @@ def test_a_result_that_cannot_be_read_is_a_crash(payload: bytes | None) -> None:
     run = run_from_outcome(outcome(returned(0, payload), returned(1, msgspec.msgpack.encode(trace(1)))))
     assert [(each.rank, each.kind) for each in run.failures] == [(0, "garbled")]
     found = judge(CASE, run, "ok", witnesses())
-    assert found.verdict is Verdict.CRASH and "rank 0 garbled: its result" in messages(found)
+    (finding,) = found.findings
+    assert found.verdict is Verdict.CRASH and (finding.rule, finding.ranks) == (LOST.name, (0,))
+    assert str(finding.values["end"]).startswith("garbled: its result")
 
 
 @given(st.binary(max_size=60))

@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.leaks import NAME as LEAKS
-from harness.checks.leaks import check_leaks
-from harness.checks.live_memory import NAME, check_live_memory
+from harness.checks.leaks import GROWS, SHRINKS, check_leaks
+from harness.checks.leaks import NO_RECORD as NO_RECORD_OF_LEAKS
+from harness.checks.leaks import SCALARS as GROWS_BY_SCALARS
+from harness.checks.live_memory import NO_RECORD, TOO_LITTLE, TOO_MUCH, check_live_memory
 from harness.expect.live_memory import expected_live, expected_scalars
 from harness.matrix.case import Case
-from harness.trace.traffic import LiveMemory, LiveTensor, SavedMemory
+from harness.trace.traffic import MOMENTS, LiveMemory, LiveTensor, SavedMemory
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, run_of
 from tests.strategies import EAGER_CASES
@@ -70,7 +71,8 @@ def test_one_storage_more_is_found_at_its_step_and_rank(place: tuple[int, int, i
     wrong = changed(right, step, moment, replace(live, tensors=(*live.tensors, more)))
     formula, leaks = check(CASE, *((wrong, right) if rank == 0 else (right, wrong)))
     assert places(formula) == [(rank, step)]
-    assert dtype in formula[0].message and formula[0].expected and formula[0].found
+    assert formula[0].rule == TOO_MUCH.name and dtype in str(formula[0].values["tensors"])
+    assert formula[0].expected and formula[0].found
     # Step 1 is not compared with others, and where step 2 is wrong, step 3 is the first that differs from it.
     assert places(leaks) == ([(rank, max(step, 3))] if step > 1 else [])
 
@@ -83,7 +85,8 @@ def test_one_storage_less_is_found(step: int, data: st.DataObject) -> None:
     fewer = (*live.tensors[:lost], *live.tensors[lost + 1 :])
     formula, _ = check(FSDP, changed(right, step, 0, replace(live, tensors=fewer)), right)
     assert places(formula) == [(0, step)]
-    assert expected_live(FSDP, rank=0, moment="forward")[lost].purpose in formula[0].message
+    purpose = expected_live(FSDP, rank=0, moment="forward")[lost].purpose
+    assert (formula[0].rule, formula[0].values["purpose"]) == (TOO_LITTLE.name, purpose)
 
 
 @given(PLACES, st.sampled_from([-1, 1]))
@@ -96,7 +99,7 @@ def test_a_scalar_more_or_less_is_found(place: tuple[int, int, int], off: int) -
     assert places(formula) == [(rank, step)]
     assert places(leaks) == ([(rank, max(step, 3))] if step > 1 else [])
     if step > 2:
-        assert ("grows by scalars" if off > 0 else "shrinks") in leaks[0].message
+        assert leaks[0].rule == (GROWS_BY_SCALARS if off > 0 else SHRINKS).name
 
 
 def test_the_message_names_the_holder() -> None:
@@ -105,15 +108,18 @@ def test_the_message_names_the_holder() -> None:
         kept = LiveMemory(moment="step", scalars=1, tensors=(KEPT,) * step)
         wrong = changed(wrong, step, 1, kept)
     (found,), (leak,) = check(CASE, wrong, wrong)
-    assert (found.check, found.step) == (NAME, 1)
-    assert found.message.startswith("float32[4, 32, 128] of layers.1.kept is alive at the end of the step")
-    assert (leak.check, leak.step, leak.found) == (LEAKS, 3, "196608 bytes, and 1 scalar")
-    assert leak.message.startswith("live memory grows: float32[4, 32, 128] of layers.1.kept is alive")
+    assert (found.rule, found.step) == (TOO_MUCH.name, 1)
+    kept = {"tensors": "float32[4, 32, 128] of layers.1.kept", "holder": "layers.1.kept", "when": MOMENTS["step"]}
+    assert dict(found.values) == kept
+    assert (leak.rule, leak.step, leak.found) == (GROWS.name, 3, "196608 bytes, and 1 scalar")
+    assert dict(leak.values) == {**kept, "settled": 2}
 
 
 def test_what_was_not_recorded_is_a_finding() -> None:
     for found in check(CASE, records(CASE), None):
-        assert [finding.message for finding in found] == ["cannot be judged: no record of saved memory on rank 1"]
+        (finding,) = found
+        assert (finding.judged, finding.ranks, finding.values["record"]) == (False, (1,), "saved memory")
+        assert finding.rule in (NO_RECORD.name, NO_RECORD_OF_LEAKS.name)
     for found in check(CASE, records(CASE)[:2], records(CASE)):
         assert places(found) == [(0, 3), (0, 3)]
     assert all(check(CASE))

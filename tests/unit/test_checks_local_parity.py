@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.local_parity import check_local_parity
+from harness.checks.local_parity import (
+    INCOMPARABLE,
+    LOSS,
+    NO_REPLAY,
+    NORM,
+    NOTHING_COMPARED,
+    TENSOR,
+    check_local_parity,
+)
 from harness.expect.expectations import Expectations
 from harness.expect.local_parity import EXACT, NEIGHBOUR, allowed_distance
 from harness.expect.relations import partner, stands_for_modules
@@ -150,14 +158,15 @@ def test_a_finding_names_the_first_tensor_in_the_order_of_execution() -> None:
         distance(distance=0.02), distance(fqn="layers.1.ffn_norm", kind="input", distance=0.5), distance(distance=0.001)
     )
     assert (found.verdict, found.module, found.size) == (Verdict.NUMERIC, WQ, 0.5)
-    assert found.message.startswith(f"the gradient of the input of {WQ} is not what one rank computes")
-    assert "0.02, 0.0068 allowed (2 of 4 tensors of this step)" in found.message
+    assert (found.rule, found.values["tensor"], found.values["part"]) == (TENSOR.name, "gradient of the input", "")
+    assert (found.values["count"], found.values["compared"], found.values["distance"]) == (2, 4, 0.02)
+    assert found.values["allowed"] == pytest.approx(0.0068, abs=5e-5)
 
 
 def test_the_data_parallel_rank_is_named_where_there_are_several() -> None:
     case = parse_case_id("fsdp2-tp2-tensorwise-v2048-s2-b16")
     (found,) = check(distance(part=1, distance=0.5), case=case)
-    assert f"of {WQ} on data-parallel rank 1 is not" in found.message
+    assert (found.rule, found.module, found.values["part"]) == (TENSOR.name, WQ, " on data-parallel rank 1")
 
 
 def test_nan_and_what_could_not_be_compared_never_pass() -> None:
@@ -165,15 +174,15 @@ def test_nan_and_what_could_not_be_compared_never_pass() -> None:
     assert found.size == math.inf
     (found,) = check(distance(distance=math.nan, problem="the run did not record it"))
     assert found.verdict is Verdict.INVARIANT
-    assert "cannot be compared with its replay: the run did not record it" in found.message
+    assert (found.rule, found.values["problem"]) == (INCOMPARABLE.name, "the run did not record it")
 
 
 def test_without_a_replay_or_without_distances_nothing_is_judged_good() -> None:
     run = make_run(CASE)
     (found,) = check_local_parity(CASE, run, make_witnesses(CASE))
-    assert "could not be run" in found.message
+    assert (found.rule, found.judged) == (NO_REPLAY.name, False)
     (found, *_) = check_local_parity(CASE, run, make_witnesses(CASE, replay=run_of(make_trace(CASE))))
-    assert "no module was compared" in found.message
+    assert found.rule == NOTHING_COMPARED.name
 
 
 @pytest.mark.parametrize(("name", "off"), [("loss", 1e-5), ("grad_norm", 1e-8), ("loss", math.nan)])
@@ -184,7 +193,8 @@ def test_reported_numbers_are_those_of_the_recorded_tensors(name: str, off: floa
     run = with_step(make_run(CASE), 1, 2, **{name: value})
     (found,) = check_local_parity(CASE, run, make_witnesses(CASE, replay=again))
     assert (found.step, found.rank) == (2, 1)
-    assert found.message.startswith(f"{name} is not that of the recorded")
+    assert found.rule == {"loss": LOSS, "grad_norm": NORM}[name].name
+    assert found.values["number"] == name
 
 
 def test_a_rank_without_all_steps_is_left_to_other_checks() -> None:
@@ -198,15 +208,16 @@ COMPILED = parse_case_id("tp2-tensorwise-graph-v2048-s2-b16")
 
 def test_the_partner_of_a_compiled_case_is_judged_in_its_place() -> None:
     run = make_run(COMPILED)
-    for far, messages in ((0.0, []), (0.02, ["in tp2-tensorwise-v2048-s2-b16: the gradient of the input of"])):
+    of_partner = ("in tp2-tensorwise-v2048-s2-b16", TENSOR.name, "gradient of the input", WQ)
+    for far, told in ((0.0, []), (0.02, [of_partner])):
         distances = (distance(distance=far), distance(step=2))
         other = run_of(make_trace(CASE, module_distances=distances))
         found = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=other))
-        assert [each.message.split(" layers")[0] for each in found] == messages
+        assert [(each.within, each.rule, each.values["tensor"], each.module) for each in found] == told
     (found,) = check_local_parity(COMPILED, run, make_witnesses(COMPILED))
-    assert "could not be run" in found.message
+    assert (found.rule, found.judged) == (NO_REPLAY.name, False)
     found, *_ = check_local_parity(COMPILED, run, make_witnesses(COMPILED, partner=make_run(CASE)))
-    assert "no module was compared" in found.message
+    assert found.rule == NOTHING_COMPARED.name
 
 
 @pytest.mark.parametrize(

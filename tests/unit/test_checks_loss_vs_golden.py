@@ -9,11 +9,25 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.loss_vs_golden import check_loss_vs_golden
+from harness.checks.loss_vs_golden import (
+    COARSE,
+    DATA,
+    DISAGREE,
+    FAMILY,
+    FROZEN,
+    HARDWARE,
+    NO_GOLDEN,
+    NO_TOLERANCE,
+    PROVES_NOTHING,
+    STEPS_OF_RANKS,
+    check_loss_vs_golden,
+)
+from harness.checks.loss_vs_golden import LOSS as TOO_FAR
+from harness.checks.loss_vs_golden import STEPS as OTHER_STEPS
 from harness.evidence.golden import Golden
-from harness.evidence.tolerance import Tolerance
+from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, reference_case
+from harness.matrix.caseid import case_id, family_id, reference_case
 from harness.trace import RankTrace
 from harness.verdict import Finding, Verdict
 from tests.builders import make_case, make_golden, make_tolerance, make_trace, make_witnesses, run_of
@@ -95,8 +109,7 @@ def test_ranks_that_differ_in_the_last_bit_fail(step: int, rank: int, sign: floa
     odd = list(GOLDEN)
     odd[step - 1] = math.nextafter(odd[step - 1], sign * math.inf)
     (found,) = check(trace(rank, tuple(odd)), trace(1 - rank))
-    assert found.message == f"ranks report different global losses from step {step} on"
-    assert (found.step, found.rank) == (step, 1)
+    assert (found.rule, found.step, found.rank) == (DISAGREE.name, step, 1)
     assert repr(odd[step - 1]) in (found.found or "")
 
 
@@ -117,7 +130,7 @@ def test_dropping_any_step_on_any_rank_fails(step: int, rank: int) -> None:
     whole = trace(rank)
     dropped = replace(whole, steps=tuple(each for each in whole.steps if each.step != step))
     (found,) = check(dropped, trace(1 - rank))
-    assert found.rank == rank and "did not record every step" in found.message
+    assert (found.rule, found.ranks) == (STEPS_OF_RANKS.name, (rank,))
 
 
 def test_steps_in_another_order_are_not_compared() -> None:
@@ -147,22 +160,23 @@ def test_an_empty_run_fails() -> None:
 )
 def test_witnesses_with_other_steps_fail(against: Golden, within: Tolerance, who: str) -> None:
     (found,) = check(*both(GOLDEN), against=against, within=within)
-    assert found.message == f"the {who} does not have the steps of the case"
+    assert (found.rule, found.values["who"]) == (OTHER_STEPS.name, who)
 
 
 def test_a_missing_golden_names_its_command() -> None:
     (found,) = check(*both(GOLDEN), against=None)
-    assert f"fp8-harness golden update --case {case_id(reference_case(CASE))} --reason" in found.message
+    assert (found.rule, found.judged, found.values["family"]) == (NO_GOLDEN.name, False, family_id(CASE))
+    assert f"fp8-harness golden update --case {case_id(reference_case(CASE))} --reason" in str(found.values["command"])
 
 
 def test_a_missing_tolerance_says_why_and_what_to_set() -> None:
     (found,) = check(*both(GOLDEN), within=None)
-    assert "did not finish" in found.message and "`loss_tolerance`" in found.message
+    assert (found.rule, found.judged, found.values["why"]) == (NO_TOLERANCE.name, False, NONE_DERIVED)
 
 
 def test_a_golden_of_other_hardware_is_not_used() -> None:
     (found,) = check(trace(0, device="NVIDIA H200"), trace(1, device="NVIDIA H200"))
-    assert "other hardware" in found.message
+    assert (found.rule, found.ranks) == (HARDWARE.name, (0, 1))
     assert (found.expected, found.found) == ("cpu", "nvidia-h200")
     (found,) = check(trace(0), trace(1, device="NVIDIA H200"))
     assert found.rank == 1
@@ -179,17 +193,17 @@ def test_a_golden_of_a_class_serves_its_devices_and_no_other() -> None:
 
 def test_other_data_is_found() -> None:
     (found,) = check(trace(0), trace(1, data_digest="d2"))
-    assert "other data" in found.message and found.rank == 1
+    assert (found.rule, found.ranks) == (DATA.name, (1,))
 
 
 def test_a_golden_of_another_family_is_not_used() -> None:
     (found,) = check(*both(GOLDEN), against=golden(family="other"))
-    assert "another family" in found.message
+    assert found.rule == FAMILY.name
 
 
 def test_a_loss_that_stands_still_fails_even_within_the_tolerance() -> None:
     (found,) = check(*both((7.75,) * STEPS), within=make_tolerance(*[0.75] * STEPS))
-    assert "the model did not learn" in found.message
+    assert (found.rule, found.ranks) == (FROZEN.name, (0, 1))
 
 
 def test_a_tolerance_as_wide_as_all_learning_proves_nothing() -> None:
@@ -197,7 +211,7 @@ def test_a_tolerance_as_wide_as_all_learning_proves_nothing() -> None:
         findings = check(*both(GOLDEN), within=make_tolerance(*[width] * STEPS))
         assert (findings == []) is good
     (found,) = check(*both(GOLDEN), within=make_tolerance(*[1.0] * STEPS))
-    assert "a model that never trains would pass" in found.message
+    assert (found.rule, found.judged) == (PROVES_NOTHING.name, False)
     assert (found.expected, found.found) == ("allowed below 1", "1")
 
 
@@ -205,9 +219,9 @@ def test_two_steps_must_show_learning() -> None:
     two = make_case(tp=2, steps=2)
     against = make_golden(two, (8.0, 7.0))
     (found,) = check(*both((7.5, 7.5)), of=two, against=against, within=make_tolerance(0.5, 0.5))
-    assert "the model did not learn" in found.message
+    assert found.rule == FROZEN.name
     (found,) = check(*both((8.0, 7.5)), of=two, against=against, within=make_tolerance(2.0, 1.0))
-    assert "never trains" in found.message
+    assert found.rule == PROVES_NOTHING.name
     assert (found.expected, found.found) == ("allowed below 1", "2")
 
 
@@ -220,8 +234,9 @@ def test_one_step_cannot_show_learning_but_is_compared() -> None:
 
 def test_the_message_is_an_aligned_table() -> None:
     (found,) = check(*both((8.0, 7.5, 8.25, 9.0)))
-    head, columns, *rows, basis = found.message.splitlines()
-    assert head == "the loss differs by +1 from the golden at step 3, 0.25 allowed"
+    assert (found.rule, found.step) == (TOO_FAR.name, 3)
+    assert dict(found.values) == {"difference": 1.0, "distance": 1.0, "allowed": 0.25} and found.excess == 4
+    columns, *rows, basis = found.details.splitlines()
     assert columns.split() == ["step", "golden", "found", "difference", "allowed"]
     assert rows[2].split() == ["3", "7.250000", "8.250000", "+1.000000", "0.250000", "<"]
     assert len({row.removesuffix("  <").rindex("0") for row in rows}) == 1
@@ -237,13 +252,13 @@ def test_a_long_table_shows_the_first_bad_step() -> None:
     against = make_golden(long, losses)
     (found,) = check(*both(off), of=long, against=against, within=make_tolerance(*[0.125] * 100))
     assert found.step == 70
-    assert "(88 more steps)" in found.message
-    assert any(line.split()[0] == "70" and line.endswith("<") for line in found.message.splitlines())
+    assert "(88 more steps)" in found.details
+    assert any(line.split()[0] == "70" and line.endswith("<") for line in found.details.splitlines())
 
 
-@pytest.mark.parametrize(("size", "fix"), [(1.0, "rounded to bfloat16"), (1.001, "train more steps")])
+@pytest.mark.parametrize(("size", "fix"), [(1.0, COARSE), (1.001, "train more steps")])
 def test_a_golden_of_coarse_losses_says_so(size: float, fix: str) -> None:
     """A bfloat16 near 8 is a multiple of 1/16 or 1/32: the tolerance that is derived from it is wide as well."""
     losses = tuple(size * loss for loss in GOLDEN)
     (found,) = check(*both(losses), against=golden(losses), within=make_tolerance(*(2.0 for _ in GOLDEN)))
-    assert "never trains" in found.message and fix in found.message
+    assert (found.rule, found.values["remedy"]) == (PROVES_NOTHING.name, fix)

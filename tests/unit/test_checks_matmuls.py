@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.matmuls import check_matmuls
+from harness.checks.matmuls import NUMBER, check_matmuls
 from harness.matrix.case import Case
 from harness.trace import RankTrace
 from harness.verdict import Finding, Verdict
@@ -59,7 +59,8 @@ def test_calls_that_cancel_out_over_steps_or_ranks_are_found() -> None:
 
 def test_ranks_that_agree_share_a_finding_and_the_first_step_is_named() -> None:
     (found,) = check(trace(0, 9, 9), trace(1, 9, 3))
-    assert found.message == "wrong number of scaled matmuls at step 1: 9 instead of 12 on ranks 0-1"
+    assert (found.rule, found.step, found.ranks) == (NUMBER.name, 1, (0, 1))
+    assert dict(found.values) == {"calls": 9, "wanted": "12"}
     first, second = check(trace(0, 9, 9), trace(1, 12, 3))
     assert (first.step, first.rank, second.step, second.rank) == (1, 0, 2, 1)
 

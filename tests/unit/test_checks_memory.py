@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks.memory import check_memory
+from harness.checks.memory import NO_RECORD, OTHER_MODE, OUTLIVES, check_memory
 from harness.expect.saved_memory import expected_saved
 from harness.matrix.case import Case
 from harness.trace.traffic import SavedMemory
@@ -43,24 +43,26 @@ def test_one_byte_is_found_at_its_step_and_rank(rank: int, step: int, off: int, 
     wrong = tuple(saved_as(step, by_dtype) if each.step == step else each for each in right)
     (found,) = check(CASE, *((wrong, right) if rank == 0 else (right, wrong)))
     assert (found.step, found.rank) == (step, rank)
-    assert dtype in found.message and found.expected and found.found
+    assert found.values["dtype"] == dtype and found.expected and found.found
 
 
 def test_lost_checkpointing_is_told_in_plain_words() -> None:
     (found,) = check(FULL, records(CASE), records(CASE))
-    assert found.message.startswith("saved memory is that of checkpointing none, not full")
+    assert found.rule == OTHER_MODE.name
+    assert (found.values["mode"], found.values["asked"]) == ("none", "full")
 
 
 def test_float8_that_outlives_forward_is_told_in_plain_words() -> None:
     wrong = tuple(saved_as(step, {**records(CASE)[0].by_dtype, "float8_e4m3fn": 81920}) for step in (1, 2))
     (found,) = check(CASE, wrong, wrong)
-    assert "float8 tensors outlive the forward pass" in found.message
+    assert (found.rule, found.values["dtype"]) == (OUTLIVES.name, "float8_e4m3fn")
     assert (found.expected, found.found) == ("0 bytes", "81920 bytes")
 
 
 def test_what_was_not_recorded_is_a_finding() -> None:
     (found,) = check(CASE, records(CASE), None)
-    assert found.message == "cannot be judged: no record of saved memory on rank 1"
+    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (1,))
+    assert found.values["record"] == "saved memory"
     assert check(CASE)
     (found,) = check(CASE, records(CASE)[:1], records(CASE))
     assert (found.step, found.rank, found.found) == (2, 0, "0 bytes")

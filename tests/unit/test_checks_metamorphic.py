@@ -8,7 +8,17 @@ import pytest
 from msgspec.structs import replace
 
 from harness.checks.judge import judge
-from harness.checks.metamorphic import EXACT, check_metamorphic
+from harness.checks.metamorphic import (
+    EXACT,
+    GRAD_NORM,
+    GRADIENTS,
+    LOSS,
+    NO_PARTNER,
+    NOTHING_COMPARED,
+    ONE_SIDE,
+    PARAMETERS,
+    check_metamorphic,
+)
 from harness.checks.witnesses import Witnesses
 from harness.expect.relations import Relation
 from harness.trace import Run
@@ -20,6 +30,7 @@ from tests.builders import (
     make_sketch,
     make_trace,
     make_witnesses,
+    rules,
     run_of,
     with_sketches,
     with_step,
@@ -74,7 +85,8 @@ def test_one_unit_in_the_last_place_of_a_number_breaks_a_bitwise_promise(number:
     (finding,) = check(off)
     assert (finding.step, finding.rank, finding.verdict) == (step, rank, Verdict.NUMERIC)
     assert (finding.expected, finding.found) == (repr(value), repr(math.nextafter(value, 9)))
-    assert number.replace("_", " ") in finding.message and "tp2-bf16-v2048-s2-f32 (checkpointing)" in finding.message
+    assert finding.rule == {"loss": LOSS, "grad_norm": GRAD_NORM}[number].name
+    assert "tp2-bf16-v2048-s2-f32 (checkpointing)" in str(finding.values["partner"])
     assert check(off, SUMS) == []
 
 
@@ -95,7 +107,7 @@ def test_the_first_step_that_differs_is_reported() -> None:
 def test_other_bits_of_a_gradient_are_found_on_every_rank(rank: int) -> None:
     (finding,) = check(with_sketch(make_sketch("b", 2, digest="x"), rank))
     assert (finding.step, finding.rank, finding.module, finding.verdict) == (2, rank, "b", Verdict.NUMERIC)
-    assert "1 of 2 gradients differ" in finding.message
+    assert (finding.rule, finding.values["count"], finding.values["compared"]) == (GRADIENTS.name, 1, 2)
     assert finding.expected == "[4, 4] at [0, 0]: 0 1.0" and finding.found == "[4, 4] at [0, 0]: x"
 
 
@@ -104,14 +116,16 @@ def test_the_gradient_that_is_furthest_away_is_named() -> None:
     both = with_sketches(off, lambda s: replace(s, digest="y") if s.fqn == "a" else s, rank=0)
     (finding,) = check(both)
     assert (finding.module, finding.found) == ("b", "[4, 4] at [0, 0]: x")
-    assert "2 of 2 gradients differ" in finding.message and "relative distance 0.5" in finding.message
+    assert (finding.rule, finding.values["count"], finding.values["compared"]) == (GRADIENTS.name, 2, 2)
+    assert finding.values["distance"] == finding.size == 0.5
 
 
 def test_bits_are_compared_where_numbers_are_equal() -> None:
     """-0.0 and 0.0, or two elements that changed places between positions of equal sign."""
     off = with_sketch(make_sketch("a", 2, "param", digest="x"))
     (finding,) = check(off)
-    assert "1 of 2 final parameters differ" in finding.message and "relative distance 0" in finding.message
+    assert (finding.rule, finding.values["count"], finding.values["compared"]) == (PARAMETERS.name, 1, 2)
+    assert finding.values["distance"] == finding.size == 0
     assert check(off, SUMS) == []
 
 
@@ -139,20 +153,20 @@ def test_a_tensor_on_one_side_alone_is_found(relation: Relation) -> None:
     lacking = with_sketches(run(), lambda s: s if s.fqn == "a" else None)
     (here,) = check(run(), relation, lacking)
     (there,) = check(lacking, relation)
-    assert (here.module, there.module) == ("b", "b")
-    assert "grad of b, here only (the first of" in here.message
-    assert "grad of b, there only (the first of" in there.message
+    for finding, side in ((here, "here only"), (there, "there only")):
+        assert (finding.rule, finding.module) == (ONE_SIDE.name, "b")
+        assert (finding.values["kind"], finding.values["side"], finding.values["count"]) == ("grad", side, 3)
 
 
 @pytest.mark.parametrize("relation", [BITWISE, SUMS])
 def test_a_partner_that_recorded_nothing_proves_nothing(relation: Relation) -> None:
     empty = make_run(CASE, sketches=())
-    assert any("no gradients were compared" in finding.message for finding in check(empty, relation, empty))
+    assert NOTHING_COMPARED.name in rules(check(empty, relation, empty))
 
 
 def test_a_partner_that_could_not_be_run_is_a_finding() -> None:
     (finding,) = check_metamorphic(CASE, run(), witnesses(BITWISE, None))
-    assert finding.verdict is Verdict.INVARIANT and "could not be run" in finding.message
+    assert (finding.verdict, finding.rule, finding.judged) == (Verdict.INVARIANT, NO_PARTNER.name, False)
 
 
 def test_the_judge_claims_the_check_only_for_cases_with_a_relation() -> None:

@@ -7,7 +7,26 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.model import check_model, unequal_initial_weights
+from harness.checks.model import (
+    BUFFER,
+    CALLS,
+    DTYPE,
+    INITIAL,
+    LINEAR,
+    NO_GRADIENT,
+    NO_STEP,
+    NOT_UPDATED,
+    NOTHING_UPDATED,
+    PARAMETER,
+    SETTING,
+    SEVERAL_STEPS,
+    SHAPE,
+    TRAINED,
+    UNSEEN_GRADIENTS,
+    check_model,
+    unequal_initial_weights,
+)
+from harness.checks.rule import Rule
 from harness.trace import RankTrace, Run
 from harness.trace.inputs import StateChange
 from harness.trace.model import Buffer, Linear, ModelRecord, Parameter
@@ -60,45 +79,73 @@ def test_bfloat16_parameters_are_those_that_the_case_asks_for(asked: str, found:
     case = make_case(dp_shard=2, dtype="bfloat16", parameter_dtype=asked)
     one = make_witnesses(case, solo=solo())
     wrong = check_model(case, run_of(trace(0), trace(1)), one)
-    assert ["the case asks for bfloat16" in each.message for each in wrong] == [True] * found
+    assert [(each.rule, each.values["asked"]) for each in wrong] == [(DTYPE.name, "bfloat16")] * found
 
 
 TILTED = model(buffers=(Buffer(fqn="tilt", shape=(4,), dtype="float32", digest="u"),))
 
 
 @pytest.mark.parametrize(
-    ("second", "words"),
+    ("second", "rule", "module", "values"),
     [
-        ({"built": model(parameter("inner.up.weight"), parameter("gain"))}, "builds a parameter inner.up.weight"),
-        ({"built": model(parameter("up.weight", shape=(2, 4)), parameter("gain"))}, "another shape than on one rank"),
-        ({"built": model(parameter("up.weight"), parameter("gain", trained=False))}, "gain is frozen here"),
-        ({"built": model(linears=())}, "up is no linear here"),
-        ({"built": model(parameter("up.weight", dtype="float64"), parameter("gain"))}, "the case asks for float32"),
-        ({"built": TILTED}, "buffer tilt differs between rank 0 and rank 1"),
+        (
+            {"built": model(parameter("inner.up.weight"), parameter("gain"))},
+            PARAMETER,
+            "inner.up.weight",
+            {"here": "a", "there": "none", "who": "one rank"},
+        ),
+        (
+            {"built": model(parameter("up.weight", shape=(2, 4)), parameter("gain"))},
+            SHAPE,
+            "up.weight",
+            {"who": "one rank"},
+        ),
+        (
+            {"built": model(parameter("up.weight"), parameter("gain", trained=False))},
+            TRAINED,
+            "gain",
+            {"here": "frozen"},
+        ),
+        ({"built": model(linears=())}, LINEAR, "up", {"here": "no", "there": "one"}),
+        (
+            {"built": model(parameter("up.weight", dtype="float64"), parameter("gain"))},
+            DTYPE,
+            "up.weight",
+            {"dtype": "float64", "asked": "float32"},
+        ),
+        ({"built": TILTED}, BUFFER, "tilt", {"pair": "rank 0 and rank 1"}),
         (
             {"state": (StateChange(name="default dtype", phase="build", before="float32", after="float64"),)},
-            "leaves torch's default dtype changed after build",
+            SETTING,
+            None,
+            {"setting": "default dtype", "phase": "build"},
         ),
         (
             {"state": (StateChange(name="training mode", phase="x", before="on", after="off in 2 of 2 modules"),)},
-            "leaves torch's training mode changed after x",
+            SETTING,
+            None,
+            {"setting": "training mode", "phase": "x"},
         ),
     ],
 )
-def test_one_rank_that_differs_is_found_with_what_to_do(second: dict[str, Any], words: str) -> None:
+def test_one_rank_that_differs_is_found_with_what_to_do(
+    second: dict[str, Any], rule: Rule, module: str | None, values: dict[str, str]
+) -> None:
     (finding,) = check(trace(0), trace(1, **second))
-    assert words in finding.message
+    assert (finding.rule, finding.module) == (rule.name, module)
+    assert {name: finding.values[name] for name in values} == values
     assert finding.fix
 
 
 def test_buffers_are_compared_with_one_rank_too() -> None:
     (finding,) = check(trace(0, TILTED), trace(1, TILTED))
-    assert "rank 0 and the single-rank reference" in finding.message
+    assert (finding.rule, finding.values["pair"]) == (BUFFER.name, "rank 0 and the single-rank reference")
 
 
 def test_a_reference_that_joins_its_microbatches_is_found() -> None:
     (finding,) = check(reference=solo(model(calls={"up": 1})))
-    assert "up runs 1 time a step, and 1 time for the 2 microbatches" in finding.message
+    assert (finding.rule, finding.module) == (CALLS.name, "up")
+    assert dict(finding.values) == {"ours": 1, "theirs": 1, "dp": 2, "count": 1}
 
 
 def both(**changes: Any) -> list[Finding]:
@@ -107,7 +154,8 @@ def both(**changes: Any) -> list[Finding]:
 
 def test_parameters_without_gradients_are_named() -> None:
     (finding,) = both(sketches=(make_sketch("up.weight"),))
-    assert "1 of 2 trained parameters got no gradient in any step: gain" in finding.message
+    assert (finding.rule, finding.module) == (NO_GRADIENT.name, "gain")
+    assert dict(finding.values) == {"count": 1, "all": 2, "names": "gain"}
     (finding,) = both(sketches=())
     assert finding.fix is not None and "loss.backward() before optimizer.step()" in finding.fix
 
@@ -115,24 +163,25 @@ def test_parameters_without_gradients_are_named() -> None:
 def test_optimizers_that_step_too_often_or_train_nothing() -> None:
     often = tuple(replace(step, optimizer_steps=2) for step in make_steps([8.0]))
     (finding,) = check(reference=solo(steps=often))
-    assert "2 times in one step()" in finding.message
+    assert (finding.rule, finding.values["count"]) == (SEVERAL_STEPS.name, 2)
     still = model(*(parameter(fqn, updated=False) for fqn in ("up.weight", "gain")))
     once = tuple(replace(step, optimizer_steps=1) for step in make_steps([8.0]))
     (finding,) = both(built=still, steps=once)
-    assert "the optimizer steps, but no parameter of the model ever changes" in finding.message
+    assert finding.rule == NOTHING_UPDATED.name
     (finding,) = both(built=still)
-    assert "no optimizer ever steps" in finding.message
+    assert finding.rule == NO_STEP.name
     (finding,) = both(built=model(parameter("up.weight"), parameter("gain", updated=False)))
-    assert "1 of 2 trained parameters got gradients and never changed: gain" in finding.message
+    assert (finding.rule, finding.module) == (NOT_UPDATED.name, "gain")
+    assert dict(finding.values) == {"count": 1, "all": 2, "names": "gain"}
 
 
 def test_gradients_that_no_hook_of_torch_sees() -> None:
     never = tuple(replace(step, optimizer_steps=0) for step in make_steps([8.0]))
     (finding,) = both(sketches=(), steps=never)
-    assert "no torch optimizer steps, so their gradients cannot be seen" in finding.message
+    assert finding.rule == UNSEEN_GRADIENTS.name
     still = model(*(parameter(fqn, updated=False) for fqn in ("up.weight", "gain")))
     (finding,) = both(sketches=(), steps=never, built=still)
-    assert "no optimizer ever steps" in finding.message, "told once"
+    assert finding.rule == NO_STEP.name, "told once"
 
 
 def test_a_parameter_whose_gradient_is_lost_in_rounding_is_no_finding() -> None:
@@ -146,4 +195,5 @@ def test_weights_that_the_target_built_differently_on_ranks_that_hold_the_same()
 
     assert unequal_initial_weights(run_of(held(0, "a", 0), held(1, "b", 8))) == []
     (finding,) = unequal_initial_weights(run_of(held(0, "a", 0), held(1, "b", 0)))
-    assert "ranks 0-1 hold alike was built with different values: gain" in finding.message
+    assert (finding.rule, finding.module, finding.ranks) == (INITIAL.name, "gain", (0, 1))
+    assert finding.values["count"] == 1

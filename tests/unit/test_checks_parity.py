@@ -9,7 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.parity import FLOAT32_LOSS, LOSS_SHARE, check_parity, worst_distances
+from harness.checks.parity import (
+    ELEMENTS,
+    FLOAT32_LOSS,
+    GRAD_NORM,
+    GRADIENTS,
+    LOSS_SHARE,
+    NO_REFERENCE,
+    NO_TOLERANCE,
+    NOTHING_COMPARED,
+    ONE_SIDE,
+    PARAMETERS,
+    REPLICAS,
+    REPORTED_NORM,
+    TOKENS,
+    check_parity,
+    worst_distances,
+)
+from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Dtype
 from harness.trace import Run
 from harness.trace.sketches import TensorSketch
@@ -70,13 +87,14 @@ def test_what_one_rank_computes_has_no_findings() -> None:
 def test_one_gradient_of_one_step_is_found_and_named(fqn: str, step: int) -> None:
     (finding,) = check(run(**{f"grad_{fqn}_{step}": 1.01}), solo())
     assert (finding.step, finding.module, finding.verdict) == (step, fqn, Verdict.NUMERIC)
-    assert "1 of 2 gradients differ" in finding.message
+    assert (finding.rule, finding.values["count"], finding.values["compared"]) == (GRADIENTS.name, 1, 2)
     assert (finding.expected, finding.found) == (f"distance <= {ALLOWED[step - 1]:.2g}", "0.01")
 
 
 def test_the_worst_gradient_is_named_and_nan_is_the_worst() -> None:
     (finding,) = check(run(grad_a_1=1.01, grad_b_1=1.02), solo())
-    assert finding.module == "b" and "2 of 2 gradients" in finding.message
+    assert (finding.rule, finding.module) == (GRADIENTS.name, "b")
+    assert (finding.values["count"], finding.values["compared"]) == (2, 2)
     (finding,) = check(run(grad_a_1=math.nan, grad_b_1=5.0), solo())
     assert finding.module == "a"
 
@@ -110,7 +128,8 @@ def test_what_adamw_hides_is_found(factor: float) -> None:
 
 def test_final_parameters_are_compared() -> None:
     (finding,) = check(run(param_b_2=1.01), solo())
-    assert (finding.step, finding.module) == (2, "b") and "1 of 2 final parameters" in finding.message
+    assert (finding.rule, finding.step, finding.module) == (PARAMETERS.name, 2, "b")
+    assert (finding.values["count"], finding.values["compared"]) == (1, 2)
 
 
 @pytest.mark.parametrize(("step", "rank"), [(1, 0), (2, 1)])
@@ -132,7 +151,8 @@ def test_a_float32_loss_may_be_a_few_units_of_its_last_place_off() -> None:
 def test_a_lost_half_of_a_tensor_is_found(lost: tuple[str, int]) -> None:
     found = check(with_sketches(run(), lambda s: None if is_lost(s, lost) else s, rank=1), solo())
     (finding,) = [each for each in found if each.verdict is Verdict.INVARIANT]
-    assert (finding.step, finding.module) == (lost[1], "b") and "hold 8 elements" in finding.message
+    assert (finding.rule, finding.step, finding.module) == (ELEMENTS.name, lost[1], "b")
+    assert dict(finding.values) == {"elements": 8, "shape": "(4, 4)"}
 
 
 @pytest.mark.parametrize("lost", [("grad", 1), ("grad", 2), ("param", 2)])
@@ -142,9 +162,9 @@ def test_a_tensor_on_one_side_alone_is_found(lost: tuple[str, int]) -> None:
 
     (missing,) = check(without(run()), solo())
     (unknown,) = check(run(), without(solo()))
-    assert f"{lost[0]} of b is missing from this run" in missing.message
-    assert f"{lost[0]} of b is missing from the single-rank reference" in unknown.message
-    assert missing.step == unknown.step == lost[1]
+    for finding, side in ((missing, "this run"), (unknown, "the single-rank reference")):
+        assert (finding.rule, finding.step, finding.module) == (ONE_SIDE.name, lost[1], "b")
+        assert dict(finding.values) == {"kind": lost[0], "side": side, "count": 1}
 
 
 @pytest.mark.parametrize("kind", ["grad", "param"])
@@ -153,7 +173,7 @@ def test_comparing_nothing_never_passes(kind: str) -> None:
         return with_sketches(found, lambda s: None if s.kind == kind else s)
 
     for finding in check(without(run()), without(solo())):
-        assert "were compared" in finding.message and finding.verdict is Verdict.INVARIANT
+        assert (finding.rule, finding.verdict) == (NOTHING_COMPARED.name, Verdict.INVARIANT)
     assert len(check(without(run()), without(solo()))) == 1
 
 
@@ -163,15 +183,17 @@ def test_replicas_that_differ_are_found() -> None:
     both = run_of(*run().traces, replace(copies, rank=2))
     (finding,) = check(both, solo())
     assert (finding.step, finding.module, finding.verdict) == (2, "a", Verdict.INVARIANT)
-    assert "replicas of a shard are not bitwise equal" in finding.message
+    assert finding.rule == REPLICAS.name
     assert finding.found == "rank 0: 0 1.0, rank 2: 0 1.5"
 
 
 def test_without_a_witness_or_a_tolerance_nothing_passes() -> None:
     (no_solo,) = check(run(), None)
     (no_tolerance,) = check(run(), solo(), allowed=None)
-    assert "single-rank reference (solo witness) could not be run" in no_solo.message
-    assert "no parity tolerance" in no_tolerance.message and "did not finish" in no_tolerance.message
+    assert (no_solo.rule, no_solo.judged) == (NO_REFERENCE.name, False)
+    assert "single-rank reference (solo witness)" in str(no_solo.values["who"])
+    assert (no_tolerance.rule, no_tolerance.judged) == (NO_TOLERANCE.name, False)
+    assert no_tolerance.values["why"] == NONE_DERIVED
 
 
 def test_the_worst_distance_of_a_step_is_what_tolerances_are_fitted_to() -> None:
@@ -183,7 +205,7 @@ def test_the_reported_gradient_norm_is_compared() -> None:
     """Sketches cannot see a norm that counts replicas twice: only what the ranks report does."""
     found = with_step(with_step(run(), 0, 1, grad_norm=1.5), 0, 2, grad_norm=1.5)
     (finding,) = check(found, solo())
-    assert "grad_norm" in finding.message and (finding.step, finding.rank) == (1, 0)
+    assert (finding.rule, finding.step, finding.rank) == (GRAD_NORM.name, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +230,7 @@ def test_tokens_of_another_data_parallel_rank_are_found(digests: tuple[str | Non
 
     assert trained("zero", "one") == []
     (finding,) = trained(*digests)
-    assert finding.message.startswith("wrong tokens on rank") and finding.rank == 0
+    assert (finding.rule, finding.rank) == (TOKENS.name, 0)
     assert (finding.expected, finding.found) == ("those of data-parallel rank 0", words)
 
 
@@ -229,4 +251,4 @@ def test_a_norm_that_a_target_reports_is_compared_with_the_one_on_one_rank(norm:
     assert check(reporting(run(), 1.001), expected) == []
     assert check(reporting(run(), 1.00001), expected, allowed=(1e-8, 1e-8)) == [], "its own sum rounds in float32"
     findings = check(reporting(run(), norm), expected)
-    assert ["reported_grad_norm" in finding.message for finding in findings] == [True]
+    assert [finding.rule for finding in findings] == [REPORTED_NORM.name]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.recompute import check_recompute
+from harness.checks.recompute import CAST, MATMUL, NOT_RECOMPUTED, NUMBER, check_recompute
 from harness.expect.matmuls import recomputed_calls
 from harness.matrix.case import Case
 from harness.matrix.linears import converted_fqns, gemms, is_checkpointed
@@ -86,7 +86,8 @@ def test_a_cast_that_differs_is_found(phase: str, role: str, change: dict[str, A
     )
     (found,) = check(FULL, OperandTrace(casts=wrong, matmuls=recorded(FULL).matmuls))
     assert (found.step, found.rank, found.module) == (1, 0, "layers.0.attention.wk")
-    assert found.expected != found.found and "2 in total" in found.message
+    assert (found.rule, found.values["cast"], found.values["total"]) == (CAST.name, f"{role} cast in {phase}", 2)
+    assert found.expected != found.found
 
 
 def test_nan_that_is_computed_twice_does_not_differ() -> None:
@@ -114,13 +115,13 @@ def test_a_recomputed_matmul_that_differs_is_found(change: dict[str, Any]) -> No
     mine = recorded(FULL)
     wrong = (*mine.matmuls[:-1], replace(mine.matmuls[-1], **change))
     (found,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=wrong))
-    assert "recomputed matmul" in found.message
+    assert (found.rule, found.values["cast"]) == (MATMUL.name, "recomputed matmul")
 
 
 def test_checkpointing_that_recomputes_nothing_is_found() -> None:
     mine = recorded(FULL)
     casts = tuple(one for one in mine.casts if one.phase != "recompute")
     (found,) = check(FULL, OperandTrace(casts=casts, matmuls=mine.matmuls))
-    assert found.expected == "a recomputation"
+    assert (found.rule, found.expected) == (NOT_RECOMPUTED.name, "a recomputation")
     (found,) = check(FULL, OperandTrace(casts=mine.casts, matmuls=mine.matmuls[:-1]))
-    assert "number of recomputed matmuls" in found.message
+    assert found.rule == NUMBER.name

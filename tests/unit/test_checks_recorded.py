@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.judge import Judgement
-from harness.checks.recorded import require_rules, showing, with_known_faults
+from harness.checks.recorded import (
+    GONE,
+    KNOWN,
+    MISSING,
+    OTHER_END,
+    OUTDATED,
+    UNEXPLAINED,
+    require_rules,
+    showing,
+    with_known_faults,
+)
 from harness.errors import HarnessError
 from harness.matrix.known import KnownFault, Symptom
 from harness.verdict import Finding, NotJudged, Verdict
@@ -54,14 +64,16 @@ def test_a_fault_of_everywhere_explains_a_target_of_ones_own_where_it_shows_and_
     assert list(showing((fault,), make_case(), ())) == [fault]
     found = with_known_faults(judged(ROWS, GRADIENTS), (fault,), TODAY)
     assert found.verdict is Verdict.KNOWN
-    assert found.findings[0].message == f"known fault {fault.name}: {fault.reason} ({fault.link})"
+    assert found.findings[0].rule == KNOWN.name
+    told = {"fault": fault.name, "reason": fault.reason, "link": fault.link}
+    assert dict(found.findings[0].values) == told
 
 
 def test_a_required_finding_that_is_missing_is_named() -> None:
     found = with_known_faults(judged(GRADIENTS), (FAULT,), TODAY)
     assert found.verdict is Verdict.NUMERIC
     assert found.findings[0] == GRADIENTS
-    assert "recorded does not show as recorded" in found.findings[1].message
+    assert (found.findings[1].rule, found.findings[1].values["fault"]) == (MISSING.name, "recorded")
     assert len(found.findings) == 2
     assert found.findings[1].expected == "graphs/rows"
 
@@ -91,7 +103,8 @@ def test_a_finding_of_a_check_that_was_not_executed_is_not_missing() -> None:
 def test_what_no_record_explains_keeps_its_verdict_and_comes_first(other: Finding) -> None:
     found = with_known_faults(judged(ROWS, GRADIENTS, other), (FAULT,), TODAY)
     assert (found.verdict, found.findings[:3]) == (Verdict.NUMERIC, (other, ROWS, GRADIENTS))
-    assert found.findings[3].message.startswith("the first finding is not explained by the record of recorded")
+    assert found.findings[3].rule == UNEXPLAINED.name
+    assert dict(found.findings[3].values) == {"first": "the first finding is", "faults": "recorded"}
 
 
 def test_every_record_that_affects_a_case_must_show_and_all_of_them_explain() -> None:
@@ -106,7 +119,7 @@ def test_every_record_that_affects_a_case_must_show_and_all_of_them_explain() ->
 def test_another_end_than_recorded_is_not_known() -> None:
     found = with_known_faults(judged(ROWS, verdict=Verdict.HANG), (FAULT,), TODAY)
     assert found.verdict is Verdict.HANG
-    assert "ended otherwise than recorded" in found.findings[-1].message
+    assert found.findings[-1].rule == OTHER_END.name
 
 
 def test_a_record_past_its_day_explains_nothing() -> None:
@@ -114,13 +127,13 @@ def test_a_record_past_its_day_explains_nothing() -> None:
     assert verdict_of(ROWS, faults=(replace(FAULT, review_by=TODAY),)) is Verdict.KNOWN
     found = with_known_faults(judged(ROWS), (old,), TODAY)
     assert found.verdict is Verdict.NUMERIC
-    assert "to be reviewed by 2026-11-21" in found.findings[-1].message
+    assert (found.findings[-1].rule, found.findings[-1].values["day"]) == (OUTDATED.name, "2026-11-21")
 
 
 def test_a_recorded_fault_that_is_gone_must_be_closed() -> None:
     found = with_known_faults(judged(verdict=Verdict.PASSED), (FAULT,), TODAY)
     assert found.verdict is Verdict.UNEXPECTED_PASS
-    assert "https://example.org/1" in found.findings[0].message and "close the record" in found.findings[0].message
+    assert (found.findings[0].rule, found.findings[0].values["link"]) == (GONE.name, "https://example.org/1")
 
 
 def test_an_infrastructure_failure_says_nothing_of_a_record() -> None:

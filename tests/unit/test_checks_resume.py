@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
-from harness.checks.resume import check_resume
+from harness.checks.resume import NOT_LOADED, OTHER_STATE, check_resume
 from harness.matrix.case import Layout
 from harness.matrix.caseid import case_id, family_id, layout_id, parse_case_id, reference_case, solo_case, twin_case
 from harness.matrix.resumed import other_layout, resumed_in
@@ -41,25 +41,25 @@ def test_a_value_that_differs_is_named_with_the_layout_that_loaded_it(
     layout: str, loaded: tuple[State, ...], rank: int
 ) -> None:
     (finding,) = check(*loaded, rank=rank)
-    assert finding.message == (
-        f"the state that {layout} loaded is not the one that was saved: step of 1 parameter; first step of norm.weight"
-    )
+    assert finding.rule == OTHER_STATE.name
+    assert dict(finding.values) == {"layout": layout, "parts": "step of 1 parameter", "what": "step"}
     assert (finding.step, finding.rank, finding.module) == (3, rank, "norm.weight")
     assert (finding.expected, finding.found) == ("2.0", "0.0")
 
 
 def test_what_is_only_saved_or_only_loaded_differs() -> None:
     (finding,) = check({"norm.weight": "float32 [4] a", "new.weight": "float32 [1] c"}, SAVED)
-    assert "the values of 2 parameters, step of 1 parameter; first the values of new.weight" in finding.message
+    assert (finding.rule, finding.module, finding.values["what"]) == (OTHER_STATE.name, "new.weight", "the values")
+    assert finding.values["parts"] == "the values of 2 parameters, step of 1 parameter"
     assert (finding.expected, finding.found) == ("nothing", "float32 [1] c")
 
 
 def test_a_state_that_is_not_loaded_everywhere_is_found() -> None:
     (finding,) = check(SAVED)
-    assert finding.message == "no state was loaded by tp2"
+    assert (finding.rule, finding.values["layout"]) == (NOT_LOADED.name, "tp2")
     trace = make_trace(rank=0, losses=[8.0])
     (finding,) = check_resume(CASE, run_of(trace), make_witnesses(CASE))
-    assert finding.message == "no state was loaded by fsdp2"
+    assert (finding.rule, finding.values["layout"]) == (NOT_LOADED.name, "fsdp2")
 
 
 def test_without_resuming_nothing_is_judged() -> None:

@@ -11,7 +11,21 @@ import pytest
 from msgspec.structs import replace
 
 from harness.checks.occurrences import GEMM_OPERANDS
-from harness.checks.scales import check_scales
+from harness.checks.rule import Rule
+from harness.checks.scales import (
+    DIFFERENT,
+    DIM,
+    LOCAL,
+    MATMUL_DATA,
+    MATMUL_SCALE,
+    NO_CAST,
+    NO_RECORD,
+    REPLICAS,
+    RULES,
+    SHARED,
+    SOURCE_DTYPE,
+    check_scales,
+)
 from harness.expect.casts import CastForm, CastSite
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -27,6 +41,7 @@ from tests.builders import (
     make_scale,
     make_trace,
     make_witnesses,
+    rules,
     run_of,
     with_casts,
 )
@@ -164,7 +179,7 @@ def test_a_clean_run_has_no_findings(of: Case) -> None:
                 rank=rank,
                 where=lambda record: record.role != "weight",
             )
-    found = [one for one in check(of, run) if "matmul uses the wrong scale" not in one.message]
+    found = [one for one in check(of, run) if one.rule != MATMUL_SCALE.name]
     assert found == []
 
 
@@ -174,7 +189,7 @@ def test_the_first_place_is_named_with_what_was_expected() -> None:
         rescaled(1 + 2.0**-20),
         where=lambda record: record.step == 2 and record.role == "weight" and "w2" in record.fqn,
     )
-    found = [one for one in check(case(), stale) if one.message.startswith("scale does not match the amax")]
+    found = [one for one in check(case(), stale) if one.rule == RULES.amax.name]
     assert len(found) == 1 and (found[0].step, found[0].rank) == (2, 0)
     assert found[0].module == "layers.0.feed_forward.w2"
     assert "224.0 = 448 / amax 2.0" in (found[0].expected or "")
@@ -184,12 +199,12 @@ def test_a_wrong_scale_says_which_amax_it_implies_and_whose_it_is() -> None:
     of = case(tp=2)
     local = changed(clean(of), lambda record: {"amax": AMAX / 2}, rank=0, where=lambda record: record.role == "input")
     both = changed(local, rescaled(2.0), where=lambda record: record.role == "input")
-    found = next(one for one in check(of, both) if one.message.startswith("scale does not match the amax"))
-    assert found.message.endswith("on rank 0; it is the scale for the amax on rank 0 alone")
+    found = next(one for one in check(of, both) if one.rule == RULES.amax.name)
+    assert (found.rank, found.notes) == (0, ("it is the scale for the amax on rank 0 alone",))
     assert found.found == "448.0 = 448 / amax 1"
     alone = changed(local, rescaled(2.0), rank=0, where=lambda record: record.role == "input")
-    unequal = next(one for one in check(of, alone) if "use different scales" in one.message)
-    assert unequal.rank == 1 and "it is the scale" not in unequal.message  # that of rank 1 is right
+    unequal = next(one for one in check(of, alone) if one.rule == DIFFERENT.name)
+    assert (unequal.rank, unequal.notes) == (1, ())  # that of rank 1 is right
 
 
 def test_a_stale_scale_of_rows_names_its_step() -> None:
@@ -204,34 +219,34 @@ def test_a_stale_scale_of_rows_names_its_step() -> None:
 
     run = changed(clean(of), fresh, where=lambda record: True)
     wrong = changed(run, stale, where=lambda record: (record.step, record.role) == (2, "weight"))
-    found = next(one for one in check(of, wrong) if one.message.startswith("scale does not match the amax"))
-    assert found.step == 2 and found.message.endswith("; it is the scale of step 1")
+    found = next(one for one in check(of, wrong) if one.rule == RULES.amax.name)
+    assert (found.step, found.notes) == (2, ("it is the scale of step 1",))
     assert "for amaxes of 0.249 to 1.49 times the right ones" in (found.found or "")
 
 
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"mismatched": 1}, "does not match its source"),
-        ({"saturated": 3}, "saturate"),
-        ({"nonfinite": 1}, "NaN or infinite"),
-        ({"target_dtype": E4M3}, "cast to the wrong dtype"),
-        ({"source_dtype": "bfloat16"}, "cast from the wrong dtype"),
-        ({"axiswise_dim": -1}, "scaled along the wrong dim"),
-        ({"scale": make_scale(28672.0, dtype="float64")}, "scale has the wrong dtype"),
-        ({"scale": make_scale(28672.0, (16, 1))}, "scale has the wrong shape"),
-        ({"scale": make_scale(float("inf"))}, "not positive and finite"),
-        ({"scale": make_scale(-1.0)}, "not positive and finite"),
-        ({"scale": make_scale(float("nan"))}, "not positive and finite"),
-        ({"scale": make_scale(57344 / 2 * 0.999999)}, "does not match the amax"),
+        ({"mismatched": 1}, RULES.data),
+        ({"saturated": 3}, RULES.saturated),
+        ({"nonfinite": 1}, RULES.nonfinite),
+        ({"target_dtype": E4M3}, RULES.target_dtype),
+        ({"source_dtype": "bfloat16"}, SOURCE_DTYPE),
+        ({"axiswise_dim": -1}, DIM),
+        ({"scale": make_scale(28672.0, dtype="float64")}, RULES.scale_dtype),
+        ({"scale": make_scale(28672.0, (16, 1))}, RULES.scale_shape),
+        ({"scale": make_scale(float("inf"))}, RULES.scale_range),
+        ({"scale": make_scale(-1.0)}, RULES.scale_range),
+        ({"scale": make_scale(float("nan"))}, RULES.scale_range),
+        ({"scale": make_scale(57344 / 2 * 0.999999)}, RULES.amax),
     ],
 )
-def test_one_wrong_cast_is_found(change: Change, rule: str) -> None:
+def test_one_wrong_cast_is_found(change: Change, rule: Rule) -> None:
     run = clean(case())
     assert run.traces[0].operands is not None
     first = next(record.index for record in run.traces[0].operands.casts if record.role == "grad_output")
     wrong = changed(run, lambda _: change, where=lambda record: record.index == first)
-    assert any(rule in finding.message for finding in check(case(), wrong))
+    assert rule.name in rules(check(case(), wrong))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -251,24 +266,21 @@ def test_the_scale_of_nan_is_nan_and_no_other_rule_is_broken(recipe: str) -> Non
         one if one.gemm in gradients else replace(one, a_scale=nan, b_scale=nan) for one in trace.operands.matmuls
     )
     found = check(of, run_of(replace(trace, operands=OperandTrace(casts=trace.operands.casts, matmuls=matmuls))))
-    assert [one.message.partition(": ")[0] for one in found] == [
-        "scale is not positive and finite",
-        "float8 values are NaN or infinite",
-    ]
+    assert [one.rule for one in found] == [RULES.scale_range.name, RULES.nonfinite.name]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_on_one_rank_makes_the_scale_of_both_nan(rank: int) -> None:
     of = case(tp=2)
     run = changed(clean(of), lambda _: {"amax": math.nan}, rank=rank, where=lambda record: True)
-    assert any("does not match the amax" in one.message for one in check(of, run))
+    assert RULES.amax.name in rules(check(of, run))
 
 
 def test_scales_of_rows_must_be_powers_of_two_that_fit() -> None:
     of = case("rowwise")
-    for factor, rule in ((1.5, "power of two"), (2.0, "does not match the amax"), (0.25, "does not match the amax")):
+    for factor, rule in ((1.5, RULES.power_of_two), (2.0, RULES.amax), (0.25, RULES.amax)):
         wrong = changed(clean(of), rescaled(factor), where=lambda record: record.role == "weight")
-        assert any(rule in finding.message for finding in check(of, wrong))
+        assert rule.name in rules(check(of, wrong))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +295,7 @@ def test_scales_of_rows_must_be_powers_of_two_that_fit() -> None:
 )
 def test_ranks_that_hold_one_tensor_must_share_its_scale(of: Case, role: str) -> None:
     wrong = changed(clean(of), rescaled(0.5), rank=1, where=lambda record: record.role == role)
-    assert any("hold the same tensor use different scales" in finding.message for finding in check(of, wrong))
+    assert DIFFERENT.name in rules(check(of, wrong))
 
 
 def test_the_largest_magnitude_may_be_on_another_rank() -> None:
@@ -291,7 +303,7 @@ def test_the_largest_magnitude_may_be_on_another_rank() -> None:
     run = changed(clean(case(tp=2)), lambda _: smaller, rank=1, where=lambda record: record.role == "weight")
     assert check(case(tp=2), run) == []
     run = changed(run, lambda _: smaller, rank=0, where=lambda record: record.role == "weight")
-    assert any("does not match the amax" in finding.message for finding in check(case(tp=2), run))
+    assert RULES.amax.name in rules(check(case(tp=2), run))
 
 
 @pytest.mark.parametrize("precompute_scale", [False, True])
@@ -304,62 +316,63 @@ def test_a_gathered_weight_has_one_scale_on_all_tp_ranks(precompute_scale: bool)
         where=lambda record: record.role == "weight",
     )
     mixed = run_of(*((right if rank % 2 else own).traces[rank] for rank in range(of.world_size)))
-    (found,) = [each for each in check(of, mixed) if "hold the same tensor" in each.message]
+    (found,) = [each for each in check(of, mixed) if each.rule == DIFFERENT.name]
     assert found.step == 1
 
 
 def test_data_parallel_ranks_must_not_share_all_scales() -> None:
     of = case(dp_shard=2)
-    assert any("share all scales" in finding.message for finding in check(of, clean(of)))
+    assert SHARED.name in rules(check(of, clean(of)))
     one_differs = changed(
         clean(of), rescaled(0.5), rank=1, where=lambda record: record.index == 0 and record.role == "input"
     )
-    assert not any("share all scales" in finding.message for finding in check(of, one_differs))
+    assert SHARED.name not in rules(check(of, one_differs))
 
 
 def test_replicas_must_hold_the_same_data() -> None:
     of = case(dp_shard=2)
     wrong = changed(clean(of), lambda _: {"data_digest": "x"}, rank=1, where=lambda record: record.role == "weight")
-    assert any("replicas of a tensor" in finding.message for finding in check(of, wrong))
+    assert REPLICAS.name in rules(check(of, wrong))
 
 
 def test_under_tp_a_local_tensor_is_found() -> None:
     wrong = changed(
         clean(case(tp=2)), lambda _: {"mesh_axes": (), "placements": ()}, where=lambda record: record.role == "input"
     )
-    assert any("local tensor" in finding.message for finding in check(case(tp=2), wrong))
+    assert LOCAL.name in rules(check(case(tp=2), wrong))
 
 
 def test_casts_that_are_missing_or_too_many_are_found() -> None:
     mine = operands(case(), 0)
     for casts in (mine.casts[:-1], (*mine.casts, mine.casts[-1]), ()):
         found = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=casts, matmuls=()))))
-        assert any("wrong number of casts" in finding.message for finding in found)
+        assert RULES.number.name in rules(found)
     found = check(case("bf16"), run_of(make_trace(case("bf16"), operands=mine)))
-    assert any("wrong number of casts" in finding.message for finding in found)
+    assert RULES.number.name in rules(found)
 
 
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"a_scale": make_scale(1.0)}, "uses the wrong scale for its operand"),
-        ({"b_scale": make_scale(1.0)}, "uses the wrong scale for its operand"),
-        ({"a_digest": "x"}, "is not the float8 data that was cast"),
-        ({"b_digest": "x"}, "is not the float8 data that was cast"),
-        ({"fqn": "?"}, "no preceding cast"),
+        ({"a_scale": make_scale(1.0)}, MATMUL_SCALE),
+        ({"b_scale": make_scale(1.0)}, MATMUL_SCALE),
+        ({"a_digest": "x"}, MATMUL_DATA),
+        ({"b_digest": "x"}, MATMUL_DATA),
+        ({"fqn": "?"}, NO_CAST),
     ],
 )
-def test_matmuls_use_what_was_cast(change: Change, rule: str) -> None:
+def test_matmuls_use_what_was_cast(change: Change, rule: Rule) -> None:
     mine = operands(case(), 0)
     wrong = tuple(replace(one, **change) if one.gemm == "forward" else one for one in mine.matmuls)
     found = check(case(), run_of(make_trace(case(), operands=OperandTrace(casts=mine.casts, matmuls=wrong))))
-    assert any(rule in finding.message for finding in found)
+    assert rule.name in rules(found)
 
 
 def test_what_was_not_recorded_does_not_pass() -> None:
     assert check(case(), run_of())
     (found,) = check(case(tp=2), run_of(clean(case(tp=2)).traces[0], make_trace(case(tp=2), 1)))
-    assert found.rank == 1 and "no record of operands on rank 1" in found.message
+    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (1,))
+    assert found.values["record"] == "operands"
 
 
 def test_tensors_of_zeros_are_exempt_by_their_eps() -> None:
@@ -370,4 +383,4 @@ def test_tensors_of_zeros_are_exempt_by_their_eps() -> None:
     run = changed(
         clean(case()), lambda _: {**zeros, "scale": make_scale(448e12)}, where=lambda record: record.role == "weight"
     )
-    assert not any("does not match the amax" in finding.message for finding in check(case(), run))
+    assert RULES.amax.name not in rules(check(case(), run))

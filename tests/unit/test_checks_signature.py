@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from harness.checks.catalogue import CHECKS
 from harness.checks.causes import by_cause
 from harness.checks.judge import Judgement, judge
-from harness.checks.signature import EXECUTED, MEMORY, NAME, check_signature
+from harness.checks.signature import EXECUTED, MEMORY, NAME, NO_RECORD, check_signature
 from harness.evidence.signature import Signature, make_signature
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.trace import RankTrace, Run
@@ -35,7 +35,7 @@ CASE = parse_case_id(f"target.my_pkg.my_target-fsdp2-tensorwise-v2048-s{STEPS}-f
 RUN = make_signed_run(steps=STEPS)
 RECORDED = make_signature(RUN, case_id=case_id(CASE), command="", reason="r", commit="")
 COMMAND = "fp8-harness signature update"
-HINT = f"; if it is intended, `{COMMAND}` records it"
+HINT = f"if it is intended, `{COMMAND}` records it"
 SENT = "all_gather in uint8 along dp_shard"
 SAVED = "float32 bytes saved for backward"
 
@@ -92,18 +92,17 @@ CHANGES: dict[str, tuple[Change, set[str]]] = {
     "less saved": (_record("saved_memory", lambda saved: replace(saved, by_dtype={"float32": 1})), {SAVED}),
     "kept too long": (_record("saved_memory", _alive), {"float32 tensors of 64 bytes alive at the end of the step"}),
 }  # fmt: skip
+OF_MEMORY = ("less saved", "kept too long")
 
 
 @pytest.mark.parametrize("name", CHANGES)
 @given(step=st.integers(1, STEPS), rank=st.integers(0, 1))
 def test_every_change_is_found_at_its_step_and_rank(name: str, step: int, rank: int) -> None:
     change, kinds = CHANGES[name]
+    rule = MEMORY if name in OF_MEMORY else EXECUTED
     found = check(with_rank(RUN, rank, lambda trace: change(trace, step)))
-    ends = f" on rank {rank}"
-    assert {each.message.removesuffix(HINT) for each in found} == {
-        f"not the recorded number or size of {kind}{ends}" for kind in kinds
-    }
-    assert {(each.step, each.rank) for each in found} == {(step, rank)}
+    assert {(each.rule, each.values["what"]) for each in found} == {(rule.name, kind) for kind in kinds}
+    assert {(each.step, each.ranks) for each in found} == {(step, (rank,))}
     assert all((each.expected or "").endswith(", as recorded") for each in found)
 
 
@@ -118,8 +117,8 @@ def test_ranks_and_steps_with_the_same_change_share_a_finding(name: str) -> None
     found = check(run)
     assert len(found) == len(kinds)
     assert {(each.step, each.rank) for each in found} == {(2, 0)}
-    assert all(" on ranks 0-1" in each.message for each in found)
-    assert [each.message.endswith(HINT) for each in found] == [True] + [False] * (len(found) - 1)
+    assert {each.ranks for each in found} == {(0, 1)}
+    assert [each.notes for each in found] == [(HINT,)] + [()] * (len(found) - 1)
 
 
 def _cast_in_both(trace: RankTrace, step: int) -> RankTrace:
@@ -134,7 +133,8 @@ def test_a_step_too_much_and_a_step_too_few_are_found() -> None:
 
 def test_ranks_that_recorded_nothing_are_not_compared() -> None:
     (found,) = check(with_rank(RUN, 1, lambda trace: replace(trace, saved_memory=None)))
-    assert not found.judged and "no record of saved memory on rank 1" in found.message
+    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (1,))
+    assert found.values["record"] == "saved memory"
 
 
 # In the judge

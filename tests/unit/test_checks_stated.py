@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from harness.checks import stated as stated_rules
 from harness.checks.catalogue import CHECKS
 from harness.checks.judge import judge
+from harness.checks.rule import Rule
 from harness.checks.stated import NAME, check_stated
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import parse_case_id
@@ -46,15 +48,34 @@ def test_what_is_stated_and_seen_is_good_and_what_is_not_stated_is_free() -> Non
 
 
 @pytest.mark.parametrize(
-    ("stated", "what", "expected", "found"),
+    ("stated", "rule", "what", "expected", "found"),
     [
-        ({"matmuls": 5}, "number of scaled matmuls", "5", "4"),
-        ({"saved_bytes": {"float32": 64}}, "number of float32 bytes saved for backward", "64", "128"),
-        ({"saved_bytes": {"bfloat16": 2}}, "number of bfloat16 bytes saved for backward", "2", "0"),
-        ({"traffic": {GATHERS: (4, 1)}}, f"number or size of {GATHERS}", "4 with 1 bytes", "4 with 2048 bytes"),
-        ({"traffic": {GATHERS: (0, 0)}}, f"number or size of {GATHERS}", "0 with 0 bytes", "4 with 2048 bytes"),
+        ({"matmuls": 5}, stated_rules.MATMULS, "number of scaled matmuls", "5", "4"),
+        (
+            {"saved_bytes": {"float32": 64}},
+            stated_rules.SAVED,
+            "number of float32 bytes saved for backward",
+            "64",
+            "128",
+        ),
+        ({"saved_bytes": {"bfloat16": 2}}, stated_rules.SAVED, "number of bfloat16 bytes saved for backward", "2", "0"),
+        (
+            {"traffic": {GATHERS: (4, 1)}},
+            stated_rules.TRAFFIC,
+            f"number or size of {GATHERS}",
+            "4 with 1 bytes",
+            "4 with 2048 bytes",
+        ),
+        (
+            {"traffic": {GATHERS: (0, 0)}},
+            stated_rules.TRAFFIC,
+            f"number or size of {GATHERS}",
+            "0 with 0 bytes",
+            "4 with 2048 bytes",
+        ),
         (
             {"traffic": {"all_gather in uint8 along tp": (4, 2048)}},
+            stated_rules.TRAFFIC,
             "number or size of all_gather in uint8 along tp",
             "4 with 2048 bytes",
             f"0 with 0 bytes, but 4 with 2048 bytes of {GATHERS}",
@@ -62,10 +83,13 @@ def test_what_is_stated_and_seen_is_good_and_what_is_not_stated_is_free() -> Non
     ],
 )
 @pytest.mark.parametrize("step", [1, 2])
-def test_another_number_is_told_with_both(step: int, stated: Any, what: str, expected: str, found: str) -> None:
+def test_another_number_is_told_with_both(
+    step: int, stated: Any, rule: Rule, what: str, expected: str, found: str
+) -> None:
     (finding,) = check(stating(step, **stated))
-    assert finding.message == f"not the {what} that expect() of mine states on ranks 0-1"
-    assert (finding.check, finding.step, finding.expected, finding.found) == (NAME, step, expected, found)
+    assert (finding.rule, finding.ranks) == (rule.name, (0, 1))
+    assert dict(finding.values) == {"what": what, "target": "mine"}
+    assert (finding.step, finding.expected, finding.found) == (step, expected, found)
     assert finding.fix is not None and "return it from expect()" in finding.fix
 
 
@@ -77,7 +101,8 @@ def test_collectives_of_one_kind_add_up() -> None:
 
 def test_a_rank_without_records_cannot_be_judged() -> None:
     (finding,) = check(with_rank(stating(), 1, lambda trace: replace(trace, traffic=None)))
-    assert not finding.judged and "no record of traffic on rank 1" in finding.message
+    assert (finding.rule, finding.judged, finding.ranks) == (stated_rules.NO_RECORD.name, False, (1,))
+    assert finding.values["record"] == "traffic"
 
 
 def test_it_is_judged_where_something_is_stated_and_named_where_not() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.checks.tokens import check_tokens
+from harness.checks.rule import Rule
+from harness.checks.tokens import FOREIGN, LABELS, OTHER_RANK, SOME, check_tokens
 from harness.trace import Run
 from harness.trace.inputs import StepInputs
 from harness.verdict import Finding
@@ -39,24 +40,26 @@ def test_every_rank_on_its_own_part_has_no_findings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "rule"),
     [
-        (inputs((), labels=range(4, 8)), "the labels"),
-        (inputs(range(4)), "tokens of another data-parallel rank"),
-        (inputs((4, 5)), "2 of 4 sequences only"),
-        (inputs((), covered=0.1), "not those of this step"),
+        (inputs((), labels=range(4, 8)), LABELS),
+        (inputs(range(4)), OTHER_RANK),
+        (inputs((4, 5)), SOME),
+        (inputs((), covered=0.1), FOREIGN),
     ],
 )
-def test_other_tokens_are_named_with_what_to_do(wrong: StepInputs, words: str) -> None:
+def test_other_tokens_are_named_with_what_to_do(wrong: StepInputs, rule: Rule) -> None:
     (finding,) = check(run({2: wrong, 3: wrong}))
-    assert words in finding.message and finding.message.startswith("ranks 2-3: ")
+    assert (finding.rule, finding.ranks, finding.values["who"]) == (rule.name, (2, 3), "ranks 2-3")
+    assert rule is not SOME or (finding.values["got"], finding.values["wanted"]) == (2, 4)
     assert (finding.step, finding.rank, finding.expected) == (1, 2, "sequences 4-7 of the global batch")
     assert finding.fix
 
 
 def test_the_reference_is_looked_at_too() -> None:
     (finding,) = check(run(), inputs(range(4)))
-    assert finding.message.startswith("the single-rank reference: ") and finding.rank is None
+    assert (finding.rule, finding.values["who"]) == (SOME.name, "the single-rank reference")
+    assert (finding.rank, finding.ranks) == (None, ())
 
 
 def test_tokens_in_another_form_are_no_finding() -> None:

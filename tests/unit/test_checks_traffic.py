@@ -7,13 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.checks.traffic import CollectiveKey, Limits, check_traffic, count_limits, expected_traffic
+from harness.checks.traffic import (
+    AMAX_ELSEWHERE,
+    GATHERS,
+    NO_RECORD,
+    VOLUME,
+    CollectiveKey,
+    Limits,
+    check_traffic,
+    count_limits,
+    expected_traffic,
+)
+from harness.checks.traffic_rules import AMAX_MISSING, HIGH_PRECISION
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace.traffic import TrafficRecord
 from harness.verdict import Finding
-from tests.builders import make_case, make_trace, make_witnesses, run_of, traffic_of
+from tests.builders import make_case, make_trace, make_witnesses, rules, run_of, traffic_of
 
 TP = parse_case_id("tp2-tensorwise-v2048-s3-f32")
 GATHERED = parse_case_id("fsdp2-tensorwise-ag.fp8-v2048-s3-f32")
@@ -79,25 +90,25 @@ def test_weights_that_travel_in_high_precision_are_told_in_plain_words() -> None
         for record in without(GATHERED, CollectiveKey("dp_shard", "all_gather", "", "uint8"))
     )
     first, *rest = check(GATHERED, wrong, wrong)
-    assert first.message == (
-        "float8 all-gather is on, but converted weights are gathered in high precision on ranks 0-1"
-    )
+    assert (first.rule, first.ranks) == (HIGH_PRECISION.name, (0, 1))
     assert (first.step, first.expected, first.found) == (1, "at most 0.51 of the bytes of bfloat16", "2.00")
-    assert len(rest) == 2
+    assert [each.rule for each in rest] == [VOLUME.name] * 2
 
 
 @pytest.mark.parametrize(("asked", "done", "word"), [("reshard.never-", "", "often"), ("", "reshard.never-", "seldom")])
 def test_weights_that_are_gathered_another_number_of_times_are_told_in_plain_words(asked, done, word) -> None:
     case, other = (parse_case_id(f"fsdp2-{each}tensorwise-ag.fp8-v2048-s3-f32") for each in (asked, done))
     first, *rest = check(case, traffic_of(other), traffic_of(other))
-    assert first.message == f"weights are gathered too {word} along dp_shard on ranks 0-1"
-    assert not any("each shard uses" in finding.message or "high precision" in finding.message for finding in rest)
+    assert (first.rule, first.ranks) == (GATHERS.name, (0, 1))
+    assert dict(first.values) == {"often": word, "axis": "dp_shard"}
+    assert not {AMAX_MISSING.name, HIGH_PRECISION.name} & rules(rest)
 
 
 def test_missing_amax_reductions_are_told_in_plain_words() -> None:
     wrong = without(TP, CollectiveKey("tp", "all_reduce", "max", "float64"))
     first, second = check(TP, wrong, wrong)
-    assert first.message.startswith("56 amax reductions are missing along tp: ")
+    assert (first.rule, second.rule) == (AMAX_MISSING.name, VOLUME.name)
+    assert dict(first.values) == {"axis": "tp", "missing": 56}
     assert (first.expected, first.found) == ("57 reductions by max along tp", "1")
     assert "amax of weight of layers.0.attention.wq" in (second.expected or "")
 
@@ -106,7 +117,7 @@ def test_amax_over_the_wrong_ranks_is_told_in_plain_words() -> None:
     key = CollectiveKey("dp_shard", "all_reduce", "max", "float32")
     wrong = changed(HSDP, key, axis="world")
     first, *_ = check(HSDP, *[wrong] * 4)
-    assert first.message == "amax is reduced over the wrong ranks: not along dp_shard on ranks 0-3"
+    assert (first.rule, first.values["axis"], first.ranks) == (AMAX_ELSEWHERE.name, "dp_shard", (0, 1, 2, 3))
     assert first.found == "0 along dp_shard, 28 too many along world"
 
 
@@ -133,7 +144,7 @@ def test_in_a_compiled_run_every_amax_has_the_size_of_one_that_is_expected(recip
     first, *others = right.sizes
     longer = {first + 3: right.sizes[first]} | {size: right.sizes[size] for size in others}
     wrong = changed(case, key, sizes=longer)
-    (found,) = [each for each in check(case, wrong, wrong) if "wrong number or size" in each.message]
+    (found,) = [each for each in check(case, wrong, wrong) if each.rule == VOLUME.name]
     assert f"{right.sizes[first]} of {first + 3}" in (found.found or "") or "..." in (found.found or "")
 
 
@@ -153,7 +164,8 @@ def test_a_stale_scale_shows_as_amax_of_step_one_repeated() -> None:
 
 def test_what_was_not_recorded_is_a_finding() -> None:
     (found,) = check(TP, traffic_of(TP), None)
-    assert found.message == "cannot be judged: no record of traffic on rank 1"
+    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (1,))
+    assert found.values["record"] == "traffic"
     assert check(TP)
     assert check(TP, (), ())
     assert check(make_case(), ()) == []  # one rank sends nothing, and said so

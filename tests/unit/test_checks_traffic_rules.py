@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from harness.checks.traffic_rules import check_any_model
+from harness.checks.traffic_rules import (
+    AMAX_MISSING,
+    HIGH_PRECISION,
+    NOT_PRECOMPUTED,
+    NOT_SUMMED,
+    REDUCE_DTYPE,
+    UNKNOWN_RANKS,
+    check_any_model,
+)
 from harness.expect.expectations import Expectations
 from harness.expect.model import found_model
 from harness.matrix.caseid import parse_case_id
@@ -13,6 +21,7 @@ from harness.trace import RankTrace, Run
 from harness.trace.model import Linear, ModelRecord, Parameter
 from harness.trace.operands import OperandTrace
 from harness.trace.traffic import TrafficRecord
+from harness.verdict import Finding
 from tests.builders import make_cast, make_trace, run_of
 
 CASE = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8-v2048-s1-f32")
@@ -70,9 +79,9 @@ def run(*records: TrafficRecord, compiled: bool = False) -> Run:
     return run_of(*(trace(rank) for rank in range(8)))
 
 
-def messages(*records: TrafficRecord, compiled: bool = False) -> list[str]:
+def check(*records: TrafficRecord, compiled: bool = False) -> list[Finding]:
     expect = Expectations(CASE, found_model(CASE, replace(MODEL, calls={"up": 8}), MODEL))
-    return [finding.message for finding in check_any_model(expect, run(*records, compiled=compiled))]
+    return check_any_model(expect, run(*records, compiled=compiled))
 
 
 def changed(index: int, record: TrafficRecord) -> tuple[TrafficRecord, ...]:
@@ -80,47 +89,49 @@ def changed(index: int, record: TrafficRecord) -> tuple[TrafficRecord, ...]:
 
 
 def test_what_must_be_sent_is_enough() -> None:
-    assert messages() == []
-    assert messages(*GOOD, traffic("dp_shard+tp", "broadcast", 3)) == []
+    assert check() == []
+    assert check(*GOOD, traffic("dp_shard+tp", "broadcast", 3)) == []
 
 
 def test_gradients_that_are_not_reduced_are_found() -> None:
-    (message,) = messages(*changed(0, traffic("dp_shard", "reduce_scatter", 2 * SHARD - 1, op="sum")))
-    assert "gradients are not summed over all ranks of dp_shard" in message
-    (message,) = messages(*GOOD[:1], *GOOD[2:])
-    assert "gradients are not summed over all ranks of dp_replicate" in message
+    (finding,) = check(*changed(0, traffic("dp_shard", "reduce_scatter", 2 * SHARD - 1, op="sum")))
+    assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_shard")
+    (finding,) = check(*GOOD[:1], *GOOD[2:])
+    assert (finding.rule, finding.values["axis"]) == (NOT_SUMMED.name, "dp_replicate")
 
 
 def test_gradients_reduced_in_another_dtype_are_found() -> None:
     record = traffic("dp_shard", "reduce_scatter", 2 * SHARD, dtype="bfloat16", op="sum")
-    (message,) = messages(*changed(0, record))
-    assert message.startswith("gradients are reduced in bfloat16 instead of float32")
+    (finding,) = check(*changed(0, record))
+    assert finding.rule == REDUCE_DTYPE.name
+    assert dict(finding.values) == {"dtypes": "bfloat16", "asked": "float32"}
 
 
 def test_weights_gathered_in_high_precision_are_found() -> None:
-    (message,) = messages(*changed(2, traffic("dp_shard", "all_gather", SHARD, times=2)))
-    assert "gathered in high precision" in message
+    (finding,) = check(*changed(2, traffic("dp_shard", "all_gather", SHARD, times=2)))
+    assert finding.rule == HIGH_PRECISION.name
     often = changed(2, traffic("dp_shard", "all_gather", SHARD, dtype="uint8", times=8))
-    assert messages(*often, compiled=True) == [], "a compiled run does not say how often weights are gathered"
+    assert check(*often, compiled=True) == [], "a compiled run does not say how often weights are gathered"
 
 
 def test_a_missing_amax_reduction_is_found() -> None:
-    (message,) = messages(*GOOD[:3], *GOOD[4:])
-    assert "1 amax reduction is missing along tp" in message
-    (message,) = messages(*changed(3, traffic("tp", "all_reduce", 256, op="max", dtype="float64")))
-    assert "missing along tp" in message, "the largest logits of tokens are no amax"
+    (finding,) = check(*GOOD[:3], *GOOD[4:])
+    assert (finding.rule, dict(finding.values)) == (AMAX_MISSING.name, {"axis": "tp", "missing": 1})
+    (finding,) = check(*changed(3, traffic("tp", "all_reduce", 256, op="max", dtype="float64")))
+    assert finding.rule == AMAX_MISSING.name, "the largest logits of tokens are no amax"
+    assert finding.values["axis"] == "tp"
 
 
 def test_ranks_that_no_axis_joins_are_found() -> None:
-    (message,) = messages(*GOOD, traffic("ranks 0,3", "all_reduce", 1, op="sum"))
-    assert "over ranks that no axis of the mesh joins" in message
+    (finding,) = check(*GOOD, traffic("ranks 0,3", "all_reduce", 1, op="sum"))
+    assert (finding.rule, finding.found) == (UNKNOWN_RANKS.name, "ranks 0,3")
 
 
 PRECOMPUTED = parse_case_id("target.mine-hsdp2x2-tp2-tensorwise-ag.fp8pre-v2048-s2-f32")
 WEIGHTS = 4  # casts of weights before a gather, in each step
 
 
-def maxima(*in_steps: int) -> list[str]:
+def maxima(*in_steps: int) -> list[Finding]:
     """What is found of a run in which a rank reduces so many amaxes one by one in its steps."""
     gathered = make_cast(fqn="up", role="weight", phase="all_gather")
     sent = (
@@ -132,12 +143,12 @@ def maxima(*in_steps: int) -> list[str]:
     trace = make_trace(traffic=tuple(sent), operands=OperandTrace(casts=casts, matmuls=()), model=MODEL)
     traces = (replace(trace, rank=rank) for rank in range(8))
     expect = Expectations(PRECOMPUTED, found_model(PRECOMPUTED, MODEL, MODEL))
-    return [finding.message for finding in check_any_model(expect, run_of(*traces))]
+    return check_any_model(expect, run_of(*traces))
 
 
 @pytest.mark.parametrize("own", [0, 2])
 def test_a_weight_that_reduces_an_amax_although_its_scale_is_precomputed_is_found(own: int) -> None:
     assert maxima(WEIGHTS + own, own) == [], "the target may reduce numbers by max too"
     assert maxima(own, own) == [], "scales may be precomputed before the first step"
-    (message,) = maxima(WEIGHTS + own, own + 1)
-    assert message == "scales are precomputed, and yet weights reduce an amax of their own on ranks 0-7"
+    (finding,) = maxima(WEIGHTS + own, own + 1)
+    assert (finding.rule, finding.ranks) == (NOT_PRECOMPUTED.name, tuple(range(8)))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
-from harness.checks.memory import check_memory
-from harness.checks.recompute import check_recompute
+from harness.checks.memory import BYTES, LIMITS, NO_MARKS, NO_RECORD, check_memory
+from harness.checks.memory import KEPT as KEPT_RESULTS
+from harness.checks.recompute import NODES, NOTHING_REPEATED, check_recompute
 from harness.expect import compiled_memory, saved_memory
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
@@ -127,8 +128,8 @@ def test_one_byte_beyond_the_limits_is_found(off: int, words: str) -> None:
     limits = limits_of(FREE)
     nbytes = limits.most + 1 if off > 0 else limits.least - 1
     (found,) = check(FREE, divided(FREE), saved(FREE, nbytes))
-    assert found.message == f"compiled blocks save {words} bytes for backward on rank 0"
-    assert (found.check, found.step, found.found) == ("memory", 1, f"{nbytes} bytes")
+    assert (found.rule, found.values["much"], found.ranks) == (LIMITS.name, words, (0,))
+    assert (found.step, found.found) == (1, f"{nbytes} bytes")
     (found,) = check(FREE, divided(FREE), ())
     assert (found.step, found.found) == (1, "0 bytes")
 
@@ -137,20 +138,19 @@ def test_one_byte_is_found_where_every_block_is_checkpointed_whole() -> None:
     right = saved(FULL)
     wrong = {**right[0].by_dtype, "bfloat16": right[0].by_dtype["bfloat16"] + 1}
     (found,) = check(FULL, divided(FULL), tuple(replace(each, by_dtype=wrong) for each in right))
-    assert found.message == "wrong number of bfloat16 bytes saved for backward on ranks 0-1"
+    assert (found.rule, found.values["dtype"], found.ranks) == (BYTES.name, "bfloat16", (0, 1))
 
 
 def test_a_result_that_is_saved_against_its_mark_is_found() -> None:
     (found,) = check(FULL, divided(FULL, kept=(KEPT, replace(KEPT, node="mm_4", nbytes=1))), saved(FULL))
-    assert found.message == "2 results that checkpointing computes again are saved for backward on ranks 0-1"
+    assert (found.rule, found.values["count"], found.ranks) == (KEPT_RESULTS.name, 2, (0, 1))
     assert found.found == "aten.mm.default mm_3, bfloat16[64, 128], is the largest"
 
 
 def test_lost_marks_are_found() -> None:
     lost, nothing = check(FULL, make_graphs(make_partition()), saved(FULL))
-    assert lost.message.startswith("the graphs of the blocks do not have the marks of checkpointing")
+    assert (lost.rule, nothing.rule) == (NO_MARKS.name, NOTHING_REPEATED.name)
     assert (lost.expected, lost.found) == ("graphs with operators to compute again", "graphs without")
-    assert nothing.message.startswith("backward graphs of checkpointed blocks repeat nothing of forward")
     (lost,) = check(LAYER, make_graphs(make_partition(LAYER)), saved(LAYER))
     assert lost.expected == "graphs with operators to compute again and graphs without"
     assert check(FREE, make_graphs(), saved(FREE))[0].found == "no graphs"
@@ -158,19 +158,20 @@ def test_lost_marks_are_found() -> None:
 
 def test_a_node_that_backward_repeats_otherwise_is_found() -> None:
     (found,) = check(FULL, divided(FULL, unequal=(UNEQUAL, UNEQUAL)), saved(FULL))
-    words = "2 nodes of backward graphs are not as in forward: mul_3 on ranks 0-1"
-    assert (found.check, found.message) == ("recompute", words)
+    assert (found.rule, found.ranks) == (NODES.name, (0, 1))
+    assert dict(found.values) == {"count": 2, "node": "mul_3"}
     assert (found.expected, found.found) == (UNEQUAL.forward, UNEQUAL.backward)
 
 
 @pytest.mark.parametrize("lost", ["repeated", "repeated_in_passes"])
 def test_a_checkpointed_block_that_repeats_nothing_does_not_pass(lost: str) -> None:
     (found,) = check(FULL, divided(FULL, **{lost: 0}), saved(FULL))
-    assert found.message.startswith("backward graphs of checkpointed blocks repeat nothing of forward")
+    assert found.rule == NOTHING_REPEATED.name
     assert check(FREE, divided(FREE, **{lost: 0}), saved(FREE)) == []
 
 
 def test_what_was_not_recorded_is_a_finding() -> None:
     assert [each.check for each in check(FULL, None, saved(FULL))] == ["memory", "recompute"]
     (found,) = check(FULL, divided(FULL), None)
-    assert found.message == "cannot be judged: no record of saved memory on ranks 0-1"
+    assert (found.rule, found.judged, found.ranks) == (NO_RECORD.name, False, (0, 1))
+    assert found.values["record"] == "saved memory"

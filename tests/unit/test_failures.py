@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.checks.failures import failures
+from harness.checks.failures import STUCK, failures
 from harness.trace import RankFailure
 from harness.verdict import Finding
 from tests.builders import make_failure, make_trace, run_of
@@ -20,35 +20,41 @@ def told(*ends: RankFailure) -> list[Finding]:
     return list(failures(run_of(*ends), "hang"))
 
 
+def ends(finding: Finding) -> str:
+    return str(finding.values["end"])
+
+
 def test_the_rank_that_nobody_waits_with_comes_first_and_says_what_the_others_do() -> None:
     first, others = told(stuck(0, REDUCES), stuck(1, SLEEPS), stuck(2, REDUCES), stuck(3, REDUCES))
-    assert first.message == (
-        "rank 1 stuck in step 1: in sleep (/home/me/patch.py:12), in no collective; ranks 0, 2-3 wait in all_reduce"
+    assert ends(first) == (
+        "stuck in step 1: in sleep (/home/me/patch.py:12), in no collective; ranks 0, 2-3 wait in all_reduce"
     )
-    assert (first.check, first.rank, first.expected) == ("engine", 1, "every rank returns")
+    assert (first.rule, first.ranks, first.expected) == (STUCK.name, (1,), "every rank returns")
     assert (first.found or "").splitlines() == [
         "stuck in sleep (/home/me/patch.py:12),",
         "    called from forward (harness/worker/targets/reference/model.py:50)",
     ]
-    assert others.message.startswith("ranks 0, 2-3 stuck in step 1: waiting in all_reduce, called from amax_to_scale")
-    assert ";" not in others.message
+    assert (others.rule, others.ranks) == (STUCK.name, (0, 2, 3))
+    assert ends(others).startswith("stuck in step 1: waiting in all_reduce, called from amax_to_scale")
+    assert ";" not in ends(others)
 
 
 def test_ranks_in_different_collectives_are_told_apart_fewest_first() -> None:
     first, second = told(stuck(0, REDUCES), stuck(1, REDUCES), stuck(2, [*FABRIC, *BACKWARD]))
-    assert first.message.startswith("rank 2 stuck in step 1, backward: waiting in allreduce")
-    assert first.message.endswith("; ranks 0-1 wait in all_reduce")
-    assert second.rank == 0
+    assert ends(first).startswith("stuck in step 1, backward: waiting in allreduce")
+    assert ends(first).endswith("; ranks 0-1 wait in all_reduce")
+    assert (first.ranks, second.ranks) == ((2,), (0, 1))
 
 
 def test_ranks_that_returned_are_named() -> None:
-    ends = (stuck(0, REDUCES), stuck(1, REDUCES), make_trace(rank=2), make_trace(rank=3))
-    (finding,) = failures(run_of(*ends), "hang")
-    assert finding.message.endswith("; ranks 2-3 returned")
+    ranks = (stuck(0, REDUCES), stuck(1, REDUCES), make_trace(rank=2), make_trace(rank=3))
+    (finding,) = failures(run_of(*ranks), "hang")
+    assert ends(finding).endswith("; ranks 2-3 returned")
 
 
 def test_ranks_without_stacks_are_still_told() -> None:
     (finding,) = told(stuck(0, None), stuck(1, None))
-    assert (finding.message, finding.found) == ("ranks 0-1 stuck in step 1: did not finish", "stuck")
+    assert (finding.ranks, ends(finding)) == ((0, 1), "stuck in step 1: did not finish")
+    assert finding.found == "stuck"
     stopped = make_failure(2, "stopped by a signal", kind="stopped")
     assert [each.rank for each in told(stopped, stuck(0, REDUCES))] == [2, 0]

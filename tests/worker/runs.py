@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.checks.rule import Rule
 from harness.trace import RankTrace
 from harness.verdict import Finding
 
@@ -25,7 +26,12 @@ def numbers(traces: Sequence[RankTrace]) -> list[list[tuple[float | None, ...]]]
     return [[(step.evaluation_loss, step.loss, step.grad_norm) for step in trace.steps] for trace in traces]
 
 
-def assert_named(findings: Sequence[Finding], words: str) -> None:
-    """A finding says these words; each is about the first step and rank, and says what was expected and found."""
-    assert any(words in finding.message for finding in findings), findings
+def assert_named(findings: Sequence[Finding], rule: Rule, **values: str) -> None:
+    """A finding by the rule has these values.
+
+    Each is about the first step and rank, and says what was expected and found.
+    """
+    assert any(finding.rule == rule.name and values.items() <= dict(finding.values).items() for finding in findings), (
+        findings
+    )
     assert all(finding.step == 1 and finding.rank == 0 and finding.expected and finding.found for finding in findings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.checks.fp8_on import check_fp8_on
+from harness.checks.fp8_on import FOREIGN_PARTS, check_fp8_on
 from harness.checks.witnesses import Witnesses
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
@@ -13,6 +13,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.request import RunRequest
 from harness.studies.rings.possible import ask_torch
 from harness.trace import RankTrace
+from harness.verdict import Finding
 from harness.worker.virtual import device
 from tests.builders import run_of
 from tests.jobs import run_request, traces_of
@@ -31,8 +32,8 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> RankTrace:
     return trace
 
 
-def findings(trace: RankTrace) -> list[str]:
-    return [each.message for each in check_fp8_on(CASE, run_of(trace), Witnesses(expect=Expectations(CASE)))]
+def findings(trace: RankTrace) -> list[Finding]:
+    return check_fp8_on(CASE, run_of(trace), Witnesses(expect=Expectations(CASE)))
 
 
 def test_the_kernel_of_the_device_trains_and_is_not_the_exact_one(by_kernel: RankTrace, train: Train) -> None:
@@ -47,7 +48,8 @@ def test_the_kernel_of_the_device_trains_and_is_not_the_exact_one(by_kernel: Ran
 
 def test_an_exact_matmul_that_was_not_asked_for_is_found(train: Train) -> None:
     (trace,) = train(CASE, arithmetic="kernel")  # from a zygote that has the exact one
-    assert findings(trace) == ["parts of the virtual FP8 device are installed on cpu on rank 0"]
+    (finding,) = findings(trace)
+    assert (finding.rule, finding.values["device"], finding.ranks) == (FOREIGN_PARTS.name, "cpu", (0,))
 
 
 def test_torch_is_asked_about_devices_in_a_process_that_ends() -> None:

@@ -11,13 +11,13 @@ import torch
 from msgspec.structs import replace
 
 from harness.checks.graph_scales import check_graph_scales
-from harness.checks.graphs import check_graphs
+from harness.checks.graphs import ROWS, check_graphs
 from harness.checks.leaks import check_leaks
 from harness.checks.live_memory import check_live_memory
 from harness.checks.matmuls import check_matmuls
 from harness.checks.measuring import measured
-from harness.checks.memory import check_memory
-from harness.checks.recompute import check_recompute
+from harness.checks.memory import KEPT, NO_MARKS, check_memory
+from harness.checks.recompute import NODES, NOTHING_REPEATED, check_recompute
 from harness.checks.traffic import check_traffic
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.matrix.case import Case
@@ -25,7 +25,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding
 from harness.worker.virtual import rng
-from tests.builders import make_witnesses
+from tests.builders import make_witnesses, rules
 from tests.jobs import make_share, run_alone
 from tests.worker.runs import sweep
 
@@ -82,9 +82,8 @@ def mended(trained) -> Run:
 def test_the_live_fault_is_located(trained):
     case = parse_case_id(ASYNC)
     broken = check_graphs(case, trained(case, probes=("graphs",)), make_witnesses(case))
-    findings = [finding for finding in broken if "gives wrong rows" in finding.message]
-    assert findings
-    assert all("fused_scaled_matmul_reduce_scatter" in finding.message for finding in findings)
+    findings = [finding for finding in broken if finding.rule == ROWS.name]
+    assert {finding.values["operator"] for finding in findings} == {"fused_scaled_matmul_reduce_scatter"}
     assert findings[0].found is not None
     assert "row [1, 0] of this rank holds row [0, 0] of TP rank 1" in findings[0].found
 
@@ -172,18 +171,19 @@ def saved_findings(text: str, run: Run) -> list[Finding]:
 
 @pytest.mark.parametrize("text", [SINGLE, sweep("atp2-tensorwise-ac.full-graph-v2048-gb4-s2-b16")])
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "broken", "nodes"),
     [
-        ("compiled_checkpointing_lost", {"do not have the marks of checkpointing", "repeat nothing of forward"}),
-        ("compiled_matmul_outputs_kept", {"that checkpointing computes again are saved for backward"}),
-        ("recomputed_cast_by_another_scale", {"1 node of backward graphs is not as in forward"}),
-        ("recomputed_norm_without_epsilon", {"2 nodes of backward graphs are not as in forward"}),
+        ("compiled_checkpointing_lost", {NO_MARKS.name, NOTHING_REPEATED.name}, set()),
+        ("compiled_matmul_outputs_kept", {KEPT.name}, set()),
+        ("recomputed_cast_by_another_scale", {NODES.name}, {1}),
+        ("recomputed_norm_without_epsilon", {NODES.name}, {2}),
     ],
 )
-def test_planted_faults_are_found_and_named(trained, text: str, fault: str, words: set[str]):
+def test_planted_faults_are_found_and_named(trained, text: str, fault: str, broken: set[str], nodes: set[int]):
     run = trained(parse_case_id(text), probes=PROBES, injections=(f"fault:{fault}",))
     found = saved_findings(text, run)
-    assert all(any(word in finding.message for finding in found) for word in words), found
+    assert broken <= rules(found), found
+    assert {finding.values["count"] for finding in found if finding.rule == NODES.name} == nodes
     assert {finding.check for finding in found} <= {"memory", "recompute"}
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import pytest
 
-from harness.checks.local_parity import check_local_parity
+from harness.checks.local_parity import INCOMPARABLE, NORM, TENSOR, check_local_parity
+from harness.checks.rule import Rule
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
@@ -73,24 +76,39 @@ def reported_norm_off():
 """
 
 
+OF_DP_RANK = " on data-parallel rank 0"
+
+
 @pytest.mark.parametrize(
-    ("text", "fault", "words"),
+    ("text", "fault", "place"),
     [
-        (TP, "activation_off", "the input of layers.0.feed_forward.w2"),
-        (TP, "attention_off", "the input of layers.0.attention.wo"),
-        (TP, "norm_off", "the output of layers.0.attention_norm"),
-        (TP, "residual_lost", "the input of layers.1.attention_norm"),
-        (TP, "update_off", "the value after the optimizer step of layers.0"),
-        (TP, "reported_norm_off", "grad_norm is not that of the recorded gradients"),
-        (HSDP, "activation_off", "the input of layers.0.feed_forward.w2 on data-parallel rank 0"),
-        (HSDP, "gradient_off", "the gradient of layers.0.attention.wk.weight is not what one rank computes"),
-        (HSDP, "fault:gradient_cast_to_e4m3", "the gradient of"),
-        (HSDP, "fault:one_gradient_lost", "the gradient of"),
-        (HSDP, "fault:batches_rotated", "the output of tok_embeddings on data-parallel rank 0"),
-        ("tp2-tensorwise-v2048-gb4-s1-f32", "fault:norm_gradients_not_reduced", "the gradient of"),
+        (TP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", "")),
+        (TP, "attention_off", (TENSOR, "input", "layers.0.attention.wo", "")),
+        (TP, "norm_off", (TENSOR, "output", "layers.0.attention_norm", "")),
+        (TP, "residual_lost", (TENSOR, "input", "layers.1.attention_norm", "")),
+        (TP, "update_off", (TENSOR, "value after the optimizer step", "layers.0.*", "")),
+        (HSDP, "activation_off", (TENSOR, "input", "layers.0.feed_forward.w2", OF_DP_RANK)),
+        (HSDP, "gradient_off", (TENSOR, "gradient", "layers.0.attention.wk.weight", "")),
+        (HSDP, "fault:gradient_cast_to_e4m3", (TENSOR, "gradient*", "*", "*")),
+        (HSDP, "fault:one_gradient_lost", (TENSOR, "gradient*", "*", "*")),
+        (HSDP, "fault:batches_rotated", (TENSOR, "output", "tok_embeddings", OF_DP_RANK)),
+        (
+            "tp2-tensorwise-v2048-gb4-s1-f32",
+            "fault:norm_gradients_not_reduced",
+            (INCOMPARABLE, "gradient", "*norm.weight", ""),
+        ),
     ],
 )
-def test_faults_are_located(judged, plant, text: str, fault: str, words: str):
+def test_faults_are_located(judged, plant, text: str, fault: str, place: tuple[Rule, str, str, str]):
+    """`place`: the rule, and patterns of the tensor, the module and the data-parallel rank."""
     (first, *_) = judged(parse_case_id(text), plant(FAULTS, fault))
-    assert first.message.startswith(words), first
-    assert first.step == 1
+    rule, *patterns = place
+    assert (first.rule, first.step) == (rule.name, 1), first
+    found = (first.values["tensor"], first.module, first.values.get("part", ""))
+    assert all(map(fnmatchcase, found, patterns)), first
+
+
+def test_a_reported_norm_of_other_gradients_is_found(judged, plant):
+    (first, *_) = judged(parse_case_id(TP), plant(FAULTS, "reported_norm_off"))
+    assert (first.rule, first.step) == (NORM.name, 1)
+    assert (first.values["number"], first.values["source"]) == ("grad_norm", "gradients")

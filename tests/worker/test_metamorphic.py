@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.checks.assembly import SketchKey, assemble, relative_distance
-from harness.checks.metamorphic import check_metamorphic
+from harness.checks.metamorphic import GRADIENTS, check_metamorphic
 from harness.expect.relations import Relation, partner, relations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
@@ -100,7 +100,7 @@ def test_a_fault_that_bfloat16_parity_is_blind_to_is_found(trained, plant, fault
     broken = trained(case, injections=plant(FAULTS, fault))
     found = findings(case, relation, broken, trained(relation.partner))
     assert found and min(finding.step for finding in found) == step
-    assert all(finding.module for finding in found if "gradients" in finding.message)
+    assert all(finding.module for finding in found if finding.rule == GRADIENTS.name)
 
 
 INITIAL_PRECOMPUTE = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +10,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torchao.float8 import float8_linear, float8_scaling_utils
 
 from harness.checks.divergence import first_divergence
+from harness.checks.recompute import CAST as RECOMPUTED_CAST
 from harness.checks.recompute import check_recompute
-from harness.checks.scales import check_scales
+from harness.checks.rule import Rule
+from harness.checks.scales import DIFFERENT, LOCAL, RULES, SHARED, check_scales
 from harness.checks.traffic import check_traffic
+from harness.checks.traffic_rules import AMAX_MISSING
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import gemms
@@ -26,7 +28,7 @@ from harness.worker.probes.contents import Contents
 from harness.worker.probes.digests import digest, ordered_digest
 from harness.worker.probes.operands import OperandProbe
 from harness.worker.probes.scales import summarize_scale
-from tests.builders import make_witnesses
+from tests.builders import make_witnesses, rules
 from tests.worker.runs import WHOLE_WEIGHT
 
 SINGLE = "single-tensorwise-v2048-gb4-s2-f32"
@@ -48,12 +50,9 @@ def test_under_fsdp_and_tp_a_gathered_weight_has_a_scale_per_tp_rank_until_it_is
     case = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-v2048-gb4-s1-b16")
     probes = ("operands", "traffic")
     broken = trained(case, probes=probes)
-    assert {each.message.partition(":")[0] for each in findings(case, broken)} == {
-        "ranks that hold the same tensor use different scales",
-        "scale does not match the amax",
-    }
+    assert rules(findings(case, broken)) == {DIFFERENT.name, RULES.amax.name}
     sent = check_traffic(case, broken, make_witnesses(case))
-    assert any("missing along tp: each shard uses its own scale" in each.message for each in sent)
+    assert [each for each in sent if each.rule == AMAX_MISSING.name and each.values["axis"] == "tp"]
     fixed = trained(case, probes=probes, injections=(WHOLE_WEIGHT,))
     assert findings(case, fixed) == check_traffic(case, fixed, make_witnesses(case)) == []
     assert first_divergence(case, fixed, trained(case, probes=OPERANDS, solo=True)) is None
@@ -76,27 +75,27 @@ def test_bf16_casts_nothing(trained):
 
 
 FAULTS = [
-    ("amax_not_reduced_over_tp", TP2, "hold the same tensor use different scales", 1),
-    ("gathered_input_has_local_scale", STYLED, "local tensor was cast instead of its DTensor", 1),
-    ("amax_reduced_over_dp", FSDP2, "hold different tensors share all scales", 1),
-    ("weight_amax_over_replicas", HSDP, "hold the same tensor use different scales", 1),
-    ("scale_in_float32", SINGLE, "scale does not match the amax", 1),
-    ("power_of_two_lost", ROWWISE, "not a power of two", 1),
-    ("precomputed_scale_one_step_late", PRECOMPUTED.replace("-s2-", "-s3-"), "scale does not match the amax", 3),
-    ("weight_data_stale", SINGLE, "float8 data does not match its source", 2),
-    ("gathered_shard_of_one_rank_stale", PRECOMPUTED, "float8 data does not match its source", 2),
-    ("gradient_cast_to_e4m3", SINGLE, "cast to the wrong dtype", 1),
-    ("one_rank_leaves_a_linear_out", FSDP2, "wrong number of casts", 1),
-    ("recompute_scale_changed", STYLED, "differs from the first execution", 1),
-    ("row_scales_of_another_rank", ROWWISE, "float8 data does not match its source", 1),
+    ("amax_not_reduced_over_tp", TP2, DIFFERENT, 1),
+    ("gathered_input_has_local_scale", STYLED, LOCAL, 1),
+    ("amax_reduced_over_dp", FSDP2, SHARED, 1),
+    ("weight_amax_over_replicas", HSDP, DIFFERENT, 1),
+    ("scale_in_float32", SINGLE, RULES.amax, 1),
+    ("power_of_two_lost", ROWWISE, RULES.power_of_two, 1),
+    ("precomputed_scale_one_step_late", PRECOMPUTED.replace("-s2-", "-s3-"), RULES.amax, 3),
+    ("weight_data_stale", SINGLE, RULES.data, 2),
+    ("gathered_shard_of_one_rank_stale", PRECOMPUTED, RULES.data, 2),
+    ("gradient_cast_to_e4m3", SINGLE, RULES.target_dtype, 1),
+    ("one_rank_leaves_a_linear_out", FSDP2, RULES.number, 1),
+    ("recompute_scale_changed", STYLED, RECOMPUTED_CAST, 1),
+    ("row_scales_of_another_rank", ROWWISE, RULES.data, 1),
 ]
 
 
 @pytest.mark.parametrize(("fault", "text", "rule", "step"), FAULTS, ids=[fault[0] for fault in FAULTS])
-def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: str, rule: str, step: int):
+def test_a_planted_fault_is_found_at_its_first_step(trained, fault: str, text: str, rule: Rule, step: int):
     case = parse_case_id(text)
     run = trained(case, probes=OPERANDS, injections=(f"fault:{fault}",))
-    found = [finding for finding in findings(case, run) if re.search(rule, finding.message)]
+    found = [finding for finding in findings(case, run) if finding.rule == rule.name]
     assert found and found[0].step == step
     assert found[0].module and found[0].rank is not None and found[0].expected and found[0].found
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checks.memory import check_memory
+from harness.checks.memory import BYTES, OTHER_MODE, OUTLIVES, check_memory
+from harness.checks.rule import Rule
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding
@@ -32,17 +33,18 @@ def test_checkpointing_keeps_what_the_formula_says_and_full_less_than_selective(
 
 
 @pytest.mark.parametrize(
-    ("fault", "text", "words"),
+    ("fault", "text", "rule", "values"),
     [
+        ("checkpointing_lost", "single-tensorwise-ac.full-v2048-gb4-s1-f32", OTHER_MODE, {"mode": "none"}),
         (
-            "checkpointing_lost",
-            "single-tensorwise-ac.full-v2048-gb4-s1-f32",
-            "that of checkpointing none",
+            "float8_weight_kept_for_backward",
+            "fsdp2-tensorwise-v2048-gb4-s1-f32",
+            OUTLIVES,
+            {"dtype": "float8_e4m3fn"},
         ),
-        ("float8_weight_kept_for_backward", "fsdp2-tensorwise-v2048-gb4-s1-f32", "too many float8_e4m3fn bytes saved"),
-        ("abs_saved_for_backward", "single-tensorwise-ac.op-v2048-gb4-s1-f32", "wrong number of float32 bytes saved"),
+        ("abs_saved_for_backward", "single-tensorwise-ac.op-v2048-gb4-s1-f32", BYTES, {"dtype": "float32"}),
     ],
 )
-def test_planted_faults_are_found_and_named(trained, fault: str, text: str, words: str):
+def test_planted_faults_are_found_and_named(trained, fault: str, text: str, rule: Rule, values: dict[str, str]):
     run = trained(parse_case_id(text), probes=MEMORY, injections=(f"fault:{fault}",))
-    assert_named(findings(text, run), words)
+    assert_named(findings(text, run), rule, **values)

@@ -1,0 +1,356 @@
+"""The sentences of findings: how they are filled in, what people read, and that nothing else reads them."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from harness.checks import (
+    alignment,
+    clipping,
+    divergence,
+    evaluation,
+    failures,
+    finite,
+    fp8_on,
+    graph_scales,
+    graphs,
+    judge,
+    leaks,
+    live_memory,
+    local_parity,
+    loss_vs_golden,
+    matmuls,
+    memory,
+    metamorphic,
+    model,
+    parity,
+    recompute,
+    recorded,
+    resume,
+    scales,
+    signature,
+    stated,
+    tokens,
+    traffic,
+    traffic_rules,
+    underflow,
+)
+from harness.checks.catalogue import CHECKS, RULES
+from harness.checks.causes import by_cause, first_effect
+from harness.checks.failure_signature import signature_of
+from harness.checks.mismatch import Mismatch, findings_by_rule
+from harness.checks.ranks import merge_ranks
+from harness.checks.rule import Rule
+from harness.checks.twin import needs_twin
+from harness.matrix.known import Symptom
+from harness.sentence import filled, shown
+from harness.verdict import Finding, Value, Verdict
+from tests.builders import WQ, make_known, make_trace, run_of
+
+# Filling in
+
+
+@pytest.mark.parametrize(
+    ("template", "values", "text"),
+    [
+        ("on {ranks}", {"ranks": (3,)}, "on rank 3"),
+        ("on {ranks}", {"ranks": (6, 0, 1, 2, 6)}, "on ranks 0-2, 6"),
+        ("{count:n case}", {"count": 1}, "1 case"),
+        ("{count:n case}", {"count": 2}, "2 cases"),
+        ("{count:n node is|nodes are} lost", {"count": 1}, "1 node is lost"),
+        ("{count:n node is|nodes are} lost", {"count": 0}, "0 nodes are lost"),
+        ("{off:.2g} {off:+.3g} {off:.6g}", {"off": 1 / 3}, "0.33 +0.333 0.333333"),
+        ("{off:g} {off:.3f} {off:.1e}", {"off": 1 / 3}, "0.333333 0.333 3.3e-01"),
+        ("{off:.2g}", {"off": math.nan}, "nan"),
+        ("{off}", {"off": 0.1}, "0.1"),
+        ("{word:.2g} {word:n case}", {"word": "much"}, "much much"),
+        ("{unknown} and {other:.2g}", {}, "{unknown} and {other:.2g}"),
+        ("", {}, ""),
+    ],
+)
+def test_a_template_is_filled_in(template: str, values: dict[str, object], text: str) -> None:
+    assert filled(template, values) == text
+
+
+HOSTILE = ("{a.__class__}", "{a[0]}", "{a!r}", "{}", "{0}", "{{a}", "{a:{a}}", "{", "}")
+
+
+@pytest.mark.parametrize("template", HOSTILE)
+def test_what_is_no_place_stays_as_it_is(template: str) -> None:
+    assert filled(template, {"b": 1}) == template
+    assert filled(template, {"a": 7}).replace("7", "{a}") == template
+
+
+@pytest.mark.parametrize("spec", [">999999999", "999999999", ".999999999f", "d", "c", "x", "n", "%", ".99g"])
+def test_no_other_format_is_followed(spec: str) -> None:
+    assert filled(f"{{a:{spec}}}", {"a": 7}) == "7"
+
+
+PIECES = st.text(max_size=5) | st.sampled_from([*HOSTILE, "{a}", "{a:.2g}", "{a:+.3f}", "{a:n case}", "{a:>9}"])
+NUMBERS = st.integers(-9, 9) | st.floats(width=16)
+
+
+@given(st.lists(PIECES, max_size=6).map("".join), st.text(max_size=5) | NUMBERS.filter(math.isfinite))
+def test_any_template_from_a_file_gives_a_text_of_its_length(template: str, value: Value) -> None:
+    text = filled(template, {"a": value})
+    assert len(text) <= len(template) + template.count("{") * 30
+
+
+def test_values_are_not_filled_in_again() -> None:
+    assert filled("{a}", {"a": "{b}", "b": "secret"}) == "{b}"
+
+
+def test_a_template_can_be_shown_without_values() -> None:
+    assert shown("{missing:n amax reduction} missing along {axis}") == "MISSING missing along AXIS"
+
+
+# What people read
+
+
+def wrong_scales() -> Finding:
+    wrong = [Mismatch(1, 4, rank, WQ, scales.RULES.amax, "224", "448", "input in forward") for rank in (0, 1)]
+    (found,) = findings_by_rule(wrong, lambda first: f"it is the scale of rank {first.rank}")
+    return found
+
+
+def merged() -> Finding:
+    run = run_of(make_trace(rank=0), make_trace(rank=1))
+    (found,) = merge_ranks(run, lambda trace: [matmuls.NUMBER.finding(step=1, calls=9, wanted="12")])
+    return found
+
+
+SENTENCES: tuple[tuple[Finding, str], ...] = (
+    (
+        finite.LOSS.finding(step=2, rank=1, ranks=(0, 1), quantity="loss", value="nan", count=3),
+        "loss is nan at step 2 on rank 1; bad values: 3, on ranks 0-1",
+    ),
+    (
+        loss_vs_golden.LOSS.finding(step=3, difference=1.0, allowed=0.25, details="a table"),
+        "the loss differs by +1 from the golden at step 3, 0.25 allowed\na table",
+    ),
+    (
+        loss_vs_golden.NO_TOLERANCE.finding(why="was measured"),
+        "cannot be judged: no loss tolerance was measured; set `loss_tolerance` in the case",
+    ),
+    (
+        loss_vs_golden.PROVES_NOTHING.finding(remedy="train more steps"),
+        (
+            "cannot be judged: the golden moves less than the tolerance allows, so a model that never trains would "
+            "pass; train more steps"
+        ),
+    ),
+    (
+        parity.GRADIENTS.finding(
+            noun="gradients",
+            module="b",
+            values={"count": 1, "compared": 2, "distance": 0.01, "allowed": 1e-3, "norm": 4.04, "reference": 4.0},
+            notes=("every gradient is 1/2",),
+        ),
+        (
+            "1 of 2 gradients differ from the single-rank reference; worst b: relative distance 0.01, 0.001 allowed "
+            "(norm 4.04, reference 4); every gradient is 1/2"
+        ),
+    ),
+    (
+        tokens.SOME.finding(who="ranks 2-3", got=2, wanted=4),
+        "ranks 2-3: the model is called with 2 of 4 sequences only",
+    ),
+    (
+        underflow.FLUSHED.finding(
+            step=1,
+            module="w2",
+            operand="input in forward",
+            become="become zero",
+            values={"found": 0.25, "expected": 0.125, "distance": 0.125, "allowed": 0.006, "count": 1, "compared": 8},
+        ),
+        (
+            "of input in forward of w2, 0.25 of all values become zero instead of 0.125 on one rank: 0.12 apart, "
+            "0.006 allowed (1 of 8 operands)"
+        ),
+    ),
+    (
+        model.CALLS.finding(module="up", ours=1, theirs=2, dp=4, count=1),
+        "up runs 1 time a step, and 2 times for the 4 microbatches of the single-rank reference (1 such linear)",
+    ),
+    (
+        resume.OTHER_STATE.finding(layout="tp2", parts="step of 1 parameter", what="step", module="gain"),
+        "the state that tp2 loaded is not the one that was saved: step of 1 parameter; first step of gain",
+    ),
+    (
+        clipping.NOT_CLIPPED.finding(max_norm=0.5, reported="it reports 2", norm=1 / 3),
+        "gradients are not clipped to a norm of 0.5: it reports 2, the optimizer gets 0.333333",
+    ),
+    (
+        evaluation.OTHER_LOSS.finding(),
+        "the loss of the evaluation is not that of training on the same batch with the same weights",
+    ),
+    (fp8_on.NOT_CONVERTED.finding(module="w1", ranks=(0, 1)), "w1 was not converted to FP8 on ranks 0-1"),
+    (
+        alignment.TRAINED.finding(ranks=(1,), refusal="narrow", reason="8 is no multiple of 16"),
+        "trained silently on rank 1 instead of being refused (narrow: 8 is no multiple of 16)",
+    ),
+    (
+        graphs.ROWS.finding(operator="fused", rows=4, total=8),
+        "fused gives wrong rows: 4 of 8 differ from its unfused form",
+    ),
+    (merged(), "wrong number of scaled matmuls at step 1: 9 instead of 12 on ranks 0-1"),
+    (recompute.NODES.finding(count=1, node="mul_3"), "1 node of backward graphs is not as in forward: mul_3"),
+    (
+        wrong_scales(),
+        (
+            f"scale does not match the amax: first for input in forward of {WQ} at step 1 on rank 0; 2 in total on "
+            "ranks 0-1; it is the scale of rank 0"
+        ),
+    ),
+    (graph_scales.RULES.number.finding(of=" of weights in forward"), "wrong number of casts of weights in forward"),
+    (
+        traffic_rules.AMAX_MISSING.finding(axis="tp", missing=56),
+        "56 amax reductions are missing along tp: each shard uses its own scale",
+    ),
+    (traffic.NO_RECORD.finding(record="traffic", where="rank 1"), "cannot be judged: no record of traffic on rank 1"),
+    (
+        stated.MATMULS.finding(what="number of scaled matmuls", target="mine"),
+        "not the number of scaled matmuls that expect() of mine states",
+    ),
+    (
+        memory.OTHER_MODE.finding(mode="none", asked="full", dtype="float32"),
+        "saved memory is that of checkpointing none, not full: wrong number of float32 bytes",
+    ),
+    (
+        live_memory.TOO_MUCH.finding(tensors="float32[4] of cache", when="at the end of the step"),
+        "float32[4] of cache is alive at the end of the step, and nothing explains it",
+    ),
+    (
+        leaks.GROWS.finding(tensors="float32[4] of cache", when="at the end of the step", settled=2),
+        "live memory grows: float32[4] of cache is alive at the end of the step and was not in step 2",
+    ),
+    (signature.EXECUTED.finding(what="scaled matmuls"), "not the recorded number or size of scaled matmuls"),
+    (
+        replace(local_parity.LOSS.finding(number="loss", source="logits", distance=0.02, allowed=5e-6), within="in a"),
+        "in a: loss is not that of the recorded logits: off by 0.02, 5e-06 allowed",
+    ),
+    (metamorphic.NO_PARTNER.finding(who="the partner", why=": x"), "cannot be judged: the partner could not be run: x"),
+    (
+        divergence.OPERAND.finding(what="scale of weight in forward", module=WQ, step=1, rank=0),
+        (
+            "first operand that diverges from the single-rank reference: scale of weight in forward of "
+            f"{WQ} at step 1 on rank 0"
+        ),
+    ),
+    (
+        failures.RAISED.finding(ranks=(0, 1), end="raised in step 1: ValueError"),
+        "ranks 0-1 raised in step 1: ValueError",
+    ),
+    (judge.BROKEN.finding(error="KeyError"), "the harness failed while judging: KeyError"),
+    (
+        recorded.GONE.finding(fault="rounds", link="https://example.org/1"),
+        "passed although the fault rounds (https://example.org/1) is recorded for it: close the record",
+    ),
+)
+
+
+@pytest.mark.parametrize(("finding", "sentence"), SENTENCES, ids=[finding.rule for finding, _ in SENTENCES])
+def test_the_sentence_that_people_read(finding: Finding, sentence: str) -> None:
+    assert finding.message == finding.headline == sentence
+    assert finding.first_line == sentence.partition("\n")[0]
+
+
+def test_a_sentence_of_every_check_is_read_here() -> None:
+    assert {finding.check for finding, _ in SENTENCES} == {
+        *(check.name for check in CHECKS),
+        *(rule.check for rule in RULES.values()),
+        "judge",
+    }
+
+
+def test_what_was_not_verified_is_told_first() -> None:
+    finding = replace(merged(), differs="torch 2.16.0 differs from what holds since 2.13.0")
+    assert finding.first_line.startswith("torch 2.16.0 differs from what holds since 2.13.0: wrong number of")
+
+
+# Nothing else reads them
+
+OF_SIZE = ("distance", "allowed")
+WORDS = st.text(max_size=12) | st.sampled_from(
+    [*HOSTILE, "{ranks}", "{distance:.2g}", *(rule.says for rule in RULES.values())]
+)
+
+
+@st.composite
+def _finding(draw: st.DrawFn) -> Finding:
+    rule = draw(st.sampled_from(list(RULES.values())))
+    names = sorted({*re.findall(r"\{(\w+)", rule.says), *rule.key, *OF_SIZE} - {"step", "rank", "ranks", "module"})
+    values: dict[str, Value] = {
+        name: draw(NUMBERS if name in OF_SIZE else NUMBERS | st.text(max_size=5)) for name in names
+    }
+    return rule.finding(
+        step=draw(st.none() | st.integers(1, 3)),
+        ranks=draw(st.lists(st.integers(0, 3), max_size=3)),
+        module=draw(st.sampled_from([None, WQ, "output"])),
+        operand=draw(st.sampled_from(["", "weight in forward"])),
+        size=draw(st.none() | NUMBERS.map(float)),
+        values=values,
+    )
+
+
+@st.composite
+def _symptom(draw: st.DrawFn) -> Symptom:
+    rule: Rule = draw(st.sampled_from(list(RULES.values())))
+    return Symptom(
+        rule=draw(st.sampled_from([rule.name, f"{rule.check}/*", "*"])),
+        module=draw(st.sampled_from([None, "layers.*"])),
+        operand=draw(st.sampled_from([None, "*", "weight in forward"])),
+        values={name: draw(st.sampled_from(["*", "1"])) for name in rule.key},
+        at_most=draw(st.none() | st.floats(0, 4)),
+    )
+
+
+FINDINGS = st.lists(_finding(), min_size=1, max_size=6)
+
+
+def _numbered(findings: Sequence[Finding]) -> list[Finding]:
+    return [replace(finding, notes=(str(number),)) for number, finding in enumerate(findings)]
+
+
+@given(FINDINGS, st.data())
+def test_another_wording_changes_nothing_that_decides(findings: list[Finding], data: st.DataObject) -> None:
+    before = _numbered(findings)
+    after = [replace(finding, says=data.draw(WORDS)) for finding in before]
+    ordered, reordered = by_cause(before), by_cause(after)
+    assert [finding.notes for finding in ordered] == [finding.notes for finding in reordered]
+    assert first_effect(ordered) == first_effect(reordered)
+    for verdict in (Verdict.NUMERIC, Verdict.INVARIANT, Verdict.KNOWN):
+        assert signature_of(verdict, ordered, None) == signature_of(verdict, reordered, None)
+    assert needs_twin(tuple(before)) == needs_twin(tuple(after))
+    for one, other in zip(before, after, strict=True):
+        assert repr(one.excess) == repr(other.excess)  # NaN
+        assert (one.judged, one.check) == (other.judged, other.check)
+
+
+@given(FINDINGS, st.lists(_symptom(), min_size=1, max_size=3), st.data())
+def test_another_wording_changes_nothing_that_a_record_explains(
+    findings: list[Finding], symptoms: list[Symptom], data: st.DataObject
+) -> None:
+    before = _numbered(findings)
+    after = [replace(finding, says=data.draw(WORDS)) for finding in before]
+    for symptom in symptoms:
+        assert list(map(symptom.explains, before)) == list(map(symptom.explains, after))
+    fault = make_known(requires=tuple(symptoms[:1]), may_cause=tuple(symptoms[1:]))
+    assert fault.shows(before) == fault.shows(after)
+    assert list(map(fault.explains, before)) == list(map(fault.explains, after))
+    ends = [
+        recorded.with_known_faults(
+            judge.Judgement(verdict=Verdict.NUMERIC, findings=tuple(each)), (fault,), datetime.date(2026, 11, 22)
+        )
+        for each in (before, after)
+    ]
+    assert ends[0].verdict is ends[1].verdict
+    assert [finding.rule for finding in ends[0].findings] == [finding.rule for finding in ends[1].findings]
