@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from harness.matrix.case import Case, Checkpointing, Checks, Layout
+from harness.matrix.layout import SHARD_AXES, ranks_of
 from harness.matrix.linears import converted_fqns, linear_features, linear_name
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap, sums_in_order
 from harness.matrix.replayed import replayed_steps
@@ -146,7 +147,7 @@ def _shards_evenly(case: Case, layout: Layout) -> bool:
     if not is_llama(case.target):
         return False  # it is not known how many there are
     rows = (linear_features(case, linear_name(fqn))[1] for fqn in converted_fqns(case))
-    return all(count % (layout.dp_shard * layout.tp) == 0 for count in rows)
+    return all(count % ranks_of(layout.mesh, SHARD_AXES) == 0 for count in rows)
 
 
 _BITWISE = (

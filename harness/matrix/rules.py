@@ -11,6 +11,7 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.cast_rules import OF_CASTS
+from harness.matrix.layout import DP_AXES
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, is_misaligned, linear_fqns, shard_sizes
 from harness.matrix.resumed import OF_RESUMING
 from harness.matrix.rule import Exclusion, Refusal
@@ -84,14 +85,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         name="batch_divides_dp",
         reason="every data-parallel rank must get the same number of sequences, at least one",
         source=f"{_TORCHTITAN}/train.py",
-        axes=("global_batch", "dp_replicate", "dp_shard"),
+        axes=("global_batch", *DP_AXES),
         when=lambda case: case.train.global_batch % case.layout.dp != 0,
     ),
     Exclusion(
         name="accumulation_divides_batch",
         reason="every microbatch must have the same number of sequences, at least one",
         source=f"{_TORCHTITAN}/train.py",
-        axes=("global_batch", "dp_replicate", "dp_shard", "accumulation"),
+        axes=("global_batch", *DP_AXES, "accumulation"),
         when=lambda case: case.train.global_batch % (case.layout.dp * case.train.accumulation) != 0,
     ),
     Exclusion(
@@ -129,7 +130,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         name="replicate_needs_shard",
         reason="dp_replicate without dp_shard is DDP, which is not a supported layout; HSDP has both above 1",
         source=f"{_TORCHTITAN}/models/llama3/infra/parallelize.py",
-        axes=("dp_replicate", "dp_shard"),
+        axes=DP_AXES,
         when=lambda case: case.layout.dp_replicate > 1 and case.layout.dp_shard == 1,
     ),
     Exclusion(
@@ -470,17 +471,7 @@ REFUSALS: tuple[Refusal, ...] = (
         reason="the tokens per rank are the inner dimension of the weight-gradient matmul and not a multiple of 16; "
         "pad_inner_dim or rowwise_with_gw_hp (weight gradient in high precision) make the case valid",
         source=f"{_TORCHAO}/float8_linear.py",
-        axes=(
-            "target",
-            "global_batch",
-            "accumulation",
-            "seq_len",
-            "dp_replicate",
-            "dp_shard",
-            "recipe",
-            "casts",
-            "pad_inner_dim",
-        ),
+        axes=("target", "global_batch", "accumulation", "seq_len", *DP_AXES, "recipe", "casts", "pad_inner_dim"),
         when=_misaligned_tokens,
         check="alignment",
         pattern=_ALIGNMENT_PATTERN,

@@ -147,8 +147,17 @@ def canonical(key: str) -> str:
 
 def recipe_named(name: object) -> str:
     """The recipe of an older name, such as `all_axiswise`; any other name as it is."""
-    row = next(row for row in spellings().option if row.fact == "recipe")
-    return str(row.read(name))
+    return str(option_of("recipe").read(name))
+
+
+def option_of(fact: str) -> Option:
+    """The option of torchtitan 0.2.2 for a fact."""
+    return next(row for row in spellings().option if row.fact == fact)
+
+
+def torchtitan_degrees(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The options of torchtitan's section `parallelism` for the degrees of a mesh."""
+    return {option_of(axis).name.rpartition(".")[2]: degree for axis, degree in mesh.items()}
 
 
 def plain_key(key: str) -> str:
