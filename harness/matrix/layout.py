@@ -89,6 +89,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
         _axis(
             "fuse the collectives of TP with matmuls; needs compile",
             number("atp{tp}", "atp4", "async tensor parallelism over {0} ranks", async_tp=True),
+            same_bits="a fused operator multiplies the same rows and sums the same partial results in rank order",
         ),
     ] = False
     symm_mem: Annotated[
@@ -115,12 +116,16 @@ class Layout(Mesh, frozen=True, kw_only=True):
             "TP ranks share the positions of the residual stream",
             flag("nosp", "TP without sequence parallelism", sequence_parallel=False),
             needs=("tp",),
+            same_sums="it shards what is computed between TP blocks and changes no scale",
         ),
     ] = True
     loss_parallel: Annotated[
         bool,
         _axis(
-            "TP ranks share the logits", flag("nolp", "TP without loss parallelism", loss_parallel=False), needs=("tp",)
+            "TP ranks share the logits",
+            flag("nolp", "TP without loss parallelism", loss_parallel=False),
+            needs=("tp",),
+            same_sums="it shards the softmax over the vocabulary",
         ),
     ] = True
     reshard_after_forward: Annotated[
@@ -130,6 +135,7 @@ class Layout(Mesh, frozen=True, kw_only=True):
             flag("reshard.always", "FSDP2 gathers all weights again in backward", reshard_after_forward="always"),
             flag("reshard.never", "FSDP2 keeps gathered weights until backward", reshard_after_forward="never"),
             exported=False,
+            same_bits="a weight that is gathered again has the same bits",
         ),
     ] = "default"
 
