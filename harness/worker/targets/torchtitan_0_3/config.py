@@ -1,6 +1,6 @@
 """A Case in the words of torchtitan 0.3.0: the configuration of its Trainer, and that of its Llama.
 
-What it cannot be asked for is a rule in `matrix/rules.py`, never something similar in its place.
+What it cannot be asked for is a rule in `matrix/rules.toml`, never something similar in its place.
 """
 
 from __future__ import annotations
