@@ -13,7 +13,7 @@ from harness.bugs.scaling import Sizes, made_smaller
 from harness.bugs.statements import Resolved, Statement, shown
 from harness.errors import HarnessError
 from harness.matrix.axes import axis_values, case_from_axes
-from harness.matrix.case import Case
+from harness.matrix.case import Case, ModelShape
 from harness.matrix.layout import DP_AXES, MESH_AXES, OTHERS, REST, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
 from harness.matrix.mesh import left_over
@@ -30,7 +30,7 @@ _TORCHTITAN = re.compile(
     r"|^[ \t]*\[(?:parallelism|activation_checkpoint)\]",
     re.MULTILINE,
 )
-_SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
+_SIZES = (*ModelShape.__struct_fields__, "vocab_size")
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,6 +62,7 @@ class Mesh(CaseStruct, frozen=True, kw_only=True):
 
 MESH_AXES = Mesh.__struct_fields__
 DP_AXES = ("dp_replicate", "dp_shard")  # those whose ranks train on different slices of the batch
+SAME_BATCH_AXES = tuple(name for name in MESH_AXES if name not in DP_AXES)
 SHARD_AXES = ("dp_shard", "tp")  # those whose ranks share weights
 REST = "dp_shard"  # has the ranks that the other axes leave, where its degree is not given
 OTHERS = tuple(name for name in MESH_AXES if name != REST)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.matrix.case import Case
+from harness.matrix.case import Case, ModelShape
 from harness.matrix.layout import DP_AXES, MESH_AXES
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, is_misaligned, linear_fqns, shard_sizes
 from harness.matrix.recipes import OPERANDS
@@ -24,7 +24,7 @@ from harness.matrix.targets import TORCHTITAN_0_3
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
-_MODEL_AXES = ("target", "model", "dim", "layers", "heads", "kv_heads", "ffn_dim")
+_MODEL_AXES = ("target", "model", *ModelShape.__struct_fields__)
 _VOCABULARY_AXES = ("vocab_size", "pad_vocab_to_multiple_of")
 _CONVERSION_AXES = ("recipe", "filter_fqns", "casts")
 
