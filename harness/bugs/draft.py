@@ -11,10 +11,12 @@ from harness.bugs.casts import ROUNDED
 from harness.bugs.report import clean_words
 from harness.bugs.scaling import Sizes, made_smaller
 from harness.bugs.statements import Resolved, Statement, shown
+from harness.errors import HarnessError
 from harness.matrix.axes import axis_values, case_from_axes
-from harness.matrix.case import Case
-from harness.matrix.layout import MESH_AXES
+from harness.matrix.case import Case, ModelShape
+from harness.matrix.layout import DP_AXES, MESH_AXES, OTHERS, REST, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
+from harness.matrix.mesh import left_over
 from harness.matrix.recipes import TRAITS
 from harness.matrix.rules import exclusions
 from harness.matrix.spellings import NamedFile, on_day, spellings
@@ -28,7 +30,7 @@ _TORCHTITAN = re.compile(
     r"|^[ \t]*\[(?:parallelism|activation_checkpoint)\]",
     re.MULTILINE,
 )
-_SIZES = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
+_SIZES = (*ModelShape.__struct_fields__, "vocab_size")
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,14 +143,13 @@ class Draft:
         if not self._take("tp") and (self._says("tp_used") or self._says("async_tp")):
             self.axes["tp"] = _PLACEHOLDER
             self.missing["tp"] = f"how many TP ranks? {_PLACEHOLDER} until you say"
-        tp = self._count("tp")
-        self._take("dp_replicate")
-        self._shards(tp, self._count("dp_replicate"))
-        self._take("sequence_parallel")
-        self._take("loss_parallel")
-        self._take("async_tp")
-        if tp == 1:
-            for name in ("sequence_parallel", "loss_parallel", "async_tp"):
+        for axis in OTHERS:
+            self._take(axis)
+            self._count(axis)
+        self._shards()
+        for name in ("sequence_parallel", "loss_parallel", "async_tp"):
+            self._take(name)
+            if self._count("tp") == 1:
                 self._drop(name, "means nothing without TP")
 
     def _count(self, axis: str) -> int:
@@ -158,37 +159,38 @@ class Draft:
             self.axes[axis] = count
         return count
 
-    def _shards(self, tp: int, replicate: int) -> None:
-        shard, dp = self._fact("dp_shard", "dp_shard"), self._fact("dp", "dp_shard")
+    def _shards(self) -> None:
+        shard, dp = self._fact(REST, REST), self._fact("dp", REST)
         if shard is not None and shard.value != -1:
-            self._take("dp_shard")
-            self._count("dp_shard")
+            self._take(REST)
         elif dp is not None and isinstance(dp.value, int) and dp.value >= 1:
-            words = f"{dp.words}: {dp.value} data-parallel ranks / {replicate} replicas"
-            self._put("dp_shard", max(1, dp.value // replicate), self.derived, words)
+            replicas = ranks_of(self.axes, set(DP_AXES) - {REST})
+            words = f"{dp.words}: {dp.value} data-parallel ranks / {replicas} replicas"
+            self._put(REST, max(1, dp.value // replicas), self.derived, words)
         else:
-            self._all_other_ranks(tp, replicate)
+            self._all_other_ranks()
+        self._count(REST)
 
-    def _all_other_ranks(self, tp: int, replicate: int) -> None:
-        ranks = self._fact("ranks", "dp_shard")
+    def _all_other_ranks(self) -> None:
+        ranks = self._fact("ranks", REST)
         default = self._default("ranks") if self._file is not None else None
         if ranks is not None and isinstance(ranks.value, int) and ranks.value >= 1:
             words, count, where = ranks.words, ranks.value, self.derived
         elif default is not None:
             words, count, where = default[1], int(str(default[0])), self.assumed
         elif self._says("fsdp") or self._says("fsdp_version") or self._says_word("distributed_type", "FSDP"):
-            self.axes["dp_shard"] = _PLACEHOLDER
-            self.missing["dp_shard"] = f"how many FSDP2 ranks? {_PLACEHOLDER} until you say"
+            self.axes[REST] = _PLACEHOLDER
+            self.missing[REST] = f"how many FSDP2 ranks? {_PLACEHOLDER} until you say"
             return
         else:
-            self.assumed["dp_shard"] = "1: nothing says how many ranks share parameters"
+            self.assumed[REST] = "1: nothing says how many ranks share parameters"
             return
-        if count % (tp * replicate):
-            what = f"{count} ranks ({words}) are no multiple of {tp} TP ranks x {replicate} replicas"
-            self.missing["dp_shard"] = what
+        try:
+            shards = left_over(count, self.axes, where=words)
+        except HarnessError as error:
+            self.missing[REST] = f"{words}: {error.what}"
         else:
-            arithmetic = f"{words}: {count} ranks / ({tp} TP ranks x {replicate} replicas)"
-            self._put("dp_shard", count // (tp * replicate), where, arithmetic)
+            self._put(REST, shards, where, f"{words}: {count} ranks / {ranks_of(self.axes, OTHERS)} of other axes")
 
     def _float8(self) -> None:
         if not self._is_float8():
@@ -201,7 +203,7 @@ class Draft:
             self.missing["recipe"] = f"{named} is no recipe here: which is meant? tensorwise until you say"
             self.axes["recipe"] = "tensorwise"
         self._casts()
-        sharded = self.axes.get("dp_shard", 1) != 1
+        sharded = self.axes.get(REST, 1) != 1
         for name in ("fp8_all_gather", "precompute_scale"):
             if self._take(name) and not sharded and not self.situation.resolved.contradictions:
                 self._drop(name, "without shards nothing is gathered")
@@ -358,12 +360,12 @@ class Draft:
             self.ignored.append(f"{emulated.words}: FP8 is never emulated")
         if self._take("parameter_dtype") and self.axes["dtype"] != "bfloat16":
             self._drop("parameter_dtype", "parameters in bfloat16 are those of runs in bfloat16")
-        if self._take("reduce_dtype") and self._count("dp_shard") == 1:
+        if self._take("reduce_dtype") and self._count(REST) == 1:
             self._drop("reduce_dtype", "without shards no gradient is reduced")
         self._take("seq_len")
         if norm := self._facts.get("max_norm"):
             self.ignored.append(f"{norm.words}: clipping is compared in float64 alone: set dtype and max_norm for it")
-        dp = self._count("dp_shard") * self._count("dp_replicate")
+        dp = ranks_of(self.axes, DP_AXES)
         if self._take("local_batch"):
             local = self._local_batch()
             self._put("global_batch", local * dp, self.derived, f"{local} sequences x {dp} data-parallel ranks")
@@ -408,11 +410,10 @@ class Draft:
             values = axis_values(case_from_axes({**self.axes, "filter_fqns": ()}))
         except (ValueError, TypeError):
             return
-        dp = int(str(values["dp_shard"])) * int(str(values["dp_replicate"]))
         wraps = values["checkpointing"] == "selective_layer"
         sizes = Sizes(
             **{name: int(str(values[name])) for name in (*_SIZES, "seq_len", *MESH_AXES)},
-            local_batch=max(1, int(str(values["global_batch"])) // dp),
+            local_batch=max(1, int(str(values["global_batch"])) // ranks_of(values, DP_AXES)),
             every=int(str(values["checkpoint_every"])) if wraps else 1,
         )
         small, arithmetic = made_smaller(sizes)
@@ -420,12 +421,11 @@ class Draft:
             if axis != "local_batch":
                 self.full_size[axis] = getattr(sizes, axis)
                 self._put(axis, getattr(small, axis), self.derived, words)
-        ranks = small.dp_replicate * small.dp_shard
-        batch = small.local_batch * ranks
+        batch = small.local_batch * small.dp
         if batch != values["global_batch"]:
             if "global_batch" in self.derived:
                 before = self.full_size["global_batch"] = values["global_batch"]
-                words = f"{before} made smaller: {small.local_batch} sequences x {ranks} data-parallel ranks"
+                words = f"{before} made smaller: {small.local_batch} sequences x {small.dp} data-parallel ranks"
                 self._put("global_batch", batch, self.derived, words)
             self.axes["global_batch"] = batch
 

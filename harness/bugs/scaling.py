@@ -12,11 +12,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from harness.matrix.job_config import MAX_RANKS
-from harness.matrix.layout import MESH_AXES
+from harness.matrix.layout import MESH_AXES, Mesh, ranks_of
 
 _FLOORS = {"dim": 128, "ffn_dim": 256, "vocab_size": 2048}  # of sizes that are made smaller
 _CHEAP = 4  # sizes up to this many times the floor are kept
@@ -31,7 +30,7 @@ Traits = tuple[object, ...]
 _Candidate = TypeVar("_Candidate")
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class Sizes(Mesh, frozen=True, kw_only=True):
     """The sizes of a run. `every`: layers between two checkpointed ones, 1 where all or none are."""
 
     dim: int
@@ -42,15 +41,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     local_batch: int
     seq_len: int
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
     every: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the run."""
-        return self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def kv_dim(self) -> int:
@@ -60,7 +51,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 def made_smaller(sizes: Sizes) -> tuple[Sizes, Mapping[str, str]]:
     """The smaller run, and for every axis that changed the arithmetic, with what could not be kept."""
-    smaller = [_with_degrees(sizes, degrees) for degrees in _degrees(sizes)]
+    smaller = [_on_mesh(sizes, mesh) for mesh in _meshes(sizes)]
     found = min(smaller, key=lambda small: _rank_of(sizes, small))
     return found, dict(_arithmetic(sizes, found))
 
@@ -69,10 +60,10 @@ def traits(sizes: Sizes) -> dict[str, Traits]:
     """What faults depend on, by size: equal for a run and its smaller one, unless the arithmetic says so."""
     shards = {name: getattr(sizes, name) for name in ("dim", "kv_dim", "ffn_dim", "vocab_size")}
     return {
-        **{name: _traits(size, sizes.tp, sizes.dp_shard) for name, size in shards.items()},
+        **{name: _traits(size, sizes) for name, size in shards.items()},
         "tokens": _token_traits(sizes.local_batch, sizes.seq_len, sizes.tp),
         "heads": (sizes.heads % sizes.tp == 0, sizes.kv_heads % sizes.tp == 0, sizes.kv_heads < sizes.heads),
-        "degrees": (sizes.dp_replicate > 1, sizes.dp_shard > 1, sizes.tp > 1),
+        "degrees": tuple(degree > 1 for degree in sizes.mesh.values()),
         "layers": (sizes.layers >= sizes.every, sizes.layers > 1, sizes.every),
     }
 
@@ -83,37 +74,34 @@ def lost(sizes: Sizes, small: Sizes) -> tuple[str, ...]:
     return tuple(name for name in before if before[name] != after[name])
 
 
-def _traits(size: int, tp: int, shard: int) -> Traits:
-    divides = size % tp == 0
-    return (size % 16, divides, size // tp % 16 if divides else None, size % shard == 0)
+def _traits(size: int, mesh: Mesh) -> Traits:
+    divides = size % mesh.tp == 0
+    return (size % 16, divides, size // mesh.tp % 16 if divides else None, size % mesh.dp_shard == 0)
 
 
 def _token_traits(batch: int, seq_len: int, tp: int) -> Traits:
     return (batch * seq_len % 16, batch > 1, seq_len % tp == 0)
 
 
-def _degrees(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
+def _meshes(sizes: Sizes) -> Iterator[dict[str, int]]:
     """Degrees that fit; those of the run alone where they do."""
-    asked = (sizes.dp_replicate, sizes.dp_shard, sizes.tp)
-    if sizes.ranks <= MAX_RANKS:
-        yield asked
+    if sizes.world_size <= MAX_RANKS:
+        yield sizes.mesh
         return
-    choices = [range(2, min(degree, MAX_RANKS) + 1) if degree > 1 else (1,) for degree in asked]
-    for replicate, shard, tp in itertools.product(*choices):
-        if replicate * shard * tp <= MAX_RANKS:
-            yield replicate, shard, tp
+    choices = [range(2, min(degree, MAX_RANKS) + 1) if degree > 1 else (1,) for degree in sizes.mesh.values()]
+    meshes = (dict(zip(MESH_AXES, degrees, strict=True)) for degrees in itertools.product(*choices))
+    yield from (mesh for mesh in meshes if ranks_of(mesh) <= MAX_RANKS)
 
 
 def _rank_of(sizes: Sizes, small: Sizes) -> tuple[int, int, int, int]:
     """What is better first: less lost, degrees kept, more ranks, powers of two."""
-    pairs = [(getattr(sizes, name), getattr(small, name)) for name in MESH_AXES]
+    pairs = [(sizes.mesh[name], small.mesh[name]) for name in MESH_AXES]
     odd = sum(after & (after - 1) != 0 for _, after in pairs)
-    return len(lost(sizes, small)), sum(before != after for before, after in pairs), odd, -small.ranks
+    return len(lost(sizes, small)), sum(before != after for before, after in pairs), odd, -small.world_size
 
 
-def _with_degrees(sizes: Sizes, degrees: tuple[int, int, int]) -> Sizes:
-    replicate, shard, tp = degrees
-    small = replace(sizes, dp_replicate=replicate, dp_shard=shard, tp=tp, layers=min(sizes.layers, max(2, sizes.every)))
+def _on_mesh(sizes: Sizes, mesh: Mapping[str, int]) -> Sizes:
+    small = replace(sizes, **mesh, layers=min(sizes.layers, max(2, sizes.every)))
     small = _smaller_attention(sizes, small)
     small = replace(small, ffn_dim=_smaller(sizes, small, "ffn_dim"), vocab_size=_smaller(sizes, small, "vocab_size"))
     return _fewer_tokens(sizes, small)
@@ -122,13 +110,13 @@ def _with_degrees(sizes: Sizes, degrees: tuple[int, int, int]) -> Sizes:
 def _smaller(sizes: Sizes, small: Sizes, name: str) -> int:
     """The smallest size with the same traits; the one with most of them where none has all."""
     size, floor = int(getattr(sizes, name)), _FLOORS[name]
-    wanted = _traits(size, sizes.tp, sizes.dp_shard)
+    wanted = _traits(size, sizes)
     kept = (size,) if size <= _CHEAP * floor else ()
     candidates: tuple[int, ...] = (
         *kept,
         *range(min(floor, size), min(size, floor + 32 * small.tp * small.dp_shard) + 1),
     )
-    return _closest(candidates, wanted, lambda each: _traits(each, small.tp, small.dp_shard), _WEIGHTS)
+    return _closest(candidates, wanted, lambda each: _traits(each, small), _WEIGHTS)
 
 
 def _smaller_attention(sizes: Sizes, small: Sizes) -> Sizes:

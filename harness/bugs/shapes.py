@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from harness.bugs.configurations import calls_of
 from harness.bugs.report import Report, clean_words
 from harness.bugs.statements import Statement
+from harness.matrix.layout import MESH_AXES
 
 _SHAPE = re.compile(r"(?:torch\.Size\()?\[(\d{1,7}(?:, ?\d{1,7}){1,2})\]\)?")
 _MESH = re.compile(r"device mesh with \[([^\]\n]{1,120})\], \[(\d{1,5}(?:, ?\d{1,5})*)\]")
-_AXES = frozenset({"dp_shard", "dp_replicate", "tp", "dp", "pp", "cp"})
+_AXES = frozenset({*MESH_AXES, "dp", "pp", "cp"})
 _MAX_LINES = 20_000
 
 

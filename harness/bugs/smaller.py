@@ -13,6 +13,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_values, case_from_axes, shown_value
 from harness.matrix.axis import Changes
 from harness.matrix.case import Case
+from harness.matrix.layout import DP_AXES, ranks_of
 from harness.matrix.rules import exclusions, expected_refusal
 
 # Every axis, in the order in which it is tried: what costs most first. Of sizes, the least that there can be.
@@ -122,7 +123,7 @@ def _allowed(values: Mapping[str, object], fixed: frozenset[str]) -> Case | None
             return case
         now = axis_values(case)
         names = [each for each in rules[0].axes if each in OPTIONS and each not in fixed and now[each] != default[each]]
-        batch = int(str(now["dp_replicate"])) * int(str(now["dp_shard"]))
+        batch = ranks_of(now, DP_AXES)
         if rules[0].name == "batch_divides_dp" and "global_batch" not in fixed:
             found["global_batch"] = max(batch, int(str(now["global_batch"])) // batch * batch)
         elif rules[0].name == "replicate_needs_shard" and "dp_replicate" not in fixed:

@@ -7,11 +7,12 @@ from typing import Literal
 
 import msgspec
 
+from harness.matrix.layout import MESH_AXES
 from harness.matrix.spellings import Value
 
 # A flag overrides a configuration, as it does in torchtitan. What a shape implies is derived, everything else stated.
 Source = Literal["flag", "config", "shape", "title", "prose"]
-_DISTINCT = frozenset({"tp", "dp_shard", "dp_replicate", "dp", "recipe", "checkpointing", "ac_mode", "ac_option"})
+_DISTINCT = frozenset({*MESH_AXES, "dp", "recipe", "checkpointing", "ac_mode", "ac_option"})
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,8 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_type, axis_values, case_from_axes, choices, ignored_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.layout import DP_AXES, REST, ranks_of
+from harness.matrix.mesh import left_over
 from harness.matrix.rules import exclusions
 
 MAX_WORLD = 4096
@@ -107,8 +109,8 @@ def _configured(
 ) -> Case:
     from harness.performance.models import named_model, training
 
-    if world is not None and "dp_shard" in axes:
-        raise HarnessError("--world gives it.", where="--dp-shard", fix="leave one of them out.")
+    if world is not None and REST in axes:
+        raise HarnessError("--world gives it.", where=_options([REST]), fix="leave one of them out.")
     if model is not None:
         case = training(named_model(model), tokens=tokens, **axes)
     else:
@@ -123,12 +125,11 @@ def _configured(
 
 def _on_ranks(case: Case, world: int, *, batch_given: bool) -> Case:
     """The case on another number of ranks: each keeps its sequences where no global batch is given."""
-    other = case.layout.tp * case.layout.dp_replicate
-    if world % other:
-        what = f"{world} ranks are no multiple of tp x dp_replicate = {other}."
-        raise HarnessError(what, where="--world", fix="give a multiple, or other degrees.")
-    batch = case.train.global_batch if batch_given else max(1, case.local_batch) * (world // case.layout.tp)
-    return case_from_axes({**axis_values(case), "dp_shard": world // other, "global_batch": batch})
+    values = axis_values(case)
+    values[REST] = left_over(world, values, where="--world")
+    if not batch_given:
+        values["global_batch"] = max(1, case.local_batch) * ranks_of(values, DP_AXES)
+    return case_from_axes(values)
 
 
 def _word(value: object) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from harness.evidence.costs import Costs
 from harness.expect.saved_memory import expected_saved
 from harness.matrix.case import Case, Checkpointing, Layout, Model
+from harness.matrix.layout import SHARD_AXES, ranks_of
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, gemms, parameter_count
 from harness.matrix.recipes import ITEM_BYTES
 from harness.matrix.replayed import replayed_steps
@@ -73,7 +74,7 @@ def _on_one_rank(case: Case) -> Case:
 
 
 def _rank_bytes(case: Case) -> float:
-    share = parameter_count(case) / (case.layout.dp_shard * case.layout.tp)
+    share = parameter_count(case) / ranks_of(case.layout.mesh, SHARD_AXES)
     tensors = 2 + case.train.update.states  # parameter, gradient, and what the optimizer keeps
     state = share * tensors * ITEM_BYTES[case.parameter_dtype]
     saved = sum(expected_saved(msgspec.structs.replace(case, compile="none"), step=1, rank=0).values())

@@ -8,12 +8,15 @@ is combined with TP: torchao 0.18 computes dynamic scales per TP rank but precom
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from harness.matrix.case import Case, Checkpointing, Checks, Layout
+from harness.matrix.axes import AXES, DECLARED, DEFAULTS, changed
+from harness.matrix.case import Case, Checks, Layout
+from harness.matrix.layout import SHARD_AXES, ranks_of
 from harness.matrix.linears import converted_fqns, linear_features, linear_name
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap, sums_in_order
 from harness.matrix.replayed import replayed_steps
@@ -81,6 +84,7 @@ class _Option(NamedTuple):
     """An option that must not change results: the cases that have it, and the partner of such a case."""
 
     name: str
+    promise: Promise
     applies: Callable[[Case], bool]
     partner: Callable[[Case], Case]
     reason: str
@@ -89,8 +93,7 @@ class _Option(NamedTuple):
 def _relation(option: _Option, case: Case) -> Relation | None:
     if case.compile == "inductor" and option.name != "inductor":
         return None  # generated code may round differently whatever option changes its graph
-    exact = option not in _BITWISE
-    if not option.applies(case) or (exact and case.train.dtype != "float64"):
+    if not option.applies(case) or (option.promise == "exact" and case.train.dtype != "float64"):
         return None  # in lower precision another order of sums changes a float8 value within a step or two
     other = option.partner(msgspec.structs.replace(case, checks=Checks()))
     if not _trains(other):
@@ -99,7 +102,7 @@ def _relation(option: _Option, case: Case) -> Relation | None:
     return Relation(
         name=option.name,
         partner=other,
-        promise="exact" if exact else "bitwise",
+        promise=option.promise,
         reason=option.reason,
         steps=1 if first_step_only else None,
     )
@@ -119,20 +122,8 @@ def _scale_is_inconsistent(case: Case) -> bool:
     return case.float8.fp8_all_gather and case.layout.tp > 1
 
 
-def _with_layout(**changes: object) -> Callable[[Case], Case]:
-    return lambda case: msgspec.structs.replace(case, layout=msgspec.structs.replace(case.layout, **changes))
-
-
-def _with_float8(**changes: object) -> Callable[[Case], Case]:
-    return lambda case: msgspec.structs.replace(case, float8=msgspec.structs.replace(case.float8, **changes))
-
-
-def _eager(case: Case) -> Case:
-    return msgspec.structs.replace(_with_layout(async_tp=False)(case), compile="none")
-
-
 def _without_replicas(case: Case) -> Case:
-    return _with_layout(dp_replicate=1, dp_shard=case.layout.dp)(case)
+    return changed(case, {"dp_replicate": 1, "dp_shard": case.layout.dp})
 
 
 def _replicas_can_be_shards(case: Case) -> bool:
@@ -146,104 +137,59 @@ def _shards_evenly(case: Case, layout: Layout) -> bool:
     if not is_llama(case.target):
         return False  # it is not known how many there are
     rows = (linear_features(case, linear_name(fqn))[1] for fqn in converted_fqns(case))
-    return all(count % (layout.dp_shard * layout.tp) == 0 for count in rows)
+    return all(count % ranks_of(layout.mesh, SHARD_AXES) == 0 for count in rows)
 
 
-_BITWISE = (
-    _Option(
-        name="async_tp",
-        applies=lambda case: case.layout.async_tp and case.compile == "graph",
-        partner=_with_layout(async_tp=False),
-        reason="a fused operator multiplies the same rows and sums the same partial results in rank order",
-    ),
-    _Option(
-        name="compile",
-        applies=lambda case: case.compile == "graph" and not case.layout.async_tp,
-        partner=_eager,
-        reason="the graph is executed operator by operator, undecomposed",
-    ),
-    _Option(
-        name="checkpointing",
-        applies=lambda case: case.checkpointing.mode != "none",
-        partner=lambda case: msgspec.structs.replace(case, checkpointing=Checkpointing()),
-        reason="recomputation repeats the same arithmetic on the same bits",
-    ),
-    _Option(
-        name="evaluate",
-        applies=lambda case: case.train.evaluate,
-        partner=lambda case: msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, evaluate=False)),
-        reason="an evaluation changes nothing that training reads",
-    ),
-    _Option(
-        name="resume",
-        applies=lambda case: case.train.resume != "none",
-        partner=lambda case: msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, resume="none")),
-        reason="a state that is saved and loaded has the same bits",
-    ),
-    _Option(
-        name="tp_styles",
-        applies=lambda case: case.float8.tp_styles == "float8",
-        partner=_with_float8(tp_styles="plain"),
-        reason="a cast with the scale of the logical tensor is the same before and after an all-gather",
-    ),
-    _Option(
-        name="pad_inner_dim",
-        applies=lambda case: case.float8.pad_inner_dim,
-        partner=_with_float8(pad_inner_dim=False),
-        reason="where every matmul is aligned there is nothing to pad",
-    ),
-    _Option(
-        name="fp8_all_gather",
-        applies=lambda case: (
-            case.float8.fp8_all_gather and not _scale_is_inconsistent(case) and case.train.dtype != "bfloat16"
-        ),
-        partner=_with_float8(fp8_all_gather=False, precompute_scale=False),
-        reason="the gathered shards carry the scale of the full weight, so it does not matter where they are cast",
-    ),
-    _Option(
-        name="reshard_after_forward",
-        applies=lambda case: case.layout.reshard_after_forward != "default",
-        partner=_with_layout(reshard_after_forward="default"),
-        reason="a weight that is gathered again has the same bits",
-    ),
-    _Option(
-        name="precompute_scale",
-        applies=lambda case: case.float8.precompute_scale,
-        partner=_with_float8(precompute_scale=False),
-        reason="the amax of a weight is the same right after its update and right before its use; in the first step no "
-        "scale is precomputed",
-    ),
+# When the default of an axis changes no bit, where that is not always so.
+_APPLIES: Mapping[str, Callable[[Case], bool]] = {
+    "async_tp": lambda case: case.compile == "graph",
+    "compile": lambda case: case.compile == "graph" and not case.layout.async_tp,
+    "fp8_all_gather": lambda case: not _scale_is_inconsistent(case) and case.train.dtype != "bfloat16",
+}
+_ALSO_RESET = {"fp8_all_gather": ("precompute_scale",)}
+# The names of partners, which results store, have them in this order. One that is not in it comes last.
+_ORDER = ("async_tp", "compile", "checkpointing", "evaluate", "resume", "tp_styles", "pad_inner_dim", "fp8_all_gather")
+
+
+def _at_default(name: str, promise: Promise, reason: str) -> _Option:
+    """An axis whose default is promised to compute the same."""
+    applies, defaults = _APPLIES.get(name), {each: DEFAULTS[each] for each in (name, *_ALSO_RESET.get(name, ()))}
+    differs = operator.attrgetter(".".join(AXES[name]))
+    return _Option(
+        name=name,
+        promise=promise,
+        applies=lambda case: differs(case) != DEFAULTS[name] and (applies is None or applies(case)),
+        partner=lambda case: changed(case, defaults),
+        reason=reason,
+    )
+
+
+_NEUTRAL = sorted(
+    (name for name, axis in DECLARED.items() if axis.same_bits), key=lambda each: (*_ORDER, each).index(each)
 )
-_EXACT = (
+_BITWISE = tuple(_at_default(name, "bitwise", DECLARED[name].same_bits) for name in _NEUTRAL)
+_OPTIONS = (
+    *_BITWISE,
     _Option(
         name="inductor",
+        promise="exact",
         applies=lambda case: case.compile == "inductor",
-        partner=_eager,
+        partner=lambda case: changed(case, {"compile": "none", "async_tp": False}),
         reason="in float64 generated code only reorders sums; in lower precision it keeps float32 intermediates",
     ),
     _Option(
         name="tp",
+        promise="exact",
         applies=lambda case: case.layout.tp % 2 == 0 and case.layout.tp >= 4 and not _scale_is_inconsistent(case),
-        partner=lambda case: _with_layout(tp=case.layout.tp // 2)(case),
+        partner=lambda case: changed(case, {"tp": case.layout.tp // 2}),
         reason="DTensor scales by the logical tensor, so only the order of sums differs",
     ),
     _Option(
         name="dp_replicate",
+        promise="exact",
         applies=_replicas_can_be_shards,
         partner=_without_replicas,
         reason="the same slices of the batch are summed, in two stages or in one",
     ),
-    _Option(
-        name="sequence_parallel",
-        applies=lambda case: not case.layout.sequence_parallel,
-        partner=_with_layout(sequence_parallel=True),
-        reason="it shards what is computed between TP blocks and changes no scale",
-    ),
-    _Option(
-        name="loss_parallel",
-        applies=lambda case: not case.layout.loss_parallel,
-        partner=_with_layout(loss_parallel=True),
-        reason="it shards the softmax over the vocabulary",
-    ),
+    *(_at_default(name, "exact", axis.same_sums) for name, axis in DECLARED.items() if axis.same_sums),
 )
-_OPTIONS = (*_BITWISE, *_EXACT)

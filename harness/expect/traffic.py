@@ -19,7 +19,7 @@ from harness.expect.fusion import fusion_candidates
 from harness.expect.trainer_traits import traits_of
 from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, Changes
 from harness.matrix.case import Case
-from harness.matrix.layout import DP_AXES
+from harness.matrix.layout import DP_AXES, SHARD_AXES
 from harness.matrix.linears import (
     BLOCK_LINEARS,
     OUTPUT_FQN,
@@ -30,6 +30,7 @@ from harness.matrix.linears import (
     local_features,
     shard_sizes,
 )
+from harness.matrix.mesh import coordinates
 from harness.matrix.recipes import ITEM_BYTES, Operand
 from harness.trace.traffic import collective_words
 
@@ -121,7 +122,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 def fsdp_units(case: Case, rank: int) -> tuple[Unit, ...]:
     """The units in the order of the forward pass."""
     shape, resharding = case.model.shape, case.layout.reshard_after_forward
-    vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[rank % case.layout.tp]
+    vocab = shard_sizes(case.model.padded_vocab_size, case.layout.tp)[coordinates(case.layout, rank)["tp"]]
     freed, freed_last, forwards = resharding != "never", resharding == "always", _forwards(case)
     blocks = [
         Unit(name=f"layers.{layer}", weights=tuple(_block_weights(case, layer)), gathers=forwards + freed, freed=freed)
@@ -236,7 +237,7 @@ def _precompute(case: Case) -> Iterator[Transfer]:
 
 def _amax_of_shards(case: Case, *, elements: int, times: int, purpose: str) -> Iterator[Transfer]:
     """Maxima along every axis that shards a weight."""
-    for axis in ("dp_shard", "tp"):
+    for axis in SHARD_AXES:
         yield _all_reduce(axis, "max", case.parameter_dtype, elements, purpose, times=times)
 
 

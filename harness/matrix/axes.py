@@ -87,23 +87,25 @@ def case_from_axes(values: Mapping[str, object]) -> Case:
 
 def without(case: Case, *changes: Changes) -> Case:
     """The case with the default, or the value of references, on every axis that changes one of these."""
-    for part, fields in _resets(frozenset(changes)).items():
-        if part:
-            case = msgspec.structs.replace(case, **{part: msgspec.structs.replace(getattr(case, part), **fields)})
-        else:
-            case = msgspec.structs.replace(case, **fields)
-    return case
+    return changed(case, _resets(frozenset(changes)))
 
 
 @functools.cache
-def _resets(changes: frozenset[Changes]) -> dict[str, dict[str, object]]:
-    """By part of a case, "" for its own fields, the values of the axes that change one of these."""
-    found: dict[str, dict[str, object]] = {}
-    for name, axis in DECLARED.items():
-        if axis.changes in changes:
-            *part, field = AXES[name]
-            found.setdefault("".join(part), {})[field] = DEFAULTS[name] if axis.reference is None else axis.reference
-    return found
+def _resets(changes: frozenset[Changes]) -> dict[str, object]:
+    """The values of the axes that change one of these in a case without them."""
+    found = {name: axis.reference for name, axis in DECLARED.items() if axis.changes in changes}
+    return {name: DEFAULTS[name] if reference is None else reference for name, reference in found.items()}
+
+
+def changed(case: Case, values: Mapping[str, object]) -> Case:
+    """The case with these values, which are not checked."""
+    parts: dict[str, dict[str, object]] = {}  # "" for the own fields of a case
+    for name, value in values.items():
+        *part, field = AXES[name]
+        parts.setdefault("".join(part), {})[field] = value
+    own = parts.pop("", {})
+    inner = {part: msgspec.structs.replace(getattr(case, part), **fields) for part, fields in parts.items()}
+    return msgspec.structs.replace(case, **own, **inner)
 
 
 def known_axis(name: str) -> str:

@@ -47,7 +47,8 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     BF16 references, where that is not the default. `noise`: how a tolerance key spells a value that rounds otherwise.
     `costs`: whether a step takes longer, or sends or keeps more. `exported`: whether exported scripts have it.
     `smallest`: the least that `shrink` tries of a size. `simplest`: the value that it tries of an option, where that is
-    not the default. `shrinks`: False where another value runs no other code.
+    not the default. `shrinks`: False where another value runs no other code. `same_bits`: why a run has the bits of one
+    with the default; `same_sums`: why they differ by the order of sums alone. When they do not is in `relations.py`.
     """
 
     meaning: str
@@ -65,6 +66,8 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     shrinks: bool = True
     exported: bool = True
     noise: str = ""
+    same_bits: str = ""
+    same_sums: str = ""
 
 
 def axis(meaning: str, *words: Word, changes: Changes, part: str, **rest: Any) -> Axis:

@@ -55,6 +55,7 @@ class Checkpointing(CaseStruct, frozen=True, kw_only=True):
             ),
             name="checkpointing",
             changes=Changes.NOTHING,
+            same_bits="recomputation repeats the same arithmetic on the same bits",
             part="checkpointing",
         ),
     ] = "none"
@@ -135,6 +136,7 @@ class Case(CaseStruct, frozen=True, kw_only=True):
             flag("graph", "compiled blocks, as graphs that are executed", compile="graph"),
             flag("inductor", "compiled blocks, as code that inductor generates", compile="inductor"),
             changes=Changes.NOTHING,
+            same_bits="the graph is executed operator by operator, undecomposed",
             part="compile",
         ),
     ] = "none"

@@ -16,7 +16,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, case_from_axes, own_values, without
 from harness.matrix.axis import Changes
 from harness.matrix.case import Case, Layout
-from harness.matrix.layout import MESH_AXES
+from harness.matrix.layout import DP_AXES
 from harness.matrix.model import PRESET_WORDS
 from harness.matrix.scope import out_of_scope
 from harness.matrix.words import FLOAT_STEMS, NUMBER, hint, spelled, values_of
@@ -82,8 +82,7 @@ def id_words(text: str) -> list[str]:
 
 def mesh_words(layout: Layout) -> str:
     """The words for the mesh of a layout alone: "fsdp2-tp2", "single"."""
-    mesh = {name: getattr(layout, name) for name in (*MESH_AXES, "async_tp")}
-    return layout_id(Layout(**mesh))
+    return layout_id(msgspec.structs.replace(Layout(), **layout.mesh, async_tp=layout.async_tp))
 
 
 def layout_id(layout: Layout) -> str:
@@ -122,7 +121,7 @@ def solo_case(case: Case) -> Case:
     """
     layout = case.layout
     rounds_twice = case.train.reduce_dtype == "bfloat16"
-    split = Layout(dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
+    split = msgspec.structs.replace(Layout(), **{axis: layout.mesh[axis] for axis in DP_AXES})
     alone = without(case, Changes.NOTHING, Changes.LAYOUT)
     return msgspec.structs.replace(alone, layout=split if rounds_twice else Layout(dp_shard=layout.dp))
 

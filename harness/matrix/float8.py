@@ -49,6 +49,8 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             "FSDP2 gathers weights in float8",
             flag("ag.fp8", "FSDP2 gathers weights in float8", fp8_all_gather=True),
             flag("ag.fp8pre", "ag.fp8 with precomputed weight scales", fp8_all_gather=True, precompute_scale=True),
+            same_bits="the gathered shards carry the scale of the full weight, so it does not matter where they are "
+            "cast",
         ),
     ] = False
     precompute_scale: Annotated[
@@ -56,6 +58,8 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "compute the scales of all gathered weights at once",
             flag("ag.pre", "precomputed weight scales without ag.fp8: excluded", precompute_scale=True),
+            same_bits="the amax of a weight is the same right after its update and right before its use; in the first "
+            "step no scale is precomputed",
         ),
     ] = False
     tp_styles: Annotated[
@@ -64,6 +68,7 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
             "float8: TP gathers activations in float8",
             flag("tpstyle.fp8", "TP gathers activations in float8 (Float8ColwiseParallel)", tp_styles="float8"),
             changes=Changes.NOTHING,
+            same_bits="a cast with the scale of the logical tensor is the same before and after an all-gather",
         ),
     ] = "plain"
     output_layer: Annotated[
@@ -75,6 +80,7 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "pad inner dimensions of matmuls to multiples of 16",
             flag("pad", "inner dimensions are padded to multiples of 16", pad_inner_dim=True),
+            same_bits="where every matmul is aligned there is nothing to pad",
         ),
     ] = False
     filter_fqns: Annotated[

@@ -13,21 +13,18 @@ from typing import Any, NamedTuple
 from harness.errors import HarnessError
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import MODEL_PRESETS, Case
+from harness.matrix.layout import DP_AXES, MESH_AXES, REST, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
+from harness.matrix.mesh import left_over
 from harness.matrix.options import options_of_flags, options_of_toml
 from harness.matrix.rules import exclusions
-from harness.matrix.spellings import canonical, recipe_named
+from harness.matrix.scope import out_of_scope
+from harness.matrix.spellings import canonical, option_of, recipe_named
 from harness.matrix.targets import TORCHTITAN
 
 MAX_RANKS = 8  # that fit on two cores
 
 _FLOAT8 = "quantize.linear.float8"  # the section of the float8 options; `spellings.toml` has its older names
-_DEGREES = {
-    "parallelism.pipeline_parallel_degree": "pipeline parallelism: every rank has all layers of the model",
-    "parallelism.context_parallel_degree": "context parallelism: every rank computes attention over whole sequences",
-    "parallelism.expert_parallel_degree": "expert parallelism: the model is a dense Llama",
-    "parallelism.expert_tensor_parallel_degree": "expert parallelism: the model is a dense Llama",
-}
 
 
 class Imported(NamedTuple):
@@ -70,7 +67,7 @@ def _imported(config: _Config, *, where: str, ranks: int | None) -> Imported:
     _refuse(config, where)
     values: dict[str, object] = {"target": TORCHTITAN, **_layout(config, notes, ranks, where)}
     values |= _model(config, notes, int(str(values["tp"])))
-    values |= _float8(config, notes, where, shards=values["dp_shard"] != 1)
+    values |= _float8(config, notes, where, shards=values[REST] != 1)
     values |= _checkpointing(config, where)
     values |= _compile(config, notes, values)
     values |= _training(config, notes, values)
@@ -97,10 +94,14 @@ _OF_CASES = (
 
 
 def _refuse(config: _Config, where: str) -> None:
-    for name, reason in _DEGREES.items():
-        degree = config(name, 1)
-        if degree not in (1, -1):
-            raise HarnessError(f"{name} = {degree}: no case has {reason}.", where=where, fix=f"set {name} to 1.")
+    for name in [name for name in config.values if name.startswith("parallelism.") and name.endswith("_degree")]:
+        outside = out_of_scope(name.rpartition(".")[2])
+        if outside is not None and (degree := config(name, 1)) not in (1, -1):
+            raise HarnessError(
+                f"{name} = {degree}: no case has {outside.name}: {outside.reason}.",
+                where=where,
+                fix=f"set {name} to 1.",
+            )
     model = config("model.name", "llama3")
     if model != "llama3":
         fix = "write a target of your own for it: docs/your-own-trainer.md."
@@ -108,28 +109,21 @@ def _refuse(config: _Config, where: str) -> None:
 
 
 def _layout(config: _Config, notes: list[str], ranks: int | None, where: str) -> dict[str, object]:
-    replicate = int(config("parallelism.data_parallel_replicate_degree", 1))
-    shard = int(config("parallelism.data_parallel_shard_degree", config("parallelism.data_parallel_degree", -1)))
-    tp = int(config("parallelism.tensor_parallel_degree", 1))
-    if shard == -1:
-        shard = 2 if ranks is None else ranks // (replicate * tp)
+    asked = {axis: int(config(option_of(axis).name, 1)) for axis in MESH_AXES}
+    asked[REST] = int(config(option_of(REST).name, config(option_of("dp").name, -1)))
+    if asked[REST] == -1:
+        asked[REST] = 2 if ranks is None else left_over(ranks, asked, where=where)
         if ranks is None:
-            notes.append(
-                "parallelism.data_parallel_shard_degree = -1, all other ranks: 2 here; --ranks N says how many"
-            )
-        elif shard * replicate * tp != ranks:
-            what = f"{ranks} ranks are no multiple of {replicate} replicas x {tp} TP ranks."
-            raise HarnessError(what, where=where, fix="give another --ranks.")
-    asked = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+            notes.append(f"{option_of(REST).name} = -1, all other ranks: 2 here; --ranks N says how many")
     kept = _fitting(asked)
     notes += [f"{name} {degree} is {kept[name]} here" for name, degree in asked.items() if kept[name] != degree]
     return {
         **kept,
         "loss_parallel": bool(config("parallelism.enable_loss_parallel", True))
         and not config("parallelism.disable_loss_parallel", False),
-        "async_tp": bool(config("parallelism.enable_async_tensor_parallel", False)) and tp > 1,
+        "async_tp": bool(config("parallelism.enable_async_tensor_parallel", False)) and asked["tp"] > 1,
         "reshard_after_forward": config("parallelism.fsdp_reshard_after_forward", "default")
-        if shard > 1
+        if asked[REST] > 1
         else "default",
     }
 
@@ -137,7 +131,7 @@ def _layout(config: _Config, notes: list[str], ranks: int | None, where: str) ->
 def _fitting(degrees: Mapping[str, int]) -> dict[str, int]:
     """The degrees, halved from the largest on until the ranks fit; what is above 1 stays above 1."""
     kept = dict(degrees)
-    while kept["dp_replicate"] * kept["dp_shard"] * kept["tp"] > MAX_RANKS:
+    while ranks_of(kept) > MAX_RANKS:
         largest = max(kept, key=lambda name: kept[name])
         kept[largest] = max(2, kept[largest] // 2)
         if max(kept.values()) <= 2:
@@ -222,5 +216,5 @@ def _training(config: _Config, notes: list[str], layout: Mapping[str, object]) -
     if config("training.max_norm", 1.0):
         notes.append("training.max_norm: clipping is compared in float64 alone: set dtype and max_norm for it")
     notes.append("data, steps, batch, sequence length and learning rate are those of a case")
-    dp = int(str(layout["dp_replicate"])) * int(str(layout["dp_shard"]))
-    return {"dtype": "bfloat16" if "bfloat16" in (wide, narrow) else "float32", "global_batch": max(8, dp)}
+    dtype = "bfloat16" if "bfloat16" in (wide, narrow) else "float32"
+    return {"dtype": dtype, "global_batch": max(8, ranks_of(layout, DP_AXES))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,25 +17,11 @@ SymmMem = Literal["pipelined", "fallback"]
 Resharding = Literal["default", "always", "never"]
 Degree = Annotated[int, Meta(ge=1, le=4096)]
 
-MESH_AXES = ("dp_replicate", "dp_shard", "tp")  # outermost first
-DP_AXES = ("dp_replicate", "dp_shard")  # those whose ranks train on different slices of the batch
-
 _axis = functools.partial(axis, part="layout", changes=Changes.LAYOUT)
 
 
-class Layout(CaseStruct, frozen=True, kw_only=True):
-    """How the run is parallelized. Degrees are sizes of mesh axes; the world size is their product.
-
-    `dp_replicate` > 1 with `dp_shard` > 1 is HSDP. `sequence_parallel` and `loss_parallel` are options of TP: at
-    `tp` = 1 they have no meaning and keep their defaults.
-
-    `symm_mem` selects the implementation of async TP's fused operators on a CPU: torch's `pipelined` one, chunk by
-    chunk, or its unfused reference `fallback`. With `wait_for_embedding` a compiled block gets the finished output of
-    the embedding; without it the block gets an AsyncCollectiveTensor, as in torchtitan.
-
-    `reshard_after_forward` is FSDP2's: after forward it frees the weights that it gathered and gathers them again in
-    backward, `always` or `never`. With `default` it keeps those of the last unit, with which backward begins.
-    """
+class Mesh(CaseStruct, frozen=True, kw_only=True):
+    """The degrees of the axes of a mesh, the outermost first. `dp_replicate` > 1 with `dp_shard` > 1 is HSDP."""
 
     dp_replicate: Annotated[
         Degree,
@@ -56,11 +43,54 @@ class Layout(CaseStruct, frozen=True, kw_only=True):
             smallest=1,
         ),
     ] = 1
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The degree of every axis of the mesh, outermost first: the last varies fastest over ranks."""
+        return {name: getattr(self, name) for name in MESH_AXES}
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree: the number of different slices of the batch."""
+        return ranks_of(self.mesh, DP_AXES)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.mesh.values())
+
+
+MESH_AXES = Mesh.__struct_fields__
+DP_AXES = ("dp_replicate", "dp_shard")  # those whose ranks train on different slices of the batch
+SAME_BATCH_AXES = tuple(name for name in MESH_AXES if name not in DP_AXES)
+SHARD_AXES = ("dp_shard", "tp")  # those whose ranks share weights
+REST = "dp_shard"  # has the ranks that the other axes leave, where its degree is not given
+OTHERS = tuple(name for name in MESH_AXES if name != REST)
+
+
+def ranks_of(degrees: Mapping[str, object], axes: Iterable[str] = MESH_AXES) -> int:
+    """How many ranks these axes have together, by their degrees in a mesh or in values of axes; 1 if not given."""
+    return math.prod(int(str(degrees.get(name, 1))) for name in axes)
+
+
+class Layout(Mesh, frozen=True, kw_only=True):
+    """How the run is parallelized. `sequence_parallel` and `loss_parallel` are options of TP: at `tp` = 1 they have no
+    meaning and keep their defaults.
+
+    `symm_mem` selects the implementation of async TP's fused operators on a CPU: torch's `pipelined` one, chunk by
+    chunk, or its unfused reference `fallback`. With `wait_for_embedding` a compiled block gets the finished output of
+    the embedding; without it the block gets an AsyncCollectiveTensor, as in torchtitan.
+
+    `reshard_after_forward` is FSDP2's: after forward it frees the weights that it gathered and gathers them again in
+    backward, `always` or `never`. With `default` it keeps those of the last unit, with which backward begins.
+    """
+
     async_tp: Annotated[
         bool,
         _axis(
             "fuse the collectives of TP with matmuls; needs compile",
             number("atp{tp}", "atp4", "async tensor parallelism over {0} ranks", async_tp=True),
+            same_bits="a fused operator multiplies the same rows and sums the same partial results in rank order",
         ),
     ] = False
     symm_mem: Annotated[
@@ -87,12 +117,16 @@ class Layout(CaseStruct, frozen=True, kw_only=True):
             "TP ranks share the positions of the residual stream",
             flag("nosp", "TP without sequence parallelism", sequence_parallel=False),
             needs=("tp",),
+            same_sums="it shards what is computed between TP blocks and changes no scale",
         ),
     ] = True
     loss_parallel: Annotated[
         bool,
         _axis(
-            "TP ranks share the logits", flag("nolp", "TP without loss parallelism", loss_parallel=False), needs=("tp",)
+            "TP ranks share the logits",
+            flag("nolp", "TP without loss parallelism", loss_parallel=False),
+            needs=("tp",),
+            same_sums="it shards the softmax over the vocabulary",
         ),
     ] = True
     reshard_after_forward: Annotated[
@@ -102,6 +136,7 @@ class Layout(CaseStruct, frozen=True, kw_only=True):
             flag("reshard.always", "FSDP2 gathers all weights again in backward", reshard_after_forward="always"),
             flag("reshard.never", "FSDP2 keeps gathered weights until backward", reshard_after_forward="never"),
             exported=False,
+            same_bits="a weight that is gathered again has the same bits",
         ),
     ] = "default"
 
@@ -111,18 +146,3 @@ class Layout(CaseStruct, frozen=True, kw_only=True):
                 msgspec.structs.force_setattr(self, name, True)
         if not self.async_tp:
             msgspec.structs.force_setattr(self, "symm_mem", "pipelined")
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """The degree of every axis of the mesh, outermost first: the last varies fastest over ranks."""
-        return {name: getattr(self, name) for name in MESH_AXES}
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel degree: the number of different slices of the batch."""
-        return math.prod(getattr(self, name) for name in DP_AXES)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.mesh.values())

@@ -7,9 +7,10 @@ fastest.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-from harness.matrix.layout import DP_AXES, Layout
+from harness.errors import HarnessError
+from harness.matrix.layout import DP_AXES, OTHERS, REST, Layout, ranks_of
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
@@ -31,6 +32,23 @@ def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
     mine, mesh = coordinates(layout, rank), layout.mesh
     ranges = (range(degree) if axis in axes else (mine[axis],) for axis, degree in mesh.items())
     return tuple(_position(zip(place, mesh.values(), strict=True)) for place in itertools.product(*ranges))
+
+
+def left_over(ranks: int, degrees: Mapping[str, object], *, where: str) -> int:
+    """The degree of the axis `REST` among so many ranks. Raises HarnessError where the other axes do not divide them.
+
+    `degrees`: of the other axes, by name. `where`: who gave them.
+    """
+    found, odd = divmod(ranks, others := ranks_of(degrees, OTHERS))
+    if odd:
+        what = f"{ranks} ranks are no multiple of {' x '.join(reversed(OTHERS))} = {others}."
+        raise HarnessError(what, where=where, fix="give a multiple, or other degrees.")
+    return found
+
+
+def device_mesh(layout: Layout, *, fsdp: bool) -> dict[str, int]:
+    """The axes that a run has a mesh of: those of several ranks, and that of FSDP2 where it is applied to one rank."""
+    return {axis: degree for axis, degree in layout.mesh.items() if degree > 1 or (fsdp and axis == REST)}
 
 
 def _position(place: Iterable[tuple[int, int]]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.matrix.case import Case
+from harness.matrix.layout import DP_AXES
 
 _ONE_ORDER = 2  # ranks
 
@@ -33,7 +34,7 @@ def sums_in_order(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
     layout = case.layout
     if layout.tp > 1 or (layout.dp_replicate > 1 and case.train.reduce_dtype != "bfloat16"):
         return False
-    return all(numerics.has_one_order(ranks) for ranks in (layout.dp_shard, layout.dp_replicate))
+    return all(numerics.has_one_order(layout.mesh[axis]) for axis in DP_AXES)
 
 
 def async_tp_gap(case: Case, numerics: Numerics) -> str | None:

@@ -1,5 +1,4 @@
-"""Resumed runs: in which cases the state of a run is loaded, one after another, before training goes on; and which
-runs cannot be resumed.
+"""Resumed runs: in which cases the state of a run is loaded, one after another, before training goes on.
 
 With `resume = "same"` that is the case itself. With `resharded` it is another layout of the same ranks first, which
 loads the state and saves it again: two reshardings, there and back. Every step is trained in the layout of the case.
@@ -12,8 +11,6 @@ import msgspec
 from harness.matrix.axes import without
 from harness.matrix.axis import Changes
 from harness.matrix.case import Case, Layout
-from harness.matrix.layout import MESH_AXES
-from harness.matrix.rule import Exclusion
 
 
 def resumed_in(case: Case) -> tuple[Case, ...]:
@@ -38,28 +35,3 @@ def _only_built(case: Case, layout: Layout) -> Case:
     train = msgspec.structs.replace(train, global_batch=layout.world_size, evaluate=False, resume="none")
     float8 = msgspec.structs.replace(case.float8, tp_styles="plain")
     return msgspec.structs.replace(case, layout=layout, float8=float8, train=train)
-
-
-OF_RESUMING: tuple[Exclusion, ...] = (
-    Exclusion(
-        name="resume_needs_two_steps",
-        reason="a run is resumed in its middle: there must be a step before and one after",
-        source="docs/architecture.md",
-        axes=("resume", "steps"),
-        when=lambda case: case.train.resume != "none" and case.train.steps == 1,
-    ),
-    Exclusion(
-        name="resume_is_eager",
-        reason="blocks that are built anew are compiled anew, and the checks of graphs know one compilation of each",
-        source="docs/architecture.md",
-        axes=("resume", "compile"),
-        when=lambda case: case.train.resume != "none" and case.compile != "none",
-    ),
-    Exclusion(
-        name="resharding_needs_another_layout",
-        reason="one rank has no other layout; nor has FSDP2 over two ranks or an odd number, whose other one is HSDP",
-        source="harness/matrix/resumed.py",
-        axes=("resume", *MESH_AXES),
-        when=lambda case: case.train.resume == "resharded" and other_layout(case.layout) is None,
-    ),
-)

@@ -33,7 +33,7 @@ SCOPE = (
     ),
     OutOfScope(
         name="expert parallelism (mixture of experts)",
-        words=r"(moe|ep|etp|experts|expert_parallel\w*)\d*",
+        words=r"(moe|ep|etp|experts|expert_(tensor_)?parallel\w*)\d*",
         reason="the model is a dense Llama without grouped matmuls",
     ),
     OutOfScope(

@@ -9,14 +9,15 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.axes import AXES, DECLARED, axis_type, axis_values, checked_value, choices, suggestion
-from harness.matrix.case import Case
+from harness.matrix.axes import AXES, DECLARED, axis_type, checked_value, choices, suggestion
+from harness.matrix.case import Case, ModelShape
 from harness.matrix.caseid import case_id
 from harness.matrix.layout import DP_AXES, MESH_AXES
 
@@ -28,6 +29,11 @@ _BOOLS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0"
 DERIVED: dict[str, Callable[[Case], int]] = {
     "world_size": lambda case: case.world_size,
     "local_batch": lambda case: case.local_batch,
+}
+_READERS: dict[str, Callable[[Case], object]] = {
+    **{name: operator.attrgetter(".".join(path)) for name, path in AXES.items()},
+    **{name: operator.attrgetter(f"model.shape.{name}") for name in ModelShape.__struct_fields__},
+    **DERIVED,
 }
 
 
@@ -42,8 +48,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
         """True when the case meets the condition."""
         if self.axis is None:
             return fnmatch.fnmatchcase(case_id(case), str(self.values[0]))
-        found = DERIVED[self.axis](case) if self.axis in DERIVED else _values(case)[self.axis]
-        return _OPERATORS[self.operator](found, self.values)
+        return _OPERATORS[self.operator](_READERS[self.axis](case), self.values)
 
 
 class Selector(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +76,7 @@ def axes_read(selector: Selector) -> tuple[str, ...]:
     for term in selector.terms:
         if term.axis is None:
             raise HarnessError("it asks for a part of the id.", where=selector.text, fix="ask for axis values only.")
-        names = (*_DEPENDS_ON.get(term.axis, ()), *((term.axis,) if term.axis in AXES else ()))
-        found |= dict.fromkeys(names)
+        found |= dict.fromkeys((*((term.axis,) if term.axis in AXES else ()), *_DEPENDS_ON[term.axis]))
     return tuple(found)
 
 
@@ -80,9 +84,6 @@ def axes_read(selector: Selector) -> tuple[str, ...]:
 def parse_selector(text: str) -> Selector:
     """Parse a selector. Raises HarnessError with a suggestion for an unknown axis or an invalid value."""
     return Selector(text=text, terms=tuple(_term(word, text) for word in text.split()))
-
-
-_values = functools.lru_cache(maxsize=4096)(axis_values)
 
 
 def _term(word: str, text: str) -> Term:

@@ -13,7 +13,10 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from harness.matrix.axes import AXES, axis_type, choices
+
 _TABLE = Path(__file__).with_suffix(".toml")
+_KINDS = {int: "count", bool: "flag", tuple: "words"}
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 Value = bool | int | str | tuple[str, ...]
@@ -31,26 +34,31 @@ class Dated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Option(Dated, frozen=True, kw_only=True):
-    """An option of a configuration. `name` is that of torchtitan 0.2.2, `keys` are all others."""
+    """An option of a configuration. `name` is that of torchtitan 0.2.2, `keys` are all others.
+
+    Without `kind` it is read as a value of the axis that it is.
+    """
 
     fact: str
     name: str
     keys: tuple[str, ...] = ()
-    kind: Literal["count", "flag", "not", "words", "text"] = "text"
+    kind: Literal["", "count", "flag", "not", "words", "text"] = ""
     values: Mapping[str, str] = {}
 
     def read(self, value: object) -> Value | None:
         """The value of the fact; None where nobody can mean that. A text without a known meaning stays as it is."""
-        text = str(value).strip()
-        if self.kind == "count":
+        text, is_axis = str(value).strip(), self.fact in AXES
+        kind = self.kind or _KINDS.get(axis_type(self.fact) if is_axis else str)
+        if kind == "count":
             return int(text) if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit() else None
-        if self.kind in ("flag", "not"):
+        if kind in ("flag", "not"):
             given = None if text.lower() in _FALSE else text.lower() in _TRUE or value is True
-            return (given is None) == (self.kind == "not") if given is not False else None
-        if self.kind == "words":
+            return (given is None) == (kind == "not") if given is not False else None
+        if kind == "words":
             items = value if isinstance(value, list | tuple) else text.strip("[]").split(",")
             return tuple(word for item in items if (word := str(item).strip(" \"'")))
-        return self.values.get(text.rpartition(".")[2].lower(), text)  # also of ScalingType.DELAYED
+        name = text.rpartition(".")[2].lower()  # also of ScalingType.DELAYED
+        return name if is_axis and name in choices(self.fact) else self.values.get(name, text)
 
 
 class Call(Dated, frozen=True, kw_only=True):
@@ -147,8 +155,17 @@ def canonical(key: str) -> str:
 
 def recipe_named(name: object) -> str:
     """The recipe of an older name, such as `all_axiswise`; any other name as it is."""
-    row = next(row for row in spellings().option if row.fact == "recipe")
-    return str(row.read(name))
+    return str(option_of("recipe").read(name))
+
+
+def option_of(fact: str) -> Option:
+    """The option of torchtitan 0.2.2 for a fact."""
+    return next(row for row in spellings().option if row.fact == fact)
+
+
+def torchtitan_degrees(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The options of torchtitan's section `parallelism` for the degrees of a mesh."""
+    return {option_of(axis).name.rpartition(".")[2]: degree for axis, degree in mesh.items()}
 
 
 def plain_key(key: str) -> str:

@@ -112,6 +112,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "evaluate the batch of every step first, without gradients and in evaluation mode",
             flag("eval", "the batch of every step is evaluated before it is trained on", evaluate=True),
             changes=Changes.NOTHING,
+            same_bits="an evaluation changes nothing that training reads",
             exported=False,
         ),
     ] = False
@@ -132,6 +133,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             flag("resume", "state is saved in the middle of the run, and resumed by a new target", resume="same"),
             flag("resume.resharded", "resumed through another layout, which loads and saves state", resume="resharded"),
             changes=Changes.NOTHING,
+            same_bits="a state that is saved and loaded has the same bits",
             costs=False,
             exported=False,
         ),

@@ -108,7 +108,7 @@ def _attention_bytes(case: Case) -> int:
 def _probability_bytes(case: Case, rank: int) -> int:
     vocab = case.model.padded_vocab_size
     if case.layout.loss_parallel:
-        vocab = shard_size(vocab, case.layout.tp, rank % case.layout.tp)
+        vocab = shard_size(vocab, case.layout.tp, coordinates(case.layout, rank)["tp"])
     return case.tokens_per_rank * vocab * ITEM_BYTES[case.wide_dtype]
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from harness.expect.fusion import fusion_candidates
 from harness.expect.traffic import Transfer, expected_transfers
 from harness.matrix.case import Case, Float8
+from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.linears import is_converted, linear_fqns, parameter_count
 from harness.matrix.recipes import ITEM_BYTES
 from harness.performance.casts import EAGER_KERNELS, Cast, casts
@@ -138,7 +139,7 @@ def _memory_s(case: Case, machine: Machine) -> float:
 
 def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine) -> float:
     """Seconds of the collectives of TP, which nothing overlaps unless async TP fuses them with matmuls."""
-    waits = sum(transfer_s(each, case.layout, machine) for each in transfers if each.axis == "tp")
+    waits = sum(transfer_s(each, case.layout, machine) for each in transfers if each.axis in SAME_BATCH_AXES)
     candidates = fusion_candidates(case)
     if not candidates:
         return waits
@@ -148,7 +149,7 @@ def _tensor_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machi
 
 def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine, *, behind_s: float) -> float:
     """Seconds that FSDP's collectives add: the first gather and last reduction, and what slows compute."""
-    sent = [each for each in transfers if each.axis != "tp"]
+    sent = [each for each in transfers if each.axis not in SAME_BATCH_AXES]
     times = [transfer_s(each, case.layout, machine) for each in sent]
     ends = sum(time / each.times for each, time in zip(sent, times, strict=True) if "tok_embeddings" in each.purpose)
     hidden = sum(times) - ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -10,11 +11,12 @@ from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault
+from harness.matrix.layout import DP_AXES, OTHERS, REST, ranks_of
 from harness.matrix.rules import exclusions
 from harness.performance.machine import Machine
 from harness.performance.simulation import Reason, simulate
 
-MAX_TP, MAX_REPLICAS = 64, 16
+_MOST = {"tp": 64, "dp_replicate": 16}  # ranks along every axis but that of FSDP, which has the others
 
 
 class Ranked(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,15 +48,13 @@ def sweep(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> 
 
 
 def layouts(case: Case) -> Iterator[Case]:
-    """The case with every TP degree and number of replicas that are powers of two; FSDP has the other ranks."""
-    values, world = axis_values(case), case.world_size
-    for tp in _powers(MAX_TP):
-        for replicas in _powers(MAX_REPLICAS):
-            shards, rest = divmod(world, tp * replicas)
-            if not rest and (shards > 1 or replicas == 1):
-                styles = case.float8.tp_styles if tp > 1 else "plain"
-                degrees = {"tp": tp, "dp_replicate": replicas, "dp_shard": shards, "tp_styles": styles}
-                yield case_from_axes({**values, **degrees})
+    """The case with every combination of degrees that are powers of two; FSDP has the other ranks."""
+    for chosen in itertools.product(*map(_powers, _MOST.values())):
+        mesh = dict(zip(_MOST, chosen, strict=True))
+        mesh[REST], rest = divmod(case.world_size, ranks_of(mesh, OTHERS))
+        if not rest and (mesh[REST] > 1 or ranks_of(mesh, DP_AXES) == 1):
+            styles = case.float8.tp_styles if mesh["tp"] > 1 else "plain"
+            yield case_from_axes({**axis_values(case), **mesh, "tp_styles": styles})
 
 
 def _powers(largest: int) -> Iterator[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from harness.matrix.layout import MESH_AXES
 from harness.performance.simulation import Matmul, Shard, Simulation
 from harness.performance.sweep import Ranked
 from harness.plural import binary_bytes, counted
@@ -135,23 +136,25 @@ def _memory_table(found: Simulation) -> str:
     return aligned(rows, right=range(1, len(found.memory) + 1))
 
 
+_COLUMNS = {axis: {"dp_replicate": "replicas", "dp_shard": "FSDP", "tp": "TP"}.get(axis, axis) for axis in MESH_AXES}
+
+
 def sweep_text(ranked: Sequence[Ranked]) -> str:
     """The layouts that nothing refuses as a table, those that are refused by their reasons, and all reasons."""
     rows: list[tuple[str, ...]] = [
-        ("replicas", "FSDP", "TP", "predicted s", "tokens/s", "peak at least", "sent", "between nodes", "")
+        (*_COLUMNS.values(), "predicted s", "tokens/s", "peak at least", "sent", "between nodes", "")
     ]
     rows += [_layout_row(each) for each in ranked if not each.refused]
     reasons = {reason.name: reason.text for each in ranked for reason in (*each.refused, *each.warnings)}
     told = "\n".join(f"{name}: {text}" for name, text in reasons.items())
-    parts = [aligned(rows, right=range(8)), "\n".join(_refused_lines(ranked)), told]
+    parts = [aligned(rows, right=range(len(_COLUMNS) + 5)), "\n".join(_refused_lines(ranked)), told]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _layout_row(each: Ranked) -> tuple[str, ...]:
-    layout = each.layout
     notes = [*(() if each.fits else ("does not fit",)), *(reason.name for reason in each.warnings)]
     return (
-        *(str(degree) for degree in (layout.dp_replicate, layout.dp_shard, layout.tp)),
+        *map(str, each.layout.mesh.values()),
         f"{each.step_s:.3g}",
         f"{each.tokens_s:,.0f}",
         *map(binary_bytes, (each.peak_bytes, each.sent_bytes, each.between_nodes_bytes)),
@@ -160,12 +163,13 @@ def _layout_row(each: Ranked) -> tuple[str, ...]:
 
 
 def _refused_lines(ranked: Sequence[Ranked]) -> Iterator[str]:
-    """One line for equal reasons at one TP degree."""
-    groups: dict[tuple[int, str], list[Ranked]] = {}
+    """One line for equal reasons at one degree of the innermost axis."""
+    groups: dict[tuple[int, str], list[str]] = {}
     for each in ranked:
         if each.refused:
             names = ", ".join(reason.name for reason in each.refused)
-            groups.setdefault((each.layout.tp, names), []).append(each)
-    for (tp, names), found in groups.items():
-        degrees = ", ".join(f"{each.layout.dp_replicate} x {each.layout.dp_shard}" for each in found)
-        yield f"REFUSED TP {tp} with replicas x FSDP {degrees}: {names}"
+            *outer, inner = each.layout.mesh.values()
+            groups.setdefault((inner, names), []).append(" x ".join(map(str, outer)))
+    *outside, inside = _COLUMNS.values()
+    for (degree, names), found in groups.items():
+        yield f"REFUSED {inside} {degree} with {' x '.join(outside)} {', '.join(found)}: {names}"

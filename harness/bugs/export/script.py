@@ -13,7 +13,9 @@ from harness.checks.graphs import ROWS
 from harness.errors import HarnessError
 from harness.matrix.axes import DECLARED, own_axes
 from harness.matrix.case import Case
+from harness.matrix.layout import REST
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
+from harness.matrix.mesh import device_mesh
 from harness.matrix.numerics import sums_in_order
 from harness.matrix.targets import REFERENCE
 from harness.verdict import FailureSignature
@@ -139,7 +141,7 @@ def _flags(case: Case, signature: FailureSignature) -> dict[str, object]:
 
 
 def _constants(case: Case, signature: FailureSignature) -> dict[str, object]:
-    shape, train, mesh = case.model.shape, case.train, _mesh(case)
+    shape, train, mesh = case.model.shape, case.train, device_mesh(case.layout, fsdp=case.uses_fsdp) or {REST: 1}
     return {
         "VOCAB": case.model.padded_vocab_size,
         "DIM": shape.dim,
@@ -186,16 +188,6 @@ def _not_converted(case: Case) -> tuple[str, ...]:
     found = [fqn for fqn in BLOCK_LINEARS if any(part in fqn for part in case.float8.filter_fqns)]
     names = tuple(fqn.rpartition(".")[2] for fqn in found)
     return names if case.float8.output_layer else (*names, OUTPUT_FQN)
-
-
-def _mesh(case: Case) -> dict[str, int]:
-    layout = case.layout
-    axes = (
-        ("dp_replicate", layout.dp_replicate, layout.dp_replicate > 1),
-        ("dp_shard", layout.dp_shard, case.uses_fsdp),
-        ("tp", layout.tp, layout.tp > 1),
-    )
-    return {name: degree for name, degree, needed in axes if needed} or {"dp_shard": 1}
 
 
 def error_pattern(what: str) -> str:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
+from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.replayed import RECORDED_BYTES, replayed_steps
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
@@ -48,7 +49,7 @@ class ModuleTensorProbe(Probe):
         self._seen: list[_Seen] = []
         self._hooks: list[_Hooks] = []
         self._shards: list[ModuleShard] = []
-        self._activations = Places(case.layout, ("tp",))  # every data-parallel rank has its own
+        self._activations = Places(case.layout, SAME_BATCH_AXES)  # every data-parallel rank has its own
         self._parameters = Places(case.layout)
 
     def attach(self, model: nn.Module) -> None:

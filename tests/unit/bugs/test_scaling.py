@@ -39,7 +39,7 @@ def sizes(draw: st.DrawFn) -> Sizes:
 @settings(max_examples=examples(200))
 def test_nothing_grows_and_at_most_eight_ranks_are_left(given_sizes: Sizes) -> None:
     small, arithmetic = made_smaller(given_sizes)
-    assert small.ranks <= MAX_RANKS
+    assert small.world_size <= MAX_RANKS
     for name in Sizes.__struct_fields__:
         before, after = getattr(given_sizes, name), getattr(small, name)
         assert 1 <= after <= before

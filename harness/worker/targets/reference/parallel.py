@@ -26,6 +26,8 @@ from torchao.float8.float8_tensor_parallel import (
 )
 
 from harness.matrix.case import Case, Layout
+from harness.matrix.layout import DP_AXES
+from harness.matrix.mesh import device_mesh
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
 
@@ -38,20 +40,12 @@ class Meshes(NamedTuple):
 
 
 def build_meshes(layout: Layout, world: World) -> Meshes:
-    """Submeshes of one mesh over all ranks with the axes that are needed: dp_replicate, dp_shard, tp."""
-    axes = {
-        name: degree
-        for name, degree, needed in (
-            ("dp_replicate", layout.dp_replicate, layout.dp_replicate > 1),
-            ("dp_shard", layout.dp_shard, world.fsdp),
-            ("tp", layout.tp, layout.tp > 1),
-        )
-        if needed
-    }
+    """Submeshes of one mesh over all ranks with the axes that are needed."""
+    axes = device_mesh(layout, fsdp=world.fsdp)
     if not axes:
         return Meshes(tp=None, dp=None)
     mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    dp_axes = tuple(name for name in axes if name != "tp")
+    dp_axes = tuple(name for name in axes if name in DP_AXES)
     return Meshes(tp=mesh["tp"] if "tp" in axes else None, dp=mesh[dp_axes] if dp_axes else None)
 
 

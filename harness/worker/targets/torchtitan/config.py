@@ -11,6 +11,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 
 from harness.matrix.linears import OUTPUT_FQN
+from harness.matrix.spellings import torchtitan_degrees
 from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM
 
 if TYPE_CHECKING:
@@ -58,10 +59,9 @@ def _set_optimizer(config: JobConfig, case: Case) -> None:
 
 def _set_layout(config: JobConfig, case: Case) -> None:
     parallelism, layout = config.parallelism, case.layout
-    parallelism.data_parallel_replicate_degree = layout.dp_replicate
-    parallelism.data_parallel_shard_degree = layout.dp_shard
+    for option, degree in torchtitan_degrees(layout.mesh).items():
+        setattr(parallelism, option, degree)
     parallelism.fsdp_reshard_after_forward = layout.reshard_after_forward
-    parallelism.tensor_parallel_degree = layout.tp
     parallelism.disable_loss_parallel = not layout.loss_parallel
     parallelism.enable_async_tensor_parallel = layout.async_tp
 

@@ -1,6 +1,6 @@
 """A Case in the words of torchtitan 0.3.0: the configuration of its Trainer, and that of its Llama.
 
-What it cannot be asked for is a rule in `matrix/rules.py`, never something similar in its place.
+What it cannot be asked for is a rule in `matrix/rules.toml`, never something similar in its place.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN, is_converted, linear_fqns
+from harness.matrix.spellings import torchtitan_degrees
 from harness.worker.targets.torchtitan.step import GRAPH_BACKEND, MAX_NORM
 
 if TYPE_CHECKING:
@@ -80,10 +81,8 @@ def _optimizer(case: Case) -> Any:
 def _parallelism(case: Case) -> ParallelismConfig:
     """The layout, with the default SPMD backend: what users get who name none."""
     return ParallelismConfig(
-        data_parallel_replicate_degree=case.layout.dp_replicate,
-        data_parallel_shard_degree=case.layout.dp_shard,
+        **torchtitan_degrees(case.layout.mesh),
         fsdp_reshard_after_forward=case.layout.reshard_after_forward,
-        tensor_parallel_degree=case.layout.tp,
         enable_sequence_parallel=case.layout.sequence_parallel,
     )
 
