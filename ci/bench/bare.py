@@ -4,9 +4,10 @@
     python ci/bench/bare.py pr --kept-witnesses      with the witnesses that earlier runs have kept
     python ci/bench/bare.py pr -j 1 --select 'compile=none'
 
-Runs `fp8-harness run` itself, with the options that are left. After every case, its steps run once more on ranks that
-are forked from the same zygote and record nothing: so both are measured under the same load, and their ratio means
-something on a shared machine too.
+Runs `fp8-harness run` itself, with the options that are left. After every run of a case, its steps run once more on
+ranks that are forked from the same zygote and record nothing: so both are measured under the same load, and their ratio
+means something on a shared machine too. A case with a recorded fault trains twice, the second time with the candidate
+fix; both count as its steps, and the ratio to the first alone is printed too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,9 @@ from harness.running.injection import Injection
 from harness.running.witnesses import WitnessCache
 from harness.store import RunStore
 
-BARE, WATCHED, FIXED = "bare", "probes", "fix"
+BARE, AGAIN, WATCHED = "bare", "with fix", "probes"  # the steps of cases: alone, alone with a fix, and watched
 # What ranks run for, as columns: a case, and witnesses by the first words of their names.
-RUNS = (BARE, WATCHED, FIXED, "solo", "partner", "replay", "reference", "noise", "twin")
+RUNS = (BARE, AGAIN, WATCHED, "solo", "partner", "replay", "reference", "noise", "twin")
 JUDGING, STORING = "decoding and judging", "storing"
 _ROW = "{:24} {:>5}" + " {:>9}" * len(RUNS) + " {:>7} {:>6}"
 
@@ -85,7 +86,7 @@ class Spent:
         run = getattr(self._now, "run", "")
         with self._lock:  # a draw of noise has a thread of its own, which works on no case
             self.ranks[self.kind or kind_of(request.case), run] += outcome.cpu_s  # type: ignore[assignment]
-            self.processes[run == BARE] += len(outcome.ranks)
+            self.processes[run in (BARE, AGAIN)] += len(outcome.ranks)
 
     @contextmanager
     def controlling(self, part: str) -> Iterator[None]:
@@ -110,11 +111,10 @@ def install(spent: Spent) -> None:
     execute = Executor.execute
 
     def twice(executor: Executor, case: Case, fixes: Sequence[Injection] = ()) -> JobOutcome | None:
-        with spent.within(FIXED if fixes else WATCHED):
+        with spent.within(WATCHED):
             outcome = execute(executor, case, fixes)
-        if not fixes:
-            with spent.within(BARE), spent.controlling(BARE):
-                executor.execute_plain(case)
+        with spent.within(AGAIN if fixes else BARE), spent.controlling(BARE):
+            executor.execute_plain(case, fixes=fixes)
         return outcome
 
     def serve(original: Callable[..., JobOutcome | None], executor: Executor, request: RunRequest) -> JobOutcome | None:
@@ -164,43 +164,43 @@ def tables(spent: Spent, own_s: float, children_s: float) -> str:
     lines = [_ROW.format("CPU seconds of ranks", "cases", *RUNS, "sum", "ratio")]
     lines += [_row(spent, kind, (kind,)) for kind in sorted(spent.cases)]
     lines.append(_row(spent, "all kinds", sorted(spent.cases)))
-    lines += ["", f"{'part':36} {'CPU s':>8} {'of bare':>8}"]
-    parts = _parts(spent, own_s, children_s)
-    whole_s, bare_s = sum(parts.values()), parts["ranks, bare"]
-    lines += [f"{name:36} {cpu_s:8.1f} {cpu_s / bare_s:8.3f}" for name, cpu_s in parts.items()]
-    lines.append(f"{'whole':36} {whole_s:8.1f} {whole_s / bare_s:8.3f}")
-    started_s = bare_s + spent.imported_s
-    lines.append(f"with import and warm-up on both sides: {whole_s / started_s:.3f}")
+    parts, columns = _parts(spent, own_s, children_s), _columns(spent, spent.cases)
+    whole_s, bare_s = sum(parts.values()), columns[BARE] + columns[AGAIN]
+    lines += ["", f"{'part':46} {'CPU s':>8} {'of bare':>8}"]
+    lines += [f"{name:46} {cpu_s:8.1f} {cpu_s / bare_s:8.3f}" for name, cpu_s in {**parts, "whole": whole_s}.items()]
+    lines.append(f"against one run of every case: {whole_s / columns[BARE]:.3f}")
+    lines.append(f"with import and warm-up on both sides: {whole_s / (bare_s + spent.imported_s):.3f}")
     return "\n".join(lines)
 
 
+def _columns(spent: Spent, kinds: Iterable[str]) -> dict[str, float]:
+    """CPU seconds of ranks of these kinds: of the probes what they add to bare ranks, of all others everything."""
+    columns = {run: float(sum(spent.ranks[kind, run] for kind in kinds)) for run in RUNS}
+    columns[WATCHED] -= columns[BARE] + columns[AGAIN]
+    return columns
+
+
 def _row(spent: Spent, title: str, kinds: Sequence[str]) -> str:
-    """Of bare ranks all seconds, of probes what they add to them, and of all others all again."""
-    columns = {run: sum(spent.ranks[kind, run] for kind in kinds) for run in RUNS}
-    columns[WATCHED] -= columns[BARE]
-    whole_s, cases = sum(columns.values()), sum(spent.cases[kind] for kind in kinds)
+    columns, cases = _columns(spent, kinds), sum(spent.cases[kind] for kind in kinds)
+    whole_s, bare_s = sum(columns.values()), columns[BARE] + columns[AGAIN]
     seconds = [f"{cpu_s:.1f}" for cpu_s in columns.values()]
-    return _ROW.format(title, cases, *seconds, f"{whole_s:.1f}", f"{whole_s / columns[BARE]:.2f}")
+    return _ROW.format(title, cases, *seconds, f"{whole_s:.1f}", f"{whole_s / bare_s:.2f}")
 
 
 def _parts(spent: Spent, own_s: float, children_s: float) -> dict[str, float]:
-    """CPU seconds of every part of the run, without what the bare ranks took besides their own."""
-    columns: Counter[str] = Counter()
-    for (_, run), cpu_s in spent.ranks.items():
-        columns[run] += cpu_s
-    forking_s = children_s - columns.total() - spent.imported_s
-    forking_s *= spent.processes[False] / spent.processes.total()
-    named_s = {part: spent.controller[part] for part in (JUDGING, STORING)}
-    rest_s = own_s - spent.controller.total()
+    """CPU seconds of every part of the run, without what forking and awaiting the bare ranks took."""
+    columns = _columns(spent, spent.cases)
+    ranks_s = sum(spent.ranks.values())
+    forking_s = (children_s - ranks_s - spent.imported_s) * spent.processes[False] / spent.processes.total()
     return {
         "ranks, bare": columns[BARE],
-        "probes": columns[WATCHED] - columns[BARE],
-        "second run with a candidate fix": columns[FIXED],
+        "ranks, bare: second runs with a candidate fix": columns[AGAIN],
+        "probes": columns[WATCHED],
         **{f"witnesses: {run}": columns[run] for run in RUNS[3:]},
         "zygote: import and warm-up": spent.imported_s,
         "zygote: forks and supervision": forking_s,
-        **{f"controller: {part}": cpu_s for part, cpu_s in named_s.items()},
-        "controller: start, waiting, report": rest_s,
+        **{f"controller: {part}": spent.controller[part] for part in (JUDGING, STORING)},
+        "controller: start, waiting, report": own_s - spent.controller.total(),
     }
 
 
