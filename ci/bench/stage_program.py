@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from kinds import FOLDER_VARIABLE
 
 from harness.matrix.caseid import case_id
 from harness.request import RunRequest
@@ -26,7 +27,6 @@ from harness.worker import main
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
 
-FOLDER_VARIABLE = "FP8_HARNESS_STAGES"
 _INTERVAL_S = 0.004
 
 # The first entry that is part of a file's path decides. "" is everything else: operators called by the model itself.

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from stage_program import FOLDER_VARIABLE
+from kinds import FOLDER_VARIABLE, kind_of
 
 from harness.engine.slots import SlotTable
-from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.project import STATE_VARIABLE, find_project
 from harness.running.case_judge import CaseJudge
@@ -36,14 +35,6 @@ from harness.running.selection import Query
 from harness.workflow import run
 
 TOP = 14  # stages of a kind that are printed by name
-
-
-def kind_of(case: Case) -> str:
-    """What a case is counted with."""
-    if case.compile != "none":
-        return f"compiled, {'async TP' if case.layout.async_tp else 'no async TP'}"
-    data, tensor = case.layout.dp > 1, case.layout.tp > 1
-    return "eager, " + ("FSDP2 x TP" if data and tensor else "FSDP2" if data else "TP" if tensor else "one rank")
 
 
 class Controller:

@@ -6,6 +6,7 @@ fastest.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 
@@ -29,6 +30,12 @@ def dp_rank(layout: Layout, rank: int) -> int:
 
 def peers(layout: Layout, rank: int, axes: Collection[str]) -> tuple[int, ...]:
     """The ranks that differ from `rank` only on these axes, including itself, ascending."""
+    return _peers(layout, rank, frozenset(axes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _peers(layout: Layout, rank: int, axes: frozenset[str]) -> tuple[int, ...]:
+    """Checks ask for the same ranks once per cast."""
     mine, mesh = coordinates(layout, rank), layout.mesh
     ranges = (range(degree) if axis in axes else (mine[axis],) for axis, degree in mesh.items())
     return tuple(_position(zip(place, mesh.values(), strict=True)) for place in itertools.product(*ranges))
