@@ -198,35 +198,13 @@ class PlanOptions(RunOptions, frozen=True, kw_only=True):
     ] = None
 
 
-_NODES_IN_PYTEST = "none: it collects and judges in one place"
-
-
 class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What else `run` can be told: how many machines, how long, and what to write."""
+    """What else `run` can be told: which part, how long, and what to write."""
 
     shard: Annotated[
         str | None,
         Option("Part I of N of these cases, of nearly equal CPU seconds, the same on every machine.", metavar="I/N"),
     ] = None
-    nnodes: Annotated[
-        PositiveInt,
-        Option(
-            "Machines that start this command, as with torchrun; cases may have ranks on several.",
-            pytest=_NODES_IN_PYTEST,
-        ),
-    ] = 1
-    node_rank: Annotated[
-        Annotated[int, msgspec.Meta(ge=0)],
-        Option(
-            "Number of this machine. Node 0 judges and stores; the others exit with its exit code.",
-            pytest=_NODES_IN_PYTEST,
-        ),
-    ] = 0
-    rdzv_endpoint: Annotated[
-        str | None,
-        Option("Rendezvous: the host of node 0, and a free port on it.", metavar="HOST:PORT", pytest=_NODES_IN_PYTEST),
-    ] = None
-    rdzv_timeout_s: Annotated[PositiveFloat, Option("Seconds to wait for all machines.", pytest=_NODES_IN_PYTEST)] = 600
     root: Annotated[
         str | None,
         Option(

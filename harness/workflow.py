@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from harness.durable import WriteFailed
-from harness.engine.node import Node
 from harness.errors import HarnessError
 from harness.hints import update_missing_goldens, update_missing_signatures
 from harness.matrix.case import Case
@@ -49,10 +48,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     stored: Path
 
 
-def run(project: Project, query: Query, plan: Plan, progress: Progress, others: Sequence[Node] = ()) -> Report:
+def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Report:
     """Run the cases that `query` selects and return every result in the order of selection.
-
-    `others`: the nodes of the plan besides this machine, here and below.
 
     Raises `HarnessError` before any rank starts when the input is bad. A case that fails is a result, never an error.
     """
@@ -74,12 +71,12 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress, others: 
     with store.locked():
         storing.begin(start)
         remove_old_runs(project)
-        result = run_cases(project, cases, plan, judge, progress, keep=storing.keep, others=others)
+        result = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
         storing.finish(result)
     return Report(result=with_start(result, start), stored=store.path)
 
 
-def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress, others: Sequence[Node] = ()) -> Report:
+def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) -> Report:
     """Run the cases that a run has no result of, in its folder, and return the results of the whole run.
 
     Raises `HarnessError` before any rank starts when the environment changed, or when another process does the same.
@@ -96,7 +93,7 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress, ot
         called = f"{stored.start.name}, started {stored.start.started}" if stored.start.name else stored.start.started
         progress.note(f"resumes the run {called}: {len(cases)} of {len(stored.planned)} cases are left.")
         storing = _RunRecorder(store, progress)
-        rest = run_cases(project, cases, plan, judge, progress, keep=storing.keep, others=others)
+        rest = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
         whole = _joined(stored.as_result(), rest)
         storing.finish(whole)
     return Report(result=whole, stored=store.path)
@@ -140,7 +137,7 @@ def _in_budget(project: Project, query: Query, progress: Progress) -> tuple[tupl
     return found.cases, tuple(case_id(case) for case in found.left_out)
 
 
-def run_cases(  # noqa: PLR0913  nodes are handles, and a plan has values only
+def run_cases(
     project: Project,
     cases: Sequence[Case],
     plan: Plan,
@@ -148,7 +145,6 @@ def run_cases(  # noqa: PLR0913  nodes are handles, and a plan has values only
     progress: Progress,
     *,
     keep: Callable[[CaseResult], None] | None = None,
-    others: Sequence[Node] = (),
 ) -> RunResult:
     """Run the given cases on the ranks of one engine; Ctrl-C leaves the rest as `not_run`.
 
@@ -156,7 +152,7 @@ def run_cases(  # noqa: PLR0913  nodes are handles, and a plan has values only
     """
     started_s = time.monotonic()
     progress.begin(len(cases))
-    with open_executor(plan.serving(cases), project, others, progress.note) as executor:
+    with open_executor(plan.serving(cases), project, progress.note) as executor:
         cache = open_witnesses(project, plan, executor, progress.note)
         runner = CaseRunner(plan, executor, judge, cache, progress.note)
         observer = _CaseObserver(progress, keep, plan.max_failures)

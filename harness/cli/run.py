@@ -27,9 +27,8 @@ from harness.report.markdown import markdown_report
 from harness.report.wording import not_judged_text
 from harness.result import RunResult
 from harness.run_options import CommandOptions, RunOptions, option_named
-from harness.running.nodes import joined, parse_rendezvous, serve
 from harness.running.plan import Plan
-from harness.running.progress import Progress, open_progress
+from harness.running.progress import open_progress
 from harness.running.rerun import rerun_query
 from harness.running.resuming import run_to_resume
 from harness.running.selection import Query
@@ -99,12 +98,6 @@ def _with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
         max_failures=1 if asked.first_failure else asked.maxfail,
         traces=asked.save_trace,
         name=asked.name,
-        rendezvous=parse_rendezvous(
-            nnodes=asked.nnodes,
-            node_rank=asked.node_rank,
-            endpoint=asked.rdzv_endpoint,
-            timeout_s=asked.rdzv_timeout_s,
-        ),
     )
 
 
@@ -118,9 +111,7 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
     ]
     outputs = [(path, render) for path, render in renders if path]
     with open_progress(quiet=asked.quiet, verbose=asked.verbose) as progress:
-        if asked.node_rank:
-            return serve(plan, project, progress.note)
-        report = _report(project, query, plan, stopped, progress)
+        report = resume_run(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     rerun = (resume_command if report.result.interrupted else rerun_command)(root=asked.root)
     with workflow_commands_off(text_file, on=asked.github):
@@ -130,17 +121,6 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
     if asked.github:
         report_to_github(report.result, text_file)
     return _write(report, outputs)
-
-
-def _report(project: Project, query: Query, plan: Plan, stopped: Stored | None, progress: Progress) -> Report:
-    """The report of the run, or of the rest of one that was stopped, on all nodes of the plan."""
-    with joined(plan, project, progress.note) as nodes:
-        if stopped:
-            report = resume_run(project, stopped, nodes.plan, progress, nodes.others)
-        else:
-            report = run(project, query, nodes.plan, progress, nodes.others)
-        nodes.leave(report.result.exit_code)
-    return report
 
 
 def _in_environments(asked: CommandOptions) -> int:

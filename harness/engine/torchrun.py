@@ -43,10 +43,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TorchrunEngine:
-    """Runs each share of a job under its own torchrun with the rank program `program`, a dotted module name.
-
-    Of a job on several nodes each has a torchrun, and ranks know their number among all.
-    """
+    """Runs each job under its own torchrun, on one node, with the rank program `program`, a dotted module name."""
 
     def __init__(self, program: str, options: Mapping[str, str] | None = None, python: str = sys.executable) -> None:
         self._program = program
@@ -54,8 +51,7 @@ class TorchrunEngine:
         self._python = python
         self._closing = threading.Event()
         self._ended = threading.Condition()
-        self._running = 0  # shares in `run`; guarded by `_ended`
-        self._told: dict[str, tuple[threading.Event, Path]] = {}  # by job: set by `end`, and the file of `release`
+        self._running = 0  # jobs in `run`; guarded by `_ended`
 
     def __enter__(self) -> Self:
         return self
@@ -70,23 +66,20 @@ class TorchrunEngine:
             self._ended.wait_for(lambda: self._running == 0, _CLOSE_S)
 
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
-        """Run one share and return its outcome; by then all its processes have ended. Callable from any thread.
+        """Run the one share of a job and return its outcome; by then all its processes have ended. Thread-safe.
 
-        Of a share that is not the whole job, `report` is told when all its ranks have returned (they wait for
-        `release`) and when the first has failed.
+        `report` gets nothing: no other node has ranks of the job.
         """
+        assert share.is_whole, "torchrun has all ranks of a job"
         with self._ended:
             if self._closing.is_set():
                 return ShareOutcome(infra="the engine is closed")
             self._running += 1
-        job_id = share.job.job_id
-        self._told[job_id] = ending, _ = threading.Event(), release_file(JobFolder(Path(share.folder)))
         try:
-            return self._run(share, ending, report)
+            return self._run(share)
         except OSError as error:
             return ShareOutcome(infra=f"could not start torchrun: {error}")
         finally:
-            del self._told[job_id]
             with self._ended:
                 self._running -= 1
                 self._ended.notify_all()
@@ -95,28 +88,21 @@ class TorchrunEngine:
         """Does nothing: every job starts its own interpreters."""
 
     def end(self, job_id: str) -> None:
-        """End the share of this job at once, with the stacks of its ranks: one on another node has failed."""
-        if job_id in self._told:
-            self._told[job_id][0].set()
+        """Does nothing: there is no other node on which a rank may have failed."""
 
     def release(self, job_id: str) -> None:
-        """Let the ranks of this job exit: all have returned, on all nodes."""
-        if job_id in self._told:
-            with suppress(OSError):  # they have ended, and their folder is gone
-                self._told[job_id][1].touch()
+        """Does nothing: ranks wait for no other node."""
 
-    def _run(self, share: Share, ending: threading.Event, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+    def _run(self, share: Share) -> ShareOutcome:
         started_s = time.monotonic()
         folder = JobFolder(Path(share.folder))
         folder.prepare()
         for rank in share.ranks:
             for kind in ("outcome", "pid", "phase"):
                 rank_file(folder, rank, kind).unlink(missing_ok=True)
-        release_file(folder).unlink(missing_ok=True)
         spec = LaunchSpec(program=self._program, options=self._options, share=share, started_s=started_s)
         spec_file(folder).write_bytes(msgspec.msgpack.encode(spec))
-        launch = _Launch(share, folder, started_s, self._closing, ending, report)
-        return launch.run(self._command(share, folder))
+        return _Launch(share, folder, started_s, self._closing).run(self._command(share, folder))
 
     def _command(self, share: Share, folder: JobFolder) -> list[str]:
         rank = module_command(self._python, "harness.engine.torchrun_rank", [str(folder.path)])
@@ -129,11 +115,6 @@ def spec_file(folder: JobFolder) -> Path:
     return folder.path / "share.msgpack"
 
 
-def release_file(folder: JobFolder) -> Path:
-    """The file that lets the ranks of a share exit that is not the whole job."""
-    return folder.path / "release"
-
-
 def rank_file(folder: JobFolder, rank: int, kind: Literal["outcome", "pid", "phase"]) -> Path:
     """A file that a rank writes: its encoded `RankOutcome`, its pid or its current phase."""
     return folder.path / f"rank{rank}.{kind}"
@@ -142,22 +123,11 @@ def rank_file(folder: JobFolder, rank: int, kind: Literal["outcome", "pid", "pha
 class _Launch:
     """One running torchrun."""
 
-    def __init__(
-        self,
-        share: Share,
-        folder: JobFolder,
-        started_s: float,
-        closing: threading.Event,
-        ending: threading.Event,
-        report: Callable[[ShareEvent], None],
-    ) -> None:
+    def __init__(self, share: Share, folder: JobFolder, started_s: float, closing: threading.Event) -> None:
         self._share = share
         self._folder = folder
         self._started_s = started_s
         self._closing = closing  # set when the engine was closed
-        self._ending = ending  # set when a rank on another node has failed
-        self._report = report
-        self._waiting = set() if share.is_whole else set(share.ranks)  # ranks whose end other nodes must know of
         self._mark = uuid.uuid4().hex
         self._hung = False
         self._stopped = False
@@ -186,13 +156,13 @@ class _Launch:
         return self._conclude(process.returncode, usage.ru_utime + usage.ru_stime, tail(log_path))
 
     def _wait(self, pid: int) -> None:
-        """Wait until torchrun has ended, its deadline has passed, or it is told to end."""
+        """Wait until torchrun has ended, its deadline has passed, or the engine was closed."""
         if self._ended_in_time(pid):
             return
         self._killed = True
         self._stopped = self._closing.is_set()
-        self._hung = not (self._stopped or self._ending.is_set())
-        if not self._stopped:
+        self._hung = not self._stopped
+        if self._hung:
             self._request_stacks()
             time.sleep(DUMP_S)
 
@@ -202,29 +172,12 @@ class _Launch:
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
-            while not self._end_requested and (left_s := until_s - time.monotonic()) > 0:
+            while not self._closing.is_set() and (left_s := until_s - time.monotonic()) > 0:
                 if poll.poll(min(left_s, _POLL_S) * 1000):
                     return True
-                self._tell()
             return bool(poll.poll(0))
         finally:
             os.close(pidfd)
-
-    @property
-    def _end_requested(self) -> bool:
-        return self._closing.is_set() or self._ending.is_set()
-
-    def _tell(self) -> None:
-        """Report what other nodes must know: the first rank that failed, or that all have returned."""
-        for rank in sorted(self._waiting):
-            path = rank_file(self._folder, rank, "outcome")
-            if path.exists():
-                self._waiting.remove(rank)
-                if _OUTCOMES.decode(path.read_bytes()).status != "returned":
-                    self._waiting.clear()
-                    self._report("failed")
-                elif not self._waiting:
-                    self._report("returned")
 
     def _request_stacks(self) -> None:
         """Ask the ranks for their stacks. A rank may be gone and its pid be that of another process: hence the mark."""

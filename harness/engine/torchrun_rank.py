@@ -1,4 +1,4 @@
-"""One rank under torchrun: `python -m harness.engine.torchrun_rank FOLDER`, with LOCAL_RANK in the environment.
+"""One rank under torchrun: `python -m harness.engine.torchrun_rank FOLDER`, with RANK in the environment.
 
 Reads the `LaunchSpec` that `torchrun.py` wrote to the folder, and writes its `RankOutcome` there.
 """
@@ -9,7 +9,6 @@ import faulthandler
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -18,9 +17,7 @@ from harness.engine.folder import JobFolder
 from harness.engine.messages import RankOutcome, Returned
 from harness.engine.program import RankContext, preload_program, rank_context
 from harness.engine.rank import flush_streams, run_program
-from harness.engine.torchrun import LaunchSpec, rank_file, release_file, spec_file
-
-_POLL_S = 0.02  # how often a rank that has returned looks whether it may exit
+from harness.engine.torchrun import LaunchSpec, rank_file, spec_file
 
 
 class _Program:
@@ -40,11 +37,9 @@ class _Program:
         return program.rank_main(context)
 
 
-def main(folder: JobFolder, local_rank: int) -> int:
-    """Run this rank of the node; returns the exit code: 0 when the program returned."""
+def main(folder: JobFolder, rank: int) -> int:
+    """Run this rank; returns the exit code: 0 when the program returned."""
     spec = msgspec.msgpack.decode(spec_file(folder).read_bytes(), type=LaunchSpec)
-    rank = spec.share.first_rank + local_rank
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(spec.share.job.world_size)}  # those of this node's torchrun
     _redirect(folder, rank)
     rank_file(folder, rank, "pid").write_text(str(os.getpid()))  # from now on, SIGUSR1 dumps the stacks
     phases: list[str] = []
@@ -70,8 +65,6 @@ def main(folder: JobFolder, local_rank: int) -> int:
     draft = path.with_suffix(".draft")
     draft.write_bytes(msgspec.msgpack.encode(outcome))
     draft.rename(path)
-    while isinstance(report, Returned) and not (spec.share.is_whole or release_file(folder).exists()):
-        time.sleep(_POLL_S)  # ranks on other nodes may still receive what this one has sent
     return 0 if isinstance(report, Returned) else 1
 
 
@@ -85,4 +78,4 @@ def _redirect(folder: JobFolder, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(JobFolder(Path(sys.argv[1])), int(os.environ["LOCAL_RANK"])))
+    sys.exit(main(JobFolder(Path(sys.argv[1])), int(os.environ["RANK"])))

@@ -13,9 +13,8 @@ import msgspec
 from harness.engine.cluster import Cluster
 from harness.engine.devices import open_leases
 from harness.engine.messages import Job, JobOutcome
-from harness.engine.node import LocalNode, Node, Runner
+from harness.engine.node import LocalNode, Runner
 from harness.engine.ray_cluster import open_nodes, own_address
-from harness.engine.remote import node_name
 from harness.engine.storeprocess import StoreProcess
 from harness.engine.torchrun import TorchrunEngine
 from harness.engine.zygote_engine import ZygoteEngine
@@ -121,22 +120,17 @@ def _kind(request: RunRequest) -> str:
     return "solo-" if request.solo else "replay-" if request.replayed else ""
 
 
-def open_executor(
-    plan: Plan, project: Project, others: Sequence[Node] = (), note: Callable[[str], None] = lambda _: None
-) -> Executor:
+def open_executor(plan: Plan, project: Project, note: Callable[[str], None] = lambda _: None) -> Executor:
     """An executor for `plan`; ranks are warmed up when the first case needs them. Close it by `with`.
 
-    `note` gets what is lost in this environment, when ranks are warmed up.
-    `others`: the nodes of the plan besides this machine. Those of a Ray cluster are reserved here, which may wait for
-    other runs: `note` tells the user.
+    `note` gets what is lost in this environment, when ranks are warmed up. The nodes of a Ray cluster are reserved
+    here, which may wait for other runs: `note` tells the user.
     """
     if plan.engine == "ray":
         nodes = open_nodes(plan.address, plan.capacity, program=plan.program, logs=plan.logs, note=note)
         store = StoreProcess(RENDEZVOUS_PROGRAM, own_address(plan.address))
         return Executor(plan, Cluster(nodes, store), project.root)
-    node = local_node(plan, project, note)
-    met = None if plan.rendezvous is None else StoreProcess(RENDEZVOUS_PROGRAM, plan.rendezvous.address[0])
-    return Executor(plan, Cluster([node, *others], met), project.root)
+    return Executor(plan, Cluster([local_node(plan, project, note)]), project.root)
 
 
 class _Once:
@@ -166,10 +160,7 @@ def local_node(plan: Plan, project: Project, note: Callable[[str], None]) -> Loc
 
     here = plan.capacity.nodes[0]
     leases = open_leases(project.lease_folder(), plan.device, here.slots, note)
-    node = LocalNode(launch, leases, here, logs=plan.logs)
-    if plan.rendezvous is not None:
-        node.name = node_name(plan.rendezvous.node_rank, here.host)
-    return node
+    return LocalNode(launch, leases, here, logs=plan.logs)
 
 
 def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
@@ -177,6 +168,6 @@ def _preload(plan: Plan, target: str, root: Path) -> dict[str, str]:
     options = {"device": plan.device, "arithmetic": plan.arithmetic, "compile": compiles}
     if target != REFERENCE:
         options |= {"target": target, "path": os.pathsep.join(search_path(root))}
-        if plan.engine == "ray" or plan.rendezvous is not None:
+        if plan.engine == "ray":
             options["source"] = own_source_digest(target, root)  # other nodes may have another one
     return options

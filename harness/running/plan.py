@@ -16,7 +16,6 @@ import msgspec
 from harness.checks.catalogue import probes_of
 from harness.engine.capacity import Capacity, capacity_here
 from harness.engine.hardware import Device
-from harness.engine.joining import Rendezvous
 from harness.engine.ray_cluster import cluster_capacity, cluster_device
 from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError
@@ -69,7 +68,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str = ""  # that the user gave the run
     quarantined: Mapping[str, str] = {}  # by case id: until when, by whom and why
     given: RunOptions = RunOptions()  # what a rerun repeats
-    rendezvous: Rendezvous | None = None  # with the other nodes; None where there are none
     root_option: str | None = None  # what the user gave as --root, for the command that reproduces a case
 
     def probes_for(self, case: Case) -> tuple[str, ...]:
@@ -114,9 +112,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def command(self, case_id: str) -> str:
         """The one-line command that runs this case alone, the same way, for a POSIX shell."""
-        rendezvous = self.rendezvous
-        meeting = {} if rendezvous is None else {"nnodes": rendezvous.nnodes, "rdzv_endpoint": rendezvous.endpoint}
-        words = words_of({"root": self.root_option, "case_ids": case_id, **self._unusual.as_given, **meeting})
+        words = words_of({"root": self.root_option, "case_ids": case_id, **self._unusual.as_given})
         program = "" if self.program == DEFAULT_PROGRAM else f"{PROGRAM_VARIABLE}={shlex.quote(self.program)} "
         return program + shlex.join(["fp8-harness", "run", *words])
 

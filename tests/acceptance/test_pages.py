@@ -28,8 +28,6 @@ NOT_RUN = {
     "fp8-harness tolerance measure pr --seeds 8": "takes minutes",
     "fp8-harness run nightly --device cuda --select dtype=bfloat16": "needs GPUs",
     "fp8-harness run nightly --device cuda --arithmetic exact --select dtype=float64": "needs GPUs",
-    "fp8-harness run nightly --nnodes 2 --node-rank 0 --rdzv-endpoint node-0:29400": "needs two machines",
-    "fp8-harness run nightly --nnodes 2 --node-rank 1 --rdzv-endpoint node-0:29400": "needs two machines",
     "fp8-harness gate --matrix torchao=0.17.0,0.18.0 pr": "makes environments from a package index",
     "fp8-harness gate --matrix torch=2.13.0,2.15.0 pr": "makes environments from a package index",
     "fp8-harness gate --matrix torch=2.13.0,nightly --env nightly=.venv-nightly pr": "needs an environment",

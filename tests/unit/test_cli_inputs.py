@@ -105,6 +105,13 @@ def test_command_reproduces_the_way_it_was_run(tmp_path: Path, monkeypatch: pyte
     )
 
 
+def test_ranks_of_a_program_of_ones_own_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(layout=Layout(tp=2))
+    assert make_plan(device="cpu").one_node(case)
+    monkeypatch.setenv("FP8_HARNESS_PROGRAM", "tests.acceptance.fake_program")
+    assert not make_plan(device="cpu").one_node(case)
+
+
 @pytest.mark.parametrize(
     ("device", "asked", "words"),
     [

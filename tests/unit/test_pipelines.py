@@ -47,9 +47,9 @@ def commands(path: Path) -> list[str]:
 
 
 def batch_commands(text: str) -> list[str]:
-    """The commands of a batch script; each variable stands for a number, an array for nothing."""
+    """The commands of a batch script without words of its own; each variable stands for a number."""
     joined = text.replace("\\\n", " ")
-    filled = re.sub(r"\$\w+", "1", joined.replace('"${results[@]}"', ""))
+    filled = re.sub(r"\$\w+", "1", re.sub(r'"\$\{@:-(\w+)\}"', r"\1", joined))
     found = re.findall(r"^[^#\n]*?(fp8-harness (?:run|golden|gate) .+)$", filled, flags=re.MULTILINE)
     assert found
     return found
@@ -70,8 +70,6 @@ def test_a_batch_script_is_valid_and_its_commands_exist(path: Path) -> None:
     text = path.read_text()
     subprocess.run(["bash", "-n", path], check=True, timeout=10)
     assert os.access(path, os.X_OK)
-    (inner,) = re.findall(r"bash -c '(.*?)'\n", text, flags=re.DOTALL) or [""]
-    subprocess.run(["bash", "-n", "-c", inner], check=True, timeout=10)
     options = re.findall(r"^#SBATCH --([\w-]+)=\S+$", text, flags=re.MULTILINE)
     assert {"nodes", "ntasks-per-node", "gpus-per-node", "time"} <= set(options)
     for line in batch_commands(text):
