@@ -51,7 +51,7 @@ def kills_path(root: Path) -> Path:
 
 def read_kills(root: Path) -> Kills | None:
     """What was recorded; None where nothing was. Raises `KillsDamaged`."""
-    fix = "restore it, or run `fp8-harness power --record`."
+    fix = "restore it from version control, or delete it."
     try:
         return read_sealed(kills_path(root), Kills, schema=SCHEMA, damaged=KillsDamaged, fix=fix)
     except FileNotFoundError:

@@ -127,7 +127,8 @@ def test_the_script_fails_without_this_project_and_passes_with_the_fix(python: P
     fixed = run(script, f"{FIX}:apply")
     assert (fixed.returncode, fixed.stdout.count(": fixed")) == (0, 4), fixed.stderr
     draft = script.with_suffix(".md").read_text()
-    assert "- found: weight in all_gather: " in draft
+    assert draft.startswith("# scale does not match the amax: first for weight in all_gather of ")
+    assert "\n- found: " in draft
     assert f"torchrun --nproc-per-node 4 {script.name}" in draft
 
 

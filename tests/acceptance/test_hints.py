@@ -25,7 +25,7 @@ PASSES = f"{OTHERS}, loss_tolerance = 0.05"
 # Commands in the text of files that print them without a function of `harness/hints.py`; each has a test below.
 BARE = {"fp8-harness tolerance measure", "fp8-harness evidence formulas"}
 NO_COMMANDS = {"fp8-harness zygote", "fp8-harness on both sides"}
-REMARKS = {"fp8-harness tier choose"}  # in the head of a file
+REMARKS = {"fp8-harness tier choose", "fp8-harness explain --checks"}  # in the head of a file
 
 
 def literals(tree: ast.AST) -> Iterator[str]:

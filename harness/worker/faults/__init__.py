@@ -21,6 +21,7 @@ from harness.worker.faults import (
     kept,
     labels,
     parameters,
+    reported,
     resuming,
     shapes,
     stale,
@@ -35,7 +36,7 @@ FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "D": (communication, bias),
     "E": (execution,),
     "F": (shapes,),
-    "G": (training, clipping, bias, labels, parameters, resuming),
+    "G": (training, reported, clipping, bias, labels, parameters, resuming),
     "H": (compiled,),
     "I": (kept,),
 }
