@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -123,44 +124,19 @@ class Rules:
         """All of them, in order."""
         return tuple(self._declared)
 
-    def __call__(  # noqa: PLR0913  the fields of a rule
-        self,
-        name: str,
-        stage: Stage,
-        says: str,
-        *,
-        numeric: bool = False,
-        judged: bool = True,
-        key: tuple[str, ...] = (),
-        located: bool = False,
-        fix: str | None = None,
-        formula: str = "",
-    ) -> Rule:
-        """The rule that is declared, with the fields of `Rule`."""
-        rule = Rule(
-            name=f"{self._check}/{name}",
-            says=says,
-            stage=stage,
-            numeric=numeric,
-            judged=judged,
-            key=key,
-            located=located,
-            fix=fix,
-            formula=formula,
-        )
+    def __call__(self, name: str, stage: Stage, says: str, **fields: Any) -> Rule:
+        """The rule that is declared. `fields`: the other ones of `Rule`."""
+        rule = Rule(name=f"{self._check}/{name}", stage=stage, says=says, **fields)
         self._declared.append(rule)
         return rule
 
     def no_record(self) -> Rule:
         """The rule of a check that lacks what ranks were asked to record."""
-        return self("no-record", Stage.RUN, NO_RECORD, judged=False)
+        return self("no-record", Stage.RUN, "no record of {record} on {where}", judged=False)
 
     def no_witness(self) -> Rule:
         """The rule of a check that lacks a run to compare with."""
         return self("no-witness", Stage.RUN, "{who} could not be run{why}", judged=False)
-
-
-NO_RECORD = "no record of {record} on {where}"
 
 
 def by_name(*rules: Iterable[Rule]) -> Mapping[str, Rule]:
