@@ -54,14 +54,11 @@ class Lost(NamedTuple):
         return abs(self.found - self.expected)
 
 
-def shares_lost(run: Run, solo: Run, kind: str) -> list[Lost]:
-    """The "flushed" or "saturated" shares of every operand that the solo witness casts too, in the order of the run."""
+def _in_both(run: Run, solo: Run) -> list[tuple[CastShare, CastShare]]:
+    """Every operand that the solo witness casts too, here and on one rank, in the order of the run."""
     expected = {each.operand: each for each in solo.traces[0].cast_shares or ()}
-    return [
-        Lost(each, getattr(each, kind) / each.elements, getattr(one, kind) / one.elements)
-        for each in cast_shares(run.traces)
-        if (one := expected.get(each.operand)) is not None
-    ]
+    shares = cast_shares(run.traces)
+    return [(each, expected[each.operand]) for each in shares if each.operand in expected]
 
 
 def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]:
@@ -72,9 +69,11 @@ def check_underflow(case: Case, run: Run, witnesses: Witnesses) -> list[Finding]
     if solo is None:
         return [unfinished(NO_REFERENCE, "the single-rank reference (solo witness)", witnesses.solo, run)]
     allowed = allowed_share(case, witnesses.expect.numerics)
-    flushed, saturated = (shares_lost(run, solo, kind) for kind in ("flushed", "saturated"))
-    if not flushed:
+    both = _in_both(run, solo)
+    if not both:
         return [NOTHING_COMPARED.finding(expected="casts of the same operands")]
+    flushed = [Lost(cast, cast.flushed / cast.elements, one.flushed / one.elements) for cast, one in both]
+    saturated = [Lost(cast, cast.saturated / cast.elements, one.saturated / one.elements) for cast, one in both]
     return [*_moved(FLUSHED, "become zero", flushed, allowed), *_moved(SATURATED, "saturate", saturated, allowed)]
 
 
