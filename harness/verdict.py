@@ -65,6 +65,11 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
+def check_of(rule: str) -> str:
+    """The check that a rule belongs to, by its name."""
+    return rule.partition("/")[0]
+
+
 Value = str | int | float  # of a finding; numbers where something is compared or counted
 
 
@@ -100,7 +105,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def check(self) -> str:
         """The check that found it, or "engine" or "judge"."""
-        return self.rule.partition("/")[0]
+        return check_of(self.rule)
 
     @property
     def place(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from harness.verdict import Finding, Value, Verdict
+from harness.verdict import Finding, Value, Verdict, check_of
 
 
 class Stage(enum.Enum):
@@ -66,7 +66,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def check(self) -> str:
         """The check that it belongs to."""
-        return self.name.partition("/")[0]
+        return check_of(self.name)
 
     def finding(  # noqa: PLR0913  what a finding has, beside the values of its sentence
         self,

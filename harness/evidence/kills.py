@@ -12,7 +12,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
-from harness.verdict import Verdict
+from harness.verdict import Verdict, check_of
 
 SCHEMA = 1
 
@@ -38,7 +38,7 @@ class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The faults that a check found in some case, each with the rules of the check that were broken."""
         faults: dict[str, tuple[str, ...]] = {}
         for fault, cases in self.found.items():
-            broken = {rule for kill in cases.values() for rule in kill.rules if rule.partition("/")[0] == check}
+            broken = {rule for kill in cases.values() for rule in kill.rules if check_of(rule) == check}
             if broken:
                 faults[fault] = tuple(sorted(broken))
         return faults

@@ -47,7 +47,7 @@ from harness.matrix.rule import Rule
 from harness.matrix.selector import axes_read, parse_selector
 from harness.matrix.targets import is_llama
 from harness.matrix.tomlfile import TomlFile, read_toml_file
-from harness.verdict import Finding, Verdict
+from harness.verdict import Finding, Verdict, check_of
 
 _FAILURES = tuple(verdict.value for verdict in (Verdict.NUMERIC, Verdict.INVARIANT, Verdict.CRASH, Verdict.HANG))
 PACKAGES = ("torch", "torchao", "torchtitan")
@@ -66,7 +66,7 @@ class Symptom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def check(self) -> str:
         """The check of the rule."""
-        return self.rule.partition("/")[0]
+        return check_of(self.rule)
 
     def explains(self, finding: Finding) -> bool:
         """True when the finding is of this kind and not larger."""

@@ -12,7 +12,7 @@ import msgspec
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import FaultClass
 from harness.matrix.targets import REFERENCE
-from harness.verdict import Verdict
+from harness.verdict import Verdict, check_of
 
 LOSS_ONLY_NATS = 0.01  # what counts as a difference when loss curves are compared
 SQNR_DB = 20.0  # the usual threshold in unit tests of FP8 code
@@ -61,7 +61,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def checks(self) -> tuple[str, ...]:
         """The names of the checks that found something."""
-        return tuple(dict.fromkeys(rule.partition("/")[0] for rule in self.rules))
+        return tuple(dict.fromkeys(map(check_of, self.rules)))
 
     @property
     def detected(self) -> bool:
