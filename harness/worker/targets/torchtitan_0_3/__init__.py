@@ -1,7 +1,7 @@
 """The torchtitan_0_3 target: the Trainer of torchtitan 0.3.0 with its default SPMD backend and its converter.
 
-A room of its own beside `torchtitan`, which is 0.2.2: models, options and faults differ (docs/architecture.md). What
-both need in place of a GPU is in `torchtitan/shims.py`.
+A room of its own beside `torchtitan`, which is 0.2.2: models, options and faults differ (docs/decisions/targets.md).
+Both use `torchtitan/shims.py` in place of a GPU.
 """
 
 from __future__ import annotations
