@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if text is None:
         return
     from harness.matrix.caseid import case_id
-    from harness.matrix.shard import parse_shard
+    from harness.matrix.parts import parse_shard
     from harness.running.selection import in_shard
 
     with _usage_errors():

@@ -29,7 +29,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import family_id
 from harness.matrix.known import KnownFault, Symptom
 from harness.matrix.numerics import VIRTUAL_DEVICE
-from harness.matrix.rule import Refusal
+from harness.matrix.rules import Refusal
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
 from harness.result import Attempt, CaseResult, RunResult
 from harness.sentence import filled

@@ -20,7 +20,7 @@ from harness.matrix.bugfile import read_bugs
 from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, family_id, reference_case, solo_case, twin_case
-from harness.matrix.chosen import read_chosen
+from harness.matrix.choice import read_chosen
 from harness.matrix.faults import all_faults, carriers_of
 from harness.matrix.resumed import resumed_in
 from harness.matrix.rules import exclusions, expected_refusal

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, axis_type, case_from_axes, choices
 from harness.matrix.case import Case
-from harness.matrix.rule import Rule
-from harness.matrix.rules import EXCLUSIONS, REFUSALS
+from harness.matrix.rules import EXCLUSIONS, REFUSALS, Rule
 
 Values = Mapping[str, object]
 Strategies = Mapping[str, st.SearchStrategy[object]]

@@ -14,9 +14,8 @@ from harness.bugs.statements import Resolved, Statement, shown
 from harness.errors import HarnessError
 from harness.matrix.axes import axis_values, case_from_axes
 from harness.matrix.case import Case, ModelShape
-from harness.matrix.layout import DP_AXES, MESH_AXES, OTHERS, REST, ranks_of
+from harness.matrix.layout import DP_AXES, MESH_AXES, OTHERS, REST, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
-from harness.matrix.mesh import left_over
 from harness.matrix.recipes import TRAITS
 from harness.matrix.rules import exclusions
 from harness.matrix.spellings import NamedFile, on_day, spellings

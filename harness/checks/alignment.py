@@ -13,7 +13,7 @@ from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
-from harness.matrix.rule import Refusal
+from harness.matrix.rules import Refusal
 from harness.trace import Run
 from harness.verdict import Finding
 

@@ -16,8 +16,7 @@ from harness.checks.assembly import largest
 from harness.checks.occurrences import CastKey, on_ranks
 from harness.checks.scale_rules import as_float32, tensorwise_scale
 from harness.matrix.case import Case
-from harness.matrix.layout import MESH_AXES
-from harness.matrix.mesh import peers
+from harness.matrix.layout import MESH_AXES, peers
 from harness.matrix.recipes import FLOAT8_MAX
 from harness.sentence import format_ranks
 from harness.trace.operands import CastRecord, CastStatistics

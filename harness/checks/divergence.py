@@ -27,7 +27,7 @@ from harness.checks.rule import Rules, Stage
 from harness.checks.scale_rules import format_scale
 from harness.expect.scale_groups import scaled_dim
 from harness.matrix.case import Case
-from harness.matrix.mesh import coordinates, peers
+from harness.matrix.layout import coordinates, peers
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
 from harness.matrix.targets import computes_on_plain_shards
 from harness.trace import RankTrace, Run

@@ -23,7 +23,7 @@ from harness.checks.witnesses import Witnesses
 from harness.expect.casts import CompiledCasts
 from harness.expect.expectations import CASTS, Expectations
 from harness.matrix.case import Case
-from harness.matrix.mesh import peers
+from harness.matrix.layout import peers
 from harness.matrix.recipes import E5M2, FLOAT8_MAX
 from harness.sentence import format_ranks
 from harness.trace import Run

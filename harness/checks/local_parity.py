@@ -20,8 +20,7 @@ from harness.expect.local_parity import allowed_distance
 from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.numerics import Numerics
-from harness.matrix.replayed import replayed_steps
+from harness.matrix.numerics import Numerics, replayed_steps
 from harness.trace import Run
 from harness.trace.modules import ModuleDistance
 from harness.verdict import Finding

@@ -15,8 +15,7 @@ from harness.checks.ranks import traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
-from harness.matrix.layout import DP_AXES
-from harness.matrix.mesh import peers
+from harness.matrix.layout import DP_AXES, peers
 from harness.plural import counted
 from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run

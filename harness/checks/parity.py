@@ -27,7 +27,7 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.witnesses import Witnesses, finished, unfinished, why_unfinished
 from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Case
-from harness.matrix.mesh import dp_rank
+from harness.matrix.layout import dp_rank
 from harness.trace import Run
 from harness.verdict import Finding, Value
 

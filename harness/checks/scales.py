@@ -32,8 +32,7 @@ from harness.expect.casts import CastForm, CastSite
 from harness.expect.expectations import CASTS, Expectations
 from harness.expect.scale_groups import replica_axes, scale_axes, scaled_dim
 from harness.matrix.case import Case
-from harness.matrix.layout import DP_AXES
-from harness.matrix.mesh import peers
+from harness.matrix.layout import DP_AXES, peers
 from harness.matrix.targets import computes_on_plain_shards
 from harness.plural import counted
 from harness.trace import RankTrace, Run

@@ -14,7 +14,7 @@ from harness.checks.ranks import traces_by_rank
 from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.witnesses import Witnesses, finished
 from harness.matrix.case import Case
-from harness.matrix.mesh import dp_rank, peers
+from harness.matrix.layout import dp_rank, peers
 from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
 from harness.trace.inputs import StepInputs

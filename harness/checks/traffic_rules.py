@@ -15,7 +15,7 @@ from harness.checks.ranks import first_of_each, merge_ranks
 from harness.checks.rule import Rules, Stage
 from harness.expect.expectations import Expectations
 from harness.expect.scale_groups import scaled_dim
-from harness.matrix.mesh import peers
+from harness.matrix.layout import peers
 from harness.matrix.recipes import ITEM_BYTES
 from harness.plural import counted
 from harness.trace import RankTrace, Run

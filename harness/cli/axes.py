@@ -13,8 +13,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_type, axis_values, case_from_axes, choices, ignored_axes
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.layout import DP_AXES, REST, ranks_of
-from harness.matrix.mesh import left_over
+from harness.matrix.layout import DP_AXES, REST, left_over, ranks_of
 from harness.matrix.rules import exclusions
 
 MAX_WORLD = 4096

@@ -19,7 +19,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, id_words, parse_case_id, reference_case
 from harness.matrix.known import matching
 from harness.matrix.linears import converted_fqns
-from harness.matrix.rule import Rule
+from harness.matrix.rules import Rule
 from harness.matrix.rules import explain as explain_rules
 from harness.matrix.scope import SCOPE
 from harness.matrix.targets import is_llama
@@ -196,7 +196,7 @@ def _print_each(title: str, rules: Iterable[Rule]) -> None:
 
 def _explain_values(project: Project, words: tuple[str, ...], tier: str) -> None:
     from harness.matrix.casefile import read_case_file
-    from harness.matrix.census import count_cells
+    from harness.matrix.coverage import count_cells
 
     values = _parse(words)
     census = count_cells(read_case_file(project.case_file(tier)), values)

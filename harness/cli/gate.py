@@ -93,8 +93,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     from harness.cli.environments import given_words
     from harness.gate.gate import GatePolicy, gate
     from harness.matrix.known import known_with_shipped
-    from harness.matrix.quarantine import read_quarantine
-    from harness.matrix.required import read_required
+    from harness.matrix.records import read_quarantine, read_required
     from harness.project import find_project
     from harness.report.gate import gate_markdown, gate_text
 

@@ -33,7 +33,7 @@ Examples:
 def list_command(*, query: Query, shard: str | None, root: str | None, why: bool, as_json: bool) -> None:
     """List the cases of tiers or files: world size and id."""
     from harness.matrix.caseid import case_id
-    from harness.matrix.shard import parse_shard
+    from harness.matrix.parts import parse_shard
     from harness.plural import counted
     from harness.running.selection import select_cases
 
@@ -58,7 +58,7 @@ def list_command(*, query: Query, shard: str | None, root: str | None, why: bool
 def _reasons(project: Project, query: Query) -> dict[str, dict[str, object]]:
     """What the chosen cases of the tiers of a query were expected to cost and what they are there for, by id."""
     from harness.matrix.caseid import case_id
-    from harness.matrix.chosen import chosen_path, read_chosen
+    from harness.matrix.choice import chosen_path, read_chosen
 
     paths = [chosen_path(project.case_file(source)) for source in query.effective_sources]
     return {

@@ -16,9 +16,8 @@ from harness.errors import HarnessError
 from harness.hints import explain_case
 from harness.jsonform import to_json
 from harness.matrix.case import Case
-from harness.matrix.casefile import write_case
+from harness.matrix.casefile import FILE_NAME, case_file_schema, write_case
 from harness.matrix.caseid import case_id
-from harness.matrix.caseschema import FILE_NAME, case_file_schema
 from harness.matrix.rules import expected_refusal
 
 _EPILOG = """\b

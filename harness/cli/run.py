@@ -20,7 +20,7 @@ from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.hints import rerun_failed as rerun_command
 from harness.hints import resume_run as resume_command
-from harness.matrix.shard import parse_shard
+from harness.matrix.parts import parse_shard
 from harness.project import Project, find_project
 from harness.report.junit import junit_report
 from harness.report.markdown import markdown_report

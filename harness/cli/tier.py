@@ -38,8 +38,7 @@ def choose_command(name: str, rounds: int, root: str | None) -> None:
     """Choose a cheap set of cases that covers a tier and carries every planted fault, and store it."""
     from harness.evidence.costs import read_costs
     from harness.matrix.casefile import read_case_file
-    from harness.matrix.choice import choose
-    from harness.matrix.chosen import chosen_file, chosen_path
+    from harness.matrix.choice import choose, chosen_file, chosen_path
     from harness.matrix.faults import all_faults
     from harness.running.selection import recorded_faults
 

@@ -13,8 +13,8 @@ from harness.expect.saved_memory import expected_saved
 from harness.matrix.case import Case, Checkpointing, Layout, Model
 from harness.matrix.layout import SHARD_AXES, ranks_of
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, gemms, parameter_count
+from harness.matrix.numerics import replayed_steps
 from harness.matrix.recipes import ITEM_BYTES
-from harness.matrix.replayed import replayed_steps
 from harness.matrix.rules import expected_refusal
 
 FLOPS_PER_CPU_S = 6e9  # of the virtual device, which multiplies in float64: measured with models of 15 to 30 million

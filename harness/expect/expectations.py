@@ -30,8 +30,7 @@ from harness.expect.traffic import Transfer
 from harness.expect.upstream import NONE, Changes
 from harness.matrix.case import Case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
-from harness.matrix.rule import Refusal
-from harness.matrix.rules import expected_refusal
+from harness.matrix.rules import Refusal, expected_refusal
 from harness.matrix.targets import is_llama
 from harness.trace.traffic import Moment
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.matrix.case import Case
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
-from harness.matrix.replayed import drifts, replayed_steps
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, drifts, replayed_steps
 from harness.matrix.targets import computes_on_plain_shards, is_llama
 
 

@@ -18,8 +18,7 @@ from harness.matrix.axes import AXES, DECLARED, DEFAULTS, changed
 from harness.matrix.case import Case, Checks, Layout
 from harness.matrix.layout import SHARD_AXES, ranks_of
 from harness.matrix.linears import converted_fqns, linear_features, linear_name
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap, sums_in_order
-from harness.matrix.replayed import replayed_steps
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, async_tp_gap, replayed_steps, sums_in_order
 from harness.matrix.rules import exclusions, expected_refusal
 from harness.matrix.targets import is_llama
 

@@ -19,7 +19,7 @@ from harness.expect.fusion import fusion_candidates
 from harness.expect.trainer_traits import traits_of
 from harness.expect.upstream import GRADIENTS_IN_REDUCE_DTYPE, NONE, Changes
 from harness.matrix.case import Case
-from harness.matrix.layout import DP_AXES, SHARD_AXES
+from harness.matrix.layout import DP_AXES, SHARD_AXES, coordinates
 from harness.matrix.linears import (
     BLOCK_LINEARS,
     OUTPUT_FQN,
@@ -30,7 +30,6 @@ from harness.matrix.linears import (
     local_features,
     shard_sizes,
 )
-from harness.matrix.mesh import coordinates
 from harness.matrix.recipes import ITEM_BYTES, Operand
 from harness.trace.traffic import collective_words
 

@@ -23,8 +23,7 @@ from harness.gate.times import Times, changed_speedups, changed_times, times
 from harness.hints import run_cases
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.known import KnownFault
-from harness.matrix.quarantine import Quarantine, quarantine_of
-from harness.matrix.required import Required
+from harness.matrix.records import Quarantine, Required, quarantine_of
 from harness.plural import counted
 
 SCHEMA = 1

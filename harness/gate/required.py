@@ -9,7 +9,7 @@ from harness.document import CaseDocument, RunDocument
 from harness.gate.reason import Kind, Reason
 from harness.gate.sides import Sides
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.required import Required
+from harness.matrix.records import Required
 from harness.plural import counted
 
 _DAY_S = 24 * 3600

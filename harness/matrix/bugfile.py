@@ -67,7 +67,7 @@ Symptom = Literal[
 _WORDS = ("stated", "derived", "assumed", "missing", "refused")
 
 
-class Bug(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Bug(msgspec.Struct, frozen=True, kw_only=True):
     """What was reported, and what is known of it today."""
 
     title: str
@@ -174,11 +174,7 @@ def _plain(value: object) -> object:
 
 
 def _bug(toml: TomlFile) -> Bug:
-    fields = toml.check_keys("bug", table=toml.data["bug"], known=Bug.__struct_fields__)
-    try:
-        bug = msgspec.convert(fields, Bug)
-    except msgspec.ValidationError as error:
-        raise toml.error("bug", what=f"{error}.") from error
+    bug = toml.record(Bug, toml.data["bug"], "bug")
     for name in bug.planted:
         try:
             fault_named(name)

@@ -1,27 +1,30 @@
 """Choosing the cases of a tier: must-run cases, a cheap cover, carriers of planted faults, and why each is there.
 
-The search for a cheap cover is `cheap_cover.py`'s; the file that keeps a choice is `chosen.py`'s.
+`cheap_cover.py` searches for a minute, and listing a tier must not. So `dev tier` writes the choice to
+`cases/chosen/TIER.toml`, where a change shows in review. `tier.py` refuses a choice that does not cover its tier.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from harness.errors import HarnessError
+from harness.hints import choose_tier
 from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile
-from harness.matrix.caseid import case_id
+from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.cheap_cover import CheapCover, Goal, Price, Pricing
-from harness.matrix.chosen import ChosenCase
 from harness.matrix.cover import combinations_in
 from harness.matrix.faults import Fault, carriers_of
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.matrix.space import Space, is_hit
 from harness.matrix.tier import second_best_rows, tables_of, tier_spaces
+from harness.matrix.tomlfile import TomlFile, read_toml_file
 
 
 def choose(
@@ -125,3 +128,59 @@ def contained(case: Case, spaces: Sequence[Space], strength: int) -> set[Goal]:
                 if space.block.combines(space.block.groups[factor].name for factor, _ in combination)
             }
     return found
+
+
+FOLDER = "chosen"
+
+
+class ChosenCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One case, what it was expected to cost when it was chosen, and what it is there for."""
+
+    case: Case
+    cost_cpu_s: float
+    reason: str
+
+
+def chosen_path(case_file: Path) -> Path:
+    """Where the choice for a case file is kept; it need not exist."""
+    return case_file.parent / FOLDER / case_file.name
+
+
+def read_chosen(path: Path) -> tuple[ChosenCase, ...]:
+    """The cases of a choice, in its order. HarnessError with the line on anything that is not right."""
+    toml = read_toml_file(path)
+    toml.check_keys(table=toml.data, known=("case",))
+    return tuple(_chosen(toml, table, index) for index, table in enumerate(toml.tables("case")))
+
+
+def chosen_file(tier: str, chosen: Iterable[ChosenCase]) -> bytes:
+    """The content of the file for these cases."""
+    import tomli_w
+
+    head = (
+        f"# The cases of tier {tier}: written by `fp8-harness tier choose {tier}`, never by hand. Each has the CPU\n"
+        "# seconds that it was expected to cost and what it is there for.\n\n"
+    )
+    tables = [
+        {"id": case_id(each.case), "cost_cpu_s": round(each.cost_cpu_s, 1), "reason": each.reason} for each in chosen
+    ]
+    return (head + tomli_w.dumps({"case": tables})).encode()
+
+
+def _chosen(toml: TomlFile, table: object, index: int) -> ChosenCase:
+    known = toml.check_keys("case", index, table=table, known=("id", "cost_cpu_s", "reason"))
+    try:
+        return ChosenCase(
+            case=parse_case_id(str(known.get("id", ""))),
+            cost_cpu_s=float(known.get("cost_cpu_s", 0.0)),
+            reason=str(known.get("reason", "")),
+        )
+    except (HarnessError, ValueError) as error:
+        what = error.what if isinstance(error, HarnessError) else str(error)
+        raise toml.error("case", index, what=what, fix=f"run `{choose_tier(_tier_of(toml))}`.") from error
+
+
+def _tier_of(toml: TomlFile) -> str:
+    """The file of the tier that the cases were chosen for: `chosen_path` backwards."""
+    path = Path(toml.where)
+    return str(path.parents[1] / path.name)

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from harness.errors import HarnessError
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import MODEL_PRESETS, Case
-from harness.matrix.layout import DP_AXES, MESH_AXES, REST, ranks_of
+from harness.matrix.layout import DP_AXES, MESH_AXES, REST, left_over, ranks_of
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
-from harness.matrix.mesh import left_over
 from harness.matrix.options import options_of_flags, options_of_toml
 from harness.matrix.rules import exclusions
 from harness.matrix.scope import out_of_scope

@@ -29,11 +29,9 @@ finding without a size is not explained by a symptom with `at_most`.
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -42,8 +40,7 @@ from packaging.version import Version
 from harness.errors import HarnessError
 from harness.matrix.axes import suggestion
 from harness.matrix.case import Case
-from harness.matrix.entries import check_texts
-from harness.matrix.rule import Rule
+from harness.matrix.rules import Rule
 from harness.matrix.selector import axes_read, parse_selector
 from harness.matrix.targets import is_llama
 from harness.matrix.tomlfile import TomlFile, read_toml_file
@@ -204,53 +201,38 @@ def _known_rule(fault: KnownFault) -> KnownRule:
 
 
 def _fault(toml: TomlFile, table: object, index: int) -> KnownFault:
-    fields = toml.check_keys("fault", index, table=table, known=KnownFault.__struct_fields__)
-    check_texts(toml, fields, ("name", "where", "verdict", "link", "reason"), "fault", index)
-    if fields["verdict"] not in _FAILURES:
-        what = f"verdict '{fields['verdict']}' is not a failure."
-        raise toml.error("fault", index, "verdict", what=what, fix=suggestion(fields["verdict"], _FAILURES))
+    given = table.get("verdict", "") if isinstance(table, dict) else ""
+    fixes = {**_FIXES, "verdict": suggestion(str(given), _FAILURES)}
+    fault = toml.record(KnownFault, table, "fault", index, fixes=fixes)
+    if fault.verdict.value not in _FAILURES:
+        what = f"verdict '{fault.verdict.value}' is not a failure."
+        raise toml.error("fault", index, "verdict", what=what, fix=fixes["verdict"])
+    if not fault.requires:
+        what = "'requires' must name at least one finding by which the fault is recognized."
+        raise toml.error("fault", index, "requires", what=what, fix=_FIXES["requires"])
     try:
-        parse_selector(fields["where"])
+        parse_selector(fault.where)
     except HarnessError as error:
         raise toml.error("fault", index, what=error.what, fix=error.fix) from error
-    _check_versions(toml, fields, index)
-    _check_symptoms(toml, fields, index)
-    try:
-        return msgspec.convert(fields, KnownFault)
-    except msgspec.ValidationError as error:
-        name = _field_of(error)
-        raise toml.error("fault", index, name, what=f"{error}.", fix=_FIXES.get(name)) from error
+    _check_versions(toml, fault, index)
+    return fault
 
 
-_FIXES = {"review_by": "write review_by = 2027-03-01."}
+_FIXES = {
+    "review_by": "write review_by = 2027-03-01.",
+    "requires": f"write requires = [{_SYMPTOM}].",
+    "may_cause": f"write may_cause = [{_SYMPTOM}].",
+}
 
 
-def _field_of(error: msgspec.ValidationError) -> str:
-    """The field that a message such as "Expected `date`, got `str` - at `$.review_by`" is about."""
-    missing = re.search(r"missing required field `(\w+)`", str(error))
-    found = missing or re.search(r"at `\$\.(\w+)", str(error))
-    return found[1] if found else "name"
-
-
-def _check_versions(toml: TomlFile, fields: dict[str, Any], index: int) -> None:
-    given = [package for package in PACKAGES if fields.get(package)]
+def _check_versions(toml: TomlFile, fault: KnownFault, index: int) -> None:
+    given = {package: text for package in PACKAGES if (text := getattr(fault, package))}
     if not given:
         what = "no version is named: a fault has a first and, one day, a last version."
         raise toml.error("fault", index, what=what, fix='write torch = ">=2.13,<2.14", or torchao.')
-    for package in given:
+    for package, text in given.items():
         try:
-            SpecifierSet(fields[package])
-        except (InvalidSpecifier, TypeError) as error:
-            what = f"'{fields[package]}' is not a version specifier."
+            SpecifierSet(text)
+        except InvalidSpecifier as error:
+            what = f"'{text}' is not a version specifier."
             raise toml.error("fault", index, package, what=what, fix=f'write {package} = ">=2.13,<2.14".') from error
-
-
-def _check_symptoms(toml: TomlFile, fields: dict[str, Any], index: int) -> None:
-    if not fields.get("requires"):
-        what = "'requires' must name at least one finding by which the fault is recognized."
-        raise toml.error("fault", index, "requires", what=what, fix=f"write requires = [{_SYMPTOM}].")
-    for name in ("requires", "may_cause"):
-        try:
-            msgspec.convert(fields.get(name, []), tuple[Symptom, ...])
-        except msgspec.ValidationError as error:
-            raise toml.error("fault", index, name, what=f"{error}.", fix=f"write {name} = [{_SYMPTOM}].") from error

@@ -2,7 +2,7 @@
 
 Only the shared fabric sums in rank order, whatever the number of ranks. gloo and NCCL sum in the order in which data
 goes around; of two addends there is one order only. A GPU chooses a kernel by the shape of the operands, and each has
-its own order of accumulation.
+its own order of accumulation. Where bits are not promised, the modules of the first steps are replayed on one rank.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import msgspec
 
 from harness.matrix.case import Case
 from harness.matrix.layout import DP_AXES
+from harness.matrix.linears import linear_features, linear_fqns, linear_name, parameter_count
+from harness.matrix.recipes import ITEM_BYTES
+from harness.matrix.targets import computes_on_plain_shards, is_llama
 
 _ONE_ORDER = 2  # ranks
 
@@ -46,3 +49,35 @@ def async_tp_gap(case: Case, numerics: Numerics) -> str | None:
     if not numerics.has_one_order(case.layout.tp):
         return "async TP sums in rank order, and this fabric does not: bits of TP and async TP differ"
     return None
+
+
+# A run hands what it recorded to its replay in one message, which may have 1 GiB.
+RECORDED_BYTES = 640 << 20
+RECORDED_STEPS = 5  # what goes wrong in a module does so from one of the first steps on, or in every check
+
+
+def drifts(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:
+    """True where ranks sum in another order than one rank does, in a dtype that rounds: trajectories drift apart."""
+    return not sums_in_order(case, numerics) and case.train.dtype != "float64"
+
+
+def replayed_steps(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> int:
+    """The number of steps, from the first, whose modules are recorded and replayed; 0 for none.
+
+    In eager runs that drift: of large models so many as fit into a message. How large a model is that is not known
+    shows in the run (`worker/probes/module_tensors.py`).
+    """
+    if not drifts(case, numerics) or case.compile != "none":
+        return 0
+    if case.layout.tp > 1 and computes_on_plain_shards(case.target):
+        return 0
+    if not is_llama(case.target):
+        return 0 if case.float8.tp_styles == "float8" else min(case.train.steps, RECORDED_STEPS)
+    return min(case.train.steps, RECORDED_STEPS, RECORDED_BYTES // _recorded_bytes(case))
+
+
+def _recorded_bytes(case: Case) -> int:
+    """Bytes of one step over all ranks: operands, results and their gradients; parameters and theirs in float32."""
+    features = [linear_features(case, linear_name(fqn)) for fqn in linear_fqns(case)]
+    activations = case.train.tokens * sum(inputs + outputs for inputs, outputs in features)
+    return 2 * (4 * parameter_count(case) + ITEM_BYTES[case.train.dtype] * activations)

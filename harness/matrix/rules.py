@@ -1,5 +1,7 @@
 """Which combinations are excluded and which torch must refuse: every rule by name, with reason and source.
 
+A rule declares the axes that it reads, so that the matrix can evaluate it on part of a case; it must not read others.
+
 `rules.toml` lists the exclusions. The conditions of most of them are selectors; the others are here.
 An excluded case is impossible or meaningless. A case with an expected refusal is run, and fails if it trains.
 """
@@ -18,15 +20,39 @@ from harness.matrix.layout import DP_AXES, MESH_AXES
 from harness.matrix.linears import OUTPUT_FQN, Gemm, converted_fqns, gemms, is_misaligned, linear_fqns, shard_sizes
 from harness.matrix.recipes import OPERANDS
 from harness.matrix.resumed import other_layout
-from harness.matrix.rule import Exclusion, Refusal
 from harness.matrix.selector import axes_read, parse_selector
-from harness.matrix.targets import TORCHTITAN_0_3
+from harness.matrix.targets import TORCHTITAN_0_3, is_llama
 
 _TORCHAO = "https://github.com/pytorch/ao/blob/v0.18.0/torchao/float8"
 _META = "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py"
 _MODEL_AXES = ("target", "model", *ModelShape.__struct_fields__)
 _VOCABULARY_AXES = ("vocab_size", "pad_vocab_to_multiple_of")
 _CONVERSION_AXES = ("recipe", "filter_fqns", "casts")
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """A named property of cases. `axes` are the axes that it reads (`axes.py`); `when` says if a case has it."""
+
+    name: str
+    reason: str
+    source: str
+    axes: tuple[str, ...]
+    when: Callable[[Case], bool]
+
+    def applies(self, case: Case) -> bool:
+        """True when the case has the property. A rule that reads shapes of the model says nothing of unknown ones."""
+        return (is_llama(case.target) or "target" not in self.axes) and self.when(case)
+
+
+class Exclusion(Rule, frozen=True):
+    """A combination that is never run: impossible or meaningless."""
+
+
+class Refusal(Rule, frozen=True):
+    """A combination that torch must refuse. `check` judges it; the error message must match `pattern` (re.search)."""
+
+    check: str
+    pattern: str
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

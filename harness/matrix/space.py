@@ -18,8 +18,7 @@ from harness.matrix.axes import AXES, axis_values, case_from_axes, ignored_axes
 from harness.matrix.case import Case
 from harness.matrix.casefile import AxisGroup, Block
 from harness.matrix.layout import MESH_AXES
-from harness.matrix.rule import Exclusion, Rule
-from harness.matrix.rules import EXCLUSIONS, REFUSALS
+from harness.matrix.rules import EXCLUSIONS, REFUSALS, Exclusion, Rule
 
 Row = tuple[int, ...]
 # excluded: left out. refused: runs, and must end in an error. known: runs into a recorded upstream fault.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from harness.errors import HarnessError
 from harness.matrix.axes import suggestion
 
 KeyPath = tuple[str | int, ...]
+T = TypeVar("T", bound=msgspec.Struct)
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\]#]+?)\s*\]")
 _KEY = re.compile(r"""^\s*([A-Za-z0-9_."' -]+?)\s*=""")
@@ -57,6 +58,26 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(found, list):
             raise self.error(name, what=f"'{name}' must be a list of tables.", fix=f"write [[{name}]].")
         return found
+
+    def record(self, kind: type[T], table: object, *path: str | int, fixes: Mapping[str, str] = {}) -> T:
+        """The struct of a table. `fixes`: by field, for what is no value of it. HarnessError with the line."""
+        fields = self.check_keys(*path, table=table, known=kind.__struct_fields__)
+        for field in msgspec.structs.fields(kind):
+            text = fields.get(field.name)
+            if field.required and field.type is str and not (isinstance(text, str) and text.strip()):
+                what = f"'{field.name}' must be a non-empty string."
+                raise self.error(*path, field.name, what=what, fix=f'add {field.name} = "...".')
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            found = re.search(r"missing required field `(\w+)`|at `\$\.(\w+)", str(error))
+            name = next(filter(None, found.groups()), "") if found else ""
+            raise self.error(*path, name, what=f"{error}.", fix=fixes.get(name)) from error
+
+    def records(self, name: str, kind: type[T], *, fixes: Mapping[str, str] = {}) -> tuple[T, ...]:
+        """The structs of the `[[name]]` tables, which no other key stands beside."""
+        self.check_keys(table=self.data, known=(name,))
+        return tuple(self.record(kind, table, name, at, fixes=fixes) for at, table in enumerate(self.tables(name)))
 
     def check_distinct(self, names: Sequence[str], table: str, *key: str, noun: str) -> None:
         """Raises HarnessError at the second of the `[[table]]` tables with equal names, or at its `key`."""

@@ -12,8 +12,8 @@ from harness.expect.live_memory import expected_live, expected_scalars, gradient
 from harness.expect.saved_memory import block_elements, expected_saved
 from harness.expect.traffic import Unit, fsdp_units
 from harness.matrix.case import Case, Checkpointing
+from harness.matrix.layout import coordinates
 from harness.matrix.linears import local_features, shard_size
-from harness.matrix.mesh import coordinates
 from harness.matrix.recipes import ITEM_BYTES
 
 

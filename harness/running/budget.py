@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Sequence
 
 from harness.evidence.costs import Costs, read_costs
-from harness.matrix.budget import Budgeted, within_budget
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.faults import all_faults
+from harness.matrix.parts import Budgeted, within_budget
 from harness.matrix.tier import Selection
 from harness.project import Project
 from harness.running.selection import NothingSelected

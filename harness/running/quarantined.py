@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.matrix.quarantine import quarantine_of, read_quarantine
+from harness.matrix.records import quarantine_of, read_quarantine
 from harness.project import Project
 
 

@@ -20,11 +20,11 @@ from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.cheap_cover import Price, Pricing
-from harness.matrix.chosen import chosen_path, read_chosen
+from harness.matrix.choice import chosen_path, read_chosen
 from harness.matrix.known import KnownFault, read_known
+from harness.matrix.parts import Shard, cases_of_shard
 from harness.matrix.rules import exclusions
 from harness.matrix.selector import parse_selector
-from harness.matrix.shard import Shard, cases_of_shard
 from harness.matrix.targets import MODULES, NAME
 from harness.matrix.tier import Selection, select
 from harness.project import Project

@@ -20,9 +20,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Checkpointing
-from harness.matrix.mesh import dp_rank
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
-from harness.matrix.replayed import replayed_steps
+from harness.matrix.layout import dp_rank
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, replayed_steps
 from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, StepTrace
 from harness.trace.modules import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Layout
-from harness.matrix.mesh import dp_rank
+from harness.matrix.layout import dp_rank
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.resumed import resumed_in
 from harness.request import Noise

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.matrix.budget import within_budget
 from harness.matrix.case import Case
 from harness.matrix.casefile import parse_case_file
 from harness.matrix.cheap_cover import Price
+from harness.matrix.parts import within_budget
 from harness.matrix.tier import Selection, select
 from harness.project import find_project
 from harness.running.budget import START_S, cases_within

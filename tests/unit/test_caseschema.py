@@ -13,8 +13,7 @@ from hypothesis import given
 
 from harness.matrix.axes import AXES, DECLARED
 from harness.matrix.case import Case
-from harness.matrix.casefile import write_case
-from harness.matrix.caseschema import FILE_NAME, case_file_schema
+from harness.matrix.casefile import FILE_NAME, case_file_schema, write_case
 from harness.project import is_case_file
 from tests.strategies import CASES
 

@@ -16,7 +16,7 @@ from harness.checks.alignment import (
     TRAINED,
     check_alignment,
 )
-from harness.matrix.rule import Refusal
+from harness.matrix.rules import Refusal
 from harness.trace import RankFailure, RankTrace
 from harness.verdict import Finding
 from tests.builders import make_case, make_failure, make_refusal, make_trace, make_witnesses, run_of

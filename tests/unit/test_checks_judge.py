@@ -20,7 +20,7 @@ from harness.expect.expectations import FORMULAS, Expectations
 from harness.expect.records import not_recorded
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import Numerics
-from harness.matrix.rule import Refusal
+from harness.matrix.rules import Refusal
 from harness.trace import RankTrace, Run
 from harness.trace.graphs import GraphTrace
 from harness.trace.operands import OperandTrace

@@ -23,8 +23,7 @@ from harness.expect.local_parity import EXACT, NEIGHBOUR, allowed_distance
 from harness.expect.relations import partner, stands_for_modules
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.numerics import Numerics
-from harness.matrix.replayed import replayed_steps
+from harness.matrix.numerics import Numerics, replayed_steps
 from harness.trace.modules import ModuleDistance
 from harness.verdict import Finding, Verdict
 from tests.builders import make_distance as distance

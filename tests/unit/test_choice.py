@@ -13,8 +13,7 @@ from harness.matrix.case import Case
 from harness.matrix.casefile import CaseFile, parse_case_file, read_case_file
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.cheap_cover import CheapCover, Price
-from harness.matrix.choice import carries, choose, contained
-from harness.matrix.chosen import chosen_file, chosen_path, read_chosen
+from harness.matrix.choice import carries, choose, chosen_file, chosen_path, contained, read_chosen
 from harness.matrix.coverage import coverage
 from harness.matrix.faults import all_faults
 from harness.matrix.known import KnownFault, read_known

@@ -15,7 +15,7 @@ from harness.errors import HarnessError
 from harness.matrix.case import Case, Float8, Layout, Train
 from harness.matrix.casefile import parse_case_file
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.census import count_cells
+from harness.matrix.coverage import count_cells
 from harness.matrix.space import spaces_of
 from harness.project import Project, find_project, is_case_file
 from harness.request import Arithmetic, default_arithmetic

@@ -17,8 +17,7 @@ from harness.document import RunDocument
 from harness.environment import Environment
 from harness.gate.gate import Gate, GatePolicy, NothingCompared, gate
 from harness.gate.reason import Allowance, Kind, Reason
-from harness.matrix.quarantine import Quarantine
-from harness.matrix.required import Required
+from harness.matrix.records import Quarantine, Required
 from harness.measured import CastRange, Curve, Multiplied, Sent
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, NotJudged, Verdict

@@ -83,7 +83,7 @@ def test_a_record_hits_its_versions(tmp_path: Path, installed: dict[str, str | N
     [
         ("nan-scale", "", "known.toml:2: 'name' must be a non-empty string"),
         ('reason = "An example."', "", "known.toml:1: 'reason' must be a non-empty string"),
-        ("crash", "crahs", "known.toml:4: verdict 'crahs' is not a failure. Fix: did you mean crash"),
+        ("crash", "crahs", "known.toml:4: Invalid enum value 'crahs' - at `$.verdict`. Fix: did you mean crash"),
         ("crash", "passed", "verdict 'passed' is not a failure"),
         ('"*scale * nan*"', "1", "known.toml:5: Expected `str | array`, got `int`"),
         ("rule = ", "ruel = ", "known.toml:5: Object contains unknown field `ruel`"),

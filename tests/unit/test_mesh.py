@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.matrix.case import Layout
-from harness.matrix.layout import DP_AXES, MESH_AXES
-from harness.matrix.mesh import axis_of_group, coordinates, peers
+from harness.matrix.layout import DP_AXES, MESH_AXES, axis_of_group, coordinates, peers
 
 SIZES = st.integers(1, 3)
 LAYOUTS = st.builds(Layout, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)

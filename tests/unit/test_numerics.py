@@ -13,8 +13,7 @@ from harness.expect.expectations import Expectations
 from harness.expect.relations import partner
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, sums_in_order
-from harness.matrix.replayed import replayed_steps
+from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, replayed_steps, sums_in_order
 from harness.request import RunRequest
 from harness.running.plan import Plan
 from tests.builders import not_judged

@@ -9,8 +9,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.quarantine import quarantine_of, read_quarantine
-from harness.matrix.required import read_required
+from harness.matrix.records import quarantine_of, read_quarantine, read_required
 from harness.project import find_project
 from harness.report.junit import junit_report
 from harness.report.text import text_report
@@ -66,8 +65,8 @@ def test_of_two_entries_the_one_that_holds_longer_counts(tmp_path: Path) -> None
     [
         ('owner = "ana"\n', "", r":1: 'owner' must be a non-empty string"),
         ('"differs once a week"', '" "', r":4: 'reason' must be a non-empty string"),
-        ("expires = 2027-03-01\n", "", r":1: 'expires' must be a day"),
-        ("2027-03-01", '"2027-03-01"', r":6: 'expires' must be a day"),
+        ("expires = 2027-03-01\n", "", r"missing required field `expires`. Fix: write expires = 2027-03-01"),
+        ("2027-03-01", '"soon"', r":6: Invalid RFC3339 encoded date.* Fix: write expires"),
         (CASE, "tp2-rowwise-v2048-b17", r":2: unknown token 'b17'"),
         (f'id = "{CASE}"', 'select = "tpx=1"', r":2: unknown axis 'tpx'"),
         (f'id = "{CASE}"\n', "", r":1: an entry has either 'id'"),
@@ -89,7 +88,7 @@ def test_required_cells_are_read(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (REQUIRED + REQUIRED, r":8: two entries are named 'TP'"),
-        (REQUIRED.replace("at_least = 2", "at_least = 0"), r":4: 'at_least' must be a number above 0"),
+        (REQUIRED.replace("at_least = 2", "at_least = 0"), r":4: Expected `int` >= 1"),
         (REQUIRED.replace("at_least = 2", "at_least = 1.5"), r"Expected `int`"),
         (REQUIRED.replace('reason = "users run it"', ""), r"'reason' must be"),
     ],

@@ -10,9 +10,8 @@ import click
 import jsonschema
 
 from harness.cli.main import app
-from harness.matrix.casefile import parse_case_file
+from harness.matrix.casefile import case_file_schema, parse_case_file
 from harness.matrix.caseid import case_id, id_words
-from harness.matrix.caseschema import case_file_schema
 from harness.matrix.tier import select
 from harness.matrix.words import meaning_of
 

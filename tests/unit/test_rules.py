@@ -16,10 +16,10 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import converted_fqns, gemms, is_misaligned, shard_sizes
 from harness.matrix.recipes import Operand
-from harness.matrix.rule import Rule
 from harness.matrix.rules import (
     EXCLUSIONS,
     REFUSALS,
+    Rule,
     exclusions,
     expected_refusal,
     explain,

@@ -14,7 +14,7 @@ from harness.evidence.costs import read_costs
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.cheap_cover import Price, Pricing
-from harness.matrix.shard import Shard, cases_of_shard, parse_shard, shards
+from harness.matrix.parts import Shard, cases_of_shard, parse_shard, shards
 from harness.project import find_project
 from harness.running.selection import Query, select_cases
 from tests.builders import make_case

@@ -26,7 +26,7 @@ from harness.checks.witnesses import Witnesses
 from harness.expect.matmuls import scaled_mm_calls
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id, solo_case
-from harness.matrix.replayed import replayed_steps
+from harness.matrix.numerics import replayed_steps
 from harness.trace import Run
 from harness.verdict import Finding
 from tests.builders import make_tolerance, make_witnesses, probes_for

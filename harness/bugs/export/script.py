@@ -13,9 +13,8 @@ from harness.checks.graphs import ROWS
 from harness.errors import HarnessError
 from harness.matrix.axes import DECLARED, own_axes
 from harness.matrix.case import Case
-from harness.matrix.layout import REST
+from harness.matrix.layout import REST, device_mesh
 from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
-from harness.matrix.mesh import device_mesh
 from harness.matrix.numerics import sums_in_order
 from harness.matrix.targets import REFERENCE
 from harness.verdict import FailureSignature

@@ -21,7 +21,7 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import GemmInputRole
 from torchao.float8.float8_utils import FP8_TYPES
 
-from harness.matrix.mesh import axis_of_group
+from harness.matrix.layout import axis_of_group
 from harness.worker.discovery import converted_linears
 from harness.worker.faults.hooks import (
     after_build,

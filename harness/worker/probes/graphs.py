@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from harness.matrix.case import Case
-from harness.matrix.mesh import axis_of_group
+from harness.matrix.layout import axis_of_group
 from harness.trace.graphs import Collective, FusedCall, FusedNode, GraphRecord, GraphTrace, Phase, Unfused, WrongRow
 from harness.worker.dispatch_hooks import fused
 from harness.worker.dispatch_hooks.collectives import resolve_group

@@ -15,8 +15,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
 from harness.matrix.layout import SAME_BATCH_AXES
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
-from harness.matrix.replayed import RECORDED_BYTES, replayed_steps
+from harness.matrix.numerics import RECORDED_BYTES, VIRTUAL_DEVICE, Numerics, replayed_steps
 from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.digests import bytes_of, ordered_digest

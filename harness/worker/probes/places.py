@@ -15,8 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Layout
-from harness.matrix.layout import MESH_AXES
-from harness.matrix.mesh import axis_of_group, coordinates
+from harness.matrix.layout import MESH_AXES, axis_of_group, coordinates
 
 
 class Place(NamedTuple):

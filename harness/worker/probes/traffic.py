@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.matrix.case import Case
-from harness.matrix.mesh import axis_of_group
+from harness.matrix.layout import axis_of_group
 from harness.trace.traffic import TrafficRecord
 from harness.worker.dispatch_hooks import collectives
 from harness.worker.dispatch_hooks.collectives import Exchange

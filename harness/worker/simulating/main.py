@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Case
-from harness.matrix.mesh import dp_rank
+from harness.matrix.layout import dp_rank
 from harness.request import SimulationRequest
 from harness.trace.simulated import SimulatedRank
 from harness.worker.probes.flops import FlopsProbe

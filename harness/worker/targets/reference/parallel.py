@@ -26,8 +26,7 @@ from torchao.float8.float8_tensor_parallel import (
 )
 
 from harness.matrix.case import Case, Layout
-from harness.matrix.layout import DP_AXES
-from harness.matrix.mesh import device_mesh
+from harness.matrix.layout import DP_AXES, device_mesh
 from harness.worker.targets.reference.model import Llama
 from harness.worker.targets.target import World
 
