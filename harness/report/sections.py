@@ -1,0 +1,271 @@
+"""What a report consists of, and how a terminal and Markdown show it. A page shows the same (`html/assets/parts.html`).
+
+A report is a list of sections. A section is a title over blocks: paragraphs, lists, facts, tables, entries, verbatim
+text, further sections. Builders pass texts as they are: the renderers remove or escape what would break a terminal or a
+page, wrap what is too long, and leave out sections, tables and facts without content.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_INDENT = _GAP = "  "
+_LAST_COLUMN = 30  # a longer last cell is wrapped, into at least so many characters
+_COLOURS = {"passed": "green", "known": "cyan", "infra": "yellow"}  # of verdicts; the others are red
+# ANSI escape sequences, and all characters that XML 1.0 does not allow.
+_UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_PIPE = r"\|"  # in a cell
+_MARKUP = re.compile(r"(?<!`)`[^`\n]+`(?!`)|[&<>]")  # code spans, in which nothing is markup, and what may begin it
+
+
+class Items(msgspec.Struct, frozen=True):
+    """Sentences or names."""
+
+    lines: tuple[str, ...]
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """Names and values."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+class Verbatim(msgspec.Struct, frozen=True):
+    """Text whose lines are never wrapped: a traceback, a command."""
+
+    text: str
+    language: str = ""  # of the code block in Markdown
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Rows of texts. Column `verdict` colours its rows on a page, and its cells in a terminal."""
+
+    rows: tuple[tuple[str, ...], ...]
+    columns: tuple[str, ...] = ()
+    title: str = ""
+    right: tuple[int, ...] = ()  # columns of numbers
+    code: tuple[int, ...] = ()  # columns of ids, which are code in Markdown
+    verdict: int | None = None
+    folded: bool = False  # the reader of a page opens it
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """Lines about one thing, and the command that shows more. A page has a link to `case`."""
+
+    title: str = ""
+    case: str = ""
+    lines: tuple[str, ...] = ()
+    command: str = ""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks under a title. A section with a `name` (letters only) is an item of a page's menu."""
+
+    title: str = ""
+    blocks: tuple[Block, ...] = ()
+    name: str = ""
+    folded: bool = False  # the reader of a page, or of Markdown on GitHub, opens it
+
+
+Block: TypeAlias = "str | Items | Facts | Verbatim | Table | Entry | Section"
+
+
+def printable(text: str) -> str:
+    """The text without ANSI escape sequences and control characters."""
+    return _UNPRINTABLE.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def text_of(sections: Iterable[Section], *, width: int | None = None) -> str:
+    """The plain text of `terminal`."""
+    return terminal(sections, width=width).plain
+
+
+def terminal(sections: Iterable[Section], *, width: int | None = None) -> Text:
+    """What a terminal of `width` columns shows; None wraps nothing, for logs. Sections have a blank line between them.
+
+    Ids, commands and verbatim text are never split: their lines alone may be longer.
+    """
+    from rich.text import Text
+
+    parts = [Text("\n").join(lines) for each in sections if (lines := list(_lines(each, "", width)))]
+    return Text("\n\n").join(parts).append("\n") if parts else Text()
+
+
+def _lines(block: Block, indent: str, width: int | None) -> Iterator[Text]:
+    from rich.text import Text
+
+    match block:
+        case Section(title=title) | Table(title=title) if title:
+            untitled = replace(block, title="")
+            inside = list(_lines(untitled, indent + _INDENT, width))
+            yield from map(Text, wrapped(title, width, indent, indent + _INDENT) if inside else ())
+            yield from inside
+        case Section(blocks=blocks):
+            for each in blocks:
+                yield from _lines(each, indent, width)
+        case Table():
+            yield from _table_lines(block, indent, width)
+        case _:
+            yield from map(Text, _plain_lines(block, indent, width))
+
+
+def _plain_lines(block: str | Items | Facts | Verbatim | Entry, indent: str, width: int | None) -> Iterator[str]:
+    within = indent + _INDENT
+    match block:
+        case str():
+            yield from wrapped(block, width, indent)
+        case Verbatim(text):
+            yield from (indent + line for line in printable(text).splitlines())
+        case Items(lines):
+            for line in lines:
+                yield from wrapped(line, width, indent, within)
+        case Facts(pairs):
+            size = max((len(name) for name, value in pairs if value), default=0)
+            for name, value in pairs:
+                yield from wrapped(value, width, f"{indent}{name:<{size}}{_GAP}", f"{indent}{'':<{size}}{_GAP}")
+        case Entry():
+            yield from wrapped(" ".join(filter(None, (block.case, block.title))), width, indent, within)
+            yield from _plain_lines(Items(block.lines), within, width)
+            if block.command:
+                yield f"{within}$ {printable(block.command)}"
+
+
+def wrapped(text: str, width: int | None, first: str = "", later: str | None = None) -> list[str]:
+    """The lines of a text behind these indents, wrapped where they are too long. A line keeps an indent of its own."""
+    lines, start, rest = [], first, first if later is None else later
+    for line in printable(text).splitlines():
+        words = line.lstrip()
+        own = line[: len(line) - len(words)]
+        if width is None or len(start + line) <= width:
+            lines.append((start + line).rstrip())
+        else:
+            lines += textwrap.wrap(
+                words,
+                width,
+                initial_indent=start + own,
+                subsequent_indent=rest + own,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        start = rest
+    return lines
+
+
+def _table_lines(table: Table, indent: str, width: int | None) -> Iterator[Text]:
+    """A line for every row, its last cell wrapped; a block for every row where the columns do not fit."""
+    rows = [tuple(printable(cell).replace("\n", " ") for cell in row) for row in table.rows]
+    lines = [table.columns, *rows] if any(table.columns) and rows else rows
+    *sizes, last = [max(map(len, column)) for column in zip(*lines, strict=True)] or [0]
+    room = None if width is None else width - len(indent) - sum(size + len(_GAP) for size in sizes)
+    if room is None or room >= min(last, _LAST_COLUMN):
+        for row in lines:
+            yield from _row_lines(table, row, indent, (*sizes, last), room)
+    else:
+        for row in rows:
+            yield from _row_block(table, row, indent, width)
+
+
+def _row_lines(table: Table, row: Sequence[str], indent: str, sizes: Sequence[int], room: int | None) -> Iterator[Text]:
+    from rich.text import Text
+
+    cells = [
+        cell.rjust(size) if index in table.right else cell.ljust(size)
+        for index, (cell, size) in enumerate(zip(row, sizes, strict=True))
+    ]
+    line = Text(indent)
+    for index, cell in enumerate(cells[:-1]):
+        line.append(cell, _colour(table, index, row[index])).append(_GAP)
+    first, *more = wrapped(cells[-1].rstrip(), room) or [""]
+    below = " " * len(line)
+    line.append(first).rstrip()
+    yield line
+    yield from (Text(below + each) for each in more)
+
+
+def _row_block(table: Table, row: Sequence[str], indent: str, width: int | None) -> Iterator[Text]:
+    """The first cell, below it the others with the names of their columns, and the last one."""
+    from rich.text import Text
+
+    names = (table.columns or ("",) * len(row))[1:-1]
+    told = [f"{name} {cell}".strip() for name, cell in zip(names, row[1:-1], strict=True) if cell not in ("", "-")]
+    yield Text(indent + row[0])
+    for line in map(Text, wrapped(", ".join(told), width, indent + _INDENT, indent + 2 * _INDENT)):
+        if table.verdict is not None:
+            line.highlight_words([row[table.verdict]], _colour(table, table.verdict, row[table.verdict]))
+        yield line
+    yield from map(Text, wrapped(row[-1], width, indent + _INDENT))
+
+
+def _colour(table: Table, index: int, cell: str) -> str:
+    return _COLOURS.get(cell, "red") if index == table.verdict and cell not in table.columns else ""
+
+
+def markdown(sections: Iterable[Section], *, level: int = 2) -> str:
+    """GitHub-flavoured Markdown: the titles are headings of this level, and those inside of them of the next."""
+    return "\n\n".join(part for each in sections for part in _parts(each, level)) + "\n"
+
+
+def _parts(block: Block, level: int) -> Iterator[str]:
+    match block:
+        case Section(title=title, folded=True) | Table(title=title, folded=True):
+            body = "\n\n".join(_parts(replace(block, title="", folded=False), level))
+            summary = html.escape(printable(title), quote=False)
+            yield f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
+        case Section(title=title, blocks=blocks):
+            inside = [part for each in blocks for part in _parts(each, level + bool(title))]
+            yield from [f"{'#' * level} {_on_one_line(title)}"] if title and inside else []
+            yield from inside
+        case Table(title=title, rows=rows):
+            yield from [f"**{_on_one_line(title)}**"] if title and rows else []
+            yield from [_markdown_table(block)] if rows else []
+        case Verbatim(text, language):
+            fence = "`" * max([2, *map(len, re.findall("`+", text))]) + "`"
+            yield f"{fence}{language}\n{printable(text)}\n{fence}"
+        case str():
+            yield escaped(block)
+        case _:
+            yield "\n".join(_bullets(block))
+
+
+def _bullets(block: Items | Facts | Entry) -> Iterator[str]:
+    match block:
+        case Items(lines):
+            yield from (f"- {_on_one_line(line)}" for line in lines)
+        case Facts(pairs):
+            yield from (f"- {name}: {_on_one_line(value)}" for name, value in pairs if value)
+        case Entry():
+            yield f"- {f'`{printable(block.case)}` ' if block.case else ''}{_on_one_line(block.title)}".rstrip()
+            yield from (f"  {line}" for line in _bullets(Items(block.lines)))
+            yield from [f"  - `{printable(block.command)}`"] if block.command else []
+
+
+def _markdown_table(table: Table) -> str:
+    columns = table.columns or ("",) * len(table.rows[0])
+    rules = ["---:" if index in table.right else "---" for index in range(len(columns))]
+    return "\n".join([_row(columns), f"|{'|'.join(rules)}|", *(_row(row, table.code) for row in table.rows)])
+
+
+def _row(cells: Sequence[str], code: Sequence[int] = ()) -> str:
+    shown = (
+        f"`{printable(cell)}`" if index in code and cell else _on_one_line(cell) for index, cell in enumerate(cells)
+    )
+    return f"| {' | '.join(cell.replace('|', _PIPE) for cell in shown)} |"
+
+
+def escaped(text: str) -> str:
+    """The text as Markdown in which no HTML begins; code spans stay."""
+    return _MARKUP.sub(lambda found: found[0] if found[0][0] == "`" else html.escape(found[0]), printable(text))
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(escaped(text).split())
