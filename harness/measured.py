@@ -100,7 +100,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     flops: Mapping[str, Multiplied] = {}  # by part and precision: "matmuls in float8", "attention in bfloat16"
     wire: Mapping[str, Sent] = {}  # by kind, dtype and mesh axis: "all_gather in uint8 along dp_shard"
     saved_bytes: int | None = None  # for backward, of all ranks and steps
-    speedup: Speedup | None = None  # of `speed` alone
+    speedup: Speedup | None = None  # of `predict measure` alone
     fused: Mapping[str, int] = {}  # executions of fused operators, of all ranks and steps
     digests: Mapping[str, str] = {}
 

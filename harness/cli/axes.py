@@ -65,33 +65,39 @@ def require_allowed(case: Case, axes: Collection[str], *, where: str) -> None:
         raise HarnessError(what, where=where, fix=f"change {_options(changed)}.")
 
 
-def configuration_options(command: Command) -> Command:
-    """`[CASE-ID] --case ID --model NAME --tokens N --world N` and axes, passed to the command as one
-    parameter `case`.
+def configured_cases(command: Command) -> Command:
+    """`[CASE-ID]... --model NAME --tokens N --world N` and axes, passed to the command as one parameter `cases`.
 
-    A named model, or a case, with the given axes in the place of its own. No rule excludes the case.
+    Cases, or a named model, with the given axes in the place of their own. No rule excludes them.
     """
+    return _configuration(command, metavar="[CASE-ID]...", nargs=-1)
+
+
+def configured_case(command: Command) -> Command:
+    """The same of one case, passed to the command as one parameter `case`."""
 
     @functools.wraps(command)
-    def with_case(
-        *,
-        case_name: str | None,
-        case_id: str | None,
-        model: str | None,
-        tokens: int | None,
-        world: int | None,
-        **given: Any,
+    def with_case(*, cases: tuple[Case, ...], **given: Any) -> Any:
+        return command(case=cases[0], **given)
+
+    return _configuration(with_case, metavar="[CASE-ID]", nargs=1)
+
+
+def _configuration(command: Command, *, metavar: str, nargs: int) -> Command:
+    @functools.wraps(command)
+    def with_cases(
+        *, named: str | tuple[str, ...] | None, model: str | None, tokens: int | None, world: int | None, **given: Any
     ) -> Any:
         axes = given_axes({name: given.pop(name) for name in _OF_COST})
-        names = [name for name in (case_name, case_id, model) if name is not None]
-        if len(names) != 1:
-            what = f"there are {len(names)} of them: {', '.join(names)}." if names else "there is no case."
-            raise HarnessError(what, fix="give one case id, or --model NAME.")
-        return command(case=_configured(case_name or case_id, model, tokens, world, axes), **given)
+        ids = (named,) if isinstance(named, str) else named or ()
+        if bool(ids) == (model is not None):
+            what = f"there are both {', '.join(ids)} and --model {model}." if ids else "there is no case."
+            raise HarnessError(what, fix="give CASE-ID, or --model NAME.")
+        found = [_of_case(name, tokens, axes) for name in ids] or [_of_model(model or "", tokens, axes)]
+        return command(cases=tuple(_placed(case, where, world, axes) for case, where in found), **given)
 
     return compose_options(
-        click.argument("case_name", metavar="[CASE-ID]", required=False),
-        click.option("--case", "case_id", metavar="ID", help="The same as CASE-ID."),
+        click.argument("named", metavar=metavar, nargs=nargs, required=False),
         click.option("--model", metavar="NAME", help="Instead of a case: llama3-8b, llama3-70b, llama3-405b, …"),
         click.option("--tokens", type=AT_LEAST_1, help="Tokens per data-parallel rank and step."),
         click.option(
@@ -100,35 +106,34 @@ def configuration_options(command: Command) -> Command:
             help="Total ranks; FSDP takes those that TP and replicas leave.",
         ),
         axis_options(_OF_COST, defaults=False),
-    )(with_case)
+    )(with_cases)
 
 
-def _configured(
-    name: str | None, model: str | None, tokens: int | None, world: int | None, axes: dict[str, object]
-) -> Case:
+def _of_model(name: str, tokens: int | None, axes: dict[str, object]) -> tuple[Case, str]:
+    """The case of a named model, and the words that say so."""
     from harness.performance.models import named_model, training
 
-    if world is not None and REST in axes:
-        raise HarnessError("--world gives it.", where=_options([REST]), fix="leave one of them out.")
-    if model is not None:
-        case = training(named_model(model), tokens=tokens, **axes)
-    else:
-        if tokens is not None:
-            raise HarnessError("a case has its own.", where="--tokens", fix="give --global-batch and --seq-len.")
-        case = case_from_axes({**axis_values(parse_case_id(name or "")), **axes})
+    return training(named_model(name), tokens=tokens, **axes), f"--model {name}"
+
+
+def _of_case(name: str, tokens: int | None, axes: dict[str, object]) -> tuple[Case, str]:
+    if tokens is not None:
+        raise HarnessError("a case has its own.", where="--tokens", fix="give --global-batch and --seq-len.")
+    return case_from_axes({**axis_values(parse_case_id(name)), **axes}), name
+
+
+def _placed(case: Case, where: str, world: int | None, axes: dict[str, object]) -> Case:
+    """The case on another number of ranks, if any: each keeps its sequences where no global batch is given."""
     if world is not None:
-        case = _on_ranks(case, world, batch_given="global_batch" in axes)
-    require_allowed(case, axes, where=name or f"--model {model}")
+        if REST in axes:
+            raise HarnessError("--world gives it.", where=_options([REST]), fix="leave one of them out.")
+        values = axis_values(case)
+        values[REST] = left_over(world, values, where="--world")
+        if "global_batch" not in axes:
+            values["global_batch"] = max(1, case.local_batch) * ranks_of(values, DP_AXES)
+        case = case_from_axes(values)
+    require_allowed(case, axes, where=where)
     return case
-
-
-def _on_ranks(case: Case, world: int, *, batch_given: bool) -> Case:
-    """The case on another number of ranks: each keeps its sequences where no global batch is given."""
-    values = axis_values(case)
-    values[REST] = left_over(world, values, where="--world")
-    if not batch_given:
-        values["global_batch"] = max(1, case.local_batch) * ranks_of(values, DP_AXES)
-    return case_from_axes(values)
 
 
 def _word(value: object) -> str:

@@ -84,7 +84,7 @@ def changed_times(found: Times | None, *, gates: bool) -> Iterable[Reason]:
 
 
 def changed_speedups(sides: Sides) -> Iterable[Reason]:
-    """A reason for every case that `speed` timed on both sides, on one kind of GPU, whose intervals lie apart.
+    """A reason for every case that `predict measure` timed on both sides, on one kind of GPU, with intervals apart.
 
     A case that gained never gates. Seconds of a CPU say nothing of float8.
     """

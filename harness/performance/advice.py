@@ -7,17 +7,16 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from harness.errors import HarnessError
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.linears import OUTPUT_FQN
 from harness.matrix.recipes import Recipe
-from harness.matrix.targets import is_llama
 from harness.performance.casts import casts
 from harness.performance.converting import Conversion, conversions
 from harness.performance.gemms import gemms
 from harness.performance.machine import SOURCES, Machine
+from harness.performance.models import require_formulas
 from harness.performance.padding import Vocabulary, vocabularies
 from harness.performance.recommendations import ERROR_ELSEWHERE, ERROR_H100, about_recipes, about_the_rest
 from harness.performance.roofline import Step, cast_s, gemm_s, predicted_step
@@ -58,9 +57,7 @@ def advise(case: Case, machine: Machine, *, eager: bool = False, known: Sequence
 
     `known`: recorded faults. Raises `HarnessError` for a target whose model is not known.
     """
-    if not is_llama(case.target):
-        what = f"the linears of {case.target} are not known before it is built."
-        raise HarnessError(what, where="advise", fix="give --model NAME, or a case of the reference or of torchtitan.")
+    require_formulas(case)
     case = replace(case, train=replace(case.train, dtype="bfloat16"))
     case = case if eager else compiled(case)
     candidates = dict(variants(case))

@@ -92,5 +92,5 @@ def machine(device: str, *, gpus_per_node: int = 8, network_gb_s: float = 50.0) 
     found = peak(device)
     if found.float8 is None:
         known = ", ".join(each.name for each in PEAKS if each.float8)
-        raise HarnessError(f"{device} has no float8 matmuls.", where="--device", fix=f"give one of {known}.")
+        raise HarnessError(f"{device} has no float8 matmuls.", where="--machine", fix=f"give one of {known}.")
     return Machine(peak=found, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s)

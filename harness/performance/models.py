@@ -12,6 +12,8 @@ import msgspec
 from harness.errors import HarnessError
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import MODEL_PRESETS, Case, ModelShape
+from harness.matrix.caseid import case_id
+from harness.matrix.targets import is_llama
 from harness.plural import counted
 
 _TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan/models/llama3"
@@ -67,6 +69,13 @@ def named_model(name: str) -> KnownModel:
     if name not in MODELS:
         raise HarnessError(f"there is no model {name!r}.", where="--model", fix=f"give one of {', '.join(MODELS)}.")
     return MODELS[name]
+
+
+def require_formulas(case: Case) -> None:
+    """HarnessError for a target whose model is not known before it is built."""
+    if not is_llama(case.target):
+        fix = "give --model NAME, or a case of the reference or of torchtitan."
+        raise HarnessError(f"there is no formula for the model of {case.target}.", where=case_id(case), fix=fix)
 
 
 def training(model: KnownModel, *, tokens: int | None = None, **axes: object) -> Case:

@@ -124,7 +124,7 @@ def peak(name: str) -> Peak:
     found = next((each for each in PEAKS if each.name == name), None)
     if found is None:
         raise HarnessError(
-            f"the peaks of device {name!r} are not known.", where="--device", fix=f"give one of {', '.join(DEVICES)}."
+            f"the peaks of machine {name!r} are not known.", where="--machine", fix=f"give one of {', '.join(DEVICES)}."
         )
     return found
 

@@ -7,17 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from harness.errors import HarnessError
 from harness.expect.traffic import Weight, fsdp_units
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.linears import linear_name, shard_sizes
 from harness.matrix.rules import expected_refusal
-from harness.matrix.targets import is_llama
 from harness.performance.gemms import Gemm, gemms, is_refused
 from harness.performance.machine import Machine
 from harness.performance.memory import Memory, memory
+from harness.performance.models import require_formulas
 from harness.performance.roofline import predicted_step
 from harness.performance.wire import AxisTraffic, crosses_nodes, wire
 from harness.plural import binary_bytes
@@ -30,7 +29,7 @@ ASSUMPTIONS = (
     "shapes, alignment, wire bytes and calls, and memory between forward and backward are exact, with eager blocks",
     "wire: sent_bytes is what a rank sends in rings; nodes have consecutive ranks",
     "the peak of memory is a lower bound: published peaks of 8B and 70B, compiled, are 1.14 and 1.17 times as high",
-    "the time of a step is a model, whose rates `advise` prints",
+    "the time of a step is a model, whose rates `predict speedup` prints",
 )
 
 
@@ -103,11 +102,7 @@ def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) 
 
     Raises `HarnessError` for a target without formulas.
     """
-    if not is_llama(case.target):
-        what = f"there is no formula for the model of {case.target}."
-        raise HarnessError(
-            what, where="simulate", fix="give --model NAME, or a case of the reference or of torchtitan."
-        )
+    require_formulas(case)
     ranks = dict.fromkeys((0, case.world_size - 1))
     memories = tuple(memory(case, rank=rank) for rank in ranks)
     traffic = wire(case, rank=0, gpus_per_node=machine.gpus_per_node)

@@ -41,7 +41,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `metrics` answers. `rows` and `step_s` are of a run; empty without one. `device`: what torch calls it."""
+    """What `predict cost` answers. `rows` and `step_s` are of a run, if any. `device`: what torch calls it."""
 
     schema: int = SCHEMA
     formula: Metrics | None

@@ -20,7 +20,7 @@ SCHEMA = 1
 
 
 class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `speed` answers. `gated`: False on a CPU, whose seconds say nothing of float8."""
+    """What `predict measure` answers. `gated`: False on a CPU, whose seconds say nothing of float8."""
 
     schema: int = SCHEMA
     gated: bool

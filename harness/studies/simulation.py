@@ -110,7 +110,7 @@ def _simulated(engine: JobRunner, case: Case, ranks: Sequence[int]) -> list[Simu
     outcome = engine.run(Job(job_id="simulate", world_size=len(ranks), payload=payload, deadline_s=_DEADLINE_S))
     if outcome.status != "ok":
         what = f"the simulated ranks ended in an error: {outcome.message}"
-        raise SimulationFailed(what, where=case_id(case), fix="simulate it without --verify, and report this.")
+        raise SimulationFailed(what, where=case_id(case), fix="predict it without --verify, and report this.")
     return [msgspec.msgpack.decode(rank.payload or b"", type=SimulatedRank) for rank in outcome.ranks]
 
 

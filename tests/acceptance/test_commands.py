@@ -23,7 +23,7 @@ COMMANDS = ["list", "explain", "coverage", "run", "golden", "golden list", "gold
 COMMANDS += ["golden verify", "golden diff"]
 COMMANDS += ["new", "diff", "golden update", "tolerance", "tolerance measure", "tolerance show", "cache", "version", ""]
 COMMANDS += ["history", "results", "results list", "results merge", "results import", "results remove"]
-COMMANDS += ["report", "show", "metrics", "speed", "advise", "simulate"]
+COMMANDS += ["report", "show", "predict", *(f"predict {each}" for each in ("cost", "layouts", "speedup", "measure"))]
 COMMANDS += ["signature", "signature list", "signature check", "signature update"]
 
 

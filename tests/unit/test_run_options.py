@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from harness.cli.main import app
+from harness.cli.predict import measure_command
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.case import Case
@@ -48,8 +49,7 @@ def test_the_page_lists_the_options_as_they_are_declared(part: type[msgspec.Stru
 
 def test_every_command_that_runs_cases_has_the_options_of_how() -> None:
     context = click.Context(app)
-    for name in ("run", "power", "speed"):
-        command = app.get_command(context, name)
+    for command in (app.get_command(context, "run"), app.get_command(context, "power"), measure_command):
         assert command is not None
         has = {parameter.name for parameter in command.params}
         assert {name for name, option in options_of(PlanOptions).items() if not option.of_run} <= has

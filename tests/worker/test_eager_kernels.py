@@ -1,4 +1,4 @@
-"""How many kernels an eager converted linear launches more than one in BF16: what `advise` counts with."""
+"""How many kernels an eager converted linear launches more than one in BF16: what `predict speedup` counts with."""
 
 from __future__ import annotations
 

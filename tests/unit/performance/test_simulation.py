@@ -157,13 +157,13 @@ def test_405b_on_4096_ranks() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ("simulate", "--model", "llama3-8b", "--layers", "2", "--recipe", "tensorwise", "--tp", "8")
+    model = ("predict", "layouts", "--model", "llama3-8b", "--layers", "2", "--recipe", "tensorwise", "--tp", "8")
     assert main([*model, "--world", "64", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)["simulation"]
     assert (found["world_size"], found["nodes"], found["tokens"]) == (64, 8, 8192)
     assert main([*model, "--world", "64", "--seq-len", "8200", "--json", "-"]) == 1
     assert json.loads(capsys.readouterr().out)["simulation"]["refused"][0]["name"] == "token_alignment"
-    assert main(["simulate", "fsdp2-tp2-rowwise-v2048-s2-b16", "--world", "16", "--sweep"]) == 0
+    assert main(["predict", "layouts", "fsdp2-tp2-rowwise-v2048-s2-b16", "--world", "16", "--sweep"]) == 0
     assert "predicted s" in capsys.readouterr().out
 
 
@@ -178,7 +178,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_the_command_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "fsdp2-tp2-rowwise-v2048-s2-b16", *words]) == 2
+    assert main(["predict", "layouts", "fsdp2-tp2-rowwise-v2048-s2-b16", *words]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -1,0 +1,315 @@
+"""`fp8-harness predict`: what a step costs, which layouts it fits, whether FP8 pays, and how fast it is here.
+
+The first three are arithmetic and run nothing, but where their options say so. The last one trains.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from harness.cli.axes import configured_case, configured_cases
+from harness.cli.options import (
+    ABOVE_0,
+    AT_LEAST_1,
+    OUTPUT,
+    Command,
+    compose_options,
+    json_option,
+    plan_parameter,
+    root_option,
+    write_json,
+    write_output,
+)
+from harness.errors import HarnessError
+from harness.matrix.case import Case
+from harness.verdict import ExitCode
+
+if TYPE_CHECKING:
+    from harness.matrix.known import KnownFault
+    from harness.performance.machine import Machine
+    from harness.result import RunResult
+    from harness.running.plan import Plan
+    from harness.studies.simulation import Verification
+
+_EPILOG = """\b
+Examples:
+  fp8-harness predict cost --model llama3-8b --tp 8 --dp-shard 64 --recipe tensorwise    FLOPs, bytes, casts
+  fp8-harness predict layouts --model llama3-405b --world 512 --recipe tensorwise --sweep
+  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --tokens 8192       does FP8 pay?
+  fp8-harness predict measure fsdp2-rowwise-v2048-b16                                    timed on this machine
+"""
+_COST_EPILOG = """\b
+Examples:
+  fp8-harness predict cost fsdp2-tp2-rowwise-v2048-s2-clip0.25-f64    FLOPs, bytes and casts of a case, by formula
+  fp8-harness predict cost tp2-rowwise-v2048-s2-b16 --run             the same measured, and compared with the formula
+  fp8-harness predict cost --model llama3-8b --recipe tensorwise --machine h100 --tokens-per-s 7773   its MFU
+
+\b
+Exit codes: 0 good, 1 a number differs from its formula, or the case failed, 2 usage error or bad input.
+"""
+_LAYOUTS_EPILOG = """\b
+Examples:
+  fp8-harness predict layouts fsdp2-tp2-rowwise-v2048-s2-b16 --world 512
+  fp8-harness predict layouts --model llama3-70b --world 4096 --tp 8 --recipe rowwise --output-layer
+  fp8-harness predict layouts --model llama3-405b --world 512 --recipe tensorwise --checkpointing full --sweep
+  fp8-harness predict layouts --model llama3-8b --layers 2 --tp 8 --dp-shard 64 --recipe tensorwise --verify
+
+\b
+Nothing is run: shapes, bytes and refusals are exact, times are a model. --verify lets the first and the
+last rank take two steps without data, with the real float8 and parallel code: wire, matmuls and memory
+must be those of the formulas.
+
+\b
+Exit codes: 0 nothing refuses it, 1 it is refused, or --verify found a difference, 2 usage error or bad
+input, such as a case that a rule excludes, 4 infrastructure.
+"""
+_SPEEDUP_EPILOG = """\b
+Examples:
+  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --tokens 8192
+  fp8-harness predict speedup --model llama3-70b --dp-shard 32 --tp 8 --tokens 131072 --machine h200
+  fp8-harness predict speedup --model debugmodel --vocab-size 2256 --tp 8 --output-layer --recipe tensorwise
+  fp8-harness predict speedup tp2-rowwise-v2048-s2-b16 --json - | jq .recommendations
+  fp8-harness predict speedup --model llama3-8b --dp-shard 8 --html speedup.html
+
+\b
+Nothing is run: shapes and bytes are exact, times are a model, and its assumptions are printed.
+
+\b
+Exit codes: 0 answered, 2 usage error or bad input, such as a machine that is not known.
+"""
+_MEASURE_EPILOG = """\b
+Examples:
+  fp8-harness predict measure fsdp2-tensorwise-ag.fp8-inductor-v2048-b16      against its BF16 twin, 6 pairs of jobs
+  fp8-harness predict measure fsdp2-rowwise-v2048-b16 --pairs 10 --steps 30   a narrower interval
+  fp8-harness predict measure CASE --device cuda --name v2 --json speed.json  stored as run v2, which `gate` compares
+
+\b
+On a CPU the virtual device computes float8: its seconds are simulated, and do not gate.
+Jobs run one at a time. The result is stored like that of `run`, and is then the last run.
+
+\b
+Exit codes: 0 every case was timed, 1 a job failed, 2 usage error or bad input, 4 infrastructure.
+"""
+
+
+_machine_option = functools.partial(click.option, "--machine", metavar="NAME")
+
+
+def _machine_parameter(command: Command) -> Command:
+    """`--machine --gpus-per-node --network-gb-s`, passed to the command as one parameter `on` (a `Machine`)."""
+
+    @functools.wraps(command)
+    def with_machine(*, machine: str, gpus_per_node: int, network_gb_s: float, **given: Any) -> Any:
+        from harness.performance.machine import machine as machine_named
+
+        return command(on=machine_named(machine, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s), **given)
+
+    text = "GB/s of one device to other nodes, in one direction."
+    return compose_options(
+        _machine_option(default="h100", show_default=True, help="The data sheet: h100, h200, b200, mi300x, …"),
+        click.option("--gpus-per-node", type=AT_LEAST_1, default=8, show_default=True),
+        click.option("--network-gb-s", type=ABOVE_0, default=50.0, show_default=True, help=text),
+    )(with_machine)
+
+
+@click.group("predict", epilog=_EPILOG)
+def predict() -> None:
+    """Predict costs of a case or model, its layouts and what FP8 gains; or measure how fast it is."""
+
+
+@predict.command("cost", epilog=_COST_EPILOG)
+@configured_case
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to show.")
+@click.option("--run", "run_it", is_flag=True, help="Run the case, store the result, and compare it with the formulas.")
+@_machine_option(help="The data sheet for MFU: h100, h200, b200, …")
+@click.option("--tokens-per-s", type=ABOVE_0, help="Measured tokens/s of one device: print its TFLOP/s and MFU.")
+@json_option("the costs")
+@root_option
+def cost_command(  # noqa: PLR0913  one parameter an option
+    *,
+    case: Case,
+    rank: int,
+    run_it: bool,
+    machine: str | None,
+    tokens_per_s: float | None,
+    json_file: Path | None,
+    root: str | None,
+) -> int:
+    """Show FLOPs, casts, communicated and saved bytes of one step, by formula or measured, and MFU of a speed."""
+    from harness.performance.metrics import metrics
+    from harness.performance.mfu import speed
+    from harness.performance.peaks import peak
+    from harness.report.metrics import MetricsReport, metrics_text, run_report
+
+    if run_it and tokens_per_s is not None:
+        raise HarnessError("--run measures the speed.", where="--tokens-per-s", fix="drop one of them.")
+    code = ExitCode.GOOD
+    if run_it:
+        result = _run(case, root)
+        report, code = run_report(case, result.results[0]), result.exit_code
+    else:
+        device = None if machine is None else peak(machine)
+        found = None if tokens_per_s is None else speed(case, tokens_per_s, device)
+        report = MetricsReport(formula=metrics(case, rank=rank), peak=device, speed=found)
+    _show(report, metrics_text(report), json_file)
+    return ExitCode.FAILED if report.differing else code
+
+
+def _run(case: Case, root: str | None) -> RunResult:
+    """The result of the case, run, judged and stored as `run` does."""
+    from harness.matrix.caseid import case_id
+    from harness.project import find_project
+    from harness.running.plan import make_plan
+    from harness.running.progress import open_progress
+    from harness.running.selection import Query
+    from harness.workflow import run
+
+    with open_progress() as progress:
+        plan = msgspec.structs.replace(make_plan(), root_option=root)
+        result = run(find_project(root), Query(case_ids=(case_id(case),)), plan, progress).result
+    _tell_failures(result, root)
+    return result
+
+
+@predict.command("layouts", epilog=_LAYOUTS_EPILOG)
+@configured_case
+@_machine_parameter
+@click.option(
+    "--sweep", "sweep_it", is_flag=True, help="Sort all layouts of this world size, for the same global batch."
+)
+@click.option(
+    "--verify", "verify_it", is_flag=True, help="Compare the formulas with simulated ranks, the first and the last."
+)
+@json_option("the ranks and their costs")
+def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool, json_file: Path | None) -> int:
+    """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
+    from harness.performance.simulation import simulate
+    from harness.performance.sweep import sweep
+    from harness.report.simulation import SimulationReport, simulation_text, sweep_text
+    from harness.studies.simulation import SimulationFailed
+
+    if sweep_it and verify_it:
+        raise HarnessError("a sweep is of many layouts.", where="--verify", fix="leave out --sweep or --verify.")
+    known = _known()
+    if sweep_it:
+        ranked = sweep(case, on, known=known)
+        _show(ranked, sweep_text(ranked), json_file)
+        return ExitCode.FAILED if all(each.refused for each in ranked) else ExitCode.GOOD
+    found = simulate(case, on, known=known)
+    try:
+        verification = _verified(case, known) if verify_it else None
+    except SimulationFailed as error:
+        click.echo(f"fp8-harness: error: {error.text}", err=True)
+        return ExitCode.INFRA
+    report = SimulationReport(simulation=found, verification=verification)
+    _show(report, simulation_text(report), json_file)
+    differs = verification is not None and verification.differing
+    return ExitCode.FAILED if found.refused or differs else ExitCode.GOOD
+
+
+def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
+    from harness.engine.unleased import unleased_cluster
+    from harness.running.machine import check_rank_packages
+    from harness.studies.simulation import PROGRAM, require_simulable, verify
+
+    require_simulable(case)
+    check_rank_packages()
+    ranks = tuple(dict.fromkeys((0, case.world_size - 1)))
+    with unleased_cluster(PROGRAM, len(ranks)) as cluster:
+        return verify(cluster, case, ranks, known)
+
+
+@predict.command("speedup", epilog=_SPEEDUP_EPILOG)
+@configured_case
+@_machine_parameter
+@click.option("--eager", is_flag=True, help="Print tables for eager blocks, for a case without compiled blocks.")
+@json_option("the prediction")
+@click.option("--html", "html_file", metavar="FILE", type=OUTPUT, help="Write one HTML file with plots.")
+def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
+    """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
+    from harness.performance.advice import advise
+    from harness.report.advice import advice_text
+
+    found = advise(case, on, eager=eager, known=_known())
+
+    def page() -> bytes:
+        from harness.report.html.advice import advice_page
+
+        return advice_page(found, case, on)
+
+    _show(found, advice_text(found), json_file)
+    write_output(html_file, page)
+
+
+@predict.command("measure", epilog=_MEASURE_EPILOG)
+@configured_cases
+@click.option(
+    "--pairs",
+    type=click.IntRange(min=3),
+    default=6,
+    show_default=True,
+    help="Pairs of jobs, one of the case and one of its BF16 twin.",
+)
+@click.option("--steps", type=AT_LEAST_1, default=10, show_default=True, help="Timed steps per job.")
+@click.option("--warmup", type=AT_LEAST_1, default=3, show_default=True, help="Warm-up steps per job.")
+@click.option("--name", default="speed", show_default=True, metavar="NAME", help="A name for the stored run.")
+@json_option("the speeds")
+@plan_parameter
+@root_option
+def measure_command(  # noqa: PLR0913  one parameter an option
+    *,
+    cases: tuple[Case, ...],
+    pairs: int,
+    steps: int,
+    warmup: int,
+    name: str,
+    json_file: Path | None,
+    plan_for: Callable[..., Plan],
+    root: str | None,
+) -> int:
+    """Time FP8 cases against their BF16 twins of the same layout, alternately."""
+    from harness.project import find_project
+    from harness.report.speed import SpeedReport, speed_text
+    from harness.running.progress import open_progress
+    from harness.studies.speed import measure_speed, timed_case
+
+    if len(set(cases)) < len(cases):
+        raise HarnessError("a case is given twice.", where="predict measure", fix="give every case once.")
+    timed = [timed_case(each, warmup=warmup, steps=steps) for each in cases]
+    plan = msgspec.structs.replace(plan_for(), root_option=root, name=name)
+    with open_progress() as progress:
+        found, result = measure_speed(find_project(root), timed, plan, progress, pairs=pairs, warmup=warmup)
+    _tell_failures(result, root)
+    report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=found)
+    _show(report, speed_text(report), json_file)
+    return result.exit_code
+
+
+def _known() -> tuple[KnownFault, ...]:
+    from harness.project import find_project
+    from harness.running.case_judge import known_here
+
+    return known_here(find_project())
+
+
+def _show(report: object, text: str, json_file: Path | None) -> None:
+    """Print the text, and write the report as JSON; with `--json -` print that alone."""
+    if str(json_file) != "-":
+        click.echo(text, nl=False)
+    write_json(json_file, report)
+
+
+def _tell_failures(result: RunResult, root: str | None) -> None:
+    """Print a run that is not good to stderr."""
+    from harness.cli.report import print_result
+    from harness.hints import rerun_failed
+
+    if result.exit_code is not ExitCode.GOOD:
+        print_result(result, sys.stderr, rerun=rerun_failed(root=root))
