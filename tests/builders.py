@@ -35,11 +35,10 @@ from harness.result import Attempt, CaseResult, RunResult
 from harness.sentence import filled
 from harness.studies.kill_matrix import BaselineDetection, Trial
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
+from harness.trace.counts import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
 from harness.trace.graphs import FusedCall, GraphTrace, PartitionRecord
-from harness.trace.modules import ModuleDistance
 from harness.trace.operands import CastRecord, GemmRole, MatmulRecord, OperandTrace, ScaleSummary
-from harness.trace.sketches import SKETCH_SIZE, TensorSketch
-from harness.trace.traffic import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
+from harness.trace.tensors import SKETCH_SIZE, ModuleDistance, TensorSketch
 from harness.verdict import Finding, Value, Verdict
 
 SOFTWARE = {"torch": "2.13.0+cpu", "torchao": "0.18.0"}  # what the formulas were verified with

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from harness.trace import RankTrace
-from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from harness.trace.tensors import SKETCH_SIZE, TensorSketch
 
 _SUMS = struct.Struct(f"<{SKETCH_SIZE}d")
 

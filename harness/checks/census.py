@@ -9,7 +9,7 @@ from typing import TypeVar
 from harness.expect.live_memory import LiveStorage
 from harness.plural import counted
 from harness.trace import RankTrace
-from harness.trace.traffic import LiveMemory, LiveTensor, Moment
+from harness.trace.counts import LiveMemory, LiveTensor, Moment
 
 S = TypeVar("S", LiveTensor, LiveStorage)
 

@@ -11,7 +11,7 @@ from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
-from harness.trace.traffic import MOMENTS, LiveMemory
+from harness.trace.counts import MOMENTS, LiveMemory
 from harness.verdict import Finding
 
 NAME = "leaks"

@@ -19,7 +19,7 @@ from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, describes
 from harness.matrix.case import Case
 from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
 from harness.trace import RankTrace, Run
-from harness.trace.traffic import MOMENTS, LiveMemory
+from harness.trace.counts import MOMENTS, LiveMemory
 from harness.verdict import Finding
 
 NAME = "live_memory"

@@ -22,7 +22,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.numerics import Numerics, replayed_steps
 from harness.trace import Run
-from harness.trace.modules import ModuleDistance
+from harness.trace.tensors import ModuleDistance
 from harness.verdict import Finding
 
 NAME = "local_parity"

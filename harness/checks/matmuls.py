@@ -11,7 +11,7 @@ from harness.checks.witnesses import Witnesses
 from harness.expect.expectations import MATMULS, Expectations
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
-from harness.trace.stated import MATMULS as STATED
+from harness.trace.counts import MATMULS as STATED
 from harness.verdict import Finding
 
 NAME = "matmuls"

@@ -17,7 +17,7 @@ from harness.matrix.case import Case
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, multiplied_by, sent_by
 from harness.performance.flops import executed
 from harness.trace import RankTrace, Run
-from harness.trace.flops import multiplied_words
+from harness.trace.counts import multiplied_words
 from harness.trace.operands import CastRecord
 
 

@@ -19,7 +19,7 @@ from harness.expect.saved_memory import NOT_OF_THIS_DEVICE, describes
 from harness.matrix.case import Case, Checkpointing, CheckpointMode
 from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
 from harness.trace import RankTrace, Run
-from harness.trace.stated import SAVED_BYTES
+from harness.trace.counts import SAVED_BYTES
 from harness.verdict import Finding
 
 NAME = "memory"

@@ -22,7 +22,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.numerics import async_tp_gap
 from harness.trace import Run
-from harness.trace.sketches import TensorSketch
+from harness.trace.tensors import TensorSketch
 from harness.verdict import Finding
 
 NAME = "metamorphic"

@@ -18,7 +18,7 @@ from harness.matrix.caseid import layout_id
 from harness.matrix.resumed import resumed_in
 from harness.plural import counted
 from harness.trace import RankTrace, Run
-from harness.trace.resumed import Resumed
+from harness.trace.model import Resumed
 from harness.verdict import Finding
 
 NAME = "resume"

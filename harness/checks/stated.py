@@ -11,7 +11,7 @@ from harness.checks.rule import Rule, Rules, Stage
 from harness.checks.witnesses import Witnesses
 from harness.matrix.case import Case
 from harness.trace import RankTrace, Run
-from harness.trace.stated import Sent, Stated
+from harness.trace.counts import Sent, Stated
 from harness.verdict import Finding
 
 NAME = "stated"

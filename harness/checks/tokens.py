@@ -17,7 +17,7 @@ from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank, peers
 from harness.sentence import format_ranks
 from harness.trace import RankTrace, Run
-from harness.trace.inputs import StepInputs
+from harness.trace.model import StepInputs
 from harness.verdict import Finding
 
 NAME = "tokens"

@@ -19,8 +19,8 @@ from harness.matrix.case import Case
 from harness.matrix.targets import OF_DTENSOR, computes_on_plain_shards
 from harness.plural import counted
 from harness.trace import RankTrace, Run
-from harness.trace.stated import TRAFFIC as STATED
-from harness.trace.traffic import collective_words
+from harness.trace.counts import TRAFFIC as STATED
+from harness.trace.counts import collective_words
 from harness.verdict import Finding
 
 NAME = traffic_rules.NAME

@@ -19,9 +19,9 @@ from harness.matrix.layout import peers
 from harness.matrix.recipes import ITEM_BYTES
 from harness.plural import counted
 from harness.trace import RankTrace, Run
+from harness.trace.counts import TrafficRecord
 from harness.trace.model import Parameter
 from harness.trace.operands import CastRecord
-from harness.trace.traffic import TrafficRecord
 from harness.verdict import Finding
 
 NAME = "traffic"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from harness.running.plan import Plan
     from harness.running.selection import Query
     from harness.studies.rings.work import Work
-    from harness.trace.facts import TorchFacts
+    from harness.trace.device import TorchFacts
 
 _CODES = """
 \b

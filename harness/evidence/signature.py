@@ -22,9 +22,9 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, Run
+from harness.trace.counts import MOMENTS
 from harness.trace.graphs import GraphCast
 from harness.trace.operands import CastRecord
-from harness.trace.traffic import MOMENTS
 
 SCHEMA = 1
 SETTLED = 2  # the step that all later ones repeat: the first one also builds optimizer state and what is kept

@@ -32,7 +32,7 @@ from harness.matrix.case import Case
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.rules import Refusal, expected_refusal
 from harness.matrix.targets import is_llama
-from harness.trace.traffic import Moment
+from harness.trace.counts import Moment
 
 # What one version does, by the names that `Finding.formula` and the record of verified versions use.
 MATMULS, CASTS, TRAFFIC = "matmuls", "casts", "traffic"

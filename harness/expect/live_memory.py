@@ -17,7 +17,7 @@ from harness.expect.trainer_traits import traits_of
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, is_converted, shard_sizes
 from harness.matrix.recipes import ITEM_BYTES
-from harness.trace.traffic import Moment
+from harness.trace.counts import Moment
 
 RNG_STATE_BYTES = 5056  # of the CPU generator
 

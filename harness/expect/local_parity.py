@@ -13,7 +13,7 @@ import math
 from harness.expect.model import Model
 from harness.matrix.case import Case
 from harness.matrix.linears import OUTPUT_FQN, ROWWISE, converted_fqns, linear_fqns, linear_name
-from harness.trace.modules import ModuleDistance
+from harness.trace.tensors import ModuleDistance
 
 # The largest relative error of a result that is rounded to this dtype. A matmul in bfloat16 is rounded once; one in
 # float32 after every addition: eight roundings' worth, four were measured.

@@ -31,7 +31,7 @@ from harness.matrix.linears import (
     shard_sizes,
 )
 from harness.matrix.recipes import ITEM_BYTES, Operand
-from harness.trace.traffic import collective_words
+from harness.trace.counts import collective_words
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):

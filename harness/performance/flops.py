@@ -17,7 +17,7 @@ from harness.matrix.case import Case, Layout
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, OUTPUT_FQN, parameter_count
 from harness.measured import Multiplied, multiplied_by
 from harness.performance.gemms import FLOAT8, Gemm, gemms
-from harness.trace.flops import multiplied_words
+from harness.trace.counts import multiplied_words
 
 BLOCKS, OUTPUT, ATTENTION = "linears of blocks", "output layer", "attention"
 

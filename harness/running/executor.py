@@ -26,7 +26,7 @@ from harness.request import Noise, RunRequest
 from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.target_source import own_source_digest, search_path
-from harness.trace.modules import ModuleShard
+from harness.trace.tensors import ModuleShard
 
 RENDEZVOUS_PROGRAM = "harness.worker.rendezvous"  # serves the store where ranks of several nodes meet
 

@@ -14,7 +14,7 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.matrix.faults import PREFIX, fault_named
-from harness.trace.patch import Patch
+from harness.trace.record import Patch
 
 _FORM_FIX = "write --inject FILE.py:FUNCTION or fault:NAME."
 

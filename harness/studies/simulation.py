@@ -26,9 +26,7 @@ from harness.performance.gemms import gemms
 from harness.performance.memory import memory
 from harness.request import SimulationRequest
 from harness.sources import installed_versions
-from harness.trace.flops import multiplied_words
-from harness.trace.simulated import SimulatedRank
-from harness.trace.traffic import collective_of
+from harness.trace.counts import SimulatedRank, collective_of, multiplied_words
 
 PROGRAM = "harness.worker.simulating.main"
 _DEADLINE_S = 1800.0

@@ -36,8 +36,7 @@ from harness.running.progress import Progress
 from harness.running.target_source import check_targets, target_file
 from harness.running.witnesses import WitnessCache
 from harness.trace import RankFailure, RankTrace, Run
-from harness.trace.inputs import StateChange
-from harness.trace.model import ModelRecord
+from harness.trace.model import ModelRecord, StateChange
 from harness.verdict import Finding, NotJudged, Verdict
 from harness.workflow import check_fits, run_cases
 

@@ -1,6 +1,7 @@
-"""The model of a run as the harness found it once the target was built, whatever the target is.
+"""What the harness found out about a target: its model, what that was called with, changed settings, loaded state.
 
-Recorded by `worker/discovery.py`. Names are FQNs without what checkpointing wrappers and compilation add.
+Recorded by `worker/discovery.py`, `worker/inputs.py` and `worker/resuming.py`. Names are FQNs without what
+checkpointing wrappers and compilation add. Sequences are numbered in the global batch of their step.
 """
 
 from __future__ import annotations
@@ -55,3 +56,35 @@ class ModelRecord(Record, frozen=True, kw_only=True):
     calls: dict[str, int]
     recomputed: dict[str, int]
     buffers: tuple[Buffer, ...] = ()
+
+
+class StepInputs(Record, frozen=True, kw_only=True):
+    """The integer tensors that the model was called with in one step."""
+
+    step: int
+    inputs: tuple[int, ...]  # the sequences whose tokens it got, in the order of calls
+    labels: tuple[int, ...]  # the sequences whose tokens it got shifted by one: they are what it must predict
+    covered: float  # share of the neighbouring tokens that are meant for this rank, among all that the model got
+    shapes: tuple[tuple[int, ...], ...]  # of the integer tensors
+
+
+class StateChange(Record, frozen=True, kw_only=True):
+    """A setting of torch, which belongs to the whole process, that the target left changed."""
+
+    name: str  # "default dtype"
+    phase: str  # after which it was found: "import", "build", "step 1"
+    before: str
+    after: str
+
+
+# A value for every parameter, all that an optimizer keeps of it, and its options: "norm.weight", "norm.weight exp_avg",
+# "norm.weight lr". It is dtype, shape and digest of the whole tensor, whatever its layout, or the value itself.
+State = dict[str, str]
+
+
+class Resumed(Record, frozen=True, kw_only=True):
+    """The state that was saved, and the one of every target that loaded it; the last of these trains on."""
+
+    after_step: int
+    saved: State
+    loaded: tuple[State, ...]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from harness.trace.patch import Patch
-from harness.trace.record import Record
+from harness.trace.record import Patch, Record
 
 Mesh = Literal["m2", "m4", "m2x2"]
 Dtype = Literal["float32", "bfloat16"]

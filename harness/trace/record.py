@@ -1,4 +1,4 @@
-"""The base of everything that ranks record: immutable, keyword-only, unknown keys rejected."""
+"""The base of everything that ranks record, and what an injection asks of them."""
 
 from __future__ import annotations
 
@@ -7,3 +7,13 @@ import msgspec
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every recorded value. Fields are plain numbers, strings and other records."""
+
+
+class Patch(Record, frozen=True, kw_only=True):
+    """A function that a rank calls before the target is built: `FILE.py:FUNCTION` or `fault:NAME`.
+
+    `source` is the content of the file, empty for a planted fault. The path is for messages alone.
+    """
+
+    text: str
+    source: bytes = b""

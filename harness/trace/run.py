@@ -10,17 +10,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from harness.trace.flops import FlopsRecord
+from harness.trace.counts import FlopsRecord, SavedMemory, Stated, TrafficRecord
 from harness.trace.graphs import GraphTrace
-from harness.trace.inputs import StateChange, StepInputs
-from harness.trace.model import ModelRecord
-from harness.trace.modules import ModuleDistance, ModuleShard
+from harness.trace.model import ModelRecord, Resumed, StateChange, StepInputs
 from harness.trace.operands import CastShare, OperandTrace
 from harness.trace.record import Record
-from harness.trace.resumed import Resumed
-from harness.trace.sketches import TensorSketch
-from harness.trace.stated import Stated
-from harness.trace.traffic import SavedMemory, TrafficRecord
+from harness.trace.tensors import ModuleDistance, ModuleShard, TensorSketch
 
 
 class StepTrace(Record, frozen=True, kw_only=True):

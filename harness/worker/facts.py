@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch.cuda import nccl
 
-from harness.trace.facts import DeviceFacts, TorchFacts
+from harness.trace.device import DeviceFacts, TorchFacts
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext

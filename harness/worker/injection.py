@@ -7,7 +7,7 @@ from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 from harness.matrix.faults import PREFIX
-from harness.trace.patch import Patch
+from harness.trace.record import Patch
 
 
 class InjectionError(Exception):

@@ -17,7 +17,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from harness.trace.inputs import StepInputs
+from harness.trace.model import StepInputs
 from harness.worker.data import Tokens
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.probe import in_backward

@@ -24,7 +24,7 @@ from harness.matrix.layout import dp_rank
 from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, replayed_steps
 from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, StepTrace
-from harness.trace.modules import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
+from harness.trace.tensors import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
 from harness.worker.discovery import converted_linears
 from harness.worker.probes.module_tensors import MODULES, NORMS, is_wide
 from harness.worker.probes.places import local_shard

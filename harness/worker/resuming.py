@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.trace.resumed import Resumed, State
+from harness.trace.model import Resumed, State
 from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.digests import ordered_digest
 from harness.worker.probes.optimizers import optimizers_of

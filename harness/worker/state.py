@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from harness.trace.inputs import StateChange
+from harness.trace.model import StateChange
 
 _SETTINGS: Mapping[str, Callable[[], object]] = {
     "default dtype": torch.get_default_dtype,

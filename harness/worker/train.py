@@ -25,7 +25,7 @@ from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.resumed import resumed_in
 from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
-from harness.trace.resumed import Resumed
+from harness.trace.model import Resumed
 from harness.worker import data, internals
 from harness.worker.discovery import Digests, Discovery, parameter_digests
 from harness.worker.evaluation import evaluate

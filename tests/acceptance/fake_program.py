@@ -24,7 +24,7 @@ from harness.matrix.targets import REFERENCE, is_llama
 from harness.request import RunRequest
 from harness.sources import installed_version
 from harness.trace import RankTrace
-from harness.trace.patch import Patch
+from harness.trace.record import Patch
 from tests.builders import make_saved, make_sent, make_trace
 
 REFUSAL = "Expected both dimensions of mat2 to be divisible by 16 but got torch.Size([128, 1128])"

@@ -20,7 +20,7 @@ from harness.checks.assembly import (
     unequal_replicas,
 )
 from harness.trace import RankTrace
-from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from harness.trace.tensors import SKETCH_SIZE, TensorSketch
 from tests.builders import make_trace
 
 Matrix = npt.NDArray[np.float64]

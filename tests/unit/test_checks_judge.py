@@ -22,9 +22,9 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.numerics import Numerics
 from harness.matrix.rules import Refusal
 from harness.trace import RankTrace, Run
+from harness.trace.counts import LiveMemory, SavedMemory
 from harness.trace.graphs import GraphTrace
 from harness.trace.operands import OperandTrace
-from harness.trace.traffic import LiveMemory, SavedMemory
 from harness.verdict import Verdict
 from tests.builders import (
     SOFTWARE,

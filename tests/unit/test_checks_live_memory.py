@@ -13,7 +13,7 @@ from harness.checks.leaks import SCALARS as GROWS_BY_SCALARS
 from harness.checks.live_memory import NO_RECORD, TOO_LITTLE, TOO_MUCH, check_live_memory
 from harness.expect.live_memory import expected_live, expected_scalars
 from harness.matrix.case import Case
-from harness.trace.traffic import MOMENTS, LiveMemory, LiveTensor, SavedMemory
+from harness.trace.counts import MOMENTS, LiveMemory, LiveTensor, SavedMemory
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, run_of
 from tests.strategies import EAGER_CASES

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from harness.checks.memory import NO_RECORD, OTHER_MODE, OUTLIVES, check_memory
 from harness.expect.saved_memory import expected_saved
 from harness.matrix.case import Case
-from harness.trace.traffic import SavedMemory
+from harness.trace.counts import SavedMemory
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, run_of, saved_as
 

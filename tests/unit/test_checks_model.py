@@ -28,8 +28,7 @@ from harness.checks.model import (
 )
 from harness.checks.rule import Rule
 from harness.trace import RankTrace, Run
-from harness.trace.inputs import StateChange
-from harness.trace.model import Buffer, Linear, ModelRecord, Parameter
+from harness.trace.model import Buffer, Linear, ModelRecord, Parameter, StateChange
 from harness.verdict import Finding
 from tests.builders import make_case, make_sketch, make_steps, make_trace, make_witnesses, run_of
 

@@ -29,7 +29,7 @@ from harness.checks.parity import (
 from harness.evidence.tolerance import NONE_DERIVED
 from harness.matrix.case import Dtype
 from harness.trace import Run
-from harness.trace.sketches import TensorSketch
+from harness.trace.tensors import TensorSketch
 from harness.verdict import Finding, Verdict
 from tests.builders import (
     make_case,

@@ -11,7 +11,7 @@ from harness.matrix.case import Layout
 from harness.matrix.caseid import case_id, family_id, layout_id, parse_case_id, reference_case, solo_case, twin_case
 from harness.matrix.resumed import other_layout, resumed_in
 from harness.matrix.rules import exclusions
-from harness.trace.resumed import Resumed, State
+from harness.trace.model import Resumed, State
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, not_judged, run_of
 from tests.strategies import POSSIBLE_CASES

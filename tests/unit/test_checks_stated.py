@@ -17,8 +17,7 @@ from harness.checks.stated import NAME, check_stated
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
-from harness.trace.stated import MATMULS, SAVED_BYTES, TRAFFIC, Sent, Stated
-from harness.trace.traffic import collective_of, collective_words
+from harness.trace.counts import MATMULS, SAVED_BYTES, TRAFFIC, Sent, Stated, collective_of, collective_words
 from harness.verdict import Finding
 from tests.builders import make_sent, make_signed_run, make_witnesses, not_judged, partly_judged, run_of, with_rank
 

@@ -9,7 +9,7 @@ import pytest
 from harness.checks.rule import Rule
 from harness.checks.tokens import FOREIGN, LABELS, OTHER_RANK, SOME, check_tokens
 from harness.trace import Run
-from harness.trace.inputs import StepInputs
+from harness.trace.model import StepInputs
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, run_of
 

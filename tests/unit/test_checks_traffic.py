@@ -22,7 +22,7 @@ from harness.checks.traffic_rules import AMAX_MISSING, HIGH_PRECISION
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.trace.traffic import TrafficRecord
+from harness.trace.counts import TrafficRecord
 from harness.verdict import Finding
 from tests.builders import make_case, make_trace, make_witnesses, rules, run_of, traffic_of
 

@@ -18,9 +18,9 @@ from harness.expect.expectations import Expectations
 from harness.expect.model import found_model
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace, Run
+from harness.trace.counts import TrafficRecord
 from harness.trace.model import Linear, ModelRecord, Parameter
 from harness.trace.operands import OperandTrace
-from harness.trace.traffic import TrafficRecord
 from harness.verdict import Finding
 from tests.builders import make_cast, make_trace, run_of
 

@@ -15,8 +15,8 @@ from harness.expect import compiled_memory, saved_memory
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
+from harness.trace.counts import SavedMemory
 from harness.trace.graphs import GraphTrace, KeptTensor, UnequalNode
-from harness.trace.traffic import SavedMemory
 from harness.verdict import Finding
 from tests.builders import make_graphs, make_partition, make_trace, make_witnesses, run_of, saved_as
 from tests.strategies import TRAINED_CASES

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from harness.studies.kernels.bound import allowed_of_sum
 from harness.studies.kernels.fixed import refusal_checks, value_checks
 from harness.studies.kernels.judge import conclude, reason_of
-from harness.trace.kernel_checks import KernelCheck, KernelObservation
+from harness.trace.device import KernelCheck, KernelObservation
 
 LONG = KernelCheck(scaling="tensorwise", m=16, k=4096, n=16, out="float32")
 SAME = KernelObservation(shape=(16, 16), dtype="float32", expected_shape=(16, 16), expected_dtype="float32")

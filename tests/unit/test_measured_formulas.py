@@ -9,7 +9,7 @@ from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.measured import Measured
 from harness.performance.flops import executed
-from harness.trace.flops import FlopsRecord
+from harness.trace.counts import FlopsRecord
 from tests.builders import make_case, make_trace, make_witnesses, run_of, saved_as, traffic_of
 
 FSDP = make_case(recipe="tensorwise", dp_shard=2, steps=3)

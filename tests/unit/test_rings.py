@@ -31,7 +31,7 @@ from harness.report.evidence import headline, ring_markdown
 from harness.studies.kill_matrix import Power
 from harness.studies.rings.possible import doubts, memory_words, obstacle
 from harness.studies.rings.proof import default_faults, items_of
-from harness.trace.facts import DeviceFacts, TorchFacts
+from harness.trace.device import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
 from tests.builders import make_trial
 

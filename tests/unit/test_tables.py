@@ -12,8 +12,8 @@ from harness.errors import HarnessError
 from harness.report.difference import difference, difference_text
 from harness.tables import TABLES, load_tables, rows_of, save_tables
 from harness.trace import Run
+from harness.trace.counts import SavedMemory, TrafficRecord
 from harness.trace.operands import OperandTrace
-from harness.trace.traffic import SavedMemory, TrafficRecord
 from tests.builders import make_cast, make_matmul, make_sketch, make_trace, run_of
 
 CASTS = (make_cast(step=1, index=0), make_cast(step=1, index=1), make_cast(step=2, index=3))

@@ -14,7 +14,7 @@ from harness.matrix.faults import PREFIX
 from harness.request import RunRequest
 from harness.running.injection import parse_injection
 from harness.trace import RankTrace, Run
-from harness.trace.patch import Patch
+from harness.trace.record import Patch
 from tests.builders import run_of
 from tests.jobs import run_request, traces_of
 

@@ -11,7 +11,7 @@ import pytest
 from harness.matrix.case import Case
 from harness.matrix.faults import Fault, all_faults, carriers_of, fault_named
 from harness.trace import RankTrace
-from harness.trace.patch import Patch
+from harness.trace.record import Patch
 from harness.worker.faults import FAULT_MODULES, function_of
 from tests.jobs import traces_of
 from tests.worker.runs import numbers

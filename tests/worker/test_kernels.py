@@ -18,7 +18,7 @@ from harness.studies.kernels.fixed import refusal_checks, value_checks
 from harness.studies.kernels.judge import KernelConclusion, reason_of
 from harness.studies.kernels.runner import PROGRAM, run_kernel_checks
 from harness.studies.surviving import RanksFailed
-from harness.trace.kernel_checks import KernelCheck
+from harness.trace.device import KernelCheck
 from harness.worker.kernels.main import observe
 
 FAULTS = Path(__file__).with_name("kernelfaults.py")

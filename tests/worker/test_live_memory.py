@@ -13,7 +13,7 @@ from harness.checks.leaks import NAME as LEAKS
 from harness.checks.live_memory import NAME, TOO_MUCH, check_live_memory
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
-from harness.trace.traffic import MOMENTS
+from harness.trace.counts import MOMENTS
 from harness.verdict import Finding
 from tests.builders import make_witnesses, rules
 

@@ -13,7 +13,7 @@ import torch
 from harness.checks.assembly import SketchKey, assemble, relative_distance, unequal_replicas
 from harness.matrix.caseid import parse_case_id
 from harness.trace import RankTrace
-from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from harness.trace.tensors import SKETCH_SIZE, TensorSketch
 from harness.worker import data
 from harness.worker.probes.sketches import clean_fqn, sketch
 from harness.worker.targets.reference.model import Llama

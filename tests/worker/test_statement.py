@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.trace.stated import Sent, Stated
+from harness.trace.counts import Sent, Stated
 from harness.worker.targets.contract import TargetMisfit
 from harness.worker.targets.statement import stated_by
 from harness.worker.targets.target import World

@@ -12,7 +12,7 @@ from harness.sources import installed_version
 from harness.studies.conformance.judge import Conclusion, conclude, conclude_lost
 from harness.studies.surviving import run_surviving
 from harness.trace.operator_checks import WORLD_SIZE, Batch, Observation, OperatorCheck
-from harness.trace.patch import Patch
+from harness.trace.record import Patch
 
 PROGRAM = "harness.worker.conformance.main"
 

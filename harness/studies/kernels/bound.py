@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from harness.trace.kernel_checks import KernelCheck
+from harness.trace.device import KernelCheck
 
 Accumulator = Literal["float32", "tensor_core"]
 

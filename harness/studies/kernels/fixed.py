@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from harness.trace.kernel_checks import Float8Dtype, KernelCheck, OutDtype
+from harness.trace.device import Float8Dtype, KernelCheck, OutDtype
 
 # Tokens, inner and output features: the smallest, tokens that are no multiple of 16, small models, long inner dims.
 SHAPES = ((16, 16, 16), (7, 64, 32), (32, 96, 48), (64, 256, 128), (48, 1024, 80), (64, 4096, 64))

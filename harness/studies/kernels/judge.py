@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from harness.studies.kernels.bound import Accumulator, allowed_of_sum, is_exact
-from harness.trace.kernel_checks import KernelCheck, KernelObservation
+from harness.trace.device import KernelCheck, KernelObservation
 from harness.trace.record import Record
 
 ProblemKind = Literal["refused", "ran", "message", "shape", "nonfinite", "bits", "error", "lost"]

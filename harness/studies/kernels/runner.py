@@ -12,8 +12,8 @@ from harness.engine.unleased import JobRunner
 from harness.studies.kernels.bound import Accumulator
 from harness.studies.kernels.judge import KernelConclusion, conclude, conclude_lost
 from harness.studies.surviving import run_surviving
-from harness.trace.kernel_checks import KernelBatch, KernelCheck, KernelObservation
-from harness.trace.patch import Patch
+from harness.trace.device import KernelBatch, KernelCheck, KernelObservation
+from harness.trace.record import Patch
 
 PROGRAM = "harness.worker.kernels.main"
 _BASE_DEADLINE_S = 120.0  # a GPU loads its libraries in the first check

@@ -14,7 +14,7 @@ from harness.engine.unleased import unleased_cluster
 from harness.errors import HarnessError
 from harness.evidence.ring import Ring
 from harness.plural import binary_bytes, counted
-from harness.trace.facts import TorchFacts
+from harness.trace.device import TorchFacts
 
 PROGRAM = "harness.worker.facts"
 _DEADLINE_S = 120.0

@@ -11,7 +11,7 @@ from harness.matrix.faults import Fault
 from harness.project import Project
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.trace.facts import TorchFacts
+from harness.trace.device import TorchFacts
 
 
 class Work(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from harness.trace.kernel_checks import KernelBatch, KernelCheck, KernelObservation
+from harness.trace.device import KernelBatch, KernelCheck, KernelObservation
 from harness.worker.injection import inject
 from harness.worker.kernels.operands import Arguments, arguments
 from harness.worker.probes.scales import dtype_name

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.trace.kernel_checks import KernelCheck, Misfit
+from harness.trace.device import KernelCheck, Misfit
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 OUT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

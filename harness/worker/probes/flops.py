@@ -1,4 +1,4 @@
-"""Counts what this rank multiplies. See `harness/trace/flops.py`."""
+"""Counts what this rank multiplies. See `harness/trace/counts.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from harness.matrix.case import Case
-from harness.trace.flops import FlopsRecord
+from harness.trace.counts import FlopsRecord
 from harness.worker.dispatch_hooks import products, scaled_mm
 from harness.worker.dispatch_hooks.products import Product, matmul_flops, precision_of
 from harness.worker.probes.probe import Probe

@@ -1,4 +1,4 @@
-"""The census: which tensors are alive that nothing explains. See `LiveMemory` in `harness/trace/traffic.py`.
+"""The census: which tensors are alive that nothing explains. See `LiveMemory` in `harness/trace/counts.py`.
 
 Saved-tensor hooks see what autograd keeps. A tensor that a module, a closure or a cache keeps is seen only here: Python
 lists every tensor object of this rank (`gc.get_objects`), and every storage that is not explained is recorded. It is
@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from harness.trace.traffic import LiveMemory, LiveTensor, Moment
+from harness.trace.counts import LiveMemory, LiveTensor, Moment
 from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.optimizers import optimizers_of
 from harness.worker.probes.places import local_part

@@ -16,7 +16,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from harness.matrix.case import Case
 from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.numerics import RECORDED_BYTES, VIRTUAL_DEVICE, Numerics, replayed_steps
-from harness.trace.modules import FLOAT8, ModuleShard, ModuleTensorKind
+from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.places import Places, local_shard, local_tensor

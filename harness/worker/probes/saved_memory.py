@@ -1,4 +1,4 @@
-"""Measures what autograd keeps for the backward pass. See `SavedMemory` in `harness/trace/traffic.py`.
+"""Measures what autograd keeps for the backward pass. See `SavedMemory` in `harness/trace/counts.py`.
 
 Saved-tensor hooks see every tensor that a node saves, except inside a checkpointed region, whose own hooks come first:
 of that they see the inputs, which is what checkpointing keeps. What selective checkpointing keeps besides, outputs of
@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.matrix.case import Case
-from harness.trace.traffic import SavedMemory
+from harness.trace.counts import SavedMemory
 from harness.worker.probes.live_memory import Census, plain_tensors
 from harness.worker.probes.probe import Probe
 

@@ -1,4 +1,4 @@
-"""Sketches gradients after every backward, and parameters after the last update. See `harness/trace/sketches.py`."""
+"""Sketches gradients after every backward, and parameters after the last update. See `harness/trace/tensors.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harness.matrix.case import Case
-from harness.trace.sketches import SKETCH_SIZE, TensorSketch
+from harness.trace.tensors import SKETCH_SIZE, TensorSketch
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.places import Place, Places, local_shard, place_of
 from harness.worker.probes.probe import Probe

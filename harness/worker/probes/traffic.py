@@ -1,4 +1,4 @@
-"""Counts the collectives that the target calls. See `harness/trace/traffic.py`.
+"""Counts the collectives that the target calls. See `harness/trace/counts.py`.
 
 What the harness itself sends to measure a run is left out: it runs inside `unobserved()` (`dispatch_hooks/hook.py`).
 """
@@ -14,7 +14,7 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.layout import axis_of_group
-from harness.trace.traffic import TrafficRecord
+from harness.trace.counts import TrafficRecord
 from harness.worker.dispatch_hooks import collectives
 from harness.worker.dispatch_hooks.collectives import Exchange
 from harness.worker.probes.probe import Probe

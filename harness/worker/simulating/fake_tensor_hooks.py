@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from harness.trace.simulated import SimulatedMatmul
+from harness.trace.counts import SimulatedMatmul
 from harness.worker.dispatch_hooks import collectives
 from harness.worker.dispatch_hooks.hook import HOOKS, observed, unobserved
 from harness.worker.dispatch_hooks.products import precision_of

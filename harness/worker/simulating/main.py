@@ -24,7 +24,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from harness.matrix.case import Case
 from harness.matrix.layout import dp_rank
 from harness.request import SimulationRequest
-from harness.trace.simulated import SimulatedRank
+from harness.trace.counts import SimulatedRank
 from harness.worker.probes.flops import FlopsProbe
 from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.live_memory import plain_tensors

@@ -11,8 +11,7 @@ import torch
 from harness.matrix.case import Case
 from harness.matrix.layout import MESH_AXES
 from harness.matrix.targets import module_of
-from harness.trace.stated import MATMULS, SAVED_BYTES, TRAFFIC, Sent, Stated
-from harness.trace.traffic import collective_of
+from harness.trace.counts import MATMULS, SAVED_BYTES, TRAFFIC, Sent, Stated, collective_of
 from harness.worker.targets.contract import TargetMisfit
 from harness.worker.targets.target import World
 

@@ -1,11 +1,34 @@
-"""The kernel check: one call of `_scaled_mm`, and what a rank observed of the device's kernel and of the exact one."""
+"""The device of a rank: what torch says of it, and the kernel check, one call of its `_scaled_mm` beside the exact one.
+
+Both are asked of a process of its own.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from harness.trace.patch import Patch
-from harness.trace.record import Record
+from harness.trace.record import Patch, Record
+
+
+class DeviceFacts(Record, frozen=True, kw_only=True):
+    """One CUDA device. `free_bytes` is what no process holds."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]  # (9, 0)
+    total_bytes: int
+    free_bytes: int
+
+
+class TorchFacts(Record, frozen=True, kw_only=True):
+    """The build of torch and its devices. `cuda` and `nccl` are versions; empty where torch was built without."""
+
+    torch: str
+    cuda: str = ""
+    nccl: str = ""
+    devices: tuple[DeviceFacts, ...] = ()
+    error: str = ""  # why torch shows no devices, in its own words
+
 
 Scaling = Literal["tensorwise", "rowwise"]
 Float8Dtype = Literal["e4m3", "e5m2"]

@@ -1,7 +1,11 @@
-"""Modules: the operands and results of every module as a parallel run had them, and how far a replay is from them.
+"""Tensors of a run: the operands and results of every module with their distance from a replay, and sketches.
 
 A shard is recorded by `worker/probes/module_tensors.py` on the ranks of a run; a distance by `worker/replay.py` on the
 single rank that repeats every module on the recorded operands.
+
+A sketch is SKETCH_SIZE signed sums of all elements of the logical tensor. The sign of an element depends only on its
+position. Sketches are linear: those of the shards add up to that of the tensor, and the distance between two sketches
+estimates the distance between their tensors within about a quarter. Recorded by `worker/probes/sketches.py`.
 """
 
 from __future__ import annotations
@@ -54,3 +58,25 @@ class ModuleDistance(Record, frozen=True, kw_only=True):
     spread: float
     parts: int  # how many shards were summed; 1 for a tensor that was not
     problem: str | None = None  # why there is none: missing on one side, another form, unequal replicas
+
+
+SKETCH_SIZE = 32
+
+
+class TensorSketch(Record, frozen=True, kw_only=True):
+    """One rank's shard of one gradient or parameter at one step.
+
+    `owner` is True on exactly one of the ranks that hold the same shard: `sums` and `norm_squared` of owners add up to
+    those of the logical tensor. Replicas of the same shard (`offset`) must have the same `digest`.
+    """
+
+    fqn: str
+    kind: Literal["grad", "param"]  # param: after the optimizer step
+    step: int
+    shape: tuple[int, ...]  # of the logical tensor
+    offset: tuple[int, ...]  # of this rank's shard
+    local_shape: tuple[int, ...]
+    owner: bool
+    norm_squared: float
+    sums: bytes  # SKETCH_SIZE little-endian float64
+    digest: str  # of the bytes of this rank's shard

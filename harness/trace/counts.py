@@ -1,7 +1,6 @@
-"""Traffic: the collectives of a rank, added up per step, axis, kind and dtype. And the memory saved for backward.
+"""What formulas predict of a rank: FLOPs, collectives, memory; the same as its target states it and as simulated.
 
-Both are bytes that a formula predicts. Recorded by `worker/probes/traffic.py` on the virtual fabric and by
-`worker/probes/saved_memory.py`.
+Recorded by the probes `flops`, `traffic` and `saved_memory`, and by `worker/targets/statement.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,27 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from msgspec import field
+
 from harness.trace.record import Record
+
+
+def multiplied_words(*, part: str, precision: str) -> str:
+    """The key of products in words: "matmuls in float8", "attention in bfloat16"."""
+    return f"{part} in {precision}"
+
+
+class FlopsRecord(Record, frozen=True, kw_only=True):
+    """Operators of one kind in one step, evaluation and recomputation included.
+
+    A multiplication and an addition are 2 FLOPs; fused attention has 2 products in forward and 4 in backward.
+    """
+
+    step: int
+    part: str  # "matmuls" or "attention"
+    precision: str  # "float8", or the dtype of the factors
+    calls: int
+    flops: int
 
 
 def collective_words(*, axis: str, kind: str, op: str, dtype: str) -> str:
@@ -80,3 +99,52 @@ class SavedMemory(Record, frozen=True, kw_only=True):
     float8_bytes: int  # of them in float8
     by_dtype: dict[str, int]
     live: tuple[LiveMemory, ...] = ()  # what is alive besides: at the end of forward and of the step
+
+
+MATMULS, SAVED_BYTES, TRAFFIC = "matmuls", "saved_bytes", "traffic"  # what can be stated: the keys of the answer
+
+
+class Sent(Record, frozen=True, kw_only=True):
+    """Collectives of one kind in one step of one rank. `payload_bytes`: as in `TrafficRecord`."""
+
+    calls: int
+    payload_bytes: int
+
+
+class Stated(Record, frozen=True, kw_only=True):
+    """What is stated of one step of one rank. What is not in it is not stated."""
+
+    step: int
+    matmuls: int | None = None  # scaled matmuls
+    saved_bytes: dict[str, int] = field(default_factory=dict)  # by dtype, of what autograd saves for backward
+    traffic: dict[str, Sent] = field(default_factory=dict)  # by `collective_words`
+
+    @property
+    def topics(self) -> frozenset[str]:
+        """Which of MATMULS, SAVED_BYTES and TRAFFIC something is stated of."""
+        given = {MATMULS: self.matmuls is not None, SAVED_BYTES: self.saved_bytes, TRAFFIC: self.traffic}
+        return frozenset(topic for topic, is_stated in given.items() if is_stated)
+
+
+class SimulatedMatmul(Record, frozen=True, kw_only=True):
+    """Equal matmuls [m, k] x [k, n] of one step; `precision` is "float8" or a dtype."""
+
+    precision: str
+    m: int
+    n: int
+    k: int
+    calls: int
+
+
+class SimulatedRank(Record, frozen=True, kw_only=True):
+    """One rank in step 2. `refusal`: the error in which it ended instead, "" where it trained.
+
+    `memory` are bytes by the names of fields of `performance.memory.Memory`; `peak` is up to 1 % too low.
+    """
+
+    rank: int
+    refusal: str = ""
+    traffic: tuple[TrafficRecord, ...] = ()
+    matmuls: tuple[SimulatedMatmul, ...] = ()
+    flops: tuple[FlopsRecord, ...] = ()
+    memory: Mapping[str, int] = {}
