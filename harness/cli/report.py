@@ -18,7 +18,8 @@ from harness.report.markdown import markdown_report
 from harness.running.stored import results_of
 
 if TYPE_CHECKING:
-    from harness.report.html.sections import Front, Listing, Section
+    from harness.report.html.page import Front
+    from harness.report.sections import Section, Table
     from harness.result import RunResult
 
 _EPILOG = """\b
@@ -113,7 +114,7 @@ def page_of(
     return html_report(document, front=front, sections=sections, history=_history(project, document))
 
 
-def _history(project: Project, document: RunDocument) -> dict[str, Listing]:
+def _history(project: Project, document: RunDocument) -> dict[str, Table]:
     """The history of every case that earlier runs have too, by its id."""
     from harness.report.html.sections import history_listing
     from harness.running.stored import runs_before

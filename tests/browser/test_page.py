@@ -20,7 +20,7 @@ from harness.performance.models import MODELS, training
 from harness.report.html.advice import advice_page
 from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
-from harness.report.html.sections import Listing, Section
+from harness.report.sections import Section, Table
 from harness.result import CaseResult, RunResult
 from harness.verdict import NotJudged, Verdict
 from tests.builders import a_finding, make_case, make_document, make_failure, make_result, run_of
@@ -88,8 +88,8 @@ def result(name: str, verdict: Verdict) -> CaseResult:
 
 def written(folder: Path, results: Sequence[CaseResult]) -> Path:
     """The page of these results, with one section and a history."""
-    listing = Listing(columns=("run", "verdict"), rows=(("before", "passed"), (HOSTILE, "numeric")), verdict=1)
-    section = Section(name="other", title="Other", notes=(HOSTILE,), listings=(listing,))
+    listing = Table(columns=("run", "verdict"), rows=(("before", "passed"), (HOSTILE, "numeric")), verdict=1)
+    section = Section(name="other", title="Other", blocks=(HOSTILE, listing))
     path = folder / "report.html"
     run = RunResult(results=tuple(results), wall_s=1.0, name="release")
     path.write_bytes(html_report(run_document(run), sections=(section,), history={WRONG: listing}))

@@ -19,6 +19,7 @@ from harness.matrix.known import KnownFault, Symptom
 from harness.measured import Curve, Sent
 from harness.report.gate import gate_markdown, gate_text
 from harness.report.html.gate import gate_front
+from harness.report.sections import Entry, Section, Table
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, Verdict
 from tests.builders import a_finding, make_attempt, make_document, make_failure, make_known, make_measured, run_of
@@ -250,10 +251,13 @@ def test_markdown_json_and_html_have_the_same() -> None:
     ]
     assert plain["groups"][1]["moved"] == {"verdict": [GRAPH]}
     section = gate_front(found, make_document(result(GRAPH))).section
-    assert section is not None and section.listings[0].rows[0] == ("causes", "2", "1", "1")
-    first = next(group for group in section.groups if group.title.startswith("moved, "))
+    assert section is not None
+    table = next(block for block in section.blocks if isinstance(block, Table))
+    assert table.rows[0] == ("causes", "2", "1", "1")
+    first = next(block for block in section.blocks if isinstance(block, Section) and block.title.startswith("moved, "))
     assert first.title == "moved, torch: changed on purpose, or a fault on record (2)"
-    assert first.entries[1].case == GRAPH and first.entries[1].title == "rounds, new: 1 case"
+    entry = first.blocks[1]
+    assert isinstance(entry, Entry) and (entry.case, entry.title) == (GRAPH, "rounds, new: 1 case")
 
 
 def test_nothing_moved_says_nothing() -> None:

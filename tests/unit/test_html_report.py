@@ -10,7 +10,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import example, given
@@ -24,8 +24,8 @@ from harness.matrix.coverage import coverage
 from harness.measured import Curve, Measured, Sent
 from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
-from harness.report.html.sections import Listing, Section, conformance_section, coverage_section, kill_section
-from harness.report.wording import printable
+from harness.report.html.sections import conformance_section, coverage_section, kill_section
+from harness.report.sections import Entry, Section, Table, printable
 from harness.result import CaseResult, RunResult
 from harness.studies.conformance.table import ConformanceDocument, ShownCheck
 from harness.studies.kill_matrix import Power
@@ -41,6 +41,7 @@ from tests.builders import (
     run_of,
 )
 
+Kind = TypeVar("Kind")
 HOSTILE = "</script><img src=x onerror=alert(1)><!--\u2028\u2029&lt;"
 
 
@@ -77,6 +78,10 @@ class Page(HTMLParser):
         return {str(each["id"]): json.loads(text) for (_, each), text in pairs if "id" in each}
 
 
+def of_kind(kind: type[Kind], section: Section) -> list[Kind]:
+    return [block for block in section.blocks if isinstance(block, kind)]
+
+
 def document(*results: CaseResult, **changes: Any) -> RunDocument:
     return run_document(RunResult(results=results, wall_s=3.0, **changes))
 
@@ -106,8 +111,8 @@ def test_texts_of_a_run_are_never_markup(text: str) -> None:
             run=run_of(make_failure(0, text, traceback=text, phase=text)),
         ),
     )
-    listing = Listing(columns=(text,), rows=((text,),), title=text)
-    section = Section(name="other", title=text, notes=(text,), listings=(listing,))
+    listing = Table(columns=(text,), rows=((text,),), title=text)
+    section = Section(name="other", title=text, blocks=(text, listing))
     told = document(*results, name=text, environment=Environment(packages={text: text}))
     content = html_report(told, sections=(section,), history={text or "x": listing})
     harmless = html_report(document(bad(run=run_of(make_failure())), name="n"), sections=(section,), history={})
@@ -223,7 +228,7 @@ def test_numbers_that_are_not_finite_are_kept() -> None:
 
 
 def test_history_is_that_of_its_case() -> None:
-    listing = Listing(columns=("run", "verdict"), rows=(("first", "passed"),), verdict=1)
+    listing = Table(columns=("run", "verdict"), rows=(("first", "passed"),), verdict=1)
     told = document(bad("a"), bad("b"))
     data = Page(html_report(told, history={"b": listing})).data()
     assert "history" not in data["detail-0"]
@@ -248,14 +253,14 @@ def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
     front = gate_front(found, after)
     assert (front.title, front.state, front.good) == ("v2 against v1", "NO-GO", False)
     assert front.line == "3 reasons gate" and front.section is not None
-    groups, causes = front.section.groups[:3], front.section.groups[3:]
-    assert [group.title.partition(":")[0] for group in causes] == ["moved, ours", "moved, unexplained"]
+    *groups, ours, unexplained = of_kind(Section, front.section)
+    assert [group.title.partition(":")[0] for group in (ours, unexplained)] == ["moved, ours", "moved, unexplained"]
     assert [group.title for group in groups] == [
         "gates: fails, and did not in the baseline (1) [new-failure]",
         "gates: case was lost (1) [lost-coverage]",
         "gates: saved bytes changed (1) [saved-bytes]",
     ]
-    failed, lost, saved = (group.entries[0] for group in groups)
+    failed, lost, saved = (of_kind(Entry, group)[0] for group in groups)
     assert failed.case.endswith("seed1-b16") and failed.command == f"fp8-harness run --case {failed.case}"
     assert (failed.title, failed.lines) == ("passed -> numeric", ("parity/test: far",))
     assert (lost.case, lost.title) == ("", "tp2-rowwise-v2048-seed3-b16 passed -> not selected"), (
@@ -264,7 +269,7 @@ def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
     assert saved.title == "" and saved.lines == ("bytes saved for backward: 1,000 -> 9",), (
         "values that the line has are not repeated"
     )
-    moved, sides, environments = front.section.listings
+    moved, sides, environments = of_kind(Table, front.section)
     assert moved.rows[0] == ("causes", "0", "1", "2")
     assert ("name", "v1", "v2") in sides.rows and ("torch none -> vfar",) in environments.rows
 
@@ -274,8 +279,8 @@ def test_what_does_not_gate_is_folded() -> None:
     reasons = tuple(replace(reason, gates=False, pardon="allowed: why") for reason in found.reasons)
     front = gate_front(replace(found, go=True, reasons=reasons), after)
     assert front.section is not None and front.state == "GO" and front.good
-    groups = [group for group in front.section.groups if not group.title.startswith("moved, ")]
-    assert all(group.folded and group.entries[0].lines[0] == "allowed: why" for group in groups)
+    groups = [group for group in of_kind(Section, front.section) if not group.title.startswith("moved, ")]
+    assert all(group.folded and of_kind(Entry, group)[0].lines[0] == "allowed: why" for group in groups)
 
 
 @given(st.text(max_size=20))
@@ -304,7 +309,7 @@ def test_coverage_lists_the_rules_that_exclude_with_their_reasons() -> None:
     text = '[[matrix]]\nname = "m"\n[matrix.axes]\ntp = [1, 3]\nrecipe = ["bf16", "rowwise"]\n'
     selection = select(parse_case_file(text, where="t.toml"))
     section = coverage_section([(selection, coverage(selection, 2))])
-    fates, rules, excluded = section.listings
+    fates, rules, excluded = of_kind(Table, section)
     assert {row[0]: row[1] for row in fates.rows} == {
         "covered": "2",
         "known": "0",
@@ -319,13 +324,13 @@ def test_coverage_lists_the_rules_that_exclude_with_their_reasons() -> None:
 def test_a_kill_matrix_lists_what_was_not_detected_first() -> None:
     trials = (make_trial("found"), make_trial("missed", verdict=Verdict.PASSED, rules=()))
     section = kill_section(Power(trials=trials, clean=(), wall_s=1.0, interrupted=False))
-    missed, every = section.listings
+    missed, every = (table for table in of_kind(Table, section) if table.rows)
     assert [row[1] for row in missed.rows] == ["missed"] and [row[1] for row in every.rows] == ["found", "missed"]
-    assert section.notes == ("1 of 2 trials not detected.",)
+    assert section.blocks[0] == "1 of 2 trials not detected."
 
 
 def test_conformance_counts_by_operator_and_placement() -> None:
     checks = tuple(ShownCheck(op="amax", placement="S0", status=status) for status in ("passed", "passed", "failed"))
     told = ConformanceDocument(software={"torch": "2.13.0"}, counts={"passed": 2, "failed": 1}, checks=checks)
-    (listing,) = conformance_section(told).listings
+    (listing,) = of_kind(Table, conformance_section(told))
     assert (listing.columns, listing.rows) == (("operator", "S0"), (("amax", "2 1F"),))

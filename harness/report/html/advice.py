@@ -19,8 +19,7 @@ from harness.report.advice import (
     vocabulary_rows,
 )
 from harness.report.html.page import rendered
-from harness.report.html.sections import Listing, Section
-from harness.report.wording import printable
+from harness.report.sections import Section, Table
 
 
 def advice_page(found: Advice, case: Case, machine: Machine) -> bytes:
@@ -31,13 +30,13 @@ def advice_page(found: Advice, case: Case, machine: Machine) -> bytes:
         ("plots.js",),
         data={"told": drawn},
         title=f"fp8-harness: does FP8 pay on {found.device}?",
-        lines=(printable(found.case), f"Predicted, not measured. BF16: {found.tokens_s:,.0f} tokens/s and device."),
+        lines=(found.case, f"Predicted, not measured. BF16: {found.tokens_s:,.0f} tokens/s and device."),
         sections=(*_sections(found), _values(drawn)),
     )
 
 
 def _sections(found: Advice) -> Iterator[Section]:
-    yield Section(name="advice", title="Recommendations", notes=found.recommendations)
+    yield Section(name="advice", title="Recommendations", blocks=tuple(found.recommendations))
     tables = (
         ("speed", "Times as fast as BF16", VARIANT_COLUMNS, variant_rows(found.variants)),
         ("step", f"One step, {found.recipe}", STEP_COLUMNS, step_rows(found)),
@@ -45,12 +44,12 @@ def _sections(found: Advice) -> Iterator[Section]:
         ("vocabulary", "Vocabulary", VOCABULARY_COLUMNS, vocabulary_rows(found)),
     )
     for name, title, columns, rows in tables:
-        yield Section(name=name, title=title, listings=(Listing(columns=columns, rows=tuple(rows)),))
+        yield Section(name=name, title=title, blocks=(Table(columns=columns, rows=tuple(rows)),))
     assumed = tuple((line,) for line in found.assumptions)
     yield Section(
         name="assumptions",
         title="Assumptions",
-        listings=(Listing(columns=("assumption",), rows=assumed, title="all", folded=True),),
+        blocks=(Table(columns=("assumption",), rows=assumed, title="all", folded=True),),
     )
 
 
@@ -59,8 +58,8 @@ def _values(drawn: tuple[Plot, ...]) -> Section:
     return Section(
         name="values",
         title="Values of the plots",
-        listings=tuple(
-            Listing(
+        blocks=tuple(
+            Table(
                 title=plot.title,
                 columns=(plot.across, *(line.name for line in plot.lines)),
                 rows=tuple(

@@ -19,8 +19,8 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import mesh_words, parse_case_id
 from harness.measured import CastRange, Curve, Sent
 from harness.report.case import flops_text
-from harness.report.html.sections import Listing
-from harness.report.wording import headline, outcome, printable, retried
+from harness.report.sections import Table, printable
+from harness.report.wording import headline, outcome, retried
 from harness.result import CaseResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
@@ -131,7 +131,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unjudged: tuple[NotJudged, ...] = ()
     stacks: tuple[Stack, ...] = ()
     fixed: tuple[FindingText, ...] = ()  # what the run with the candidate fix found
-    history: Listing | None = None
+    history: Table | None = None
 
 
 class Known(NamedTuple):
@@ -143,7 +143,7 @@ class Known(NamedTuple):
     axes: Mapping[str, object]  # empty for such an id
 
 
-def index_and_details(document: RunDocument, history: Mapping[str, Listing]) -> tuple[Index, tuple[Detail, ...]]:
+def index_and_details(document: RunDocument, history: Mapping[str, Table]) -> tuple[Index, tuple[Detail, ...]]:
     """The index of a run and the details of its cases, in the same order: the worst verdicts first."""
     results, cases = run_result(document).results, [_read(case.id) for case in document.cases]
     known = [
@@ -207,7 +207,7 @@ def _row(each: Known, axes: Sequence[Axis]) -> Row:
     )
 
 
-def _detail(each: Known, history: Listing | None) -> Detail:
+def _detail(each: Known, history: Table | None) -> Detail:
     case, measured = each.case, each.case.measured
     own = own_axes(each.read) if each.read is not None else {}
     plain = {"case": Curve(losses=case.losses, grad_norms=case.grad_norms)} if case.losses else {}

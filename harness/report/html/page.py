@@ -13,11 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from harness.document import RunDocument, run_result
 from harness.jsonform import to_json
 from harness.report.html.data import index_and_details
-from harness.report.html.sections import Front, Listing, Section
-from harness.report.wording import printable, totals_text
+from harness.report.sections import Facts, Section, Table, Verbatim, printable
+from harness.report.wording import totals_text
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
@@ -37,12 +39,22 @@ _STATES = {
 }
 
 
+class Front(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page says first: its title, an answer, a line; and the section that comes before the cases, if any."""
+
+    title: str
+    state: str
+    good: bool
+    line: str
+    section: Section | None = None
+
+
 def html_report(
     document: RunDocument,
     *,
     front: Front | None = None,
     sections: Sequence[Section] = (),
-    history: Mapping[str, Listing] | None = None,
+    history: Mapping[str, Table] | None = None,
 ) -> bytes:
     """The page of a run in UTF-8. `sections` follow the cases; `history` has earlier results, by the id of a case.
 
@@ -55,10 +67,7 @@ def html_report(
         _SCRIPTS,
         data={"index": index, **{f"detail-{number}": each for number, each in enumerate(details)}},
         front=front or _front(document, totals[-1]),
-        totals=totals,
-        document=document,
-        environment=tuple(_environment(document)),
-        sections=sections,
+        sections=(*sections, _run_section(document, totals)),
     )
 
 
@@ -81,30 +90,49 @@ def rendered(template: str, scripts: Sequence[str], *, data: Mapping[str, object
 def _template(name: str) -> Template:
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    environment.filters["kind"] = lambda block: type(block).__name__
     return environment.from_string("".join(map(_asset, ("parts.html", name))))
 
 
 def _front(document: RunDocument, line: str) -> Front:
     return Front(
-        title=printable(" ".join(filter(None, ("fp8-harness", document.name)))),
+        title=" ".join(filter(None, ("fp8-harness", document.name))),
         state=_STATES.get(ExitCode(document.exit_code), "not good"),
         good=document.exit_code == 0,
         line=line,
     )
 
 
+def _run_section(document: RunDocument, totals: Sequence[str]) -> Section:
+    witnesses = Table(
+        title=f"Witnesses that were run ({len(document.witnesses)})",
+        columns=("witness", "CPU s"),
+        rows=tuple((each.name, f"{each.cpu_s:.1f}") for each in document.witnesses),
+        right=(1,),
+        folded=True,
+    )
+    totals_block = Section(title="Totals", blocks=(Verbatim("\n".join(totals)),))
+    return Section(name="run", title="Run", blocks=(Facts(tuple(_environment(document))), totals_block, witnesses))
+
+
 def _environment(document: RunDocument) -> Iterable[tuple[str, str]]:
     """What the run was made with; of documents of earlier versions the little that they say."""
     if document.name:
-        yield "name", printable(document.name)
+        yield "name", document.name
     if document.started:
-        yield "started", printable(document.started)
+        yield "started", document.started
     found = document.environment
     if found is not None:
         yield "fingerprint", found.fingerprint
     words = document.provenance if found is None else found.words
-    yield from ((printable(name), printable(value)) for name, value in words.items())
+    yield from words.items()
 
 
 @functools.cache
