@@ -9,7 +9,7 @@ import msgspec
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run was made with, as `running/fingerprint.py` finds it. Names no user, host or path."""
+    """What a run was made with, as `running/identity.py` finds it. Names no user, host or path."""
 
     packages: Mapping[str, str] = {}  # versions of fp8-harness, torch, torchao, numpy, …; python
     contents: Mapping[str, str] = {}  # digests of the sources of packages that are installed from a checkout

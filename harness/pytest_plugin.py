@@ -211,7 +211,7 @@ class _Results:
     def _run(self, *, interrupted: bool) -> RunResult:
         from harness.jsonform import from_json
         from harness.result import CaseResult, RunResult
-        from harness.running.fingerprint import environment
+        from harness.running.identity import environment
         from harness.timestamp import timestamp
         from harness.workflow import provenance
 

@@ -22,11 +22,11 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.project import Project
 from harness.result import CaseResult, RunResult
-from harness.running.budget import cases_within
 from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.case_runner import CaseRunner, Judge
+from harness.running.cost import cases_within
 from harness.running.executor import open_executor
-from harness.running.fingerprint import environment
+from harness.running.identity import check_targets, environment
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.quarantined import quarantined_cases
@@ -34,7 +34,6 @@ from harness.running.resuming import check_environment
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_for_target, select_sources
 from harness.running.stored import Stored, remove_old_runs
-from harness.running.target_source import check_targets
 from harness.running.witnesses import open_witnesses
 from harness.sources import installed_version
 from harness.store import RunEnd, RunStart, RunStore, with_start

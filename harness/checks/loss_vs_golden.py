@@ -15,8 +15,7 @@ from harness.checks.check import Check
 from harness.checks.ranks import group_ranks, traces_by_rank
 from harness.checks.rule import Rules, Stage
 from harness.checks.witnesses import Witnesses, why_unfinished
-from harness.evidence.golden import Golden, update_command
-from harness.evidence.hardware import hardware_classes
+from harness.evidence.golden import Golden, hardware_classes, update_command
 from harness.evidence.tolerance import NONE_DERIVED, Tolerance
 from harness.matrix.case import Case
 from harness.matrix.caseid import family_id

@@ -188,8 +188,8 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     from harness.matrix.caseid import case_id
     from harness.project import find_project
     from harness.report.bugs import shrunk_json, shrunk_text
+    from harness.running.identity import witness_key
     from harness.running.progress import open_progress
-    from harness.running.witness_key import witness_key
 
     project = find_project(root)
     named = named_case(project, case)

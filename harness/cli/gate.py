@@ -171,8 +171,7 @@ def _allowance(text: str) -> Allowance:
 def _goldens(project: Project, candidate: RunDocument) -> Goldens:
     """Finds the golden that the project has now for a case, on the hardware of the candidate."""
     from harness.environment import Environment
-    from harness.evidence.golden import Golden, GoldenMissing, find_golden
-    from harness.evidence.hardware import hardware_classes
+    from harness.evidence.golden import Golden, GoldenMissing, find_golden, hardware_classes
     from harness.matrix.caseid import family_id, parse_case_id
 
     environment = candidate.environment or Environment()

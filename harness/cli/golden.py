@@ -12,8 +12,16 @@ from harness.checks import loss_vs_golden
 from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
 from harness.engine.capacity import Capacity, capacity_here
 from harness.errors import HarnessError
-from harness.evidence.golden import Golden, list_goldens, load_golden, unsound, write_golden
-from harness.evidence.golden_change import GoldenChange, changes_between, replaced
+from harness.evidence.golden import (
+    Golden,
+    GoldenChange,
+    changes_between,
+    list_goldens,
+    load_golden,
+    replaced,
+    unsound,
+    write_golden,
+)
 from harness.evidence.tree import changed_files, goldens_of
 from harness.hints import list_goldens as stored_goldens
 from harness.matrix.case import Case

@@ -1,7 +1,8 @@
 """Goldens: stored BF16 single-rank references, one per case family and hardware class.
 
-Owns their file format (sealed JSON under `golden/<hardware class>/<family>.json`), the conditions for storing one, and
-the comparison of an old one with a new one. `checks/loss_vs_golden.py` compares runs with goldens.
+Owns their file format (sealed JSON under `golden/<hardware class>/<family>.json`), the conditions for storing one,
+and the comparison of an old one with a new one, and which classes of hardware are meant for a device.
+`checks/loss_vs_golden.py` compares runs with goldens.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ import re
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.evidence.hardware import hardware_class
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
+from harness.evidence.tolerance import ToleranceMissing, ToleranceUnfounded, tolerance_for
 from harness.hints import list_goldens as stored_goldens
 from harness.hints import update_golden
 from harness.matrix.caseid import case_id as id_of_case
-from harness.matrix.caseid import family_case
+from harness.matrix.caseid import family_case, parse_case_id
 from harness.timestamp import timestamp
 from harness.trace import RankTrace, Run
 
 SCHEMA = 1
 EVIDENCE_OF_A_DEVICE = "evidence-"  # begins the names of the other files beside goldens (`ring.py`)
+
+_VENDORS = {"sm": "nvidia", "gfx": "amd"}  # by what the name of an architecture begins with
 
 
 class GoldenMissing(HarnessError):
@@ -205,3 +209,94 @@ def unsound(golden: Golden) -> str | None:
         (not golden.data_digest, "it has no data digest"),
     )
     return next((text for wrong, text in problems if wrong), None)
+
+
+def hardware_class(device_name: str) -> str:
+    """The folder name of a device: "cpu", or a slug of its name such as "nvidia-h200"."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    if not slug:
+        raise HarnessError(f"device name {device_name!r} gives no hardware class.")
+    return slug
+
+
+def hardware_classes(device_name: str, architecture: str = "") -> tuple[str, ...]:
+    """All classes of a device, the most specific first: "nvidia-h200", "sm90", "nvidia".
+
+    `architecture` is "sm90", "gfx942" or empty where it is not known. Of two vendors no class is the same.
+    """
+    own = hardware_class(device_name)
+    if own == "cpu":
+        return (own,)
+    found = re.match(r"(sm|gfx)[0-9a-f]+", architecture)
+    vendor = _VENDORS[found[1]] if found else next((name for name in _VENDORS.values() if own.startswith(name)), "")
+    return tuple(dict.fromkeys(filter(None, (own, found[0] if found else "", vendor))))
+
+
+class GoldenChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A new golden and the one that it replaces. `old_error` says why an existing file could not be read."""
+
+    new: Golden
+    old: Golden | None
+    old_error: str = ""
+
+    @property
+    def kind(self) -> Literal["new", "changed", "unchanged"]:
+        """Whether a number or the data changed; who made the golden and why does not count."""
+        if self.old is None:
+            return "new"
+        old, new = ((each.losses, each.grad_norms, each.data_digest) for each in (self.old, self.new))
+        return "unchanged" if old == new else "changed"
+
+    @property
+    def other_data(self) -> bool:
+        """True when the two were not trained on the same data and initial weights."""
+        return self.old is not None and self.old.data_digest != self.new.data_digest
+
+
+class LargestChange(msgspec.Struct, frozen=True, kw_only=True):
+    """The step of a golden whose loss changed most for what is allowed there, in nats."""
+
+    step: int
+    change: float
+    allowed: float
+
+    @property
+    def explains(self) -> bool:
+        """True when no loss changed more than noise does."""
+        return self.change <= self.allowed
+
+
+def largest_change(change: GoldenChange, root: Path) -> LargestChange | None:
+    """How the change compares with the tolerance of the reference; None where nothing was measured or is comparable."""
+    if change.old is None or change.old.data_digest != change.new.data_digest:
+        return None
+    try:
+        allowed = tolerance_for(parse_case_id(change.new.case_id), root).per_step
+    except (ToleranceMissing, ToleranceUnfounded):
+        return None
+    rows = [row for row in compare_goldens(change.old, change.new) if row.loss_change is not None]
+    found = [
+        LargestChange(step=row.step, change=abs(row.loss_change or 0.0), allowed=limit)
+        for row, limit in zip(rows, allowed, strict=False)
+    ]
+    return max(found, key=lambda each: each.change / each.allowed, default=None)
+
+
+def replaced(root: Path, new: Golden) -> GoldenChange:
+    """The change when `new` replaces what is stored at `root`."""
+    try:
+        return GoldenChange(new=new, old=load_golden(root, new.hardware, new.family))
+    except GoldenMissing:
+        return GoldenChange(new=new, old=None)
+    except GoldenDamaged as error:
+        return GoldenChange(new=new, old=None, old_error=error.text)
+
+
+def changes_between(old_root: Path, new_root: Path) -> tuple[tuple[GoldenChange, ...], tuple[GoldenKey, ...]]:
+    """What became of the goldens of one root in another one: every golden that is there now, and those that are gone.
+
+    Raises `GoldenDamaged` for one that is there now.
+    """
+    stored = list_goldens(new_root)
+    gone = tuple(key for key in list_goldens(old_root) if key not in stored)
+    return tuple(replaced(old_root, load_golden(new_root, key.hardware, key.family)) for key in stored), gone

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.environment import changed_facts
-from harness.evidence.golden import GoldenKey, Provenance, compare_goldens
-from harness.evidence.golden_change import GoldenChange, LargestChange, largest_change
+from harness.evidence.golden import GoldenChange, GoldenKey, LargestChange, Provenance, compare_goldens, largest_change
 from harness.plural import counted
 from harness.report.wording import aligned
 

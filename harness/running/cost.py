@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import os
+import statistics
+from collections.abc import Sequence
 
 import msgspec
 
-from harness.evidence.costs import read_costs
-from harness.evidence.estimate import FLOPS_PER_CPU_S, Estimate, estimate
+from harness.evidence.costs import FLOPS_PER_CPU_S, Costs, Estimate, estimate, read_costs
 from harness.evidence.tolerance import ToleranceMissing, parity_tolerance_for, tolerance_for
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id
+from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.faults import all_faults
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count
+from harness.matrix.parts import Budgeted, within_budget
 from harness.matrix.rules import expected_refusal
+from harness.matrix.tier import Selection
 from harness.project import Project
 from harness.result import CaseResult
-from harness.running.budget import START_S, relative_speed
+from harness.running.selection import NothingSelected
 from harness.store import RunStore
+from harness.verdict import Verdict
 
 _DERIVING = "no tolerance was measured for cases like this: it is derived, from five more BF16 runs on one rank"
 _DERIVING_SHARE = 3.0  # of the CPU seconds of the case: measured with 15 million parameters on two ranks
+
+START_S = 12.0  # until the zygote is warm
+_BUSY = 0.9  # share of the CPUs that a run keeps busy
+_FEWEST = 5  # measured cases below which earlier runs say nothing about the speed of this machine
 
 
 class ExpectedCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,3 +96,31 @@ def _measured(project: Project, case: Case) -> CaseResult | None:
     name = case_id(case)
     found = (RunStore(folder).result_of(name) for folder in reversed(project.stored_runs()))
     return next((result for result in found if result is not None and result.cpu_s), None)
+
+
+def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[Selection], budget_s: float) -> Budgeted:
+    """The cases to run in `budget_s` seconds of wall clock. Raises `NothingSelected` when not even one fits."""
+    costs = read_costs(project.root)
+    cpus = len(os.sched_getaffinity(0))
+    budget_cpu_s = max(0.0, budget_s - START_S) * cpus * _BUSY / relative_speed(project, costs)
+    found = within_budget(cases, selections, costs.price, faults=all_faults().values(), budget_cpu_s=budget_cpu_s)
+    if not found.cases:
+        raise NothingSelected(
+            f"no case fits into {budget_s:g} s, of which {START_S:g} s are for starting.",
+            where="--budget-s",
+            fix="give more seconds.",
+        )
+    return found
+
+
+def relative_speed(project: Project, costs: Costs) -> float:
+    """CPU seconds that cases took here, by the last stored run, per second that the costs say; 1 where none tells."""
+    for folder in reversed(project.stored_runs()):
+        ratios = [
+            result.cpu_s / costs.case_s(parse_case_id(result.case_id))
+            for result in RunStore(folder).read().results
+            if result.verdict is Verdict.PASSED and result.expectation is None and result.cpu_s
+        ]
+        if len(ratios) >= _FEWEST:
+            return statistics.median(ratios)
+    return 1.0

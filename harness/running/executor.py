@@ -23,9 +23,9 @@ from harness.matrix.caseid import case_id
 from harness.matrix.targets import REFERENCE
 from harness.project import Project
 from harness.request import Noise, RunRequest
+from harness.running.identity import own_source_digest, search_path
 from harness.running.injection import Injection
 from harness.running.plan import Plan
-from harness.running.target_source import own_source_digest, search_path
 from harness.trace.tensors import ModuleShard
 
 RENDEZVOUS_PROGRAM = "harness.worker.rendezvous"  # serves the store where ranks of several nodes meet

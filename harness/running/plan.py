@@ -19,7 +19,7 @@ from harness.engine.hardware import Device
 from harness.engine.ray_cluster import cluster_capacity, cluster_device
 from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError
-from harness.evidence.hardware import hardware_classes
+from harness.evidence.golden import hardware_classes
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.linears import FLOPS_PER_PARAMETER_AND_TOKEN, parameter_count

@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.evidence.costs import Costs, read_costs
-from harness.evidence.estimate import estimate
+from harness.evidence.costs import Costs, estimate, read_costs
 from harness.hints import explain_case, list_cases
 from harness.matrix.bugfile import cases_of_bugs, holds_bugs
 from harness.matrix.case import Case

@@ -1,6 +1,6 @@
 """Witness runs: solo, twin and partner runs that cases are compared with, each run once and kept by content.
 
-A witness depends on nothing but its own case and what computes it (`witness_key.py`). So it is kept on disk under a
+A witness depends on nothing but its own case and what computes it (`identity.py`). So it is kept on disk under a
 digest of these, and shared by all cases, runs and processes. Damaged or unreadable files count as absent.
 """
 
@@ -27,10 +27,9 @@ from harness.project import Project
 from harness.request import noise_of
 from harness.result import WitnessMade
 from harness.running.executor import Executor
+from harness.running.identity import target_digest, witness_key
 from harness.running.injection import Injection
 from harness.running.plan import Plan
-from harness.running.target_source import target_digest
-from harness.running.witness_key import witness_key
 from harness.trace import RankFailure, Run
 
 _SEAL_SIZE = hashlib.sha256().digest_size

@@ -14,8 +14,7 @@ from harness.checks.parity import worst_distances
 from harness.checks.witnesses import finished
 from harness.engine.hardware import arithmetic_limits
 from harness.engine.messages import JobStatus
-from harness.evidence.golden import find_golden
-from harness.evidence.hardware import hardware_classes
+from harness.evidence.golden import find_golden, hardware_classes
 from harness.evidence.tolerance import (
     LOSS_VS_GOLDEN,
     OF_EVERY_MODEL,

@@ -27,10 +27,10 @@ from harness.matrix.caseid import case_id
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.case_judge import CaseJudge, prepare_judge
+from harness.running.identity import check_targets
 from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.running.target_source import check_targets
 from harness.running.witnesses import WitnessCache
 from harness.trace import Run
 from harness.verdict import Verdict

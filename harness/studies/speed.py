@@ -29,7 +29,7 @@ from harness.result import CaseResult, RunResult
 from harness.running.case_runner import CaseRunner
 from harness.running.conditions import Conditions, ConditionsMonitor
 from harness.running.executor import open_executor
-from harness.running.fingerprint import environment
+from harness.running.identity import environment
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import open_witnesses

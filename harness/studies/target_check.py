@@ -30,10 +30,10 @@ from harness.matrix.words import WORDS, hint, values_of
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.case_judge import CaseJudge, prepare_judge
+from harness.running.identity import check_targets, target_file
 from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.running.target_source import check_targets, target_file
 from harness.running.witnesses import WitnessCache
 from harness.trace import RankFailure, RankTrace, Run
 from harness.trace.model import ModelRecord, StateChange

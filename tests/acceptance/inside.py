@@ -18,7 +18,7 @@ from unittest import mock
 
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.zygote_engine import ZygoteEngine
-from harness.running.target_source import target_digest
+from harness.running.identity import target_digest
 from tests.acceptance.conftest import Command, empty_project
 
 

@@ -14,7 +14,7 @@ from harness.matrix.cheap_cover import Price
 from harness.matrix.parts import within_budget
 from harness.matrix.tier import Selection, select
 from harness.project import find_project
-from harness.running.budget import START_S, cases_within
+from harness.running.cost import START_S, cases_within
 from harness.running.selection import NothingSelected, Query, select_cases, select_sources
 
 ROOT = Path(__file__).parents[2]

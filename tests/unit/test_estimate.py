@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from harness.evidence.costs import read_costs
-from harness.evidence.estimate import RANK_BYTES, estimate
+from harness.evidence.costs import RANK_BYTES, estimate, read_costs
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.linears import parameter_count

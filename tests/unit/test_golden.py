@@ -20,16 +20,17 @@ from harness.evidence.golden import (
     Golden,
     GoldenDamaged,
     GoldenMissing,
+    changes_between,
     compare_goldens,
     find_golden,
     golden_path,
+    hardware_class,
+    hardware_classes,
     list_goldens,
     load_golden,
     make_golden,
     write_golden,
 )
-from harness.evidence.golden_change import changes_between
-from harness.evidence.hardware import hardware_class, hardware_classes
 from harness.evidence.sealed import write_sealed
 from harness.evidence.tree import changed_files, goldens_of, source_commit, tree_commit
 from harness.trace import RankTrace, Run

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.engine.gpus import Gpu, architecture_of, in_use, installed_gpus, kind_of, visible_gpus
 from harness.engine.leases import Leases
 from harness.errors import HarnessError
-from harness.evidence.hardware import hardware_classes
+from harness.evidence.golden import hardware_classes
 from tests.nvidia import put_nvidia_smi
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.engine.hardware import cpu_extensions
-from harness.evidence.golden_change import GoldenChange, largest_change
+from harness.evidence.golden import GoldenChange, largest_change
 from harness.matrix.caseid import case_id, reference_case
 from tests.builders import make_case, make_golden
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from harness.evidence.golden import GoldenKey
-from harness.evidence.golden_change import GoldenChange
+from harness.evidence.golden import GoldenChange, GoldenKey
 from harness.matrix.caseid import case_id, reference_case
 from harness.report.golden import change_text, review_text
 from tests.builders import make_case, make_golden

@@ -9,8 +9,8 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.matrix.targets import VERSIONS
-from harness.running import target_source
-from harness.running.target_source import check_targets, search_path, target_digest
+from harness.running import identity
+from harness.running.identity import check_targets, search_path, target_digest
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +65,11 @@ def test_a_module_inside_of_a_package_is_found_by_its_dotted_name(tmp_path: Path
 def test_a_built_in_target_needs_its_version_of_its_framework(
     target: str, installed: str | None, what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_source, "installed_version", lambda _: installed)
+    monkeypatch.setattr(identity, "installed_version", lambda _: installed)
     with pytest.raises(HarnessError, match=what) as raised:
         check_targets([target], tmp_path)
     assert raised.value.fix == fix
-    monkeypatch.setattr(target_source, "installed_version", lambda _: VERSIONS[target])
+    monkeypatch.setattr(identity, "installed_version", lambda _: VERSIONS[target])
     check_targets([target], tmp_path)
 
 

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from harness.engine.capacity import Capacity, NodeCapacity
+from harness.running.identity import witness_key
 from harness.running.plan import Plan
-from harness.running.witness_key import witness_key
 from harness.sources import installed_source
 from tests.programs import run_script
 
@@ -163,7 +163,7 @@ def test_the_fabric_changes_it() -> None:
 
 def test_it_does_not_import_torch() -> None:
     code = (
-        "import sys; from harness.running.plan import Plan; from harness.running.witness_key import witness_key;"
+        "import sys; from harness.running.plan import Plan; from harness.running.identity import witness_key;"
         "witness_key(Plan()); print(sorted({'torch', 'torchao', 'numpy', 'harness.worker'} & set(sys.modules)))"
     )
     assert run_script(code) == "[]"

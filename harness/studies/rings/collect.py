@@ -15,7 +15,7 @@ from harness.matrix.rules import expected_refusal
 from harness.plural import counted
 from harness.project import Project
 from harness.request import Arithmetic
-from harness.running.fingerprint import environment
+from harness.running.identity import environment
 from harness.running.plan import Plan
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.studies.rings.kernel import kernel_ring

@@ -1,0 +1,198 @@
+"""What results are the work of: the source of a target, the environment of a run, and the key of its witnesses.
+
+Nothing that is looked at is imported. A user's target is searched in the working directory and in the project too.
+Of its package, and of a rank program, every byte counts for a witness. Of torch and of packages that a target imports,
+path, size and time of change of every Python file and shared library count: versions are not enough where files are
+edited in place, and reading 2 GB of torch would cost more than it saves. An edit that keeps size and time is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from harness.engine.hardware import CPUINFO, arithmetic_limits, cpu_kind
+from harness.environment import Environment
+from harness.errors import HarnessError
+from harness.evidence.tree import tree_commit, tree_difference
+from harness.matrix.targets import MODULES, REFERENCE, VERSIONS, module_of
+from harness.request import default_arithmetic
+from harness.running.plan import DEFAULT_PROGRAM, Plan
+from harness.sources import (
+    PACKAGES,
+    files_digest,
+    installed_source,
+    installed_version,
+    module_digest,
+    module_files,
+    package_paths,
+    source_digest,
+)
+
+_COMPUTE = ("torch", "torchao", "numpy")  # what every rank imports
+_SKIPPED = {"harness", *_COMPUTE, *sys.stdlib_module_names}
+_HERE = Path(__file__).parents[1]
+_OURS = ("worker", "trace", "matrix", "expect")  # the packages of the harness that compute a witness
+
+
+def search_path(root: Path) -> tuple[str, ...]:
+    """The folders in which ranks look for a target besides those of this process."""
+    return tuple(dict.fromkeys((str(Path.cwd()), str(root))))
+
+
+def check_targets(targets: Iterable[str], root: Path) -> None:
+    """Raises HarnessError for a target whose module is not there, or whose training framework is not installed."""
+    for target in dict.fromkeys(targets):
+        if target in VERSIONS:
+            _check_torchtitan(target)
+        if target not in MODULES and not _files(target, search_path(root)):
+            folders = " or ".join(search_path(root))
+            raise HarnessError(
+                f"there is no module {target}.",
+                where=f"target {target}",
+                fix=f"install the package that it is in, or put its file into {folders}.",
+            )
+
+
+def _check_torchtitan(target: str) -> None:
+    installed, driven = installed_version("torchtitan"), VERSIONS[target]
+    if installed == driven:
+        return
+    what = "torchtitan is not installed." if installed is None else f"it drives torchtitan {driven}, not {installed}."
+    extra = target.replace("_", "-")
+    raise HarnessError(what, where=f"target {target}", fix=f"pip install 'fp8-harness[{extra}]'")
+
+
+def target_file(target: str, root: Path) -> str:
+    """The file of the module of a target; the name of the module where it is found in no file."""
+    names = module_of(target).split(".")
+    folders = search_path(root)
+    endings = ("/".join(names) + ".py", "/".join((*names, "__init__.py")))
+    return next((str(path) for path in _files(target, folders) if path.as_posix().endswith(endings)), target)
+
+
+def own_source_digest(target: str, root: Path) -> str:
+    """A digest of the package of a target of the user's own, equal on any machine; empty for targets of the harness."""
+    return "" if target in MODULES else module_digest(module_of(target), search_path(root))
+
+
+@functools.cache
+def target_digest(target: str, root: Path) -> str:
+    """A digest of what a target computes with, besides torch and the harness; empty for the reference target."""
+    if target == REFERENCE:
+        return ""
+    if target in MODULES:
+        return f"{target} {installed_version('torchtitan')} {files_digest('torchtitan')}"
+    folders = search_path(root)
+    files = _files(target, folders)
+    imported = sorted(_imported(files) - _SKIPPED - {target.partition(".")[0]})
+    parts = [source_digest(files[0].parent, files) if files else ""]
+    parts += [f"{name} {installed_version(name)} {files_digest(name, folders)}" for name in imported]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _files(target: str, folders: Sequence[str]) -> list[Path]:
+    return module_files(module_of(target), folders)
+
+
+def _imported(files: Iterable[Path]) -> set[str]:
+    """Top-level names of everything that these files import."""
+    return {name.partition(".")[0] for path in files for name in _imports(path)}
+
+
+def _imports(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # its own error is what ranks will report
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def witness_key(plan: Plan, *, cpuinfo: Path = CPUINFO) -> str:
+    """The key of the witnesses of this plan, on this machine and with what is installed now. Takes about 0.1 s."""
+    parts = (
+        plan.program,
+        plan.device,
+        plan.fabric,
+        plan.arithmetic,
+        str(plan.probed),
+        arithmetic_limits(),
+        cpu_kind(cpuinfo),
+        *sorted({node.cpu for node in plan.capacity.nodes}),
+        *(f"{package} {installed_version(package)} {files_digest(package)}" for package in _COMPUTE),
+        source_digest(_HERE, (path for folder in _OURS for path in (_HERE / folder).rglob("*.py"))),
+        _program_digest(plan.program),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _program_digest(program: str) -> str:
+    """Over the source of the package, or of the single file, that a rank program is in; empty when it is not found.
+
+    What it imports from elsewhere is not looked at. Our own program is part of our own source.
+    """
+    if program == DEFAULT_PROGRAM:
+        return ""
+    found = package_paths(program.partition(".")[0])
+    return " ".join(source_digest(place.parent, place.rglob("*.py") if place.is_dir() else [place]) for place in found)
+
+
+def environment(plan: Plan, root: Path, targets: Iterable[str] = ()) -> Environment:
+    """The environment of a run by this plan in the project at `root` that trains these targets.
+
+    Reads the sources of editable installs and of targets of the user's own.
+    """
+    first = plan.capacity.nodes[0]
+    found = {name: each for name in PACKAGES if (each := _installed(name)) is not None}
+    digests = {name: _digest(name) for name, each in found.items() if _is_editable(each)}
+    return Environment(
+        packages={**{name: each.version for name, each in found.items()}, "python": platform.python_version()},
+        contents={name: digest for name, digest in digests.items() if digest},
+        targets={name: digest for name in sorted(set(targets)) if (digest := own_source_digest(name, root))},
+        injected=tuple(Path(each.content).name for each in plan.injections),
+        device=first.device_name,
+        architecture=first.architecture,
+        driver=first.driver,
+        cpu=first.cpu,
+        threads=first.threads,
+        limits=arithmetic_limits(),
+        platform=f"{platform.system()} {platform.machine()}",
+        engine=plan.engine,
+        fabric=plan.fabric,
+        arithmetic="" if plan.arithmetic == default_arithmetic(plan.device) else plan.arithmetic,
+        program=plan.program,
+        commit=tree_commit(root),
+        changes=hashlib.sha256(difference.encode()).hexdigest()[:16] if (difference := tree_difference(root)) else "",
+    )
+
+
+def _installed(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _is_editable(found: Distribution) -> bool:
+    """True when pip installed it from a folder whose files may change under the same version."""
+    direct = found.read_text("direct_url.json")
+    try:
+        return direct is not None and bool(json.loads(direct).get("dir_info", {}).get("editable"))
+    except (ValueError, AttributeError):
+        return False
+
+
+def _digest(name: str) -> str:
+    source = installed_source(PACKAGES[name])
+    return "" if source is None else source.digest[:16]
