@@ -55,9 +55,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
 
     CASE is the id of a case, a file with one case, or the name of a bug file.
     """
-    from harness.bugs.export.exporting import export, read_neighbours
-    from harness.bugs.export.proof import proof_of
-    from harness.bugs.export.script import exported_case
+    from harness.bugs.export import export, exported_case, proof_of, read_neighbours
     from harness.bugs.named_case import injections_for, named_case
     from harness.bugs.trials import run_once
     from harness.project import find_project
@@ -74,10 +72,10 @@ def export_command(  # noqa: PLR0913  one parameter per option
     with open_progress(quiet=quiet) as progress:
         result = run_once(project, plan, progress, named.case, injections)
     exported = export(named, result, injections, output)
-    proof = proof_of(exported.file, exported.script.ranks, exported.patches) if proved else None
+    proof = proof_of(exported) if proved else None
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}
     device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
     text = issue_text(exported, proof, versions=versions, device=device, neighbours=neighbours)
     write_whole(exported.file.with_suffix(".md"), text.encode())
     click.echo(exported_text(exported, proof), nl=False)
-    return int(proof is not None and proof.told != "FAULT")
+    return int(proof is not None and proof.outcome != "FAULT")

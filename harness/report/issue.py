@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from harness.bugs.export.exporting import Exported
-from harness.bugs.export.proof import Proof
+from harness.bugs.export import Exported, Proof
 from harness.bugs.shrink import Attempt
 from harness.matrix.axes import own_axes, shown_value
 from harness.matrix.caseid import parse_case_id
@@ -22,7 +21,7 @@ def exported_text(exported: Exported, proof: Proof | None) -> str:
     ]
     if proof is not None:
         lines += ["run here:", *(f"  {line}" for line in proof.text.splitlines())]
-        if proof.told != "FAULT":
+        if proof.outcome != "FAULT":
             lines.append("the script does not show the fault: it needs something that the script leaves out.")
     return "\n".join([*lines, ""])
 

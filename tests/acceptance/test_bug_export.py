@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.bugs.export.script import exported_case, script
+from harness.bugs.export import exported_case, script
 from harness.matrix.caseid import parse_case_id
 from harness.verdict import FailureSignature
 from tests.acceptance.conftest import REPOSITORY, Command

@@ -49,7 +49,8 @@ WORKER_MAY_READ = {
 # What a rank program is, and what it must not do before the fork.
 WORKER_MAY_ALSO_READ = {"harness.engine.program", "harness.engine.messages", "harness.engine.forking"}
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}
-PROGRAMS = {"harness.engine.zygote", "harness.engine.rank", "harness.engine.torchrun_rank"}  # processes of their own
+# Processes of their own.
+PROGRAMS = {"harness.engine.zygote", "harness.engine.rank", "harness.engine.torchrun_rank", "harness.worker.exported"}
 TORCH = {"torch", "torchao", "torchtitan"}
 PICKLES = {"pickle", "marshal", "shelve", "dill"}
 TALKING = {"print", "click.echo", "exit", "quit"}

@@ -7,9 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.bugs.export.exporting import Exported, read_neighbours
-from harness.bugs.export.proof import Proof
-from harness.bugs.export.script import Script
+from harness.bugs.export import Exported, Proof, Script, read_neighbours
 from harness.errors import HarnessError
 from harness.report.issue import exported_text, issue_text
 from harness.verdict import FailureSignature
@@ -24,7 +22,7 @@ EXPORTED = Exported(
     case_id="tp2-tensorwise-v2048-s1-f32",
     signature=SIGNATURE,
     finding=FINDING,
-    script=Script(text="a\nb\n", ranks=2, tells="gradients"),
+    script=Script(text="a\nb\n", ranks=2),
     file=Path("issue/bug.py"),
     patches=("/somewhere/fault.py:plant",),
 )

@@ -1,0 +1,284 @@
+"""A case that fails as one Python file that needs torch and torchao only: written, and run as a reader would run it.
+
+The file is `worker/exported.py` with the values of the case. It is read as text, never imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from harness.bugs.exported_fault import exported_fault
+from harness.bugs.named_case import NamedCase
+from harness.bugs.shrink import Attempt
+from harness.checks.graphs import ROWS
+from harness.durable import write_whole
+from harness.errors import HarnessError
+from harness.matrix.axes import DECLARED, own_axes
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
+from harness.matrix.faults import PREFIX
+from harness.matrix.layout import device_mesh
+from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN
+from harness.matrix.numerics import sums_in_order
+from harness.matrix.targets import REFERENCE
+from harness.result import CaseResult
+from harness.running.injection import Injection
+from harness.verdict import FailureSignature, Finding
+
+TEMPLATE = Path(__file__).parents[1] / "worker" / "exported.py"
+_NUMBERS = ("scales", "parity", "local_parity", "divergence", "metamorphic", "recompute", "finite")
+_EXACT = 1e-5  # clean runs are bitwise equal to one rank, or differ by the rounding of a mean
+_FLOAT32 = 0.03  # clean runs: 0.007, where sums in another order move a value to the next one of float8
+_BFLOAT16 = 0.3  # clean runs under TP: 0.15
+_NEEDED: Mapping[str, str] = {
+    "hang": "a deadline that tells a hang from a slow machine",
+    "loss_vs_golden": "the BF16 reference curve",
+    "graphs": "the compiled graphs",
+    "traffic": "the number of collectives that this very model must send",
+    "memory": "the bytes that this very model must save",
+}
+_TIMEOUT_S = 300.0
+
+Detects = Literal["gradients", "crash", "mismatch", "scattered"]
+Outcome = Literal["FAULT", "fixed", "cannot tell"]
+_OUTCOME = re.compile(
+    r"^rank \d+: (FAULT|fixed|cannot tell)(?:.*\n)(?:  (?:expected|found) .*\n?)*", flags=re.MULTILINE
+)
+
+
+_CONSTANT = re.compile(r"^([A-Z0-9_]+) = .+?(?=  #|$)", flags=re.MULTILINE)  # of the template, without its comment
+
+
+class Script(NamedTuple):
+    text: str
+    ranks: int
+
+
+class Exported(NamedTuple):
+    """A script that was written, and what it is about."""
+
+    title: str
+    case_id: str
+    signature: FailureSignature
+    finding: Finding | None  # the first; None for a refusal that torch must raise
+    script: Script
+    file: Path
+    patches: tuple[str, ...]  # FILE.py:FUNCTION of what makes the case fail
+
+
+class Proof(NamedTuple):
+    """The outcome of a script on the first rank that printed one, else the end of the output."""
+
+    outcome: Outcome
+    text: str
+
+
+class _Shrunk(msgspec.Struct, frozen=True, kw_only=True):
+    needed: tuple[Attempt, ...]
+
+
+def export(named: NamedCase, result: CaseResult, injections: Sequence[Injection], folder: Path) -> Exported:
+    """Write the script of a case that failed, and the planted faults that make it fail. HarnessError if it did not."""
+    case, signature = named.case, result.failure_signature
+    if signature is None:
+        raise HarnessError(
+            "it does not fail, so there is nothing to export.",
+            where=case_id(case),
+            fix="give the case, and by --inject the fault, with which it fails.",
+        )
+    title = named.bug.bug.title if named.bug is not None else _title(signature, result)
+    made = script(case, signature, title=title, checks={each.check for each in result.findings if each.judged})
+    file = folder / f"{named.bug.id if named.bug is not None else case_id(case)}.py"
+    patches = tuple(_patch(injection, folder) for injection in injections)
+    write_whole(file, made.text.encode())
+    return Exported(title, case_id(case), signature, next(iter(result.findings), None), made, file, patches)
+
+
+def read_neighbours(path: Path) -> tuple[Attempt, ...]:
+    """The cases next to the smallest one in the JSON of `bug shrink`. HarnessError for another file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Shrunk, strict=False).needed
+    except (OSError, msgspec.DecodeError) as error:
+        fix = "give what `bug shrink` wrote by --json FILE.json."
+        raise HarnessError(f"cannot read: {error}.", where=f"--shrunk {path}", fix=fix) from error
+
+
+def _patch(injection: Injection, folder: Path) -> str:
+    """FILE.py:FUNCTION that does the same as an injection; of a planted fault, a new file in `folder`."""
+    if not injection.text.startswith(PREFIX):
+        return injection.target
+    fault = injection.text.removeprefix(PREFIX)
+    write_whole(folder / f"{fault}.py", exported_fault(fault).encode())
+    return f"{folder / fault}.py:{fault}"
+
+
+def _title(signature: FailureSignature, result: CaseResult) -> str:
+    if not signature.check:
+        return signature.what
+    return next(finding.first_line for finding in result.findings if finding.judged)
+
+
+def exported_case(case: Case) -> Case:
+    """The case in a dtype that GPUs have and that tells best. HarnessError for what a script does not have.
+
+    float64 exists on the virtual device only. In bfloat16, gradients under TP are up to 17 % from one rank without a
+    fault: where the recipe allows it, a script compares in float32.
+    """
+    if case.target != REFERENCE:
+        raise HarnessError(
+            f"target {case.target} cannot be exported: a script has the reference Llama.",
+            fix="export the case without its target, if it fails there too.",
+        )
+    dropped = [name for name in own_axes(case) if not DECLARED[name].exported]
+    if dropped:
+        raise HarnessError(
+            f"{' and '.join(dropped)} cannot be exported: a script converts by a recipe and trains in plain steps.",
+            fix="export the case without, if it fails alike: `bug shrink` tells.",
+        )
+    dtype = case.train.dtype
+    if dtype == "float64":
+        dtype = "bfloat16" if case.float8.traits.writes_bfloat16 else "float32"
+    elif dtype == "bfloat16" and case.layout.tp > 1 and not case.float8.traits.writes_bfloat16:
+        dtype = "float32"
+    return msgspec.structs.replace(case, train=msgspec.structs.replace(case.train, dtype=dtype))
+
+
+def script(case: Case, signature: FailureSignature, *, title: str, checks: Collection[str] = ()) -> Script:
+    """The script that shows this failure of the case, in which `checks` failed.
+
+    HarnessError for a failure that no script can detect.
+    """
+    detects = what_detects(signature, checks)
+    mesh = device_mesh(case.layout, fsdp=case.uses_fsdp)
+    if detects == "scattered":
+        mesh = {"tp": case.layout.tp}
+    elif case.layout.async_tp:
+        raise HarnessError(
+            "async TP cannot be exported, but for wrong rows of fused_scaled_matmul_reduce_scatter.",
+            fix="export the case without async TP, if it fails alike: `bug shrink` tells.",
+        )
+    ranks = case.layout.tp if detects == "scattered" else case.world_size
+    values = _of_failure(case, signature, detects) | {"MESH": mesh} | _of_case(case)
+    body = TEMPLATE.read_text().split('"""', 2)[2]
+    text = _CONSTANT.sub(lambda line: _assigned(line[1], values[line[1]]) if line[1] in values else line[0], body)
+    head = _HEAD.format(title=title.replace("\\", "/").replace('"', "'"), ranks=ranks)
+    return Script(text=head + text, ranks=ranks)
+
+
+_HEAD = '''"""{title}
+
+torchrun --nproc-per-node {ranks} FILE.py [PATCH.py:FUNCTION ...] exits with 0 where it is fixed. Patches come first.
+"""'''
+
+
+def _assigned(name: str, value: object) -> str:
+    literal = json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')
+    return f"{name} = {literal}"
+
+
+def what_detects(signature: FailureSignature, checks: Collection[str] = ()) -> Detects:
+    """The part of the script that detects failures like this one, in which `checks` failed."""
+    if signature.kind == "crash":
+        return "mismatch" if "CollectiveMismatch" in signature.what else "crash"
+    if signature.kind == ROWS.name and signature.what == "fused_scaled_matmul_reduce_scatter":
+        return "scattered"
+    if signature.kind != "hang" and not {signature.check, *checks}.isdisjoint(_NUMBERS):
+        return "gradients"
+    needed = _NEEDED.get(signature.check or signature.kind, "what the harness records of a run")
+    raise HarnessError(
+        f"a failure of kind {signature.kind} cannot be exported: a script would need {needed}.",
+        fix="give the id of the case in the issue, or export a case whose gradients differ from those of one rank.",
+    )
+
+
+def _of_failure(case: Case, signature: FailureSignature, detects: Detects) -> dict[str, object]:
+    """Constants of the template: what fails, and how far from one rank is wrong."""
+    in_bfloat16 = case.layout.tp > 1 and case.float8.traits.writes_bfloat16  # no limit on whole gradients is sharp then
+    return {
+        "DETECT": detects,
+        "STEPS": signature.first_step or 1,
+        "ERROR": error_pattern(signature.what) if detects == "crash" else "",
+        "LIMIT": _EXACT if sums_in_order(case) else _BFLOAT16 if in_bfloat16 else _FLOAT32,
+        # hooks would change graphs; the linear of one rank has no bias
+        "COMPARE_LINEARS": in_bfloat16 and case.compile == "none" and not case.model.bias,
+    }
+
+
+def _of_case(case: Case) -> dict[str, object]:
+    """Constants of the template: layout, float8, model and data."""
+    layout, float8, shape, train = case.layout, case.float8, case.model.shape, case.train
+    return {
+        "SEQUENCE_PARALLEL": layout.sequence_parallel,
+        "LOSS_PARALLEL": layout.loss_parallel,
+        "MIXED_PRECISION": train.dtype == "bfloat16",
+        "CHECKPOINT": case.checkpointing.mode,
+        "CHECKPOINT_EVERY": case.checkpointing.every,
+        "COMPILE": case.compile != "none",
+        "RECIPE": float8.recipe,
+        "NOT_CONVERTED": _not_converted(case),
+        "FP8_ALL_GATHER": case.gathers_float8,
+        "PRECOMPUTE": float8.precompute_scale,
+        "FLOAT8_STYLES": float8.tp_styles == "float8",
+        "PAD_INNER_DIM": float8.pad_inner_dim,
+        "DTYPE": case.wide_dtype,
+        "VOCAB": case.model.padded_vocab_size,
+        "DIM": shape.dim,
+        "LAYERS": shape.layers,
+        "HEAD_DIM": shape.head_dim,
+        "KV_DIM": shape.kv_heads * shape.head_dim,
+        "FFN": shape.ffn_dim,
+        "BIAS": case.model.bias,
+        "BATCH": case.local_batch,
+        "TOKENS": train.seq_len,
+        "LR": train.lr,
+    }
+
+
+def _not_converted(case: Case) -> tuple[str, ...]:
+    """Names of the linears of a block, without that of their module, and the output layer."""
+    found = [fqn for fqn in BLOCK_LINEARS if any(part in fqn for part in case.float8.filter_fqns)]
+    names = tuple(fqn.rpartition(".")[2] for fqn in found)
+    return names if case.float8.output_layer else (*names, OUTPUT_FQN)
+
+
+def error_pattern(what: str) -> str:
+    """A regular expression for an error whose numbers, places and ranks are N, … and RANKS."""
+    return re.sub(r"(?<![A-Za-z_])N(?![A-Za-z_])|…|RANKS", r".+?", re.escape(what)).replace(r"\ ", " ")
+
+
+def proof_of(exported: Exported) -> Proof:
+    """Does the script show its fault? Run it with its patches on this machine's Python."""
+    ranks = str(exported.script.ranks)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    try:
+        done = subprocess.run(
+            [*torchrun, str(exported.file), *exported.patches],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
+    except subprocess.TimeoutExpired:
+        return Proof("cannot tell", f"it did not end within {_TIMEOUT_S:.0f} s")
+    return script_outcome(done.stdout)
+
+
+def script_outcome(output: str) -> Proof:
+    """The verdict in the output of a script: a fault on any rank, else "cannot tell", else "fixed"."""
+    found = {each[1]: each[0].rstrip() for each in _OUTCOME.finditer(output)}
+    outcomes: tuple[Outcome, ...] = ("FAULT", "cannot tell", "fixed")
+    for outcome in outcomes:
+        if outcome in found:
+            return Proof(outcome, found[outcome])
+    return Proof("cannot tell", output.strip()[-500:])

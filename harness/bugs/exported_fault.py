@@ -1,0 +1,116 @@
+"""A planted fault as a file of its own, which an exported script takes as a patch.
+
+Sources are parsed, never imported. Definitions keep their text, so what people wrote is what people read.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.errors import HarnessError
+
+_PACKAGE = Path(__file__).parents[1]
+_FAULTS = "harness.worker.faults"
+# Parts of the harness that do not run without it.
+_LIMITS = (
+    "harness.matrix",
+    "harness.trace",
+    "harness.worker.discovery",
+    "harness.worker.dispatch_hooks",
+    "harness.worker.probes",
+    "harness.worker.targets",
+    "harness.worker.virtual",
+)
+
+
+class _NeedsHarness(HarnessError):
+    """A definition needs a part of the harness."""
+
+
+def exported_fault(name: str) -> str:
+    """The file that plants a fault by its function of the same name. HarnessError where it needs the harness."""
+    imports: set[str] = set()
+    texts: dict[tuple[str, str], str] = {}
+    try:
+        _add(f"{_FAULTS}.{_modules()[name]}", name, imports, texts)
+    except _NeedsHarness as reached:
+        raise HarnessError(
+            f"planted fault {name} cannot be exported: {reached.what}",
+            fix="write it as a function of a file, and give --inject FILE.py:FUNCTION.",
+        ) from reached
+    head = [f'"""Plants the fault {name}: a deliberate bug."""', "\n".join(sorted(imports))]
+    return "\n\n\n".join(["\n\n".join(head), *texts.values()]) + "\n"
+
+
+def _add(module: str, name: str, imports: set[str], texts: dict[tuple[str, str], str]) -> None:
+    """Add a definition, after what it needs, and the imports of both."""
+    source = _read(module)
+    node = source.definitions.get(name)
+    inside = {each.module or "" for each in ast.walk(node or ast.Pass()) if isinstance(each, ast.ImportFrom)}
+    inner = next((each for each in inside if each.startswith("harness.")), None)
+    if node is None or inner is not None or module.startswith(_LIMITS):
+        raise _NeedsHarness(f"it needs {inner or module}, which is a part of the harness.")
+    if (module, name) in texts:
+        return
+    texts[module, name] = ""  # it may need itself
+    for each in ast.walk(node):
+        used = each.id if isinstance(each, ast.Name) else ""
+        if used in source.definitions:
+            _add(module, used, imports, texts)
+        for line in source.imports.get(used, ()):
+            if line.module.startswith("harness."):
+                _add(line.module, line.name, imports, texts)
+            else:
+                imports.add(line.text)
+    del texts[module, name]
+    texts[module, name] = source.text_of(node)  # behind what it needs
+
+
+class _Import(NamedTuple):
+    module: str
+    name: str
+    text: str
+
+
+class _Source:
+    """The top level of one module: what it defines, and what it imports by the name that this binds."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines()
+        self.definitions: dict[str, ast.stmt] = {}
+        self.imports: dict[str, list[_Import]] = {}
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = getattr(node, "module", "")
+                for alias in node.names if module != "__future__" else ():
+                    bound = alias.asname or (alias.name if module else alias.name.partition(".")[0])
+                    one = ast.ImportFrom(module, [alias], 0) if module else ast.Import([alias])
+                    self.imports.setdefault(bound, []).append(_Import(module, alias.name, ast.unparse(one)))
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                self.definitions[node.name] = node
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                self.definitions |= {each.id: node for each in targets if isinstance(each, ast.Name)}
+
+    def text_of(self, node: ast.stmt) -> str:
+        """The text of a definition, with its decorators."""
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        return "\n".join(self._lines[first - 1 : node.end_lineno])
+
+
+@functools.cache
+def _read(module: str) -> _Source:
+    path = _PACKAGE.joinpath(*module.split(".")[1:])
+    return _Source((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+@functools.cache
+def _modules() -> Mapping[str, str]:
+    """The module of every function that plants a fault, by the name of the function."""
+    paths = sorted((_PACKAGE / "worker" / "faults").glob("*.py"), reverse=True)  # of two with a name the first counts
+    trees = ((path.stem, ast.parse(path.read_text())) for path in paths)
+    return {node.name: module for module, tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}

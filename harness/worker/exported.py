@@ -1,0 +1,382 @@
+"""The script of `bug export`: it shows a failure with torch and torchao alone.
+
+The exporter writes another docstring and the values of a case, and copies the rest.
+"""
+
+import contextlib
+import dataclasses
+import re
+import runpy
+import sys
+from collections import OrderedDict
+from math import prod
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import Work
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+# What fails
+DETECT = "gradients"  # "gradients", "crash", "mismatch" of collectives, "scattered" rows of async TP
+STEPS = 1  # the last one fails
+ERROR = ""  # of a crash: a regular expression
+# Layout
+MESH = {"dp_shard": 2, "tp": 2}  # ranks along each axis; FSDP2 where it has dp_shard, HSDP where it has dp_replicate
+SEQUENCE_PARALLEL = True
+LOSS_PARALLEL = True
+MIXED_PRECISION = False  # FSDP2 gathers and computes in bfloat16
+CHECKPOINT = "none"  # "none", "full", "selective_op", "selective_layer" (every n-th block)
+CHECKPOINT_EVERY = 2
+COMPILE = False
+# float8
+RECIPE = "tensorwise"  # of torchao, or "bf16"
+NOT_CONVERTED = ("output",)  # ends of the names of linears
+FP8_ALL_GATHER = False  # FSDP2 gathers weights in float8
+PRECOMPUTE = False  # their scales after each optimizer step
+FLOAT8_STYLES = False  # TP gathers activations in float8
+PAD_INNER_DIM = False
+# Model and data
+DTYPE = "float32"
+VOCAB = 64
+DIM = 32
+LAYERS = 1
+HEAD_DIM = 16
+KV_DIM = 32
+FFN = 32
+BIAS = False
+BATCH = 1  # sequences of a data-parallel rank
+TOKENS = 32
+LR = 1e-3
+# How far from one rank is wrong, relative to the norm
+LIMIT = 0.03
+COMPARE_LINEARS = False  # each linear by its own operands too: sharp where TP ranks add what is rounded to bfloat16
+LINEAR_LIMIT = 0.012  # clean runs: 0.0029 with 2 TP ranks, 0.0044 with 8
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REPLICAS = prod(ranks for axis, ranks in MESH.items() if axis != "tp")  # data-parallel ranks
+
+
+def main():
+    dist.init_process_group()
+    if DEVICE == "cpu":
+        stand_in()
+    elif DETECT == "scattered":
+        symm_mem.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    for file, _, function in (patch.rpartition(":") for patch in sys.argv[1:]):
+        runpy.run_path(file)[function]()
+    detect = {"gradients": wrong_numbers, "crash": crash, "mismatch": mismatch, "scattered": wrong_rows}
+    return detect[DETECT]()
+
+
+def say(verdict, expected, found):
+    sys.stdout.write(f"rank {dist.get_rank()}: {verdict}\n  expected  {expected}\n  found     {found}\n")
+
+
+# The model: a Llama without rotary embedding, whose blocks have their linears side by side.
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        widths = {"wq": (DIM, DIM), "wk": (DIM, KV_DIM), "wv": (DIM, KV_DIM), "wo": (DIM, DIM)}
+        for name, (k, n) in (widths | {"w1": (DIM, FFN), "w2": (FFN, DIM), "w3": (DIM, FFN)}).items():
+            setattr(self, name, nn.Linear(k, n, bias=BIAS))
+
+    def forward(self, x):
+        h = self.attention_norm(x)
+        q, k, v = (w(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.wo(h.transpose(1, 2).flatten(-2))
+        h = self.ffn_norm(x)
+        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+
+
+def build(dp, tp):
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Block() for _ in range(LAYERS)))
+    parts = {"embedding": nn.Embedding(VOCAB, DIM), "layers": layers, "norm": nn.RMSNorm(DIM)}
+    parts["output"] = nn.Linear(DIM, VOCAB, bias=False)
+    model = nn.Sequential(OrderedDict(parts)).to(DEVICE, getattr(torch, DTYPE))
+    for weight in model.parameters():  # larger from row to row, so that no two shards have the same amax
+        weight.data.mul_(torch.linspace(1, 2, weight.numel(), device=DEVICE).view_as(weight))
+    if RECIPE != "bf16":
+        to_float8(model)
+    if tp is not None:
+        parallelize_module(model, tp, tp_plan())
+    checkpoint(layers)
+    if COMPILE:
+        for block in layers:
+            block.compile(fullgraph=True)
+    if dp is not None:
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for unit in (model.embedding, *layers, [model.norm, model.output], model):
+            fully_shard(unit, mesh=dp, mp_policy=half if MIXED_PRECISION else MixedPrecisionPolicy())
+    return model
+
+
+def to_float8(model):
+    if FP8_ALL_GATHER:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    else:
+        config = Float8LinearConfig.from_recipe_name(RECIPE)
+    config = dataclasses.replace(config, pad_inner_dim=PAD_INNER_DIM)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: not n.endswith(NOT_CONVERTED))
+
+
+def tp_plan():
+    stream = Shard(1) if SEQUENCE_PARALLEL else Replicate()
+    colwise = Float8ColwiseParallel if FLOAT8_STYLES else ColwiseParallel
+    rowwise = Float8RowwiseParallel if FLOAT8_STYLES else RowwiseParallel
+    plan = {f"layers.*.{name}": colwise(input_layouts=stream) for name in ("wq", "wk", "wv", "w1", "w3")}
+    plan |= {f"layers.*.{name}": rowwise(output_layouts=stream) for name in ("wo", "w2")}
+    plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    logits = Shard(-1) if LOSS_PARALLEL else Replicate()
+    plan["output"] = ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not LOSS_PARALLEL)
+    if SEQUENCE_PARALLEL:
+        plan |= {name: SequenceParallel() for name in ("norm", "layers.*.attention_norm", "layers.*.ffn_norm")}
+    return plan
+
+
+def checkpoint(layers):
+    every = {"none": LAYERS + 1, "selective_layer": CHECKPOINT_EVERY}.get(CHECKPOINT, 1)
+    options = {"context_fn": keep_attention} if CHECKPOINT == "selective_op" else {}
+    for name, block in list(layers.named_children())[every - 1 :: every]:
+        setattr(layers, name, checkpoint_wrapper(block, **options))
+
+
+def keep_attention():
+    kept = [torch.ops.aten._scaled_dot_product_flash_attention.default, torch.ops.aten.max.default]
+    policy = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(lambda _, op, *args, **kwargs: policy[op not in kept])
+
+
+def train(*, parallel):
+    """In the layout that fails; or on one rank that gets the batches of all ranks one after the other."""
+    tokens = torch.randint(VOCAB, (STEPS, REPLICAS, BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+    dp, tp = None, None
+    if parallel:
+        mesh = init_device_mesh(DEVICE, tuple(MESH.values()), mesh_dim_names=tuple(MESH)) if MESH else {}
+        if "dp_shard" in MESH:
+            dp = mesh["dp_replicate", "dp_shard"] if "dp_replicate" in MESH else mesh["dp_shard"]
+        if "tp" in MESH:
+            tp = mesh["tp"]
+        tokens = tokens.chunk(REPLICAS, dim=1)[dist.get_rank() * REPLICAS // dist.get_world_size()]
+    elif "dp_shard" in MESH:
+        dp = init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("rank", "alone"))["alone"]
+    model = build(dp, tp)
+    if parallel and COMPARE_LINEARS:
+        watch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-5, foreach=False)
+    for step, batches in enumerate(tokens.to(DEVICE)):
+        if step > 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            if PRECOMPUTE:
+                precompute_float8_dynamic_scale_for_fsdp(model)
+        for batch in batches:
+            with loss_parallel() if tp is not None and LOSS_PARALLEL else contextlib.nullcontext():
+                logits = model(batch).float().flatten(0, 1)
+                (F.cross_entropy(logits, batch.roll(-1, 1).flatten()) / len(batches)).backward()
+    return model
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+# Wrong numbers: gradients, or what one linear computes, are not those of one rank.
+
+
+def wrong_numbers():
+    found, expected = ({name: whole(p.grad) for name, p in train(parallel=each).named_parameters()} for each in (1, 0))
+    pairs = {f"the gradient of {name}": (found[name], grad, LIMIT) for name, grad in expected.items()}
+    pairs |= linears()
+    off = {name: ((a - b).norm() / b.norm()).nan_to_num(9e9) for name, (a, b, _) in pairs.items()}
+    worst = max(off, key=lambda name: off[name] / pairs[name][2])
+    (a, b, limit), wrong = pairs[worst], off[worst] > pairs[worst][2]
+    say(
+        "FAULT: wrong numbers" if wrong else "fixed: numbers are right",
+        f"{worst} as of one rank, up to {limit:g}; norm {b.norm():.5g}",
+        f"it is {off[worst]:.3g} off; norm {a.norm():.5g}",
+    )
+    return int(wrong)
+
+
+CALLS: list[dict[str, object]] = []  # of float8 linears
+
+
+def watch(model):
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):  # what is between the hooks of its TP style
+            module.register_forward_hook(lambda *call, name=name: keep(name, *call), prepend=True)
+
+
+def keep(name, module, args, output):
+    kept = {"name": name, "module": module, "weight": whole(module.weight), "x": args[0], "y": output}
+    args[0].register_hook(lambda grad: kept.update(grad_x=grad))
+    output.register_hook(lambda grad: kept.update(grad_y=grad))
+    CALLS.append(kept)
+
+
+def linears():
+    """By name what a call in the last step computed, what one rank computes, and how far it may be."""
+    compared = {}
+    for call in [each for each in CALLS if "grad_x" in each]:  # none that checkpointing repeats
+        name, module = call["name"], call["module"]
+        alone = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        alone.weight = nn.Parameter(call["weight"])
+        x = whole(call["x"]).requires_grad_()
+        y = Float8Linear.from_float(alone, config=module.config)(x)
+        y.backward(whole(call["grad_y"]))
+        grad = alone.weight.grad.float()
+        dist.all_reduce(grad)  # TP ranks have the same, others another batch
+        compared[f"the output of {name}"] = whole(call["y"]), y.detach(), LINEAR_LIMIT
+        compared[f"the gradient of the input of {name}"] = whole(call["grad_x"]), x.grad, LINEAR_LIMIT
+        mean = grad / dist.get_world_size()
+        compared[f"the gradient of the weight of {name}"] = whole(module.weight.grad), mean, LINEAR_LIMIT
+    return compared
+
+
+# A crash: the run raises the reported error.
+
+
+def crash():
+    try:
+        train(parallel=True)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        found = ""
+    same = bool(found) and re.search(ERROR, found) is not None
+    verdict = "FAULT: it raises" if same else "cannot tell: another error" if found else "fixed: it runs"
+    say(verdict, f"no error; as reported: {ERROR}", found or "no error")
+    return 1 if same else 2 if found else 0
+
+
+# A mismatch: ranks call different collectives. With NCCL they hang, or get each other's bytes.
+
+
+def mismatch():
+    with Compare():
+        train(parallel=True)
+    say("fixed", Compare.EXPECTED, "they do")
+    return 0
+
+
+class Compare(TorchDispatchMode):
+    """Before every collective, the ranks of its group tell each other what they are about to call."""
+
+    EXPECTED = "ranks of a process group that call the same"
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        groups = [each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
+        if op.namespace == "c10d" and groups:
+            group = dist.ProcessGroup.unbox(groups[0])
+            outputs = torch.utils._pytree.tree_leaves(args[0])  # of a scatter, one rank alone has the inputs
+            sizes = [each.nbytes for each in outputs if isinstance(each, torch.Tensor)]
+            told = [None] * group.size()
+            dist.all_gather_object(told, f"{op} of {sizes} bytes", group)
+            if len(set(told)) > 1:
+                say("FAULT: with NCCL they hang, or get wrong bytes", self.EXPECTED, told)
+                raise SystemExit(1)
+        return op(*args, **(kwargs or {}))
+
+
+# Wrong rows of async TP's fused matmul and reduce-scatter, called as torch's fusion pass calls it.
+
+
+def wrong_rows():
+    group = dist.group.WORLD
+    torch.manual_seed(group.rank())
+    x = torch.randn(BATCH, TOKENS, FFN // group.size(), device=DEVICE).to(torch.float8_e4m3fn)
+    w = torch.randn(DIM, FFN // group.size(), device=DEVICE).to(torch.float8_e4m3fn)
+    one, rows, dtype = torch.ones((), device=DEVICE), x.flatten(0, 1), torch.bfloat16
+    product = torch._scaled_mm(rows, w.t(), one, one, out_dtype=dtype).unflatten(0, x.shape[:2]).float()
+    dist.all_reduce(product)
+    expected = product.chunk(group.size(), dim=1)[group.rank()]  # scattered along the sequence
+    found = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+        # batch and sequence are collapsed, so the dim to scatter, once 1, is 0
+        *(rows, w.t(), one, one, "sum", 1, 0, group.group_name, [*x.shape[:2], DIM]),
+        out_dtype=dtype,
+    ).view_as(expected)
+    wrong = (found - expected).norm(dim=-1) > 0.1 * expected.norm(dim=-1)
+    say(
+        "FAULT: wrong rows" if wrong.any() else "fixed: the rows are right",
+        f"the rows of a matmul, then a reduce-scatter: {expected[..., 0].flatten()[:4].tolist()} ...",
+        f"{int(wrong.sum())} of {wrong.numel()} are wrong: {found[..., 0].flatten()[:4].tolist()} ...",
+    )
+    return int(wrong.any())
+
+
+# What a CPU lacks: the matmul with the rules of a GPU, float8 in gloo, and symmetric memory.
+
+
+def stand_in():
+    torch.library.impl("aten::_scaled_mm", "cpu", scaled_mm)
+    if FP8_ALL_GATHER:
+        torch.library.impl("c10d::_allgather_base_", "cpu", all_gather)
+    if FLOAT8_STYLES:
+        torch.library.impl("c10d::allgather_into_tensor_coalesced_", "cpu", all_gather_coalesced)
+    if DETECT == "scattered":
+        torch.library.impl("aten::_scaled_mm.out", "cpu", scaled_mm_out)
+        fused = symm_mem._fused_scaled_matmul_reduce_scatter
+        torch.library.impl("symm_mem::fused_scaled_matmul_reduce_scatter", "cpu", fused)
+        symm_mem._pipelined_produce_and_all2all = produce_and_exchange
+
+
+def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
+    torch.ops.aten._scaled_mm(*(each.to("meta") for each in (a, b, scale_a, scale_b)), out_dtype=out_dtype)
+    return (a.double() @ b.double() * scale_a.double() * scale_b.double()).to(out_dtype)
+
+
+def scaled_mm_out(*args, out, **kwargs):
+    return out.copy_(scaled_mm(*args, **kwargs))
+
+
+def all_gather(output, tensor, group, *_):
+    gloo = dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu"))
+    return output, Work.boxed(gloo._allgather_base(output.view(torch.uint8), tensor.view(torch.uint8)))
+
+
+def all_gather_coalesced(outputs, tensors, group, *_):
+    gloo = dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu"))
+    return Work.boxed(gloo._allgather_base(outputs[0].view(torch.uint8), tensors[0].view(torch.uint8)))
+
+
+def produce_and_exchange(produce, output, group_name, out_chunk_dim=0):
+    """`_pipelined_produce_and_all2all`, whose chunks are exchanged by a collective."""
+    chunks = output.chunk(dist.get_world_size(), dim=out_chunk_dim)
+    produced = torch.empty(len(chunks), *chunks[0].shape, dtype=output.dtype)
+    for rank, chunk in enumerate(produced):
+        produce(rank, chunk)
+    received = [torch.empty_like(produced) for _ in chunks]
+    dist.all_gather(received, produced)
+    for chunk, each in zip(chunks, received, strict=True):
+        chunk.copy_(each[dist.get_rank()])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
