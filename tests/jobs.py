@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.engine.capacity import Capacity, NodeCapacity
+from harness.engine.hardware import Capacity, NodeCapacity
 from harness.engine.messages import Job, JobOutcome, Share
 from harness.engine.node import Runner
 from harness.engine.outcome import conclude

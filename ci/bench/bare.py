@@ -28,7 +28,7 @@ from kinds import kind_of
 
 from harness.cli.main import main as command_line
 from harness.engine.messages import JobOutcome
-from harness.engine.zygote_client import ZygoteClient
+from harness.engine.zygote_engine import ZygoteClient
 from harness.matrix.case import Case
 from harness.project import STATE_VARIABLE
 from harness.request import RunRequest

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from harness.engine.capacity import capacity_here
 from harness.engine.cluster import Cluster
+from harness.engine.hardware import capacity_here
 from harness.engine.leases import Leases
 from harness.engine.messages import Job
 from harness.engine.node import LocalNode

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from kinds import FOLDER_VARIABLE, kind_of
 
-from harness.engine.slots import SlotTable
+from harness.engine.cluster import SlotTable
 from harness.matrix.caseid import parse_case_id
 from harness.project import STATE_VARIABLE, find_project
 from harness.running.case_judge import CaseJudge

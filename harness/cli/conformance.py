@@ -40,9 +40,8 @@ def conformance_command(
     globs: tuple[str, ...], listed: bool, inject: tuple[str, ...], json_file: Path | None, verbose: bool
 ) -> int:
     """Check DTensor's sharding strategies for the operators of FP8 training, on four CPU ranks."""
-    from harness.engine.capacity import capacity_here
     from harness.engine.cluster import Cluster
-    from harness.engine.devices import open_leases
+    from harness.engine.hardware import capacity_here, open_leases
     from harness.engine.node import LocalNode
     from harness.engine.zygote_engine import ZygoteEngine
     from harness.project import leases_in, state_folder

@@ -10,7 +10,7 @@ import msgspec
 
 from harness.checks import loss_vs_golden
 from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
-from harness.engine.capacity import Capacity, capacity_here
+from harness.engine.hardware import Capacity, capacity_here
 from harness.errors import HarnessError
 from harness.evidence.golden import (
     Golden,

@@ -215,7 +215,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
 
 
 def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
-    from harness.engine.unleased import unleased_cluster
+    from harness.engine.cluster import unleased_cluster
     from harness.running.machine import check_rank_packages
     from harness.studies.simulation import PROGRAM, require_simulable, verify
 

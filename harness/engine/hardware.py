@@ -1,15 +1,21 @@
-"""The hardware of this machine, as reported by the kernel and the driver. Never imports torch.
+"""This machine: what the kernel and the driver say of it, the slots that it may lease, and its capacity.
 
-Its GPUs are in `gpus.py`; which devices may be used is `devices.py`'s.
+Uses neither torch nor CUDA. Its GPUs are in `gpus.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+
+from harness.engine.gpus import Gpu, architecture_of, in_use, installed_gpus, kind_of, visible_gpus
+from harness.engine.leases import Leases
+from harness.engine.messages import Message
 
 Device = Literal["cpu", "cuda"]
 
@@ -67,3 +73,87 @@ ARITHMETIC = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTI
 def arithmetic_limits() -> str:
     """The environment variables that limit CPU arithmetic, as `NAME=value NAME=value`; empty where none is set."""
     return " ".join(f"{name}={os.environ[name]}" for name in ARITHMETIC if os.environ.get(name))
+
+
+# The largest world size of the tiers, and two more: a witness of one rank need not wait for the end of such a case.
+# Ranks of a tiny model can share a core.
+MIN_CPU_SLOTS = 10
+
+
+def default_cpu_slots() -> int:
+    """Returns how many CPU ranks may run at once on this machine: one per usable core, at least MIN_CPU_SLOTS."""
+    return max(MIN_CPU_SLOTS, len(os.sched_getaffinity(0)))
+
+
+def open_leases(
+    folder: Path, device: Device, slots: int | None = None, note: Callable[[str], None] = lambda _: None
+) -> Leases:
+    """The leases of the slots of this machine, as many as `slots` or as fit, in a folder that its jobs share.
+
+    Those of GPUs have their UUIDs, so that jobs with different CUDA_VISIBLE_DEVICES agree on who holds which one.
+    `note` gets a message when they wait, which names the holders.
+    """
+    names = [gpu.uuid for gpu in cuda_devices(slots)] if device == "cuda" else None
+    return Leases(folder / device, count_slots(device, slots), names=names, note=note)
+
+
+def count_slots(device: Device, slots: int | None = None) -> int:
+    """The number of slots for a request of `slots`: CPU ranks, or at most the CUDA devices of this machine."""
+    return slots or default_cpu_slots() if device == "cpu" else len(cuda_devices(slots))
+
+
+def cuda_devices(slots: int | None = None) -> tuple[Gpu, ...]:
+    """The CUDA devices this process may use, in the order of their CUDA indices; at most so many."""
+    return _cuda_devices(os.environ.get("PATH"), os.environ.get("CUDA_VISIBLE_DEVICES"))[:slots]
+
+
+@functools.cache
+def _cuda_devices(*_: str | None) -> tuple[Gpu, ...]:
+    """Cached per environment: nvidia-smi may take seconds."""
+    return visible_gpus(os.environ, installed_gpus(os.environ))
+
+
+class NodeCapacity(Message, frozen=True, kw_only=True):
+    """What one machine has. `slots` is how many ranks (CPU) or devices (CUDA) it runs at the same time."""
+
+    host: str
+    slots: int
+    device: Device
+    device_name: str  # as ranks report it: "cpu", or such as "NVIDIA H200"
+    architecture: str = ""  # such as "sm90"; empty on a CPU
+    driver: str = ""  # version of the NVIDIA driver; empty on a CPU
+    cpu: str = ""  # model and extensions
+    threads: int = 0  # of the CPU, that its processes may use
+    in_use: tuple[str, ...] = ()  # a sentence for each GPU that other processes computed on before the first case
+
+
+class Capacity(Message, frozen=True, kw_only=True):
+    """What the nodes of a run have, together."""
+
+    nodes: tuple[NodeCapacity, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Slots of all nodes."""
+        return sum(node.slots for node in self.nodes)
+
+    @property
+    def largest(self) -> int:
+        """Slots of the largest node."""
+        return max((node.slots for node in self.nodes), default=0)
+
+
+def capacity_here(device: Device, slots: int | None = None) -> NodeCapacity:
+    """The capacity of this machine with `slots`, or as many as fit. Raises HarnessError for unnamed or mixed GPUs."""
+    gpus = cuda_devices(slots) if device == "cuda" else ()
+    return NodeCapacity(
+        host=host_name(),
+        slots=count_slots(device, slots),
+        device=device,
+        device_name=kind_of(gpus) if device == "cuda" else "cpu",
+        architecture=architecture_of(gpus, os.environ),
+        driver=driver_version() if device == "cuda" else "",
+        cpu=cpu_extensions(),
+        threads=len(os.sched_getaffinity(0)),
+        in_use=in_use(gpus, os.environ),
+    )

@@ -1,11 +1,13 @@
-"""Command lines and environments for running a Python module in a new process. Starts none itself."""
+"""New processes of the engine: their command line, environment and start."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 MARK = "FP8_HARNESS_ENGINE"  # environment variable that marks every process an engine starts, so that it can find them
 
@@ -37,3 +39,18 @@ def module_command(python: str, module: str, arguments: Sequence[str]) -> list[s
 def child_environ(extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process with one compute thread per process and settings for GPUs, then `extra`."""
     return {**os.environ, **dict.fromkeys(_THREADS, "1"), **_DEVICES, **extra}
+
+
+def start(
+    command: Sequence[str], output: IO[bytes], *, environ: Mapping[str, str], fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own. It writes to `output` and inherits `fds`. Raises OSError."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=fds,
+        env=child_environ(environ),
+        start_new_session=True,
+    )

@@ -1,4 +1,9 @@
-"""Process control on Linux that the standard library lacks: prctl, /proc, and killing leftover processes."""
+"""Process control on Linux that the standard library lacks: prctl, /proc, and what ranks leave behind.
+
+A rank that is killed or calls os._exit leaves processes, and files in /dev/shm. A file belongs to a job if it appeared
+during the job and one of its ranks still uses it when the job ends. Files of a rank that died earlier cannot be told
+from those of other users, and are kept.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -201,3 +206,37 @@ def oom_kills() -> int:
             if name == "oom_kill":
                 return int(count)
     return 0
+
+
+_SHM = Path("/dev/shm")
+
+
+def shm_files() -> frozenset[str]:
+    """Names of the files directly in /dev/shm; empty where it does not exist."""
+    with suppress(OSError):
+        return frozenset(entry.name for entry in _SHM.iterdir() if not entry.is_dir())
+    return frozenset()
+
+
+def shm_files_used_by(pids: Iterable[int], candidates: frozenset[str]) -> frozenset[str]:
+    """Returns the candidates that one of these processes has open or mapped."""
+    used = {path for pid in pids for path in _files_of(_PROC / str(pid))}
+    return frozenset(name for name in candidates if str(_SHM / name) in used)
+
+
+def _files_of(process: Path) -> Iterator[str]:
+    with suppress(OSError):
+        for line in (process / "maps").read_text(errors="replace").splitlines():
+            fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
+            if len(fields) == 6:
+                yield fields[5]
+    with suppress(OSError):
+        for entry in (process / "fd").iterdir():
+            with suppress(OSError):
+                yield str(entry.readlink())
+
+
+def remove_shm_files(files: Iterable[str]) -> None:
+    for name in files:
+        with suppress(OSError):
+            (_SHM / name).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar, cast
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 1 << 30  # a longer length is garbage, not a message
 
 JobStatus = Literal["ok", "crash", "hang", "infra"]
@@ -116,22 +116,15 @@ class Submit(Message, frozen=True, tag="submit"):
     share: Share
 
 
-class Cancel(Message, frozen=True, tag="cancel"):
-    """Controller to zygote: kill this share now. Its outcome still arrives, as `infra`."""
+class Control(Message, frozen=True, tag="control"):
+    """Controller to zygote, of a share that runs.
+
+    cancel: kill it now; its outcome still arrives, as `infra`. end: a rank on another node failed: collect stacks, then
+    kill it. release: all ranks of the job have returned, on all nodes, and may exit.
+    """
 
     ticket: int
-
-
-class End(Message, frozen=True, tag="end"):
-    """Controller to zygote: a rank on another node failed. Collect stacks and kill this share."""
-
-    ticket: int
-
-
-class Release(Message, frozen=True, tag="release"):
-    """Controller to zygote: all ranks of the job have returned, on all nodes. They may exit."""
-
-    ticket: int
+    what: Literal["cancel", "end", "release"]
 
 
 class Reached(Message, frozen=True, tag="reached"):
@@ -169,7 +162,7 @@ class Raised(Message, frozen=True, tag="raised"):
     traceback: str
 
 
-ToZygote = Submit | Cancel | End | Release
+ToZygote = Submit | Control
 FromZygote = Hello | Reached | Finished
 FromRank = PhaseReached | Returned | Raised
 

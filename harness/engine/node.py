@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
-from harness.engine.capacity import NodeCapacity
+from harness.engine.hardware import NodeCapacity
 from harness.engine.leases import Leases
 from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
-from harness.engine.scratch import Scratch
 
 
 class NodeLost(Exception):
@@ -116,27 +118,22 @@ class LocalNode:
         return Reservation(slots=slots, folder=str(folder))
 
     def free(self, job_id: str) -> None:
-        """Give back what a job holds, if it holds anything."""
         with self._lock:
             held = self._held.pop(job_id, None)
         if held is not None:
             held.close()
 
     def warm(self, preload: Mapping[str, str]) -> None:
-        """Start the zygote of these options."""
         self._runner(preload).warm()
 
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
-        """Run a share to its end. After `close` its outcome is `infra`."""
         return self._runner(share.job.preload).run(share, report)
 
     def end(self, job_id: str) -> None:
-        """End the share of this job at once."""
         for runner in self._all_runners():
             runner.end(job_id)
 
     def release(self, job_id: str) -> None:
-        """Let the ranks of this job exit."""
         for runner in self._all_runners():
             runner.release(job_id)
 
@@ -160,3 +157,42 @@ class LocalNode:
     def _all_runners(self) -> tuple[Runner, ...]:
         with self._lock:
             return tuple(self._runners.values())
+
+
+_PREFIX = "fp8-harness-jobs-"
+_LOCK = "owner.lock"
+
+
+class Scratch:
+    """A new folder below `parent` (default: that of temporary files), until `close`. Removes those of killed runs.
+
+    Its owner holds a lock on a file in it, which the kernel frees with the process. So a folder whose lock is free is
+    nobody's, whatever became of pids since, also between containers that share a disk.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        _remove_abandoned(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        unseen = self.path / f"{_LOCK}.new"
+        self._lock = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unseen.rename(self.path / _LOCK)  # nobody sees it before it is locked
+
+    def close(self) -> None:
+        """Remove it with all that is in it. May be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError):  # it is held, or another user's, or gone by now
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(fd)

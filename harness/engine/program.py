@@ -1,6 +1,9 @@
 """The rank program: the interface of the module that does the work in a rank.
 
-The engine refers to a program by its dotted module name, so the controller never imports it.
+The engine refers to a program by its dotted module name, so the controller never imports it. What a program does before
+the fork must leave the zygote fit for it. A thread does not exist in a forked process, and a lock that it held stays
+locked there. A CUDA context does not work there either:
+https://docs.pytorch.org/docs/main/notes/multiprocessing.html#poison-fork-in-multiprocessing.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from harness.engine.forking import FORK_BLOCKERS
+from harness.engine import linux
 from harness.engine.messages import Share
 from harness.errors import HarnessError
 
@@ -125,3 +128,30 @@ def load_program(name: str) -> RankProgram:
             fix="define preload(options) and rank_main(context).",
         )
     return cast("RankProgram", module)
+
+
+class ForkBlockers:
+    """The threads and the open devices of this process, each with the step in which it was first seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, str] = {}
+
+    def record_new(self, step: str) -> None:
+        """Attribute every new thread and open device to this step, such as "the import of mine"."""
+        for name in (*linux.other_threads(), *linux.open_devices()):
+            self._seen.setdefault(name, step)
+
+    def reason(self) -> str:
+        """Why this process must not be forked now; empty when it may be."""
+        told = (
+            ("be single-threaded to fork, but it also has", linux.other_threads()),
+            ("use no device before it forks, but it has open", linux.open_devices()),
+        )
+        return "; ".join(f"the zygote must {what}: {_listed(names, self._seen)}" for what, names in told if names)
+
+
+def _listed(names: tuple[str, ...], seen: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} (since {seen[name]})" if name in seen else name for name in names)
+
+
+FORK_BLOCKERS = ForkBlockers()  # of this process

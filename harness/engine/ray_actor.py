@@ -14,12 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from harness.engine.capacity import NodeCapacity, capacity_here
-from harness.engine.devices import open_leases
-from harness.engine.hardware import Device
+from harness.engine.hardware import Device, NodeCapacity, capacity_here, open_leases
 from harness.engine.messages import Message, Share, ShareEvent, ShareOutcome
-from harness.engine.node import LocalNode, Reservation
-from harness.engine.scratch import Scratch
+from harness.engine.node import LocalNode, Reservation, Scratch
 from harness.engine.zygote_engine import ZygoteEngine
 from harness.errors import HarnessError
 from harness.sources import software
@@ -60,8 +57,8 @@ SHARES = msgspec.msgpack.Decoder(Share)
 TOLD: msgspec.msgpack.Decoder[ShareEvent | ShareOutcome] = msgspec.msgpack.Decoder(ShareEvent | ShareOutcome)
 
 
-class NodeActor:
-    """Serves a `LocalNode` to `RayNode`. Methods are called from several threads."""
+class NodeActor(LocalNode):
+    """The `LocalNode` behind a `RayNode`. Methods are called from several threads."""
 
     def __init__(self, spec: bytes) -> None:
         asked = SPECS.decode(spec)
@@ -69,7 +66,7 @@ class NodeActor:
         sys.path[:] = [entry for entry in sys.path if not _of_ray(entry)]
         # Ray decides who has these CPUs or GPUs, so no other process shares their leases.
         self._private = Scratch()
-        self._node = LocalNode(
+        super().__init__(
             lambda preload: ZygoteEngine(asked.program, preload),
             open_leases(self._private.path, asked.capacity.device, asked.capacity.slots),
             asked.capacity,
@@ -78,32 +75,28 @@ class NodeActor:
 
     def slots(self) -> int:
         """How many slots there are. The first answer of an actor."""
-        return self._node.capacity.slots
+        return self.capacity.slots
 
-    def reserve(self, job_id: str, count: int) -> bytes:
-        """`Held` or `Refused`."""
+    def hold(self, job_id: str, count: int) -> bytes:
+        """`reserve`; returns `Held` or `Refused`."""
         answer: Held | Refused
         try:
-            answer = Held(reservation=self._node.reserve(job_id, count))
+            answer = Held(reservation=self.reserve(job_id, count))
         except OSError as error:
             answer = Refused(text=str(error))
         except HarnessError as error:
             answer = Refused(text=error.text)
         return msgspec.msgpack.encode(answer)
 
-    def warm(self, preload: dict[str, str]) -> None:
-        """As `Node.warm`."""
-        self._node.warm(preload)
-
-    def run(self, share: bytes) -> Iterator[bytes]:
-        """Run a `Share`; yields every `ShareEvent` when it happens, and last the `ShareOutcome`."""
+    def stream(self, share: bytes) -> Iterator[bytes]:
+        """`run` a `Share`; yields every `ShareEvent` when it happens, and last the `ShareOutcome`."""
         told: queue.SimpleQueue[ShareEvent | ShareOutcome] = queue.SimpleQueue()
         asked = SHARES.decode(share)
 
         def work() -> None:
             outcome = ShareOutcome(infra="the actor of the node failed")
             try:
-                outcome = self._node.run(asked, told.put)
+                outcome = self.run(asked, told.put)
             finally:
                 told.put(outcome)
 
@@ -112,21 +105,8 @@ class NodeActor:
             yield msgspec.msgpack.encode(each)
         yield msgspec.msgpack.encode(each)
 
-    def end(self, job_id: str) -> None:
-        """As `Node.end`."""
-        self._node.end(job_id)
-
-    def release(self, job_id: str) -> None:
-        """As `Node.release`."""
-        self._node.release(job_id)
-
-    def free(self, job_id: str) -> None:
-        """As `Node.free`."""
-        self._node.free(job_id)
-
     def close(self) -> None:
-        """Kill every rank and every zygote, and remove what is on disk."""
-        self._node.close()
+        super().close()
         self._private.close()
 
 

@@ -1,25 +1,142 @@
-"""The Ray cluster of a run: what its nodes have, whether they are alike, and the nodes opened for the run."""
+"""The Ray cluster of a run: what its nodes have, whether they are alike, and the nodes opened for the run.
+
+A node is an actor in a bundle of the group of the run (`ray_actor.py`).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from harness.engine.capacity import Capacity, NodeCapacity
-from harness.engine.devices import MIN_CPU_SLOTS
-from harness.engine.hardware import ARITHMETIC, Device
-from harness.engine.ray_actor import FACTS, NodeFacts, NodeSpec, node_facts
-from harness.engine.ray_connection import RayMachine, alive_machines, connect
-from harness.engine.ray_group import bundle, place_group
-from harness.engine.ray_node import RayNode, not_started
+from harness.engine.hardware import ARITHMETIC, MIN_CPU_SLOTS, Capacity, Device, NodeCapacity
+from harness.engine.messages import Share, ShareEvent, ShareOutcome
+from harness.engine.node import NodeLost, Reservation
+from harness.engine.ray_actor import ANSWERS, FACTS, TOLD, NodeActor, NodeFacts, NodeSpec, Refused, node_facts
+from harness.engine.ray_connection import Group, RayMachine, alive_machines, bundle, connect, place_group
 from harness.environment import changed_facts
 from harness.errors import HarnessError
 from harness.plural import counted
 from harness.sources import software
+
+_START_S = 120.0  # of an actor, on a busy machine
+_CLOSE_S = 15.0  # longer than a zygote needs to end its ranks
+_DIED = ("NodeDiedError", "ActorUnschedulableError", "TaskUnschedulableError", "LocalRayletDiedError")
+_THREADS = 1000  # of an actor: for every job one that runs or waits for slots, and those that end it
+
+
+class RayNode:
+    """One node. Every method raises NodeLost when its actor, or its machine, has died.
+
+    It starts the actor in bundle `index`; `check_started` says whether that worked.
+    """
+
+    def __init__(self, ray: Any, group: Group, index: int, spec: NodeSpec) -> None:
+        self.name = spec.capacity.host
+        self.capacity = spec.capacity
+        self._ray = ray
+        self._group = group
+        self._actor = (
+            ray.remote(NodeActor)
+            .options(
+                num_cpus=group.bundles[index].get("CPU", 0),
+                num_gpus=group.bundles[index].get("GPU", 0),
+                max_concurrency=_THREADS,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    group.handle, placement_group_bundle_index=index
+                ),
+            )
+            .remote(msgspec.msgpack.encode(spec))
+        )
+        self._slots = self._actor.slots.remote()
+
+    def check_started(self) -> None:
+        """Wait for the actor. Raises HarnessError where it does not start, or has other devices than were told."""
+        try:
+            slots = self._ray.get(self._slots, timeout=_START_S)
+        except self._ray.exceptions.RayError as error:
+            raise not_started(self.name, error) from error
+        if slots != self.capacity.slots:
+            raise HarnessError(
+                f"Ray reserved {self.capacity.slots} GPUs, but its actor sees {slots}.",
+                where=f"node {self.name}",
+                fix="see CUDA_VISIBLE_DEVICES and nvidia-smi on that node.",
+            )
+
+    def reserve(self, job_id: str, count: int) -> Reservation:
+        answer = ANSWERS.decode(self._ask("hold", job_id, count))
+        if isinstance(answer, Refused):
+            raise OSError(f"node {self.name}: {answer.text}")
+        return answer.reservation
+
+    def warm(self, preload: Mapping[str, str]) -> None:
+        self._ask("warm", dict(preload))
+
+    def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
+        with self._answering():
+            for told in self._actor.stream.remote(msgspec.msgpack.encode(share)):
+                each = TOLD.decode(self._ray.get(told))
+                if isinstance(each, ShareOutcome):
+                    return each
+                report(each)
+        raise NodeLost(f"node {self.name} ended {share.job.job_id} without an outcome")
+
+    def end(self, job_id: str) -> None:
+        self._ask("end", job_id)
+
+    def release(self, job_id: str) -> None:
+        self._ask("release", job_id)
+
+    def free(self, job_id: str) -> None:
+        self._ask("free", job_id)
+
+    def close(self) -> None:
+        """Kill every rank and every zygote there, then the actor, and leave the group."""
+        with suppress(NodeLost):
+            self._ask("close", timeout_s=_CLOSE_S)
+        self._ray.kill(self._actor)
+        self._group.leave()
+
+    def _ask(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
+        with self._answering():
+            return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=timeout_s)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except self._ray.exceptions.RayTaskError:
+            raise  # a fault of the harness there, with its traceback
+        except self._ray.exceptions.RayError as error:
+            raise NodeLost(f"node {self.name} was lost: {ray_message(error)}") from error
+
+
+def not_started(name: str, error: Exception) -> HarnessError:
+    """The HarnessError for a node on which the harness does not start, or which died before Ray noticed."""
+    if type(error).__name__ in _DIED:
+        return HarnessError(
+            f"it does not answer: {ray_message(error)}",
+            where=f"node {name}",
+            fix="see whether `ray status` still lists it, some seconds after a node has died, and run it again.",
+        )
+    return HarnessError(
+        f"the harness does not start there: {ray_message(error)}",
+        where=f"node {name}",
+        fix="install on that node what is installed here, or take it out of the cluster.",
+    )
+
+
+def ray_message(error: Exception) -> str:
+    """The message of a Ray error on one line: the exception of the other process, or its first sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if "Traceback" in str(error) or "ray::" in str(error) else lines[0]
+
 
 _FACTS_S = 120.0  # of a process that must be started on a busy machine, and reads the sources of torch
 

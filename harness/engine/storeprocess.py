@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness.engine.folder import tail
-from harness.engine.interpreter import child_environ, module_command
+from harness.engine.interpreter import module_command, start
 
 _START_S = 120.0  # it imports torch
 
@@ -26,10 +26,9 @@ class StoreProcess:
     `program` is a module: it gets the number of a socket, sends its port and serves until that is closed.
     """
 
-    def __init__(self, program: str, host: str = "127.0.0.1", python: str = sys.executable) -> None:
+    def __init__(self, program: str, host: str = "127.0.0.1") -> None:
         self._program = program
         self._host = host
-        self._python = python
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
@@ -46,15 +45,8 @@ class StoreProcess:
         self._near, far = socket.socketpair()
         with tempfile.TemporaryFile() as output:
             with far:
-                self._process = subprocess.Popen(
-                    module_command(self._python, self._program, [str(far.fileno())]),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=(far.fileno(),),
-                    env=child_environ({}),
-                    start_new_session=True,
-                )
+                command = module_command(sys.executable, self._program, [str(far.fileno())])
+                self._process = start(command, output, environ={}, fds=[far.fileno()])
             self._near.settimeout(_START_S)
             port = b""
             with suppress(TimeoutError):
@@ -66,7 +58,6 @@ class StoreProcess:
             self._port = int(port)
 
     def close(self) -> None:
-        """End the process, if it was started."""
         with self._lock:
             self._end()
 

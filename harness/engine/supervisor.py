@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.engine import linux, sharedmem
+from harness.engine import linux
 from harness.engine.folder import JobFolder
-from harness.engine.forking import FORK_BLOCKERS
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
-from harness.engine.program import RankProgram
+from harness.engine.program import FORK_BLOCKERS, RankProgram
 from harness.engine.rankprocess import RankProcess
 
 GRACE_S = 0.5  # after the first failure, other ranks may still report their own
@@ -68,7 +67,7 @@ class Supervisor:
         self._hung = False
         self._infra = ""
         self._orphans_cpu_s = 0.0
-        self._shm_before = sharedmem.names()
+        self._shm_before = linux.shm_files()
         self._shm: frozenset[str] = frozenset()  # files in /dev/shm that the ranks left
         self._steps: dict[Stage, Callable[[float], None]] = {
             Stage.RUNNING: self._run,
@@ -190,9 +189,9 @@ class Supervisor:
             self._kill()
 
     def _record_shared_memory(self) -> None:
-        appeared = sharedmem.names() - self._shm_before
+        appeared = linux.shm_files() - self._shm_before
         if appeared:
-            self._shm |= sharedmem.used_by(self.pids, appeared)
+            self._shm |= linux.shm_files_used_by(self.pids, appeared)
 
     def _kill(self) -> None:
         self._record_shared_memory()
@@ -235,7 +234,7 @@ class Supervisor:
         for rank in self._ranks:
             if rank.alive:
                 rank.unwatch()
-        sharedmem.remove(self._shm)
+        linux.remove_shm_files(self._shm)
         self.outcome = ShareOutcome(
             ranks=tuple(rank.outcome for rank in self._ranks if rank.outcome is not None),
             hung=self._hung,

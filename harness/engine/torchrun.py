@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ import msgspec
 
 from harness.engine import linux
 from harness.engine.folder import JobFolder, tail
-from harness.engine.interpreter import MARK, child_environ, module_command
+from harness.engine.interpreter import MARK, module_command, start
 from harness.engine.messages import RankOutcome, RankStatus, Share, ShareEvent, ShareOutcome
 from harness.engine.outcome import describe_exit, first_failure
 from harness.engine.supervisor import DUMP_S
@@ -88,10 +87,9 @@ class TorchrunEngine:
         """Does nothing: every job starts its own interpreters."""
 
     def end(self, job_id: str) -> None:
-        """Does nothing: there is no other node on which a rank may have failed."""
+        """Does nothing, as `release`: no other node has ranks of the job."""
 
-    def release(self, job_id: str) -> None:
-        """Does nothing: ranks wait for no other node."""
+    def release(self, job_id: str) -> None: ...
 
     def _run(self, share: Share) -> ShareOutcome:
         started_s = time.monotonic()
@@ -134,17 +132,9 @@ class _Launch:
         self._killed = False  # before torchrun had ended
 
     def run(self, command: list[str]) -> ShareOutcome:
-        environ = child_environ({MARK: self._mark, "TMPDIR": str(self._folder.tmp)})
         log_path = self._folder.path / "torchrun.log"
         with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                start_new_session=True,
-            )
+            process = start(command, log, environ={MARK: self._mark, "TMPDIR": str(self._folder.tmp)})
         try:
             self._wait(process.pid)
         finally:

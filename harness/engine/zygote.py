@@ -20,14 +20,12 @@ from collections.abc import Sequence
 from harness.engine import linux
 from harness.engine.messages import (
     PROTOCOL_VERSION,
-    End,
     Finished,
     FrameReader,
     Hello,
     Message,
     ProtocolError,
     Reached,
-    Release,
     ShareEvent,
     Submit,
     ToZygote,
@@ -107,9 +105,9 @@ class Zygote:
         supervisor = self._shares.get(message.ticket)
         if supervisor is None:
             return  # it has ended
-        if isinstance(message, Release):
+        if message.what == "release":
             supervisor.release()
-        elif isinstance(message, End):
+        elif message.what == "end":
             supervisor.end()
         else:
             supervisor.abort("cancelled")

@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 
 from harness.engine.cluster import Cluster
-from harness.engine.devices import open_leases
+from harness.engine.hardware import open_leases
 from harness.engine.messages import Job, JobOutcome
 from harness.engine.node import LocalNode, Runner
 from harness.engine.ray_cluster import open_nodes, own_address

@@ -1,14 +1,13 @@
 """The machine that a command runs on: its device, and whether ranks can train there. Never imports torch.
 
-Owns the meaning of `--device auto`. Which devices may be used is `engine/devices.py`'s.
+Owns the meaning of `--device auto`. Which devices may be used is `engine/hardware.py`'s.
 """
 
 from __future__ import annotations
 
 import importlib.util
 
-from harness.engine.devices import cuda_devices
-from harness.engine.hardware import Device
+from harness.engine.hardware import Device, cuda_devices
 from harness.errors import HarnessError
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from harness.checks.catalogue import probes_of
-from harness.engine.capacity import Capacity, capacity_here
-from harness.engine.hardware import Device
+from harness.engine.hardware import Capacity, Device, capacity_here
 from harness.engine.ray_cluster import cluster_capacity, cluster_device
 from harness.engine.ray_connection import AUTO
 from harness.errors import HarnessError

@@ -11,8 +11,8 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.checks.traffic import VOLUME
+from harness.engine.cluster import JobRunner
 from harness.engine.messages import Job
-from harness.engine.unleased import JobRunner
 from harness.errors import HarnessError
 from harness.expect.traffic import expected_transfers, fsdp_units
 from harness.expect.upstream import changes_in

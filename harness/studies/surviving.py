@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from harness.engine.cluster import JobRunner
 from harness.engine.messages import Job, JobOutcome
-from harness.engine.unleased import JobRunner
 from harness.errors import HarnessError
 
 MAX_LOST = 8  # checks that may bring their ranks down before the rest is given up

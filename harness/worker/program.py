@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from harness.engine.forking import FORK_BLOCKERS
+from harness.engine.program import FORK_BLOCKERS
 from harness.matrix.targets import REFERENCE, module_of
 from harness.request import RunRequest
 from harness.sources import module_digest

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.engine import ray_group
+from harness.engine import ray_connection
 from harness.engine.cluster import Cluster
 from harness.engine.messages import Job, JobOutcome
 from harness.engine.ray_cluster import cluster_capacity, open_nodes
@@ -143,13 +143,13 @@ def test_a_run_that_must_wait_says_so_and_for_how_much(connected: Any) -> None:
     ray = connected
     machines = [machine for machine in alive_machines(ray) if machine.cpus]
     bundles = [{"CPU": 2.0}] * 2
-    held = ray_group.place_group(ray, machines, bundles, pytest.fail)
+    held = ray_connection.place_group(ray, machines, bundles, pytest.fail)
     notes: list[str] = []
     with pytest.raises(HarnessError, match=r"2 CPU on each of 2 nodes were not free within 1 s; of 4 CPU .* 0 are"):
-        ray_group.place_group(ray, machines, bundles, notes.append, wait_s=1)
+        ray_connection.place_group(ray, machines, bundles, notes.append, wait_s=1)
     assert notes == ["waits for other runs: it needs 2 CPU on each of 2 nodes; of 4 CPU in the cluster 0 are free."]
     held.close()
-    ray_group.place_group(ray, machines, bundles, pytest.fail).close()
+    ray_connection.place_group(ray, machines, bundles, pytest.fail).close()
 
 
 def test_parts_of_a_job_on_several_nodes_fail_together(

@@ -47,7 +47,7 @@ WORKER_MAY_READ = {
     "internals",
 }  # values, and files
 # What a rank program is, and what it must not do before the fork.
-WORKER_MAY_ALSO_READ = {"harness.engine.program", "harness.engine.messages", "harness.engine.forking"}
+WORKER_MAY_ALSO_READ = {"harness.engine.program", "harness.engine.messages"}
 FRONT_ENDS = {"cli", "pytest_plugin", "__main__"}
 # Processes of their own.
 PROGRAMS = {"harness.engine.zygote", "harness.engine.rank", "harness.engine.torchrun_rank", "harness.worker.exported"}

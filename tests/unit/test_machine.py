@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.capacity import Capacity, capacity_here
-from harness.engine.devices import open_leases
+from harness.engine.hardware import Capacity, capacity_here, open_leases
 from harness.errors import HarnessError
 from harness.running.machine import resolve_device
 from harness.running.plan import Plan

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from harness.engine.capacity import NodeCapacity
+from harness.engine.hardware import NodeCapacity
 from harness.engine.ray_actor import NodeFacts
-from harness.engine.ray_cluster import check_alike, slots_of
-from harness.engine.ray_connection import RayMachine
-from harness.engine.ray_group import bundle
-from harness.engine.ray_node import ray_message
+from harness.engine.ray_cluster import check_alike, ray_message, slots_of
+from harness.engine.ray_connection import RayMachine, bundle
 from harness.errors import HarnessError
 
 GPUS = RayMachine(name="b", node_id="2", cpus=32, gpus=8)

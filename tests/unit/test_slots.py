@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.engine.slots import SlotTable, TableClosed, check_fits, place
+from harness.engine.cluster import SlotTable, TableClosed, check_fits, place
 from harness.errors import HarnessError
 from tests.worker.processes import wait_until
 

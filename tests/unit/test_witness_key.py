@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from harness.engine.capacity import Capacity, NodeCapacity
+from harness.engine.hardware import Capacity, NodeCapacity
 from harness.running.identity import witness_key
 from harness.running.plan import Plan
 from harness.sources import installed_source

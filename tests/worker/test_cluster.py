@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.engine.capacity import NodeCapacity
 from harness.engine.cluster import Cluster
+from harness.engine.hardware import NodeCapacity
 from harness.engine.leases import Leases
 from harness.engine.messages import Job, JobOutcome, RankOutcome, Share, ShareEvent, ShareOutcome
 from harness.engine.node import LocalNode, Node, NodeLost, Reservation

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.engine.unleased import unleased_cluster
+from harness.engine.cluster import unleased_cluster
 from harness.running.injection import parse_injection
 from harness.studies.conformance.fixed import select_checks
 from harness.studies.conformance.judge import Conclusion

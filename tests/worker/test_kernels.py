@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.engine.unleased import unleased_cluster
+from harness.engine.cluster import unleased_cluster
 from harness.running.injection import parse_injection
 from harness.studies.kernels.bound import Accumulator
 from harness.studies.kernels.fixed import refusal_checks, value_checks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine.devices import default_cpu_slots
+from harness.engine.hardware import default_cpu_slots
 from harness.engine.leases import Leases
 from harness.errors import HarnessError
 from tests.worker.processes import start_python

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from harness.engine.scratch import Scratch
+from harness.engine.node import Scratch
 from tests.worker.processes import start_python
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from harness.engine.scratch import Scratch
+from harness.engine.node import Scratch
 print(Scratch(Path(sys.argv[1])).path, flush=True)
 time.sleep(60)
 """

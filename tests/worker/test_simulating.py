@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from harness.engine.cluster import JobRunner, unleased_cluster
 from harness.engine.messages import Job, JobOutcome
-from harness.engine.unleased import JobRunner, unleased_cluster
 from harness.matrix.case import Case
 from harness.matrix.known import read_known
 from harness.performance import models

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from harness.engine.cluster import JobRunner
 from harness.engine.messages import Job, JobOutcome
-from harness.engine.unleased import JobRunner
 from harness.sources import installed_version
 from harness.studies.conformance.judge import Conclusion, conclude, conclude_lost
 from harness.studies.surviving import run_surviving

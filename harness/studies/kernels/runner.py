@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from harness.engine.cluster import JobRunner
 from harness.engine.messages import Job, JobOutcome
-from harness.engine.unleased import JobRunner
 from harness.studies.kernels.bound import Accumulator
 from harness.studies.kernels.judge import KernelConclusion, conclude, conclude_lost
 from harness.studies.surviving import run_surviving

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from harness.engine.devices import cuda_devices
+from harness.engine.hardware import cuda_devices
 from harness.evidence.ring import SCHEMA, Ring, RingReport
 from harness.matrix.case import Case
 from harness.matrix.rules import expected_refusal

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from harness.engine.cluster import unleased_cluster
 from harness.engine.messages import Job
-from harness.engine.unleased import unleased_cluster
 from harness.errors import HarnessError
 from harness.evidence.ring import Ring
 from harness.plural import binary_bytes, counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from harness.engine.devices import open_leases
+from harness.engine.hardware import open_leases
 from harness.engine.leases import Leases
 from harness.evidence.ring import RingItem
 from harness.matrix.faults import Fault
