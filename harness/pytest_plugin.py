@@ -143,10 +143,11 @@ class CaseItem(pytest.Item):
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The findings of a case; pytest's own words for everything else."""
         from harness.errors import HarnessError
-        from harness.report.text import case_block
+        from harness.report.case import case_section
+        from harness.report.sections import text_of
 
         if isinstance(excinfo.value, CaseNotGood):
-            return case_block(excinfo.value.result)
+            return text_of([case_section(excinfo.value.result)])
         if isinstance(excinfo.value, HarnessError):
             return excinfo.value.text
         return super().repr_failure(excinfo, style)
@@ -195,12 +196,12 @@ class _Results:
         from harness.cli.report import page_of
         from harness.document import json_report, run_document
         from harness.durable import write_whole
-        from harness.report.markdown import markdown_report
+        from harness.report.run import run_markdown
 
         run = self._run(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
         renders: tuple[Callable[[], bytes], ...] = (
             lambda: json_report(run),
-            lambda: markdown_report(run).encode(),
+            lambda: run_markdown(run).encode(),
             lambda: page_of(_project(self._config), run_document(run)),
         )
         for name, render in zip(_OUTPUTS, renders, strict=True):

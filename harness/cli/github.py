@@ -11,7 +11,7 @@ from typing import TextIO
 
 import click
 
-from harness.report.github import annotation_lines, job_summary
+from harness.report.ci import annotation_lines, job_summary
 from harness.result import RunResult
 
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # the file that GitHub makes the summary of

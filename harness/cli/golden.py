@@ -10,6 +10,7 @@ import msgspec
 
 from harness.checks import loss_vs_golden
 from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
+from harness.cli.output import print_sections
 from harness.engine.hardware import Capacity, capacity_here
 from harness.errors import HarnessError
 from harness.evidence.golden import (
@@ -28,8 +29,8 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
 from harness.plural import counted
 from harness.project import Project, find_project
+from harness.report.case import case_section
 from harness.report.golden import change_text, review_text
-from harness.report.text import case_block
 from harness.running.case_judge import prepare_judge
 from harness.running.machine import resolve_device
 from harness.running.plan import Plan
@@ -195,7 +196,8 @@ def update_command(  # noqa: PLR0913  one parameter per option
         if not dry_run:
             click.echo(f"  {_store(project, change, only_changed=only_failing)}")
     for result in made.failed:
-        click.echo(f"\n{case_block(result)}")
+        click.echo()
+        print_sections([case_section(result)])
     review = review_text(changes, project.root)
     if review and not dry_run:
         click.echo(f"\nFor the message of the commit:\n\n{review}", nl=False)

@@ -6,7 +6,6 @@ The first three are arithmetic and run nothing, but where their options say so. 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -308,8 +307,9 @@ def _show(report: object, text: str, json_file: Path | None) -> None:
 
 def _tell_failures(result: RunResult, root: str | None) -> None:
     """Print a run that is not good to stderr."""
-    from harness.cli.report import print_result
+    from harness.cli.output import print_sections
     from harness.hints import rerun_failed
+    from harness.report.run import run_sections
 
     if result.exit_code is not ExitCode.GOOD:
-        print_result(result, sys.stderr, rerun=rerun_failed(root=root))
+        print_sections(run_sections(result, rerun=rerun_failed(root=root)), err=True)

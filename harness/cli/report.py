@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import click
 
 from harness.cli import options
+from harness.cli.output import print_sections
 from harness.document import RunDocument, document_json, run_result
 from harness.hints import rerun_failed
 from harness.project import Project, find_project
-from harness.report.junit import junit_report
-from harness.report.markdown import markdown_report
+from harness.report.ci import junit_report
+from harness.report.run import run_markdown, run_sections
 from harness.running.stored import results_of
 
 if TYPE_CHECKING:
     from harness.report.html.page import Front
     from harness.report.sections import Section, Table
-    from harness.result import RunResult
 
 _EPILOG = """\b
 Examples:
@@ -75,28 +74,12 @@ def report_command(  # noqa: PLR0913  one parameter an option
         (html_file, html),
         (json_file, lambda: document_json(document)),
         (junit_file, lambda: junit_report(run_result(document))),
-        (markdown_file, lambda: markdown_report(run_result(document)).encode()),
+        (markdown_file, lambda: run_markdown(run_result(document)).encode()),
     )
     if not any(path for path, _ in outputs):
-        print_result(run_result(document), sys.stdout, rerun=rerun_failed(root=root))
+        print_sections(run_sections(run_result(document), rerun=rerun_failed(root=root)))
     for path, render in outputs:
         options.write_output(path, render)
-
-
-def print_result(result: RunResult, file: TextIO, *, rerun: str, quiet: bool = False) -> None:
-    """Print the table, the blocks of what is not good, and the totals."""
-    from harness.report.text import blocks_text, text_report
-
-    if not quiet and file.isatty():
-        from rich.console import Console
-
-        from harness.report.table import rich_table, started
-
-        console = Console(file=file)
-        console.print(rich_table(started(result.results), width=console.width), crop=False)
-        click.echo(file=file)
-    text = blocks_text(result, rerun=rerun) if quiet or file.isatty() else text_report(result, rerun=rerun)
-    click.echo(text, nl=False, file=file)
 
 
 def page_of(

@@ -12,8 +12,8 @@ from harness.document import RunDocument, document_json
 from harness.durable import write_whole
 from harness.plural import counted
 from harness.project import Project, find_project
+from harness.report.run import totals_words
 from harness.report.stored import Listed, runs_json, runs_text
-from harness.report.wording import totals_words
 from harness.running.merging import environment_differences, merged
 from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
 from harness.running.stored_case import stored_cases

@@ -14,7 +14,8 @@ from click.core import ParameterSource
 
 from harness.cli import options
 from harness.cli.github import report_to_github, workflow_commands_off
-from harness.cli.report import page_of, print_result
+from harness.cli.output import print_sections
+from harness.cli.report import page_of
 from harness.document import json_report, run_document
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
@@ -22,9 +23,8 @@ from harness.hints import rerun_failed as rerun_command
 from harness.hints import resume_run as resume_command
 from harness.matrix.parts import parse_shard
 from harness.project import Project, find_project
-from harness.report.junit import junit_report
-from harness.report.markdown import markdown_report
-from harness.report.wording import not_judged_text
+from harness.report.ci import junit_report
+from harness.report.run import not_judged_section, run_markdown, run_sections
 from harness.result import RunResult
 from harness.run_options import CommandOptions, RunOptions, option_named
 from harness.running.plan import Plan
@@ -106,7 +106,7 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
     renders: list[tuple[Path | None, Callable[[RunResult], bytes]]] = [
         (asked.json_file, json_report),
         (asked.junit_file, junit_report),
-        (asked.markdown_file, lambda result: markdown_report(result).encode()),
+        (asked.markdown_file, lambda result: run_markdown(result).encode()),
         (asked.html_file, lambda result: page_of(project, run_document(result))),
     ]
     outputs = [(path, render) for path, render in renders if path]
@@ -115,9 +115,9 @@ def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored 
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
     rerun = (resume_command if report.result.interrupted else rerun_command)(root=asked.root)
     with workflow_commands_off(text_file, on=asked.github):
-        if asked.verbose:
-            click.echo(not_judged_text(report.result), nl=False, file=text_file)
-        print_result(report.result, text_file, rerun=rerun, quiet=asked.quiet)
+        more = [not_judged_section(report.result)] if asked.verbose else []
+        sections = run_sections(report.result, rerun=rerun, quiet=asked.quiet)
+        print_sections([*more, *sections], file=text_file)
     if asked.github:
         report_to_github(report.result, text_file)
     return _write(report, outputs)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 from harness.cli.options import root_option
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.project import find_project
-from harness.report.case import case_text
+from harness.report.case import shown_case
 from harness.running.stored import results_of
 
 _EPILOG = """\b
@@ -36,4 +37,4 @@ def show_command(case: str, run: str, root: str | None) -> None:
         shown = ", ".join(ids[:5]) + (f", … ({len(ids)})" if len(ids) > 5 else "")
         what = "several cases of the run have this." if found else "the run has no such case."
         raise HarnessError(what, where=case, fix=f"use one of {shown}.")
-    click.echo(case_text(found[0]), nl=False)
+    print_sections(shown_case(found[0]))

@@ -8,6 +8,7 @@ import click
 
 from harness.cli.golden import asked_cases, check_committed, require_reason
 from harness.cli.options import allow_dirty_option, plan_parameter, query_parameter, root_option, typed_command
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.evidence.signature import (
     Signature,
@@ -21,7 +22,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.plural import counted
 from harness.project import Project, find_project
-from harness.report.text import case_block
+from harness.report.case import case_section
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query
@@ -114,7 +115,8 @@ def update_command(  # noqa: PLR0913  one parameter an option
         if not dry_run:
             click.echo(f"  stored in {write_signature(project.root, change.new)}")
     for result in made.failed:
-        click.echo(f"\n{case_block(result)}")
+        click.echo()
+        print_sections([case_section(result)])
     stored = "not stored (--dry-run)" if dry_run else "stored"
     click.echo(f"\n{counted(len(made.changes), 'signature')} {stored}, {counted(len(made.failed), 'case')} failed")
     if made.interrupted:

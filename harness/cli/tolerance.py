@@ -7,12 +7,13 @@ from collections.abc import Callable
 import click
 
 from harness.cli.options import AT_LEAST_1, plan_parameter, query_parameter, root_option, typed_command
+from harness.cli.output import print_sections
 from harness.evidence.tolerance import CHECKS, Sample, fit, measured_steps, noise, read_evidence, write_evidence
 from harness.hints import explain_case
 from harness.matrix.caseid import case_id
 from harness.plural import counted
 from harness.project import find_project
-from harness.report.text import case_block
+from harness.report.case import case_section
 from harness.running.case_judge import known_here
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
@@ -84,7 +85,8 @@ def measure_command(
             fresh=fresh,
         )
     for result in done.failed:
-        click.echo(f"\n{case_block(result)}")
+        click.echo()
+        print_sections([case_section(result)])
     if done.interrupted:
         return ExitCode.INTERRUPTED  # a partial measurement must not replace a complete one
     if not done.new_samples:

@@ -13,7 +13,8 @@ from harness.matrix.axes import AXES, axis_values, own_axes, shown_value
 from harness.matrix.bugfile import BugFile
 from harness.matrix.caseid import case_id
 from harness.plural import counted
-from harness.report.wording import aligned, printable, wrapped
+from harness.report.sections import printable, wrapped
+from harness.report.wording import aligned
 
 WIDTH = 78
 _NO_BREAK = "\N{NO-BREAK SPACE}"

@@ -1,63 +1,182 @@
-"""One case for a terminal of 60 columns: what is wrong, curves as sparklines, numbers, checks and the command."""
+"""One case: what is wrong with it, how its ranks failed, what was measured, and the command that runs it again."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
 
+from msgspec.structs import replace
+
+from harness.checks.causes import first_effect
+from harness.checks.stacks import LAST_OUTPUT
 from harness.document import CaseDocument
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.plural import binary_bytes, counted
+from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
 from harness.report.sparkline import sparkline
-from harness.report.wording import aligned, failure_text, findings_texts, printable
+from harness.result import CaseResult
+from harness.trace import RankFailure
+from harness.verdict import Finding, Verdict
 
-WIDTH = 60
+SHOWN_TRACEBACK_LINES = 25  # the last ones; the JSON report has all
 _UNITS = ("", "k", "M", "G", "T", "P", "E")
-_SHOWN_LINES = 12  # the last ones of a traceback
 
 
-def case_text(case: CaseDocument) -> str:
-    """The case in blocks under short titles; a block without content is left out. Only ids and commands are longer."""
-    parts = [
-        "\n".join([printable(case.id), *_wrapped(_headline(case), 2)]),
-        _block("findings", findings_texts(case.findings)),
-        _block("stacks", [_tail(failure_text(each)) for each in case.failures if not each.consequence]),
-        *(_of_measured(case.measured) if case.measured is not None else ()),
-        _block("judged by", [", ".join(case.checks)] if case.checks else []),
-        _block("not judged", [printable(f"{each.check}: {each.reason}") for each in case.not_judged]),
-        f"run it again\n  {printable(case.command)}" if case.command else "",
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+def outcome(result: CaseResult) -> str:
+    """How a case ended, as the end of a sentence that starts with its id."""
+    unjudged = bool(result.findings) and not any(finding.judged for finding in result.findings)
+    return "could not be judged" if unjudged else result.verdict.phrase
 
 
-def _headline(case: CaseDocument) -> str:
+def headline(result: CaseResult) -> str:
+    """The first finding of a case, or what was unusual about it, on one line; empty if nothing was."""
+    if result.findings:
+        more = f" (+{len(result.findings) - 1} more)" if len(result.findings) > 1 else ""
+        known = f"{result.expectation}: " if result.verdict is Verdict.KNOWN and result.expectation else ""
+        excused = f"{result.quarantined.partition(':')[0]}: " if result.excused else ""
+        return f"{excused}{known}{result.findings[0].first_line}{more}"
+    parts = (result.expectation and f"as expected: {result.expectation}", retried(result))
+    return "; ".join(part for part in parts if part).replace("\n", " ")
+
+
+def retried(result: CaseResult) -> str:
+    """The number of attempts and the reasons for retrying; empty after a single attempt."""
+    if len(result.attempts) < 2:
+        return ""
+    earlier = "; ".join(f"{attempt.verdict.value}: {attempt.message}" for attempt in result.attempts[:-1])
+    return f"{len(result.attempts)} attempts, earlier: {earlier}"
+
+
+def finding_entry(finding: Finding) -> Entry:
+    """A finding: rule, place and sentence, then what was expected and found, and what to do."""
+    where = f" [{finding.place}]" if finding.place else ""
+    values = (("expected", finding.expected), ("found", finding.found), ("fix", finding.fix))
+    first, _, details = finding.headline.partition("\n")
+    told = (f"{name}: {value}" for name, value in values if value is not None)
+    return Entry(title=f"{finding.rule}{where}: {first}", lines=(*filter(None, [details]), *told))
+
+
+def finding_blocks(findings: Sequence[Finding]) -> tuple[Block, ...]:
+    """All findings of a case, in two groups where some are likely effects of those before them."""
+    split, entries = first_effect(findings), tuple(map(finding_entry, findings))
+    if split is None:
+        return entries
+    return (
+        Section(title="nearest to the cause", blocks=entries[:split]),
+        Section(title="also found, likely effects", blocks=entries[split:]),
+    )
+
+
+def case_section(result: CaseResult, first: Mapping[str, str] = MappingProxyType({})) -> Section:
+    """A case that is not good. `first`: the case that shows a traceback; the others refer to it."""
+    more = (retried(result), result.quarantined if result.excused else "")
+    return Section(
+        title=f"{result.case_id} {outcome(result)}",
+        blocks=(
+            *finding_blocks(result.findings),
+            *_failures(result, first),
+            *filter(None, more),
+            *([Verbatim(f"reproduce: {result.command}")] if result.command else []),
+        ),
+    )
+
+
+def case_sections(results: Sequence[CaseResult]) -> list[Section]:
+    """A section for every case that is not good. The first one with a traceback shows it."""
+    bad = [result for result in results if not result.verdict.good]
+    first: dict[str, str] = {}
+    for result in bad:
+        for failure in result.run.failures if result.run else ():
+            first.setdefault(_raised(failure), result.case_id)
+    return [case_section(result, first) for result in bad]
+
+
+def _failures(result: CaseResult, first: Mapping[str, str]) -> Iterator[Block]:
+    """How ranks failed, each traceback once, without consequences."""
+    causes = (result.run.causes or result.run.failures) if result.run else ()
+    told = [failure for failure in (_told(each, result.case_id, first) for each in causes) if failure.traceback]
+    told.sort(key=lambda failure: (failure.traceback, failure.rank))
+    for _, group in groupby(told, key=lambda failure: failure.traceback):
+        yield from failure_blocks(next(group))
+
+
+def _told(failure: RankFailure, case_id: str, first: Mapping[str, str]) -> RankFailure:
+    """The failure without what stands elsewhere: where ranks are stuck, and the traceback of another case."""
+    _, mark, output = failure.traceback.partition(LAST_OUTPUT)
+    if failure.kind == "stuck":
+        return replace(failure, traceback=mark + output)
+    other = first.get(_raised(failure), case_id)
+    return failure if other == case_id else replace(failure, traceback=f"same traceback as {other}")
+
+
+def _raised(failure: RankFailure) -> str:
+    """The traceback without what the rank printed."""
+    return failure.traceback.partition(LAST_OUTPUT)[0].rstrip()
+
+
+def failure_blocks(failure: RankFailure, *, most: int | None = SHOWN_TRACEBACK_LINES) -> tuple[Block, ...]:
+    """How a rank failed, with the last lines of its traceback or stack dump."""
+    phase = f" in {failure.phase}" if failure.phase else ""
+    because = " (after another rank failed)" if failure.consequence else ""
+    lines = failure.traceback.rstrip().splitlines()
+    omitted = 0 if most is None else max(len(lines) - most, 0)
+    earlier = [f"({omitted} earlier lines)"] if omitted else []
+    head = f"rank {failure.rank} {failure.kind}{phase}{because}: {failure.message}"
+    return (head, *([Verbatim("\n".join([*earlier, *lines[omitted:]]))] if lines else []))
+
+
+def shown_case(case: CaseDocument) -> Iterator[Section]:
+    """What `show` prints."""
     expected = f", as expected: {case.expectation}" if case.expectation else ""
-    ranks = counted(case.world_size, "rank")
-    return printable(f"{case.verdict.value}{expected}; {ranks}, {case.seconds:.1f} s wall, {case.cpu_s:.1f} s CPU")
+    took = f"{counted(case.world_size, 'rank')}, {case.seconds:.1f} s wall, {case.cpu_s:.1f} s CPU"
+    yield Section(title=case.id, blocks=(f"{case.verdict.value}{expected}; {took}",))
+    yield Section(title="findings", blocks=finding_blocks(case.findings))
+    causes = [each for each in case.failures if not each.consequence]
+    yield Section(title="stacks", blocks=tuple(block for each in causes for block in failure_blocks(each, most=12)))
+    if case.measured is not None:
+        yield from _measured_sections(case.measured)
+    yield Section(title="judged by", blocks=(", ".join(case.checks),) if case.checks else ())
+    skipped = tuple(f"{each.check}: {each.reason}" for each in case.not_judged)
+    yield Section(title="not judged", blocks=(Items(skipped),))
+    yield Section(title="run it again", blocks=(Verbatim(case.command),) if case.command else ())
 
 
-def _of_measured(measured: Measured) -> Iterable[str]:
-    yield _lines("curves", _curves(measured.curves))
-    yield _lines("numbers", _numbers(measured))
-    yield _lines("casts to float8 that lose the most", _casts(measured.casts))
-    yield _lines("wire, of all ranks and steps", _wire(measured.wire, measured.expected_wire))
-    yield _lines("fused", [f"{count} x {name}" for name, count in measured.fused.items()])
+def _measured_sections(measured: Measured) -> Iterator[Section]:
+    yield Section(title="curves", blocks=(Table(rows=tuple(_curve_rows(measured.curves))),))
+    more = (
+        ("speed", "" if measured.speedup is None else speedup_words(measured.speedup)),
+        ("casts to float8", "" if measured.cast_calls is None else str(measured.cast_calls)),
+        ("saved for backward", _saved(measured.saved_bytes, measured.expected_saved_bytes)),
+    )
+    yield Section(title="numbers", blocks=(Facts((*distances(measured), *more)),))
+    yield Section(title="casts to float8 that lose the most", blocks=tuple(_cast_entries(measured.casts)))
+    wire = sorted({*measured.wire, *measured.expected_wire})
+    sent = [(words, measured.wire.get(words), measured.expected_wire.get(words)) for words in wire]
+    yield Section(
+        title="wire, of all ranks and steps",
+        blocks=tuple(
+            Entry(
+                title=words,
+                lines=(_sent(found) + _formula(found == wanted, None if wanted is None else _sent(wanted)),),
+            )
+            for words, found, wanted in sent
+        ),
+    )
+    fused = tuple(f"{count} x {name}" for name, count in measured.fused.items())
+    yield Section(title="fused", blocks=(Items(fused),))
 
 
-def _curves(curves: Mapping[str, Curve]) -> Iterable[str]:
+def _curve_rows(curves: Mapping[str, Curve]) -> Iterator[tuple[str, ...]]:
     """Every curve with its first and last value; those of one quantity have one scale."""
-    rows = []
     for title, field in (("loss", "losses"), ("gradient", "grad_norms")):
         named = {name: getattr(curve, field) for name, curve in curves.items() if getattr(curve, field)}
         finite = [value for values in named.values() for value in values if math.isfinite(value)]
         low, high = min(finite, default=0.0), max(finite, default=0.0)
         for name, values in named.items():
             ends = f"{values[0]:.6g} -> {values[-1]:.6g}"
-            rows.append((title, name, sparkline(_thinned(values), low, high), ends))
-    return aligned(rows).splitlines() if rows else ()
+            yield title, name, sparkline(_thinned(values), low, high), ends
 
 
 def _thinned(values: Sequence[float], most: int = 20) -> Sequence[float]:
@@ -67,37 +186,32 @@ def _thinned(values: Sequence[float], most: int = 20) -> Sequence[float]:
     return [values[round(at * (len(values) - 1) / (most - 1))] for at in range(most)]
 
 
-def _numbers(measured: Measured) -> Iterable[str]:
+def distances(measured: Measured) -> tuple[tuple[str, str], ...]:
+    """How far the numbers are from the references, and what was multiplied; empty values are not known."""
     allowed = f" (allowed {max(measured.allowed_loss):.3g})" if measured.allowed_loss else ""
-    rows = [
-        ("loss, from the golden", _number(measured.loss_distance, f" nats{allowed}")),
-        ("gradients, from one rank", _number(measured.parity)),
-        ("modules, from their replay", _number(measured.local_parity)),
+
+    def shown(value: float | None, unit: str) -> str:
+        return "" if value is None else f"{value:.3g}{unit}"
+
+    return (
+        ("loss, from the golden", shown(measured.loss_distance, f" nats{allowed}")),
+        ("gradients, from one rank", shown(measured.parity, " relative")),
+        ("modules, from their replay", shown(measured.local_parity, " relative")),
         ("scaled matmuls", "" if measured.scaled_mm_calls is None else str(measured.scaled_mm_calls)),
         *(
-            (f"FLOPs of {words}", flops_text(found, measured.expected_flops.get(words)))
+            (f"FLOPs of {words}", _multiplied(found, measured.expected_flops.get(words)))
             for words, found in measured.flops.items()
         ),
-        ("speed", "" if measured.speedup is None else speedup_words(measured.speedup)),
-        ("casts to float8", "" if measured.cast_calls is None else str(measured.cast_calls)),
-        ("saved for backward", _against(measured.saved_bytes, measured.expected_saved_bytes)),
-    ]
-    shown = [row for row in rows if row[1]]
-    return aligned(shown).splitlines() if shown else ()
+    )
 
 
-def _number(value: float | None, unit: str = "") -> str:
-    return "" if value is None else f"{value:.3g}{unit}"
-
-
-def _against(found: int | None, expected: int | None) -> str:
+def _saved(found: int | None, expected: int | None) -> str:
     if found is None:
         return ""
     return binary_bytes(found) + _formula(found == expected, None if expected is None else binary_bytes(expected))
 
 
-def flops_text(found: Multiplied, expected: Multiplied | None) -> str:
-    """FLOPs and calls of all ranks and steps, and whether the formula says the same."""
+def _multiplied(found: Multiplied, expected: Multiplied | None) -> str:
     wanted = None if expected is None else f"{flop_words(expected.flops)} in {expected.calls} calls"
     return f"{flop_words(found.flops)} in {found.calls} calls{_formula(found == expected, wanted)}"
 
@@ -108,22 +222,15 @@ def _formula(equal: bool, expected: str | None) -> str:
     return ", as the formula" if equal else f", the formula: {expected}"
 
 
-def _wire(found: Mapping[str, Sent], expected: Mapping[str, Sent]) -> Iterable[str]:
-    for words in sorted({*found, *expected}):
-        wanted, sent = expected.get(words), found.get(words)
-        yield words
-        yield f"  {_sent(sent)}{_formula(wanted == sent, None if wanted is None else _sent(wanted))}"
-
-
 def _sent(sent: Sent | None) -> str:
     return "none" if sent is None else f"{sent.calls} calls, {binary_bytes(sent.payload_bytes)}"
 
 
-def _casts(casts: Sequence[CastRange]) -> Iterable[str]:
+def _cast_entries(casts: Sequence[CastRange]) -> Iterator[Entry]:
     for each in sorted(casts, key=lambda each: each.lost, reverse=True)[:3]:
         if each.lost:
-            yield f"step {each.step} {printable(each.fqn)} {each.role}"
-            yield f"  flushed {each.flushed:.2%}, saturated {each.saturated:.2%}, amax {each.amax:.3g}"
+            shares = f"flushed {each.flushed:.2%}, saturated {each.saturated:.2%}, amax {each.amax:.3g}"
+            yield Entry(title=f"step {each.step} {each.fqn} {each.role}", lines=(shares,))
 
 
 def speedup_words(found: Speedup) -> str:
@@ -136,47 +243,3 @@ def flop_words(count: float) -> str:
     """A number of FLOPs with a unit: "57.91 GFLOP"."""
     power = min(max(int(math.log10(count)) // 3, 0) if count > 0 else 0, len(_UNITS) - 1)
     return f"{count / 1000**power:.4g} {_UNITS[power]}FLOP"
-
-
-def _tail(text: str) -> str:
-    head, *lines = text.splitlines()
-    return "\n".join([head, *(f"  {line}" for line in lines[-_SHOWN_LINES:])])
-
-
-def _block(title: str, texts: Sequence[str]) -> str:
-    """Wrapped texts under a title."""
-    return _lines(title, [line for text in texts for line in _unfolded(text)])
-
-
-def _unfolded(text: str) -> Iterable[str]:
-    """The lines of a text, wrapped; the rows of a table in it with columns as narrow as they can be, where they fit."""
-    for is_table, group in itertools.groupby(text.splitlines(), lambda line: len(_cells(line)) > 2):
-        lines = list(group)
-        indents = [len(line) - len(line.lstrip()) for line in lines]
-        table = _narrowed(lines, min(indents)) if is_table else []
-        if table and max(map(len, table)) <= WIDTH - 2:
-            yield from table
-        else:
-            for line, indent in zip(lines, indents, strict=True):
-                yield from _wrapped(line.strip(), indent, room=WIDTH - 2)
-
-
-def _narrowed(lines: Sequence[str], indent: int) -> list[str]:
-    rows = [_cells(line) for line in lines]
-    most = max(map(len, rows))
-    table = aligned([(*row, *[""] * (most - len(row))) for row in rows], right=range(most))
-    return [" " * indent + line for line in table.splitlines()]
-
-
-def _cells(line: str) -> list[str]:
-    return re.split(r" {2,}", line.strip())
-
-
-def _lines(title: str, lines: Iterable[str]) -> str:
-    shown = [f"  {line}" for line in lines]
-    return "\n".join([title, *shown]) if shown else ""
-
-
-def _wrapped(text: str, indent: int, room: int = WIDTH) -> list[str]:
-    first, rest = " " * indent, " " * (indent + 2)
-    return textwrap.wrap(text, room, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)

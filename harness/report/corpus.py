@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from harness.bugs.corpus import Corpus, Proof
 from harness.plural import counted
-from harness.report.wording import aligned, printable
+from harness.report.sections import printable
+from harness.report.wording import aligned
 
 _COLUMNS = ("bug", "case", "clean", "with fault", "detected by")
 

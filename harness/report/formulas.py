@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from harness.evidence.formulas import VerifiedWith
 from harness.expect.expectations import FORMULAS
 from harness.plural import counted
-from harness.report.text import case_block
+from harness.report.case import case_section
+from harness.report.sections import text_of
 from harness.studies.formulas import Verification
 
 _NAMED = 3  # of the cases that disagree with one formula
@@ -16,7 +17,7 @@ _NAMED = 3  # of the cases that disagree with one formula
 def formulas_text(found: Verification) -> str:
     """A line for every formula, and then the cases that failed in another way, in full."""
     lines = [f"{formula:<13} {'; '.join(_said(found, formula))}" for formula in FORMULAS]
-    return "\n\n".join(["\n".join(lines), *(case_block(each) for each in found.failed)])
+    return "\n\n".join(["\n".join(lines), *(text_of([case_section(each)]) for each in found.failed)])
 
 
 def _said(found: Verification, formula: str) -> Iterator[str]:

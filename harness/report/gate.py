@@ -10,7 +10,7 @@ from harness.gate.gate import Gate, Note
 from harness.gate.reason import Kind, Reason
 from harness.plural import counted
 from harness.report.grouping import groups_text, origins_text, summary_rows, what_moved
-from harness.report.wording import printable, wrapped
+from harness.report.sections import printable, wrapped
 
 SHOWN = 5  # reasons of one kind in full; the others by id. JSON has all
 SHOWN_DETAILS = 4  # lines of a reason

@@ -8,7 +8,8 @@ from harness.gate.gate import Gate
 from harness.gate.grouping import Group, Origin
 from harness.gate.reason import Topic
 from harness.plural import counted
-from harness.report.wording import aligned, printable, wrapped
+from harness.report.sections import printable, wrapped
+from harness.report.wording import aligned
 
 _PACKAGES = ("torch", "torchao", "torchtitan", "numpy")
 

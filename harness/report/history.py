@@ -7,8 +7,9 @@ from textwrap import wrap
 
 from harness.jsonform import to_json
 from harness.plural import counted
+from harness.report.sections import printable
 from harness.report.sparkline import sparkline
-from harness.report.wording import aligned, printable
+from harness.report.wording import aligned
 from harness.studies.history import History, Moment
 from harness.timestamp import to_the_minute
 

@@ -11,6 +11,7 @@ import html
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -141,24 +142,45 @@ def _plain_lines(block: str | Items | Facts | Verbatim | Entry, indent: str, wid
 
 
 def wrapped(text: str, width: int | None, first: str = "", later: str | None = None) -> list[str]:
-    """The lines of a text behind these indents, wrapped where they are too long. A line keeps an indent of its own."""
+    """The lines of a text behind these indents, wrapped where they are too long. A line keeps an indent of its own.
+
+    Rows of a table in the text, whose cells are two spaces apart, get columns as narrow as they can be instead.
+    """
     lines, start, rest = [], first, first if later is None else later
-    for line in printable(text).splitlines():
-        words = line.lstrip()
-        own = line[: len(line) - len(words)]
-        if width is None or len(start + line) <= width:
-            lines.append((start + line).rstrip())
-        else:
-            lines += textwrap.wrap(
-                words,
-                width,
-                initial_indent=start + own,
-                subsequent_indent=rest + own,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        start = rest
+    for is_table, group in groupby(printable(text).splitlines(), lambda line: len(_cells(line)) > 2):
+        found = list(group)
+        if width is not None and is_table and max(map(len, found)) + len(rest) > width:
+            found = _narrowed(found, width - len(rest)) or found
+        for line in found:
+            words = line.lstrip()
+            own = line[: len(line) - len(words)]
+            if width is None or len(start + line) <= width:
+                lines.append((start + line).rstrip())
+            else:
+                lines += textwrap.wrap(
+                    words,
+                    width,
+                    initial_indent=start + own,
+                    subsequent_indent=rest + own,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            start = rest if first.strip() else first
     return lines
+
+
+def _cells(line: str) -> list[str]:
+    return re.split(r" {2,}", line.strip())
+
+
+def _narrowed(lines: Sequence[str], room: int) -> list[str]:
+    """The rows with columns as narrow as they can be; none where they do not fit."""
+    rows = [_cells(line) for line in lines]
+    most = max(map(len, rows))
+    table = Table(rows=tuple((*row, *[""] * (most - len(row))) for row in rows), right=tuple(range(most)))
+    indent = min(len(line) - len(line.lstrip()) for line in lines)
+    found = [line.plain for line in _table_lines(table, " " * indent, None)]
+    return found if max(map(len, found)) <= room else []
 
 
 def _table_lines(table: Table, indent: str, width: int | None) -> Iterator[Text]:

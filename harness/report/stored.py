@@ -10,7 +10,9 @@ from harness.document import verdict_totals
 from harness.environment import Environment
 from harness.jsonform import to_json
 from harness.plural import counted
-from harness.report.wording import aligned, printable, totals_words
+from harness.report.run import totals_words
+from harness.report.sections import printable
+from harness.report.wording import aligned
 from harness.running.stored import Stored
 from harness.timestamp import to_the_minute
 from harness.verdict import Verdict

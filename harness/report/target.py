@@ -9,7 +9,7 @@ import msgspec
 
 from harness.jsonform import to_json
 from harness.plural import counted
-from harness.report.wording import printable, wrapped
+from harness.report.sections import printable, wrapped
 from harness.studies.target_check import Built, TargetReport, TargetRun
 from harness.verdict import ExitCode, Finding, Verdict
 

@@ -11,9 +11,9 @@ from harness.errors import HarnessError
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import quarantine_of, read_quarantine, read_required
 from harness.project import find_project
-from harness.report.junit import junit_report
-from harness.report.text import text_report
-from harness.report.wording import totals_line
+from harness.report.ci import junit_report
+from harness.report.run import run_sections, totals_line
+from harness.report.sections import text_of
 from harness.result import RunResult
 from harness.running.selection import Query, select_cases
 from harness.verdict import ExitCode, Verdict
@@ -113,7 +113,7 @@ def test_a_quarantined_case_fails_no_run_and_is_still_told() -> None:
     run = RunResult(results=(make_result("b"), bad), wall_s=1.0)
     assert run.exit_code is ExitCode.GOOD
     assert totals_line(run).startswith("2 cases: 1 passed, 1 numeric (1 of them quarantined); ")
-    text = text_report(run, rerun="")
+    text = text_of(run_sections(run, rerun=""))
     assert f"  {excuse}\n" in text and "quarantined until 2027-03-01 by ana: loss is nan" in text
     assert b'<skipped type="numeric"' in junit_report(run) and b'failures="0"' in junit_report(run)
     assert RunResult(results=(make_result(CASE, Verdict.NOT_RUN, quarantined=excuse),), wall_s=1.0).exit_code == 3

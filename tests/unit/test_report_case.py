@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from harness.document import CaseDocument, run_document
 from harness.measured import Curve, Measured, Sent
 from harness.plural import binary_bytes
-from harness.report.case import WIDTH, case_text
+from harness.report.case import shown_case
+from harness.report.sections import text_of
 from harness.report.sparkline import sparkline
 from harness.result import RunResult
 from harness.verdict import NotJudged, Verdict
@@ -39,6 +40,10 @@ MEASURED = Measured(
     fused={"fused_all_gather_scaled_matmul in forward": 4},
     casts=(make_cast_range(2, amax=1.5, scale_min=2.0, scale_max=2.0, flushed=0.125),),
 )
+
+
+def case_text(case: CaseDocument, *, width: int = 60) -> str:
+    return text_of(shown_case(case), width=width)
 
 
 def made(**changes: object) -> CaseDocument:
@@ -95,14 +100,14 @@ def test_a_case_of_which_nothing_was_measured_says_what_is_known() -> None:
 @example(" a aaaaa  aaaaa aaaaa  aaa")  # like a table, and too wide for one
 def test_lines_are_at_most_so_long(message: str) -> None:
     words = " ".join(word[:20] for word in message.split(" "))
-    long = [line for line in case_text(full(words)).splitlines() if len(line) > WIDTH]
+    long = [line for line in case_text(full(words)).splitlines() if len(line) > 60]
     assert long == [f"  fp8-harness run --case {ID}"]
 
 
 def test_the_rows_of_a_table_stay_rows() -> None:
     lines = case_text(full()).splitlines()
-    assert "       2  7.684422  7.712241   +0.027820  0.007820  <" in lines
-    assert max(map(len, lines[:-1])) <= WIDTH
+    assert "         2  7.684422  7.712241   +0.027820  0.007820  <" in lines
+    assert max(map(len, lines[:-1])) <= 60
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))

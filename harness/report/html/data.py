@@ -18,9 +18,8 @@ from harness.matrix.axes import AXES, DECLARED, axis_values, choices, own_axes, 
 from harness.matrix.case import Case
 from harness.matrix.caseid import mesh_words, parse_case_id
 from harness.measured import CastRange, Curve, Sent
-from harness.report.case import flops_text
+from harness.report.case import distances, headline, outcome, retried
 from harness.report.sections import Table, printable
-from harness.report.wording import headline, outcome, retried
 from harness.result import CaseResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
@@ -220,7 +219,7 @@ def _detail(each: Known, history: Table | None) -> Detail:
         signature=printable(case.failure_signature.text) if case.failure_signature is not None else "",
         curves=plain if measured is None else measured.curves,
         allowed=() if measured is None else measured.allowed_loss,
-        numbers=tuple(_numbers(case)),
+        numbers=() if measured is None else tuple((name, value) for name, value in distances(measured) if value),
         casts=() if measured is None else tuple(_casts(measured.casts)),
         wire=() if measured is None else tuple(_wire(measured.wire, measured.expected_wire)),
         saved=(None, None) if measured is None else (measured.saved_bytes, measured.expected_saved_bytes),
@@ -265,25 +264,6 @@ def _findings(findings: Sequence[Finding]) -> Iterable[FindingText]:
             fix=printable(each.fix or ""),
             effect=split is not None and number >= split,
         )
-
-
-def _numbers(case: CaseDocument) -> Iterable[tuple[str, str]]:
-    """The largest distances from the references, and the number of scaled matmuls."""
-    measured = case.measured
-    if measured is None:
-        return
-    allowed = f", at most {max(measured.allowed_loss):.3g} allowed" if measured.allowed_loss else ""
-    for name, value, unit in (
-        ("loss, from the golden", measured.loss_distance, f" nats{allowed}"),
-        ("gradients, from one rank", measured.parity, " relative"),
-        ("modules, from their replay", measured.local_parity, " relative"),
-    ):
-        if value is not None:
-            yield name, f"{value:.3g}{unit}"
-    if measured.scaled_mm_calls is not None:
-        yield "scaled matmuls", f"{measured.scaled_mm_calls} of all ranks and steps"
-    for words, found in measured.flops.items():
-        yield f"FLOPs of {words}", flops_text(found, measured.expected_flops.get(words))
 
 
 def _wire(found: Mapping[str, Sent], expected: Mapping[str, Sent]) -> Iterable[tuple[str, Sent | None, Sent | None]]:

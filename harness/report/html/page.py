@@ -18,8 +18,9 @@ import msgspec
 from harness.document import RunDocument, run_result
 from harness.jsonform import to_json
 from harness.report.html.data import index_and_details
-from harness.report.sections import Facts, Section, Table, Verbatim, printable
-from harness.report.wording import totals_text
+from harness.report.run import totals, totals_line
+from harness.report.sections import Facts, Section, Table, printable
+from harness.result import RunResult
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
@@ -61,13 +62,13 @@ def html_report(
     `front` replaces what the run says of itself on top.
     """
     index, details = index_and_details(document, history or {})
-    totals = [line for line in totals_text(run_result(document)).splitlines() if line]
+    result = run_result(document)
     return rendered(
         "page.html",
         _SCRIPTS,
         data={"index": index, **{f"detail-{number}": each for number, each in enumerate(details)}},
-        front=front or _front(document, totals[-1]),
-        sections=(*sections, _run_section(document, totals)),
+        front=front or _front(document, totals_line(result)),
+        sections=(*sections, _run_section(document, result)),
     )
 
 
@@ -110,7 +111,7 @@ def _front(document: RunDocument, line: str) -> Front:
     )
 
 
-def _run_section(document: RunDocument, totals: Sequence[str]) -> Section:
+def _run_section(document: RunDocument, result: RunResult) -> Section:
     witnesses = Table(
         title=f"Witnesses that were run ({len(document.witnesses)})",
         columns=("witness", "CPU s"),
@@ -118,8 +119,9 @@ def _run_section(document: RunDocument, totals: Sequence[str]) -> Section:
         right=(1,),
         folded=True,
     )
-    totals_block = Section(title="Totals", blocks=(Verbatim("\n".join(totals)),))
-    return Section(name="run", title="Run", blocks=(Facts(tuple(_environment(document))), totals_block, witnesses))
+    *others, last = totals(result)
+    shown = Section(title="Totals", blocks=(*last.blocks, *others))
+    return Section(name="run", title="Run", blocks=(Facts(tuple(_environment(document))), shown, witnesses))
 
 
 def _environment(document: RunDocument) -> Iterable[tuple[str, str]]:

@@ -1,0 +1,131 @@
+"""What CI systems read: JUnit XML, and the annotations and the job summary of GitHub Actions.
+
+JUnit has a testcase for every case. `failure`: the case was judged and is not good. `error`: it could not be judged
+(crash, hang, infra, not run). `skipped`: it failed as its recorded upstream fault says, or is quarantined. Their text
+has the findings and the command that reproduces them. `system-out` has how ranks failed, with the end of what they
+printed; of a known fault also the findings, because few viewers show the text of a skipped test; of a case that passed
+as expected, what was expected.
+
+An annotation is a line `::error title=…::…` in the log; the runner reads escapes of its own there.
+"""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from harness.report.case import failure_blocks, finding_blocks, headline, outcome
+from harness.report.run import run_markdown
+from harness.report.sections import Block, Section, printable, text_of
+from harness.result import CaseResult, RunResult
+from harness.verdict import Verdict
+
+ANNOTATIONS = 10  # of one step that GitHub shows
+SUMMARY_BYTES = 1 << 20  # of one step; GitHub drops a larger summary as a whole
+_CUT = "\n\n… cut off here: the whole report is larger than GitHub shows.\n"
+_SUITE = "fp8-harness"  # also the class name of every case
+_ELEMENTS = {
+    Verdict.NUMERIC: "failure",
+    Verdict.INVARIANT: "failure",
+    Verdict.CHANGED: "failure",
+    Verdict.UNEXPECTED_PASS: "failure",
+    Verdict.CRASH: "error",
+    Verdict.HANG: "error",
+    Verdict.INFRA: "error",
+    Verdict.NOT_RUN: "error",
+    Verdict.KNOWN: "skipped",
+}
+
+
+def junit_report(run: RunResult) -> bytes:
+    """The XML document in UTF-8."""
+    elements = [_element(result) for result in run.results]
+    counts = {
+        "tests": str(len(run.results)),
+        "failures": str(elements.count("failure")),
+        "errors": str(elements.count("error")),
+        "skipped": str(elements.count("skipped")),
+        "time": f"{run.wall_s:.3f}",
+    }
+    root = ElementTree.Element("testsuites", {"name": _SUITE, **counts})
+    group = ElementTree.SubElement(root, "testsuite", {"name": _SUITE, **counts})
+    _add_properties(group, run.provenance)
+    for result in run.results:
+        _add_case(group, result)
+    ElementTree.indent(root)
+    return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
+
+
+def _element(result: CaseResult) -> str | None:
+    return "skipped" if result.excused else _ELEMENTS.get(result.verdict)
+
+
+def _add_case(group: ElementTree.Element, result: CaseResult) -> None:
+    names = {"classname": _SUITE, "name": printable(result.case_id), "time": f"{result.seconds:.3f}"}
+    case = ElementTree.SubElement(group, "testcase", names)
+    facts = {"verdict": result.verdict.value, "world_size": str(result.world_size), "command": result.command}
+    _add_properties(case, facts)
+    element = _element(result)
+    findings = _text(*(finding_blocks(result.findings) or (outcome(result),)), *_reproduce(result))
+    if element is not None:
+        message = printable(headline(result) or outcome(result))
+        ElementTree.SubElement(case, element, {"type": result.verdict.value, "message": message}).text = findings
+    output = "\n\n".join(_output(result, findings))
+    if output:
+        ElementTree.SubElement(case, "system-out").text = output
+
+
+def _output(result: CaseResult, findings: str) -> list[str]:
+    if result.verdict is Verdict.PASSED:  # an expected refusal passes although ranks failed
+        return [printable(headline(result))]
+    failures = result.run.failures if result.run else ()
+    told = [_text(*failure_blocks(each, most=None)) for each in failures]
+    return [findings, *told] if result.verdict is Verdict.KNOWN else told
+
+
+def _add_properties(parent: ElementTree.Element, values: dict[str, str]) -> None:
+    shown = {name: value for name, value in values.items() if value}
+    if shown:
+        properties = ElementTree.SubElement(parent, "properties")
+        for name, value in sorted(shown.items()):
+            ElementTree.SubElement(properties, "property", {"name": printable(name), "value": printable(value)})
+
+
+def annotation_lines(run: RunResult) -> str:
+    """Workflow commands, one a line: an error for every bad case, the last one for all that GitHub would not show."""
+    bad = [result for result in run.results if not result.verdict.good]
+    shown = bad if len(bad) <= ANNOTATIONS else bad[: ANNOTATIONS - 1]
+    lines = [
+        _annotation(each.case_id, _text(outcome(each), *finding_blocks(each.findings), *_reproduce(each)))
+        for each in shown
+    ]
+    if len(bad) > len(shown):
+        names = "\n".join(result.case_id for result in bad[len(shown) :])
+        lines.append(_annotation(f"{len(bad) - len(shown)} more cases are not good", names))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def job_summary(run: RunResult) -> str:
+    """The Markdown report, cut at the end of a paragraph where it is larger than GitHub shows."""
+    text = run_markdown(run)
+    content = text.encode(errors="replace")
+    if len(content) < SUMMARY_BYTES:
+        return text
+    kept = content[: SUMMARY_BYTES - len(_CUT.encode()) - 1].decode(errors="ignore")
+    return kept.rpartition("\n\n")[0] + _CUT
+
+
+def _annotation(title: str, message: str) -> str:
+    name = _escaped(title).replace(":", "%3A").replace(",", "%2C")
+    return f"::error title={name}::{_escaped(message)}"
+
+
+def _escaped(text: str) -> str:
+    return printable(text).replace("%", "%25").replace("\n", "%0A")
+
+
+def _reproduce(result: CaseResult) -> tuple[Block, ...]:
+    return (f"reproduce: {result.command}",) if result.command else ()
+
+
+def _text(*blocks: Block) -> str:
+    return text_of([Section(blocks=blocks)]).rstrip()

@@ -1,0 +1,121 @@
+"""A run: a table of its cases, what is wrong with those that are not good, and the totals. Also as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from harness.document import check_totals, verdict_totals
+from harness.plural import counted
+from harness.report.case import case_sections, headline
+from harness.report.sections import Items, Section, Table, Verbatim, markdown, text_of
+from harness.result import CaseResult, RunResult
+from harness.verdict import NotJudged, Verdict
+
+SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
+
+
+def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Section]:
+    """The report for people; `rerun` is the command that runs what was not run. `quiet`: without the table."""
+    ran = [result for result in run.results if result.verdict is not Verdict.NOT_RUN]
+    missing = len(run.results) - len(ran)
+    waiting = f"not run: {counted(missing, 'case')} (`{rerun}` runs {'it' if missing == 1 else 'them'})"
+    return [
+        *([] if quiet else [Section(blocks=(case_table(ran),))]),
+        *case_sections(ran),
+        *([Section(blocks=(waiting,))] if missing else []),
+        *totals(run),
+    ]
+
+
+def case_table(results: Sequence[CaseResult], *, title: str = "") -> Table:
+    """A row for every case."""
+    return Table(
+        title=title,
+        columns=("case", "verdict", "ranks", "wall s", "CPU s", "note"),
+        rows=tuple(
+            (
+                result.case_id,
+                result.verdict.value,
+                str(result.world_size),
+                f"{result.seconds:.1f}",
+                f"{result.cpu_s:.1f}",
+                headline(result),
+            )
+            for result in results
+        ),
+        right=(2, 3, 4),
+        code=(0,),
+        verdict=1,
+    )
+
+
+def totals(run: RunResult) -> Iterator[Section]:
+    """What ends a report: what was not judged, not run or not stored, then the totals."""
+    skipped = [each for result in run.results for each in result.not_judged if each.unverified]
+    yield _not_judged("not judged here", skipped)
+    yield Section(title=f"left out, beyond the budget ({len(run.left_out)})", blocks=(Items(run.left_out),))
+    yield Section(blocks=(*_references(run), totals_line(run)))
+
+
+def not_judged_section(run: RunResult) -> Section:
+    """Every check that was not judged somewhere, with its reason and the number of cases."""
+    return _not_judged("not judged", [each for result in run.results for each in result.not_judged])
+
+
+def _not_judged(title: str, skipped: Sequence[NotJudged]) -> Section:
+    """Reasons that differ in what to do alone share a line."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for each in sorted(skipped, key=lambda each: (each.check, each.reason)):
+        reasons.setdefault((each.check, each.reason.partition("; `")[0]), []).append(each.reason)
+    lines = (f"{check} in {counted(len(found), 'case')}: {found[0]}" for (check, _), found in reasons.items())
+    return Section(title=title, blocks=(Items(tuple(lines)),))
+
+
+def _references(run: RunResult) -> Iterator[str]:
+    run_here = sum(result.golden == "run here" for result in run.results)
+    if run_here:
+        yield f"{counted(run_here, 'case')} compared with BF16 references that were run here: no golden is stored"
+    derived = sum(bool(result.derived) for result in run.results)
+    if derived:
+        what = "judged by tolerances that were derived from BF16 runs with rounding errors: none was measured"
+        yield f"{counted(derived, 'case')} {what}"
+
+
+def totals_words(verdicts: Sequence[Verdict]) -> str:
+    """The number of cases of every verdict that there is: "3 passed, 1 crash"."""
+    return ", ".join(f"{count} {name}" for name, count in verdict_totals(verdicts).items() if count) or "nothing"
+
+
+def totals_line(run: RunResult) -> str:
+    """The run on one line: cases by verdict, checks that were judged and that were not, and the seconds it took."""
+    counts = totals_words([result.verdict for result in run.results])
+    cpu_s = sum(result.cpu_s for result in run.results)
+    stopped = " - interrupted" if run.interrupted else ""
+    excused = sum(result.excused for result in run.results)
+    counts += f" ({excused} of them quarantined)" if excused else ""
+    checks = check_totals(run.results)
+    judged = f"{counted(checks['judged'], 'check')} judged, {checks['not_judged']} not; " if run.results else ""
+    return f"{counted(len(run.results), 'case')}: {counts}; {judged}{run.wall_s:.1f} s wall, {cpu_s:.1f} s CPU{stopped}"
+
+
+def run_markdown(run: RunResult) -> str:
+    """The report for pull requests and CI summary pages: totals, the cases that are not good, and collapsed details."""
+    bad = [result for result in run.results if not result.verdict.good]
+    *notes, last = totals(run)
+    blocks: list[Section | Table | str] = []
+    if bad:
+        shown = bad[:SHOWN_CASES]
+        blocks.append(case_table(shown))
+        blocks += [
+            Section(
+                title=f"{result.case_id}: {result.verdict.value}",
+                blocks=(Verbatim(text_of([section]).rstrip(), "text"),),
+                folded=True,
+            )
+            for result, section in zip(shown, case_sections(shown), strict=True)
+        ]
+    if len(bad) > SHOWN_CASES:
+        blocks.append(f"… and {len(bad) - SHOWN_CASES} more that are not good.")
+    every = Section(title=f"all cases ({len(run.results)})", blocks=(case_table(run.results),), folded=True)
+    state = "good" if run.exit_code == 0 else "not good"
+    return markdown([Section(title=f"fp8-harness: {state}", blocks=(*last.blocks, *blocks, *notes, every))])
