@@ -142,9 +142,8 @@ def cost_command(  # noqa: PLR0913  one parameter an option
     root: str | None,
 ) -> int:
     """Show FLOPs, casts, communicated and saved bytes of one step, by formula or measured, and MFU of a speed."""
-    from harness.performance.metrics import metrics
-    from harness.performance.mfu import speed
-    from harness.performance.peaks import peak
+    from harness.performance.cost import metrics, speed
+    from harness.performance.machine import peak
     from harness.report.metrics import MetricsReport, metrics_text, run_report
 
     if run_it and tokens_per_s is not None:
@@ -189,8 +188,7 @@ def _run(case: Case, root: str | None) -> RunResult:
 @json_option("the ranks and their costs")
 def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool, json_file: Path | None) -> int:
     """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
-    from harness.performance.simulation import simulate
-    from harness.performance.sweep import sweep
+    from harness.performance.layouts import simulate, sweep
     from harness.report.simulation import SimulationReport, simulation_text, sweep_text
     from harness.studies.simulation import SimulationFailed
 

@@ -1,37 +1,37 @@
-"""Does FP8 pay? Predicted speed-ups of a case with each recipe, what each linear gains, and recommendations."""
+"""Does FP8 pay? What is said about a case on a machine: predictions, recommendations from them, and assumptions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
+from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
-from harness.matrix.linears import OUTPUT_FQN
 from harness.matrix.recipes import Recipe
-from harness.performance.casts import casts
-from harness.performance.converting import Conversion, conversions
-from harness.performance.gemms import gemms
-from harness.performance.machine import SOURCES, Machine
+from harness.performance.casts import EAGER_KERNELS
+from harness.performance.cost import tokens_per_device
+from harness.performance.gains import (
+    Conversion,
+    Variant,
+    Vocabulary,
+    compiled,
+    conversions,
+    costed,
+    variants,
+    vocabularies,
+)
+from harness.performance.machine import Machine
 from harness.performance.models import require_formulas
-from harness.performance.padding import Vocabulary, vocabularies
-from harness.performance.recommendations import ERROR_ELSEWHERE, ERROR_H100, about_recipes, about_the_rest
-from harness.performance.roofline import Step, cast_s, gemm_s, predicted_step
-from harness.performance.variants import Variant, compiled, costed, tokens_s, variants
+from harness.performance.roofline import Step, predicted_step
+from harness.performance.wire import axis_bytes_s
+from harness.performance.work import gemms
 
-
-class VocabularyCost(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to train the vocabulary; `output_ms`: matmuls and casts of the output layer in one rank and step."""
-
-    name: str
-    shards: tuple[int, ...]
-    refused: tuple[int, ...]
-    added_rows: int
-    added_bytes: int
-    output_ms: float
+# How far predictions were from what was published (`tests/unit/performance/test_published.py`).
+ERROR_H100, ERROR_ELSEWHERE = 0.06, 0.16
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     float8_step_s: float
     variants: tuple[Variant, ...]
     linears: tuple[Conversion, ...]
-    vocabulary: tuple[VocabularyCost, ...]
+    vocabulary: tuple[Vocabulary, ...]
     recommendations: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -60,7 +60,7 @@ def advise(case: Case, machine: Machine, *, eager: bool = False, known: Sequence
     require_formulas(case)
     case = replace(case, train=replace(case.train, dtype="bfloat16"))
     case = case if eager else compiled(case)
-    candidates = dict(variants(case))
+    candidates = variants(case)
     faults = {name: matching(known, each) for name, each in candidates.items()}
     found = tuple(costed(name, each, faults[name], machine) for name, each in candidates.items())
     best = max(found, key=lambda each: (not each.fault, each.ratio))
@@ -68,36 +68,120 @@ def advise(case: Case, machine: Machine, *, eager: bool = False, known: Sequence
     linears = conversions(case, machine)
     twin = replace(case, float8=Float8())
     steps = predicted_step(twin, machine), predicted_step(case, machine)
-    told = (*about_recipes(found, best, faults), *about_the_rest(case, found, linears, machine))
     return Advice(
         case=case_id(case),
         device=machine.peak.name,
         recipe=case.float8.recipe,
-        tokens_s=tokens_s(twin, machine),
+        tokens_s=tokens_per_device(twin, steps[0].total_s),
         bf16=steps[0],
         float8=steps[1],
         bf16_step_s=steps[0].total_s,
         float8_step_s=steps[1].total_s,
         variants=found,
         linears=linears,
-        vocabulary=tuple(_vocabulary_cost(each, machine) for each in vocabularies(case)),
-        recommendations=told,
+        vocabulary=vocabularies(case, machine),
+        recommendations=(
+            *_about_recipes(found, best, faults),
+            *_gather_in_float8(found, candidates, machine),
+            *_keep_linears(linears),
+            *_output_layer(linears[-1], steps[1].total_s),
+            *_pad(case, linears),
+            *_waits(case, steps[1]),
+        ),
         assumptions=tuple(_assumptions(machine)),
     )
 
 
-def _vocabulary_cost(found: Vocabulary, machine: Machine) -> VocabularyCost:
-    case = replace(found.case, model=replace(found.case.model, layers=1))
-    output = sum(gemm_s(case, gemm, machine) for gemm in gemms(case) if gemm.fqn == OUTPUT_FQN)
-    casting = sum(cast_s(cast, machine) for cast in casts(case) if cast.fqn == OUTPUT_FQN)
-    return VocabularyCost(
-        name=found.name,
-        shards=found.shards,
-        refused=found.refused,
-        added_rows=found.added_rows,
-        added_bytes=found.added_bytes,
-        output_ms=(output + casting) * 1e3,
+def _about_recipes(
+    found: Sequence[Variant], best: Variant, faults: Mapping[str, Sequence[KnownFault]]
+) -> Iterator[str]:
+    """Which recipe, what is recorded of those that are faster, and whether to compile."""
+    if best.refused:
+        yield f"No recipe trains this, by rule {best.refused}: {best.reason}."
+        return
+    if best.ratio <= 1:
+        yield f"Stay in BF16: the fastest recipe, {best.name}, is predicted {best.ratio:.2f} times as fast."
+    else:
+        doubt = " That is within the error of predictions: measure it." if best.ratio < 1 + ERROR_H100 else ""
+        yield f"Train with {best.name}: predicted {best.ratio:.2f} times as fast as BF16.{doubt}"
+    for each in found:
+        if each.fault and each.ratio > best.ratio:
+            fault = faults[each.name][0]
+            yield f"{each.name}, {each.ratio:.2f} times as fast, has a recorded fault: {fault.reason} ({fault.link})"
+    if best.eager is not None and best.eager < 0.98 * best.ratio:
+        least, most = min(EAGER_KERNELS.values()), max(EAGER_KERNELS.values())
+        yield (
+            f"Compile the blocks: eager, {best.name} is predicted {best.eager:.2f} times as fast as eager BF16. An "
+            f"eager linear launches {least} to {most} more kernels, and each of them reads and writes a whole tensor."
+        )
+
+
+def _gather_in_float8(found: Sequence[Variant], candidates: Mapping[str, Case], machine: Machine) -> Iterator[str]:
+    ratios = {each.name: each.compiled for each in found}
+    plain, gathering = ratios.get("tensorwise"), ratios.get("tensorwise, float8 all-gather")
+    if plain is None or gathering is None:
+        return
+    layout = candidates["tensorwise"].layout
+    before, after = (_gathered_gb(candidates[name]) for name in ("tensorwise", "tensorwise, float8 all-gather"))
+    yield (
+        f"Float8 all-gather changes the speed by {gathering / plain - 1:+.1%}: a rank gathers {after:.1f} instead of "
+        f"{before:.1f} GB a step from {layout.dp_shard} ranks at {axis_bytes_s(layout, 'dp_shard', machine) / 1e9:.0f} "
+        "GB/s, behind compute where there is enough."
     )
+
+
+def _gathered_gb(case: Case) -> float:
+    """What FSDP's all-gathers of weights bring to a rank in one step."""
+    transfers = expected_transfers(case, step=2, rank=0)
+    gathers = (each for each in transfers if (each.axis, each.kind) == ("dp_shard", "all_gather"))
+    return sum(each.payload_bytes for each in gathers) * case.layout.dp_shard / 1e9
+
+
+def _keep_linears(linears: Sequence[Conversion]) -> Iterator[str]:
+    converted = [each for each in linears[:-1] if each.converted]
+    slow = [each for each in converted if each.gain < 1]
+    if slow and len(slow) == len(converted):
+        yield "No linear of a block gains: with its casts each of them is slower in float8."
+    elif slow:
+        names = " ".join(f"--filter-fqns {each.name}" for each in slow)
+        gains = ", ".join(f"{each.name} ({each.gain:.2f} times as fast)" for each in slow)
+        yield f"Do not convert what becomes slower with its casts: {gains}. {names}"
+
+
+def _output_layer(output: Conversion, step_s: float) -> Iterator[str]:
+    saved = (output.bf16_ms - output.float8_ms - output.cast_ms) / 1e3 / step_s
+    refused = f" Float8 matmuls refuse its shard of {output.matmuls[0].n} rows." if output.refused else ""
+    if not output.converted:
+        yield (
+            f"Keep the output layer in BF16, as torchtitan does: logits decide the loss, and float8 would change the "
+            f"step by {-saved:+.1%}.{refused}"
+        )
+    elif refused:
+        yield f"The output layer cannot be converted.{refused} Pad the vocabulary, or leave --output-layer out."
+
+
+def _pad(case: Case, linears: Sequence[Conversion]) -> Iterator[str]:
+    if not case.float8.pad_inner_dim:
+        wgrad = linears[0].matmuls[-1]
+        if wgrad.refused:
+            yield f"{wgrad.k} tokens of a rank are no multiple of 16: --pad-inner-dim, or another batch or length."
+        return
+    padded = sum(each.padding_ms for each in linears if each.converted)
+    matmuls = sum(each.float8_ms for each in linears if each.converted)
+    if not matmuls:
+        return
+    eager = ", aligned operands too" if case.compile == "none" else ""
+    megabytes = max(gemm.copied_bytes for gemm in gemms(case)) / 1e6  # of one matmul: they live while it runs
+    yield (
+        f"--pad-inner-dim copies operands for {padded / matmuls:.0%} of the time of the float8 matmuls{eager}, into "
+        f"{megabytes:.0f} MB at most."
+    )
+
+
+def _waits(case: Case, step: Step) -> Iterator[str]:
+    share = step.tensor_parallel_s / step.total_s
+    if case.layout.tp > 1 and not case.layout.async_tp and share > 0.1:
+        yield f"Tensor parallelism waits for wires {share:.0%} of the step: --async-tp hides a part of that."
 
 
 def _assumptions(machine: Machine) -> Iterator[str]:
@@ -111,5 +195,4 @@ def _assumptions(machine: Machine) -> Iterator[str]:
     yield f"predicted speed-ups were within {error:.0%} of those published for {devices}"
     yield "blocks are compiled where not said otherwise; under TP tensorwise has float8 TP styles, others plain ones"
     yield "the host is modelled for eager blocks alone: compiled small models are slower than predicted"
-    rates = {name: getattr(machine.rates, name) for name in SOURCES}
-    yield from (f"{name} {rates[name]:g}: {source}" for name, source in SOURCES.items())
+    yield from machine.rates.words

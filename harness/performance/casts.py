@@ -46,17 +46,17 @@ class Cast(msgspec.Struct, frozen=True, kw_only=True):
     column_bytes: int = 0
 
 
-def casts(case: Case, *, rank: int = 0) -> tuple[Cast, ...]:
+def casts(case: Case) -> tuple[Cast, ...]:
     """The casts of every converted linear; () without float8."""
     fqns = [fqn for fqn in linear_fqns(case) if is_converted(case, fqn)]
-    return tuple(cast for fqn in fqns for cast in _of_linear(case, fqn, rank))
+    return tuple(cast for fqn in fqns for cast in _of_linear(case, fqn))
 
 
-def _of_linear(case: Case, fqn: str, rank: int) -> Iterator[Cast]:
+def _of_linear(case: Case, fqn: str) -> Iterator[Cast]:
     """Operands of forward are cast again where the block is recomputed."""
     backwards = case.train.accumulation
     forwards = backwards * (1 + case.train.evaluate + is_checkpointed(case, fqn))
-    inputs, outputs = local_features(case, linear_name(fqn), rank)
+    inputs, outputs = local_features(case, linear_name(fqn))
     tokens = case.tokens_per_rank
     sites: tuple[tuple[Operand, int], ...] = (
         ("i", tokens * inputs * forwards),

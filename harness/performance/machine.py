@@ -1,59 +1,92 @@
-"""The machine of a prediction: what a device reaches of its data sheet, and how devices are connected.
+"""Machines of predictions: data sheets of devices, what kernels reach of them, and how devices are connected.
 
-The rates are those of H100. For another device the same shares of its own peaks are taken, which is an assumption.
+A device that is not here has no MFU and no prediction; none is guessed from a similar name. The rates are those of
+H100. For another device the same shares of its own peaks are taken, which is an assumption.
 """
 
 from __future__ import annotations
 
+import re
+from typing import Annotated, get_type_hints
+
 import msgspec
 
 from harness.errors import HarnessError
-from harness.performance.gemms import FLOAT8
-from harness.performance.peaks import PEAKS, Peak, peak
+
+FLOAT8 = "float8"  # a precision; the others are dtypes
+
+
+class Peak(msgspec.Struct, frozen=True):
+    """The data sheet of one device. `bfloat16` and `float8` are dense TFLOP/s; None: it has no such matmuls.
+
+    `link_gb_s`: to the other devices of a node, both directions together, as vendors give it. `names` is a pattern of
+    what `torch.cuda.get_device_name` returns for it.
+    """
+
+    name: str
+    bfloat16: float
+    float8: float | None
+    memory_tb_s: float
+    memory_gb: int
+    link_gb_s: int
+    names: str
+    source: str
+
+    def tflops(self, precision: str) -> float | None:
+        """The peak in "float8" or "bfloat16" in TFLOP/s; None where the device has none, or it is not known."""
+        return {FLOAT8: self.float8, "bfloat16": self.bfloat16}.get(precision)
+
+
+# Data sheets of NVIDIA give matmuls with sparsity; dense ones are half of that.
+PEAKS = (
+    Peak("h100", 989, 1979, 3.35, 80, 900, "NVIDIA H100 80GB HBM3", "NVIDIA H100 data sheet, SXM"),
+    Peak("h100-pcie", 756, 1513, 2.0, 80, 600, "NVIDIA H100 PCIe", "NVIDIA H100 data sheet, PCIe with NVLink bridge"),
+    Peak("h100-nvl", 835, 1671, 3.9, 94, 600, "NVIDIA H100 NVL", "NVIDIA H100 data sheet, NVL"),
+    Peak("h200", 989, 1979, 4.8, 141, 900, "NVIDIA H200", "NVIDIA H200 data sheet, SXM"),
+    Peak("b200", 2250, 4500, 8.0, 180, 1800, "NVIDIA B200", "NVIDIA DGX B200 data sheet, one of eight"),
+    Peak("l40s", 362, 733, 0.864, 48, 64, "NVIDIA L40S", "NVIDIA L40S data sheet, PCIe 4.0"),
+    Peak("a100", 312, None, 2.039, 80, 600, "NVIDIA A100-SXM4-80GB", "NVIDIA A100 data sheet, SXM 80 GB"),
+    Peak("mi300x", 1307.4, 2614.9, 5.3, 192, 896, "AMD Instinct MI300X( OAM)?", "AMD Instinct MI300X data sheet"),
+)
+
+_LINEARS = "fitted to the four linears of pytorch/ao#2185"
+_ROOFLINE = "torchao.testing.training.roofline_utils"
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of a peak, and costs that no data sheet has. `SOURCES` says where each is from."""
+    """Shares of a peak, and costs that no data sheet has, each with what it is of and where it is from."""
 
-    matmul_bfloat16: float = 0.62
-    matmul_float8: float = 0.68
-    half_speed_size: int = 192
-    rowwise_matmul: float = 0.95
-    memory: float = 0.92
-    transposing: float = 0.4
-    columns: float = 0.3
-    attention: float = 0.35
-    launch_us: float = 2.0
-    link: float = 0.75
-    network: float = 0.8
-    collective_us: float = 20.0
-    behind_compute: float = 0.3
-    async_tp_hides: float = 0.55
-    dispatch_us: float = 2.8
-    block_dispatch_us: float = 5000.0
-    other: float = 0.2
+    matmul_bfloat16: Annotated[float, f"share of the BF16 peak that large matmuls reach: {_LINEARS}"] = 0.62
+    matmul_float8: Annotated[float, f"share of the FP8 peak that large matmuls reach: {_LINEARS}"] = 0.68
+    half_speed_size: Annotated[int, f"size of a dim that halves the speed of a matmul: {_LINEARS}"] = 192
+    rowwise_matmul: Annotated[
+        float, "speed of a matmul that scales rows, of one that does not: 0.9 to 1 in pytorch/pytorch#147971"
+    ] = 0.95
+    memory: Annotated[float, f"share of the memory bandwidth that fused kernels reach: {_ROOFLINE}"] = 0.92
+    transposing: Annotated[float, "of that, casts that write transposed: fitted to the tensorwise rows"] = 0.4
+    columns: Annotated[float, "of that, casts with a scale for each column: fitted to the rowwise rows"] = 0.3
+    attention: Annotated[float, "share of the BF16 peak that FlashAttention-2 reaches on H100: arXiv:2407.08608"] = 0.35
+    launch_us: Annotated[float, f"shortest kernel: {_ROOFLINE}"] = 2.0
+    link: Annotated[float, "share of one direction of the links in a node that collectives reach: assumed"] = 0.75
+    network: Annotated[float, "share of the network that collectives reach: assumed"] = 0.8
+    collective_us: Annotated[float, "shortest collective: assumed"] = 20.0
+    behind_compute: Annotated[float, "what a collective behind compute costs, of its time: assumed"] = 0.3
+    async_tp_hides: Annotated[
+        float, "share of the time of a fused collective that async TP hides: fitted to the BF16 rows with it"
+    ] = 0.55
+    dispatch_us: Annotated[float, "one small kernel of an eager cast: fitted to the debug size"] = 2.8
+    block_dispatch_us: Annotated[float, "an eager block, forward and backward: fitted to the debug size in BF16"] = (
+        5000.0
+    )
+    other: Annotated[
+        float, "time of a step that no part has, of a BF16 step: fitted to the tokens/s of the BF16 rows"
+    ] = 0.2
 
-
-_LINEARS = "fitted to the four linears of pytorch/ao#2185"
-SOURCES = {
-    "matmul_bfloat16": f"share of the BF16 peak that large matmuls reach: {_LINEARS}",
-    "matmul_float8": f"share of the FP8 peak that large matmuls reach: {_LINEARS}",
-    "half_speed_size": f"size of a dim that halves the speed of a matmul: {_LINEARS}",
-    "rowwise_matmul": "speed of a matmul that scales rows, of one that does not: 0.9 to 1 in pytorch/pytorch#147971",
-    "memory": "share of the memory bandwidth that fused kernels reach: torchao.testing.training.roofline_utils",
-    "transposing": "of that, casts that write transposed: fitted to the tensorwise rows",
-    "columns": "of that, casts with a scale for each column: fitted to the rowwise rows",
-    "attention": "share of the BF16 peak that FlashAttention-2 reaches on H100: arXiv:2407.08608",
-    "launch_us": "shortest kernel: torchao.testing.training.roofline_utils",
-    "link": "share of one direction of the links in a node that collectives reach: assumed",
-    "network": "share of the network that collectives reach: assumed",
-    "collective_us": "shortest collective: assumed",
-    "behind_compute": "what a collective behind compute costs, of its time: assumed",
-    "async_tp_hides": "share of the time of a fused collective that async TP hides: fitted to the BF16 rows with it",
-    "dispatch_us": "one small kernel of an eager cast: fitted to the debug size",
-    "block_dispatch_us": "an eager block, forward and backward: fitted to the debug size in BF16",
-    "other": "time of a step that no part has, of a BF16 step: fitted to the tokens/s of the BF16 rows",
-}
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Every rate with its value and source."""
+        hints = get_type_hints(Rates, include_extras=True)
+        return tuple(f"{name} {getattr(self, name):g}: {hints[name].__metadata__[0]}" for name in hints)
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,10 +120,24 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return tflops * 1e12 * share
 
 
-def machine(device: str, *, gpus_per_node: int = 8, network_gb_s: float = 50.0) -> Machine:
+def machine(name: str, *, gpus_per_node: int = 8, network_gb_s: float = 50.0) -> Machine:
     """The machine with this device. Raises `HarnessError` for one that is not known, or that has no float8 matmuls."""
-    found = peak(device)
+    found = peak(name)
     if found.float8 is None:
         known = ", ".join(each.name for each in PEAKS if each.float8)
-        raise HarnessError(f"{device} has no float8 matmuls.", where="--machine", fix=f"give one of {known}.")
+        raise HarnessError(f"{name} has no float8 matmuls.", where="--machine", fix=f"give one of {known}.")
     return Machine(peak=found, gpus_per_node=gpus_per_node, network_gb_s=network_gb_s)
+
+
+def peak(name: str) -> Peak:
+    """The device of this short name. Raises `HarnessError` that lists all of them."""
+    found = {each.name: each for each in PEAKS}
+    if name not in found:
+        what = f"the peaks of machine {name!r} are not known."
+        raise HarnessError(what, where="--machine", fix=f"give one of {', '.join(found)}.")
+    return found[name]
+
+
+def peak_of_device(device_name: str) -> Peak | None:
+    """The device with this name in torch; None for an unknown one or a MIG instance."""
+    return next((each for each in PEAKS if re.fullmatch(each.names, device_name)), None)

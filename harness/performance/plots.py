@@ -8,10 +8,9 @@ from msgspec.structs import replace
 from harness.expect.traffic import expected_transfers
 from harness.matrix.case import Case
 from harness.performance.casts import EAGER_KERNELS
+from harness.performance.gains import added_bytes, padded_size, variants
 from harness.performance.machine import Machine
-from harness.performance.padding import added_bytes, padded_size
 from harness.performance.roofline import speed_up
-from harness.performance.variants import variants
 
 _DIMS = (512, 1024, 2048, 4096, 8192, 16384)
 _RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -49,7 +48,7 @@ def _over_size(case: Case, machine: Machine) -> Plot:
         across="dim of the model, with heads of 128 and ffn_dim of 4 dim",
         places=_DIMS,
         lines=tuple(
-            Line(name=recipe, values=tuple(speed_up(dict(variants(each))[recipe], machine) for each in sized))
+            Line(name=recipe, values=tuple(speed_up(variants(each)[recipe], machine) for each in sized))
             for recipe in EAGER_KERNELS
         ),
         logarithmic=True,

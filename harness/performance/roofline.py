@@ -19,11 +19,9 @@ from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.linears import is_converted, linear_fqns, parameter_count
 from harness.matrix.recipes import ITEM_BYTES
 from harness.performance.casts import EAGER_KERNELS, Cast, casts
-from harness.performance.flops import ATTENTION, work
-from harness.performance.gemms import FLOAT8, Gemm, gemms
-from harness.performance.links import transfer_s
-from harness.performance.machine import Machine
-from harness.performance.padding import padding_s
+from harness.performance.machine import FLOAT8, Machine
+from harness.performance.wire import transfer_s
+from harness.performance.work import ATTENTION, Gemm, gemms, work
 
 _CAUSAL = 0.5  # of the products of attention, which `work` counts whole
 _FLASH_BACKWARD = 5 / 4  # products that the flash kernel computes for each that `work` counts
@@ -73,14 +71,14 @@ def speed_up(case: Case, machine: Machine) -> float:
 @functools.lru_cache(maxsize=1024)
 def _parts(case: Case, machine: Machine) -> Step:
     step = Step(
-        matmul_s=sum(gemm_s(case, gemm, machine) for gemm in gemms(case)),
+        matmul_s=sum(gemm_s(gemm, machine) for gemm in gemms(case)),
         cast_s=sum(cast_s(cast, machine) for cast in casts(case)),
-        padding_s=padding_s(case, machine),
+        padding_s=sum(gemm.padding_bytes for gemm in gemms(case)) / machine.memory_bytes_s,
         attention_s=_attention_s(case, machine),
         memory_s=_memory_s(case, machine),
         tensor_parallel_s=0.0,
         data_parallel_s=0.0,
-        dispatch_s=dispatch_s(case, machine),
+        dispatch_s=_dispatch_s(case, machine),
     )
     transfers = expected_transfers(case, step=2, rank=0)
     return replace(
@@ -90,12 +88,15 @@ def _parts(case: Case, machine: Machine) -> Step:
     )
 
 
-def gemm_s(case: Case, gemm: Gemm, machine: Machine) -> float:
+def gemm_s(gemm: Gemm, machine: Machine) -> float:
     """Seconds of all executions of a matmul on one rank."""
-    once = matmul_s(gemm.m, gemm.n, gemm.executed_k, gemm.precision, machine)
-    if gemm.precision == FLOAT8 and case.float8.traits.scales_rows(gemm.role):
-        once /= machine.rates.rowwise_matmul
-    return gemm.executions * once
+    return gemm.executions * once_s(gemm, machine)
+
+
+def once_s(gemm: Gemm, machine: Machine) -> float:
+    """Seconds of one execution."""
+    plain_s = matmul_s(gemm.m, gemm.n, gemm.executed_k, gemm.precision, machine)
+    return plain_s / machine.rates.rowwise_matmul if gemm.scales_rows else plain_s
 
 
 def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine) -> float:
@@ -156,7 +157,7 @@ def _data_parallel_s(case: Case, transfers: Iterable[Transfer], machine: Machine
     return ends + machine.rates.behind_compute * min(hidden, behind_s) + max(0.0, hidden - behind_s)
 
 
-def dispatch_s(case: Case, machine: Machine) -> float:
+def _dispatch_s(case: Case, machine: Machine) -> float:
     """Seconds in which the host launches an eager step. A compiled one launches few kernels."""
     if case.compile != "none":
         return 0.0

@@ -1,15 +1,15 @@
-"""What a rank sends along every mesh axis, and which axes leave a node."""
+"""What a rank sends along every mesh axis by ring algorithms, and the time over links in a node and between nodes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import msgspec
 
 from harness.expect.traffic import Transfer, expected_transfers
 from harness.matrix.case import Case, Layout
 from harness.matrix.layout import MESH_AXES
+from harness.performance.machine import Machine
 
 
 class AxisTraffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,37 +28,57 @@ class AxisTraffic(msgspec.Struct, frozen=True, kw_only=True):
     amax_reductions: int
 
 
-def wire(case: Case, *, rank: int, gpus_per_node: int) -> tuple[AxisTraffic, ...]:
-    """The traffic of a rank in step 2, which all later steps repeat, by axis, outermost first."""
+def wire(case: Case, *, gpus_per_node: int) -> tuple[AxisTraffic, ...]:
+    """The traffic of rank 0 in step 2, which all later steps repeat, by axis, outermost first."""
+    layout = case.layout
     found: dict[str, list[Transfer]] = {}
-    for term in expected_transfers(case, step=2, rank=rank):
+    for term in expected_transfers(case, step=2, rank=0):
         found.setdefault(term.axis, []).append(term)
-    order = sorted(found, key=lambda axis: MESH_AXES.index(_axes(case.layout, axis)[0]))
-    return tuple(_along(case.layout, axis, found[axis], gpus_per_node) for axis in order)
-
-
-def _along(layout: Layout, axis: str, terms: Iterable[Transfer], gpus_per_node: int) -> AxisTraffic:
-    ranks, terms = group_size(layout, axis), tuple(terms)
-    return AxisTraffic(
-        axis=axis,
-        ranks=ranks,
-        crosses_nodes=crosses_nodes(layout, axis, gpus_per_node),
-        calls=sum(term.times for term in terms),
-        payload_bytes=sum(term.payload_bytes for term in terms),
-        sent_bytes=round(sum(sent_bytes(term, ranks) for term in terms)),
-        amax_reductions=sum(term.times for term in terms if reduces_amax(term)),
+    return tuple(
+        AxisTraffic(
+            axis=axis,
+            ranks=group_size(layout, axis),
+            crosses_nodes=crosses_nodes(layout, axis, gpus_per_node),
+            calls=sum(term.times for term in found[axis]),
+            payload_bytes=sum(term.payload_bytes for term in found[axis]),
+            sent_bytes=round(sum(sent_bytes(term, layout) for term in found[axis])),
+            # of scales: the loss has maxima of its own
+            amax_reductions=sum(term.times for term in found[axis] if term.op == "max" and "amax" in term.purpose),
+        )
+        for axis in sorted(found, key=lambda axis: MESH_AXES.index(_axes(layout, axis)[0]))
     )
 
 
-def sent_bytes(transfer: Transfer, ranks: int) -> float:
-    """Bytes that a rank sends in all executions of a transfer among `ranks` ranks, by ring algorithms."""
+def sent_bytes(transfer: Transfer, layout: Layout) -> float:
+    """Bytes that a rank sends in all executions of a transfer, by ring algorithms."""
+    ranks = group_size(layout, transfer.axis)
     whole = transfer.payload_bytes * {"all_gather": ranks, "all_reduce": 2}.get(transfer.kind, 1)
     return whole * (ranks - 1) / ranks
 
 
-def reduces_amax(transfer: Transfer) -> bool:
-    """True for a reduction of a scale; the loss has maxima of its own."""
-    return transfer.op == "max" and "amax" in transfer.purpose
+def transfer_s(transfer: Transfer, layout: Layout, machine: Machine) -> float:
+    """Seconds of all executions of a transfer on one rank, without contention."""
+    sent_s = sent_bytes(transfer, layout) / axis_bytes_s(layout, transfer.axis, machine)
+    return sent_s + transfer.times * machine.rates.collective_us * 1e-6
+
+
+def axis_bytes_s(layout: Layout, axis: str, machine: Machine) -> float:
+    """Bytes per second that a rank of a group along this axis can send.
+
+    The ranks of a group in one node pass on what the network brings, so a group that spans nodes has the network of as
+    many devices as it has in a node.
+    """
+    between = _stride(layout, axis)
+    if between * group_size(layout, axis) <= machine.gpus_per_node:
+        return machine.link_bytes_s
+    in_node = max(1, machine.gpus_per_node // between)
+    return min(machine.link_bytes_s, in_node * machine.network_bytes_s)
+
+
+def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
+    """True where some group along the axis is not inside of one node. Nodes have consecutive ranks."""
+    span = _stride(layout, axis) * group_size(layout, axis)
+    return layout.world_size > gpus_per_node and gpus_per_node % span != 0
 
 
 def group_size(layout: Layout, axis: str) -> int:
@@ -66,15 +86,9 @@ def group_size(layout: Layout, axis: str) -> int:
     return math.prod(layout.mesh[name] for name in _axes(layout, axis))
 
 
-def stride(layout: Layout, axis: str) -> int:
-    """The rank stride of this axis: the product of the sizes of the axes that vary faster."""
+def _stride(layout: Layout, axis: str) -> int:
+    """How far apart the ranks of a group are: the product of the degrees of the axes that vary faster."""
     return math.prod(layout.mesh[name] for name in MESH_AXES[MESH_AXES.index(_axes(layout, axis)[-1]) + 1 :])
-
-
-def crosses_nodes(layout: Layout, axis: str, gpus_per_node: int) -> bool:
-    """True where some group along the axis is not inside of one node. Nodes have consecutive ranks."""
-    span = stride(layout, axis) * group_size(layout, axis)
-    return layout.world_size > gpus_per_node and gpus_per_node % span != 0
 
 
 def _axes(layout: Layout, axis: str) -> tuple[str, ...]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from harness.performance.advice import Advice
-from harness.performance.converting import Conversion
+from harness.performance.gains import Conversion, Variant
 from harness.performance.roofline import Step
-from harness.performance.variants import Variant
 
 VARIANT_COLUMNS = ("recipe", "compiled", "eager", "tokens/s", "known fault, or rule that refuses it")
 LINEAR_COLUMNS = (

@@ -11,9 +11,8 @@ from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.matrix.targets import is_llama
 from harness.measured import Measured, Multiplied, Sent
-from harness.performance.metrics import Metrics
-from harness.performance.mfu import Speed, speed, tokens_per_device
-from harness.performance.peaks import Peak, peak_of_device
+from harness.performance.cost import Metrics, Speed, speed, tokens_per_device
+from harness.performance.machine import Peak, peak_of_device
 from harness.plural import binary_bytes, counted
 from harness.report.case import flop_words
 from harness.report.wording import aligned

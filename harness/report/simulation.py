@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from harness.matrix.layout import MESH_AXES
-from harness.performance.simulation import Matmul, Shard, Simulation
-from harness.performance.sweep import Ranked
+from harness.performance.layouts import Matmul, Ranked, Shard, Simulation
 from harness.plural import binary_bytes, counted
 from harness.report.wording import aligned
 from harness.studies.simulation import Verification
@@ -35,7 +34,10 @@ def _parts(found: Simulation, verification: Verification | None) -> Iterator[str
     yield _shard_table(found.shards)
     yield _wire_table(found)
     yield _memory_table(found)
-    yield f"predicted: {found.step_s:.3g} s a step, {found.tokens_s:,.0f} tokens/s and device"
+    if found.step_s is None:
+        yield f"no time is predicted: the data sheet of {found.device} has no peak in the dtype of this case"
+    else:
+        yield f"predicted: {found.step_s:.3g} s a step, {found.tokens_s:,.0f} tokens/s and device"
     yield "\n".join(f"assumed: {each}" for each in found.assumptions)
     if verification is not None:
         yield _verification_text(verification)
@@ -155,8 +157,8 @@ def _layout_row(each: Ranked) -> tuple[str, ...]:
     notes = [*(() if each.fits else ("does not fit",)), *(reason.name for reason in each.warnings)]
     return (
         *map(str, each.layout.mesh.values()),
-        f"{each.step_s:.3g}",
-        f"{each.tokens_s:,.0f}",
+        f"{each.step_s:.3g}" if each.step_s else "-",
+        f"{each.tokens_s:,.0f}" if each.tokens_s else "-",
         *map(binary_bytes, (each.peak_bytes, each.sent_bytes, each.between_nodes_bytes)),
         ", ".join(notes),
     )

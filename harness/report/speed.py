@@ -8,8 +8,8 @@ import msgspec
 
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.targets import is_llama
-from harness.performance.mfu import speed
-from harness.performance.peaks import peak_of_device
+from harness.performance.cost import speed
+from harness.performance.machine import peak_of_device
 from harness.report.case import speedup_words
 from harness.report.metrics import SIMULATED, speed_rows
 from harness.report.wording import aligned

@@ -21,9 +21,8 @@ from harness.matrix.caseid import case_id
 from harness.matrix.known import PACKAGES, KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.matrix.targets import REFERENCE
-from harness.performance.flops import executed
-from harness.performance.gemms import gemms
 from harness.performance.memory import memory
+from harness.performance.work import executed, gemms
 from harness.request import SimulationRequest
 from harness.sources import installed_versions
 from harness.trace.counts import SimulatedRank, collective_of, multiplied_words

@@ -23,7 +23,7 @@ from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import expected_refusal
 from harness.measured import Measured, Speedup
-from harness.performance.mfu import tokens_per_device
+from harness.performance.cost import tokens_per_device
 from harness.project import Project
 from harness.result import CaseResult, RunResult
 from harness.running.case_runner import CaseRunner

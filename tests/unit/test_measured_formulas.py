@@ -8,7 +8,7 @@ from harness.checks.measuring import measured
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.measured import Measured
-from harness.performance.flops import executed
+from harness.performance.work import executed
 from harness.trace.counts import FlopsRecord
 from tests.builders import make_case, make_trace, make_witnesses, run_of, saved_as, traffic_of
 

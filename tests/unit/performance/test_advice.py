@@ -18,14 +18,14 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.targets import is_llama
 from harness.performance.advice import Advice, advise
-from harness.performance.converting import too_small_for_rowwise
+from harness.performance.gains import too_small_for_rowwise
 from harness.performance.machine import machine
 from harness.performance.models import MODELS, training
 from harness.performance.plots import plots
-from harness.performance.published import GRAND_TETON
 from harness.report.advice import advice_text, linear_rows
 from harness.report.html.advice import advice_page
 from tests.builders import make_known
+from tests.published import GRAND_TETON
 from tests.strategies import POSSIBLE_CASES
 from tests.unit.test_html_report import Page
 

@@ -11,12 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from harness.matrix.case import Float8
+from harness.performance.advice import ERROR_ELSEWHERE, ERROR_H100
 from harness.performance.casts import casts
-from harness.performance.gemms import FLOAT8
-from harness.performance.machine import Machine, Rates
-from harness.performance.published import GRAND_TETON, LINEARS, Published, PublishedLinear, published
-from harness.performance.recommendations import ERROR_ELSEWHERE, ERROR_H100
+from harness.performance.machine import FLOAT8, Machine, Rates
 from harness.performance.roofline import matmul_s, predicted_step, speed_up
+from tests.published import GRAND_TETON, LINEARS, Published, PublishedLinear, published
 
 ROWS = {f"{row.name} {row.ratio:.3f}": row for row in published()}
 ON_H100 = {name: row for name, row in ROWS.items() if row.machine == GRAND_TETON}

@@ -12,14 +12,12 @@ from harness.expect.traffic import Transfer
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Layout
 from harness.performance.casts import casts
-from harness.performance.converting import conversions
-from harness.performance.gemms import gemms
-from harness.performance.links import axis_bytes_s, transfer_s
-from harness.performance.machine import SOURCES, Machine, Rates, machine
+from harness.performance.gains import conversions, padded_size, vocabularies
+from harness.performance.machine import PEAKS, Machine, Rates, machine
 from harness.performance.models import MODELS, training
-from harness.performance.padding import padded_size, padding_bytes, padding_memory_bytes, padding_s, vocabularies
-from harness.performance.peaks import DEVICES, PEAKS
 from harness.performance.roofline import predicted_step, speed_up
+from harness.performance.wire import axis_bytes_s, transfer_s
+from harness.performance.work import gemms
 
 H100 = machine("h100")
 RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -58,20 +56,15 @@ def test_a_better_network_is_never_slower(dp_shard: int, tp: int, factor: float)
 @given(st.integers(1, 40), st.sampled_from(RECIPES))
 def test_padding_costs_nothing_where_all_is_aligned(sixteens: int, recipe: str) -> None:
     case = block(256, recipe, seq_len=16 * sixteens, pad_inner_dim=True)
-    assert padding_s(case, H100) == 0
-    assert predicted_step(case, H100) == predicted_step(replace(case, float8=_unpadded(case)), H100)
-
-
-def _unpadded(case: Case) -> object:
-    return replace(case.float8, pad_inner_dim=False)
+    unpadded = replace(case, float8=replace(case.float8, pad_inner_dim=False))
+    assert predicted_step(case, H100) == predicted_step(unpadded, H100)
 
 
 def test_padding_costs_where_tokens_are_unaligned() -> None:
     case = block(256, seq_len=4100, global_batch=1, pad_inner_dim=True)
-    padded = {(gemm.role, bool(padding_bytes(case, gemm))) for gemm in gemms(case) if gemm.precision == "float8"}
+    padded = {(gemm.role, bool(gemm.padding_bytes)) for gemm in gemms(case) if gemm.precision == "float8"}
     assert padded == {("forward", False), ("dgrad", False), ("wgrad", True)}
-    assert padding_memory_bytes(case) == (256 + 4 * 256) * 4112  # of w1: grad_output and input
-    assert padding_memory_bytes(block(256, pad_inner_dim=True)) == 0
+    assert max(gemm.copied_bytes for gemm in gemms(case)) == (256 + 4 * 256) * 4112  # of w1: grad_output and input
 
 
 def test_eager_padding_copies_aligned_operands_too() -> None:
@@ -80,9 +73,8 @@ def test_eager_padding_copies_aligned_operands_too() -> None:
     float8 = [gemm for gemm in gemms(case) if gemm.precision == "float8"]
     assert all(gemm.executed_k == gemm.k for gemm in float8)
     ideal_s = sum(gemm.executed_flops for gemm in float8) / 1979e12 / 0.78
-    assert padding_s(case, replace(H100, peak=replace(H100.peak, memory_tb_s=2.4))) / ideal_s == pytest.approx(
-        0.23, abs=0.05
-    )
+    slower = replace(H100, peak=replace(H100.peak, memory_tb_s=2.4))
+    assert predicted_step(case, slower).padding_s / ideal_s == pytest.approx(0.23, abs=0.05)
 
 
 @given(st.sampled_from(RECIPES[1:]), st.integers(16, 400), st.integers(2, 8))
@@ -147,12 +139,12 @@ def test_rings_send_all_but_what_a_rank_has(kind: str, sent: float) -> None:
 def test_vocabularies_of_2256_rows() -> None:
     """2256 / 8 = 282 is no multiple of 16: refused in float8, padded to 2304, or kept in BF16."""
     case = training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2256, tp=8)
-    found = {each.name: each for each in vocabularies(case)}
+    found = {each.name: each for each in vocabularies(case, H100)}
     assert [each.refused for each in found.values()] == [(282,), (), (), ()]
     padded = found["2304 rows, output layer in float8"]
     assert (padded.added_rows, padded.added_bytes) == (6, 2 * 6 * 256 * 16)
     assert padded_size(2256, 2) == 2272 and padded_size(2256, 4) == 2304 and padded_size(2560, 8) == 2560
-    aligned = vocabularies(training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2560, tp=8))
+    aligned = vocabularies(training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2560, tp=8), H100)
     assert [(each.added_rows, each.refused) for each in aligned] == [(0, ()), (0, ())]
 
 
@@ -165,7 +157,7 @@ def test_padded_vocabularies_are_the_smallest_that_fit(vocab_size: int, tp: int)
 def test_unknown_device() -> None:
     with pytest.raises(HarnessError, match="'h99' are not known") as error:
         machine("h99")
-    assert all(name in error.value.text for name in DEVICES)
+    assert all(each.name in error.value.text for each in PEAKS)
 
 
 def test_device_without_float8() -> None:
@@ -175,7 +167,8 @@ def test_device_without_float8() -> None:
 
 
 def test_every_rate_has_a_source() -> None:
-    assert set(SOURCES) == set(Rates.__struct_fields__)
+    assert [line.split()[0] for line in Rates().words] == list(Rates.__struct_fields__)
+    assert all(": " in line for line in Rates().words)
 
 
 @pytest.mark.parametrize("device", [each.name for each in PEAKS if each.float8])

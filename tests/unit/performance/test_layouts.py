@@ -12,12 +12,12 @@ from harness.cli.main import main
 from harness.errors import HarnessError
 from harness.expect.traffic import expected_transfers, fsdp_units
 from harness.matrix.case import Case, Layout
+from harness.matrix.caseid import parse_case_id
 from harness.matrix.linears import parameter_count
+from harness.performance.layouts import Simulation, layouts, simulate, sweep
 from harness.performance.machine import machine
 from harness.performance.memory import memory
 from harness.performance.models import MODELS, training
-from harness.performance.simulation import Simulation, simulate
-from harness.performance.sweep import layouts, sweep
 from harness.performance.wire import crosses_nodes, wire
 from harness.report.simulation import SimulationReport, simulation_text, sweep_text
 from tests.builders import make_case
@@ -117,7 +117,7 @@ def test_groups_that_leave_a_node(layout: Layout, axis: str, crosses: bool) -> N
 @given(POSSIBLE_CASES)
 def test_no_byte_and_no_parameter_is_lost(case: Case) -> None:
     terms = expected_transfers(case, step=2, rank=0)
-    found = wire(case, rank=0, gpus_per_node=8)
+    found = wire(case, gpus_per_node=8)
     assert sum(each.payload_bytes for each in found) == sum(term.payload_bytes for term in terms)
     assert sum(each.calls for each in found) == sum(term.times for term in terms)
     assert sum(each.amax_reductions for each in found) == sum(
@@ -148,6 +148,16 @@ def test_a_sweep_keeps_the_batch_and_ranks_what_is_refused_last() -> None:
     assert refused == {16, 32, 64}  # 8 heads of keys
     text = sweep_text(found)
     assert "REFUSED TP 16 with replicas x FSDP 1 x 32, " in text and "heads_divide_tp: TP splits attention" in text
+
+
+def test_a_dtype_without_a_peak_has_no_time_and_all_other_numbers() -> None:
+    case = parse_case_id("fsdp2-tp2-rowwise-v2048-s2-f32")
+    found, in_bfloat16 = simulate(case, H100), simulate(parse_case_id("fsdp2-tp2-rowwise-v2048-s2-b16"), H100)
+    assert (found.step_s, found.tokens_s) == (None, None) and len(found.matmuls) == len(in_bfloat16.matmuls)
+    text = simulation_text(SimulationReport(simulation=found))
+    assert "no time is predicted: the data sheet of h100 has no peak in the dtype of this case" in text
+    best = sweep(case, H100)[0]
+    assert (best.refused, best.step_s, best.tokens_s) == ((), 0, 0) and best.peak_bytes > 0
 
 
 def test_405b_on_4096_ranks() -> None:

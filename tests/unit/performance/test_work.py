@@ -1,4 +1,4 @@
-"""FLOPs of a step and of a token against formulas by hand and against published speeds."""
+"""What a rank multiplies: matmuls as rules and checks know them, FLOPs by hand and against published speeds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,25 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
+from harness.expect.fusion import executed_scaled_mm_calls
+from harness.matrix import linears
 from harness.matrix.case import Case, Float8, Layout
-from harness.matrix.linears import parameter_count
-from harness.performance.flops import ATTENTION, by_precision, flops_per_token, flops_per_token_by_precision, work
-from harness.performance.gemms import gemms
-from harness.performance.mfu import speed, tokens_per_device
+from harness.matrix.linears import is_misaligned, parameter_count
+from harness.matrix.spellings import spellings
+from harness.matrix.targets import is_llama
+from harness.performance.cost import speed, tokens_per_device
+from harness.performance.machine import FLOAT8, PEAKS, peak, peak_of_device
 from harness.performance.models import MODELS, named_model, training
-from harness.performance.peaks import PEAKS, peak, peak_of_device
+from harness.performance.work import (
+    ATTENTION,
+    by_precision,
+    executed,
+    flops_per_token,
+    flops_per_token_by_precision,
+    gemms,
+    work,
+)
+from tests.strategies import TRAINED_CASES
 
 LLAMA_8B = training(MODELS["llama3-8b"], recipe="tensorwise")
 DEBUG = training(MODELS["debugmodel"], recipe="tensorwise", vocab_size=2256)
@@ -156,3 +168,46 @@ def test_ranks_share_the_work_of_one(tp: int, dp_shard: int, recipe: str, vocab_
     norms = 6 * (2 * case.model.shape.layers + 1) * case.model.shape.dim
     total = sum(sum(each.values()) for each in of_ranks)
     assert total == (flops_per_token(case) - norms) * case.train.tokens
+
+
+@given(TRAINED_CASES)
+def test_matmuls_in_float8_are_those_that_rules_know(case: Case) -> None:
+    """Of all ranks, every shape once."""
+    found = {
+        (gemm.fqn, gemm.role, gemm.m, gemm.n, gemm.k)
+        for rank in range(case.layout.tp)
+        for gemm in gemms(case, rank=rank)
+        if gemm.precision == FLOAT8
+    }
+    assert found == {(gemm.fqn, gemm.role, gemm.m, gemm.n, gemm.k) for gemm in linears.gemms(case)}
+
+
+@given(TRAINED_CASES)
+def test_calls_in_float8_are_those_that_checks_expect(case: Case) -> None:
+    if not is_llama(case.target):
+        return
+    found = executed(case, rank=0).get("matmuls in float8")
+    assert (0 if found is None else found.calls) == executed_scaled_mm_calls(case)
+
+
+@given(TRAINED_CASES)
+def test_torch_takes_what_is_aligned_and_what_is_padded(case: Case) -> None:
+    for gemm in gemms(case):
+        if gemm.precision == FLOAT8:
+            assert not is_misaligned(case, gemm)
+            assert gemm.n % 16 == gemm.executed_k % 16 == 0 and 0 <= gemm.executed_k - gemm.k < 16
+        else:
+            assert gemm.executed_k == gemm.k
+
+
+def test_named_models_have_the_sizes_that_reports_mean() -> None:
+    known = {model.text: model.axes for model in spellings().model}
+    for name, text in (
+        ("debugmodel", "torchtitan's debugmodel since 2025-06"),
+        ("llama3-8b", "Llama 3 8B"),
+        ("llama3-70b", "Llama 3 70B"),
+        ("llama3-405b", "Llama 3 405B"),
+    ):
+        model = training(MODELS[name]).model
+        sizes = {axis: getattr(model.shape, axis, model.vocab_size) for axis in known[text]}
+        assert sizes == known[text]

@@ -8,9 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.matrix.case import Case
-from harness.performance.machine import Machine, machine
+from harness.performance.machine import Machine, machine, peak
 from harness.performance.models import MODELS, training
-from harness.performance.peaks import peak
 
 # Meta's H100: HBM2e with 2.4 TB/s, 500 W, and 400 Gb/s to other nodes.
 GRAND_TETON = Machine(peak=replace(peak("h100"), memory_tb_s=2.4))
@@ -136,7 +135,7 @@ def _other_devices() -> Iterator[Published]:
             yield _row(name, _of_8b(recipe), on=machine(device), bf16=bf16, float8=float8, source=_TORCHAO)
 
 
-def _row(  # noqa: PLR0913  the columns of a table
+def _row(
     name: str,
     case: Case,
     *,

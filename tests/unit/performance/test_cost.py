@@ -13,7 +13,7 @@ from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.measured import Measured, Multiplied, Sent
-from harness.performance.metrics import metrics
+from harness.performance.cost import metrics
 from harness.performance.models import MODELS, training
 from harness.report.metrics import MetricsReport, metrics_text, run_report
 from harness.result import CaseResult

@@ -1,30 +1,35 @@
-"""A case on all of its ranks, by formula: shapes, alignment, wire, memory and what refuses it. Nothing is run."""
+"""A case on all of its ranks by formula: shapes, alignment, wire, memory, what refuses it; and its layouts in order."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from harness.expect.traffic import Weight, fsdp_units
-from harness.matrix.case import Case
+from harness.matrix.axes import axis_values, case_from_axes
+from harness.matrix.case import Case, Layout
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
+from harness.matrix.layout import DP_AXES, OTHERS, REST, ranks_of
 from harness.matrix.linears import linear_name, shard_sizes
-from harness.matrix.rules import expected_refusal
-from harness.performance.gemms import Gemm, gemms, is_refused
+from harness.matrix.rules import exclusions, expected_refusal
+from harness.performance.cost import tokens_per_device
 from harness.performance.machine import Machine
 from harness.performance.memory import Memory, memory
 from harness.performance.models import require_formulas
 from harness.performance.roofline import predicted_step
 from harness.performance.wire import AxisTraffic, crosses_nodes, wire
+from harness.performance.work import Gemm, gemms
 from harness.plural import binary_bytes
 from harness.verdict import Verdict
 
 MEASURED_PEAK = 1.15  # published peaks over the lower bound
 _GIB = 1 << 30
 _NAMES = 3  # of weights that a sentence lists
+_MOST = {"tp": 64, "dp_replicate": 16}  # ranks along every axis but that of FSDP, which has the others
 ASSUMPTIONS = (
     "shapes, alignment, wire bytes and calls, and memory between forward and backward are exact, with eager blocks",
     "wire: sent_bytes is what a rank sends in rings; nodes have consecutive ranks",
@@ -87,8 +92,8 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[Memory, ...]  # of the first and the last rank: no rank has more than the first
     peak_bytes: int
     device_bytes: int
-    step_s: float  # predicted
-    tokens_s: float  # of a device, predicted
+    step_s: float | None  # predicted; None where the peak of the device in the dtype of the case is not known
+    tokens_s: float | None  # of a device
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     @property
@@ -105,9 +110,9 @@ def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) 
     require_formulas(case)
     ranks = dict.fromkeys((0, case.world_size - 1))
     memories = tuple(memory(case, rank=rank) for rank in ranks)
-    traffic = wire(case, rank=0, gpus_per_node=machine.gpus_per_node)
+    traffic = wire(case, gpus_per_node=machine.gpus_per_node)
     multiplied, sharded = matmuls(case), shards(case)
-    step_s = predicted_step(case, machine).total_s
+    step_s = predicted_step(case, machine).total_s if machine.peak.tflops(case.train.dtype) else None
     return Simulation(
         case=case_id(case),
         world_size=case.world_size,
@@ -125,7 +130,7 @@ def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) 
         peak_bytes=memories[0].peak,
         device_bytes=_device_bytes(machine),
         step_s=step_s,
-        tokens_s=case.train.tokens / case.world_size / step_s,
+        tokens_s=None if step_s is None else tokens_per_device(case, step_s),
     )
 
 
@@ -139,12 +144,12 @@ def matmuls(case: Case) -> tuple[Matmul, ...]:
             equal.setdefault(shape, []).append(gemm)
         for key, group in equal.items():
             before = found[key].tp_ranks if key in found else 0
-            found[key] = _matmul(case, group[0], layers=len(group), tp_ranks=alike + before)
+            found[key] = _matmul(group[0], layers=len(group), tp_ranks=alike + before)
     order = {each.linear: at for at, each in reversed(list(enumerate(found.values())))}
     return tuple(sorted(found.values(), key=lambda each: order[each.linear]))
 
 
-def _matmul(case: Case, gemm: Gemm, *, layers: int, tp_ranks: int) -> Matmul:
+def _matmul(gemm: Gemm, *, layers: int, tp_ranks: int) -> Matmul:
     return Matmul(
         linear=linear_name(gemm.fqn),
         role=gemm.role,
@@ -153,7 +158,7 @@ def _matmul(case: Case, gemm: Gemm, *, layers: int, tp_ranks: int) -> Matmul:
         k=gemm.k,
         precision=gemm.precision,
         aligned=gemm.aligned,
-        refused=is_refused(case, gemm),
+        refused=gemm.refused,
         layers=layers,
         tp_ranks=tp_ranks,
     )
@@ -245,3 +250,71 @@ def _uneven_float8(case: Case) -> list[Weight]:
 
 def _device_bytes(machine: Machine) -> int:
     return machine.peak.memory_gb * _GIB
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout. Without numbers, 0, where a rule excludes it; times are 0 where they are not predicted too.
+
+    `sent_bytes`: of a rank and step; `between_nodes_bytes`: of them those along axes that leave a node.
+    """
+
+    case: str
+    layout: Layout
+    refused: tuple[Reason, ...]
+    warnings: tuple[Reason, ...] = ()
+    fits: bool = False
+    peak_bytes: int = 0
+    sent_bytes: int = 0
+    between_nodes_bytes: int = 0
+    step_s: float = 0.0
+    tokens_s: float = 0.0
+
+
+def sweep(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> tuple[Ranked, ...]:
+    """Every layout of the ranks of a case, which all train its global batch.
+
+    Those that are refused come last, before them those whose peak does not fit; the others by predicted time, then by
+    memory and wire.
+    """
+    found = [_ranked(each, machine, known) for each in layouts(case)]
+    return tuple(sorted(found, key=_order))
+
+
+def layouts(case: Case) -> Iterator[Case]:
+    """The case with every combination of degrees that are powers of two; FSDP has the other ranks."""
+    for chosen in itertools.product(*map(_powers, _MOST.values())):
+        mesh = dict(zip(_MOST, chosen, strict=True))
+        mesh[REST], rest = divmod(case.world_size, ranks_of(mesh, OTHERS))
+        if not rest and (mesh[REST] > 1 or ranks_of(mesh, DP_AXES) == 1):
+            styles = case.float8.tp_styles if mesh["tp"] > 1 else "plain"
+            yield case_from_axes({**axis_values(case), **mesh, "tp_styles": styles})
+
+
+def _powers(largest: int) -> Iterator[int]:
+    size = 1
+    while size <= largest:
+        yield size
+        size *= 2
+
+
+def _ranked(case: Case, machine: Machine, known: Sequence[KnownFault]) -> Ranked:
+    if rules := exclusions(case):
+        reasons = tuple(Reason(name=rule.name, text=rule.reason) for rule in rules)
+        return Ranked(case=case_id(case), layout=case.layout, refused=reasons)
+    found = simulate(case, machine, known=known)
+    return Ranked(
+        case=case_id(case),
+        layout=case.layout,
+        refused=found.refused,
+        warnings=found.warnings,
+        fits=found.fits,
+        peak_bytes=found.peak_bytes,
+        sent_bytes=sum(each.sent_bytes for each in found.wire),
+        between_nodes_bytes=sum(each.sent_bytes for each in found.wire if each.crosses_nodes),
+        step_s=found.step_s or 0.0,
+        tokens_s=found.tokens_s or 0.0,
+    )
+
+
+def _order(found: Ranked) -> tuple[object, ...]:
+    return bool(found.refused), not found.fits, found.step_s, found.peak_bytes, found.sent_bytes

@@ -1,0 +1,233 @@
+"""What FP8 gains: predicted speed-ups with each recipe, what each linear gains, and what a vocabulary costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from harness.matrix.case import Case, Float8
+from harness.matrix.known import KnownFault
+from harness.matrix.linears import BLOCK_LINEARS, OUTPUT_FQN, is_converted, linear_features, linear_name, shard_sizes
+from harness.matrix.recipes import MatmulRole
+from harness.matrix.rules import exclusions, expected_refusal
+from harness.performance.casts import casts
+from harness.performance.cost import tokens_per_device
+from harness.performance.machine import Machine
+from harness.performance.roofline import cast_s, gemm_s, once_s, predicted_step, speed_up
+from harness.performance.work import ALIGNMENT, Gemm, gemms
+
+_PARAMETER_BYTES = 4 + 4 + 8  # the float32 weight, its gradient, and AdamW's two moments
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to train in FP8: how many times as fast as in BF16, or the rule that refuses it, with its reason.
+
+    `fault`: the name of a recorded fault that such training runs into.
+    """
+
+    name: str
+    compiled: float | None = None
+    eager: float | None = None
+    tokens_s: float | None = None  # of a device, compiled
+    refused: str = ""
+    reason: str = ""
+    fault: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Compiled; 0 where it is refused."""
+        return self.compiled or 0.0
+
+
+class Matmul(msgspec.Struct, frozen=True, kw_only=True):
+    """One matmul of a linear on one rank: its shape after sharding, and the time of one execution in microseconds.
+
+    `refused`: `torch._scaled_mm` does not take it, with what pads it.
+    """
+
+    role: MatmulRole
+    m: int
+    n: int
+    k: int
+    aligned: bool
+    refused: bool
+    bf16_us: float
+    float8_us: float
+
+
+class Conversion(msgspec.Struct, frozen=True, kw_only=True):
+    """One linear of all blocks, or the output layer, in BF16 and in float8: milliseconds of one rank and step.
+
+    `gain`: how many times as fast as in BF16 it is in float8, casts and padding included. `refused`: one of its float8
+    matmuls is.
+    """
+
+    name: str
+    count: int
+    converted: bool
+    refused: bool
+    gain: float
+    bf16_ms: float
+    float8_ms: float
+    cast_ms: float
+    padding_ms: float
+    matmuls: tuple[Matmul, ...]
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to train a vocabulary under tensor parallelism, and what it costs one rank.
+
+    `shards`: the rows of the output layer that ranks hold, each size once. `refused`: of them those that float8
+    matmuls refuse. `added_bytes`: what the rows that padding adds take for the embedding and the output layer, with
+    gradients and AdamW, if nothing else shards them. `output_ms`: matmuls and casts of the output layer in a step.
+    """
+
+    name: str
+    shards: tuple[int, ...]
+    refused: tuple[int, ...]
+    added_rows: int
+    added_bytes: int
+    output_ms: float
+
+
+def variants(case: Case) -> dict[str, Case]:
+    """The case with every recipe, by name: as torchtitan uses them, and with what makes them faster."""
+    base = replace(case.float8, casts=(), fp8_all_gather=False, precompute_scale=False, tp_styles="plain")
+    tensorwise = replace(base, recipe="tensorwise", tp_styles="float8" if case.layout.tp > 1 else "plain")
+    rowwise = replace(base, recipe="rowwise")
+    found = {"tensorwise": tensorwise}
+    if case.layout.dp_shard > 1:
+        found["tensorwise, float8 all-gather"] = replace(tensorwise, fp8_all_gather=True, precompute_scale=True)
+    found["rowwise"] = rowwise
+    small = too_small_for_rowwise(case)
+    if 0 < len(small) < len(BLOCK_LINEARS):
+        names = ", ".join(name.rpartition(".")[2] for name in small)
+        found[f"rowwise, {names} in BF16"] = replace(rowwise, filter_fqns=(*rowwise.filter_fqns, *small))
+    found["rowwise_with_gw_hp"] = replace(base, recipe="rowwise_with_gw_hp")
+    return {name: replace(case, float8=float8) for name, float8 in found.items()}
+
+
+def too_small_for_rowwise(case: Case) -> tuple[str, ...]:
+    """Linears of blocks that torchao's `_auto_filter_for_recipe` (0.18) does not convert with the recipe rowwise.
+
+    By the size of the whole weight: linears are converted before they are sharded.
+    """
+    sizes = {name: linear_features(case, name) for name in BLOCK_LINEARS}
+    return tuple(name for name, (k, n) in sizes.items() if n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048))
+
+
+def costed(name: str, case: Case, faults: Sequence[KnownFault], machine: Machine) -> Variant:
+    """What a way to train is predicted to bring.
+
+    Rules that exclude the case in BF16 too are about the harness, not about FP8.
+    """
+    in_bf16 = exclusions(replace(case, float8=Float8()))
+    rule = next((rule for rule in exclusions(case) if rule not in in_bf16), expected_refusal(case))
+    if rule is not None:
+        return Variant(name=name, refused=rule.name, reason=rule.reason)
+    graphs, eager = compiled(case), replace(case, compile="none", layout=replace(case.layout, async_tp=False))
+    return Variant(
+        name=name,
+        compiled=speed_up(graphs, machine),
+        eager=speed_up(eager, machine),
+        tokens_s=tokens_per_device(graphs, predicted_step(graphs, machine).total_s),
+        fault=faults[0].name if faults else "",
+    )
+
+
+def compiled(case: Case) -> Case:
+    """The case with compiled blocks."""
+    return case if case.compile != "none" else replace(case, compile="inductor")
+
+
+def conversions(case: Case, machine: Machine) -> tuple[Conversion, ...]:
+    """Every linear in the order of a block, then the output layer. A linear that is kept is costed as if converted."""
+    converted = replace(case, float8=replace(case.float8, output_layer=True, filter_fqns=()))
+    pairs: defaultdict[str, list[tuple[Gemm, Gemm]]] = defaultdict(list)
+    for pair in zip(gemms(replace(case, float8=Float8())), gemms(converted), strict=True):
+        pairs[linear_name(pair[0].fqn)].append(pair)
+    cast_by_name: defaultdict[str, float] = defaultdict(float)
+    for cast in casts(converted):
+        cast_by_name[linear_name(cast.fqn)] += cast_s(cast, machine)
+    return tuple(
+        _conversion(case, name, pairs[name], cast_by_name[name] * 1e3, machine) for name in (*BLOCK_LINEARS, OUTPUT_FQN)
+    )
+
+
+def _conversion(
+    case: Case, name: str, pairs: Sequence[tuple[Gemm, Gemm]], cast_ms: float, machine: Machine
+) -> Conversion:
+    """`pairs`: its matmuls in BF16 and in float8."""
+    fqn = pairs[0][0].fqn
+    padding_ms = sum(scaled.padding_bytes for _, scaled in pairs) / machine.memory_bytes_s * 1e3
+    bf16_ms = sum(gemm_s(plain, machine) for plain, _ in pairs) * 1e3
+    float8_ms = sum(gemm_s(scaled, machine) for _, scaled in pairs) * 1e3
+    matmuls = tuple(
+        Matmul(
+            role=scaled.role,
+            m=scaled.m,
+            n=scaled.n,
+            k=scaled.k,
+            aligned=scaled.aligned,
+            refused=scaled.refused,
+            bf16_us=once_s(plain, machine) * 1e6,
+            float8_us=once_s(scaled, machine) * 1e6,
+        )
+        for plain, scaled in pairs
+        if plain.fqn == fqn
+    )
+    return Conversion(
+        name=name,
+        count=len({plain.fqn for plain, _ in pairs}),
+        converted=is_converted(case, fqn),
+        refused=any(matmul.refused for matmul in matmuls),
+        gain=bf16_ms / (float8_ms + cast_ms + padding_ms),
+        bf16_ms=bf16_ms,
+        float8_ms=float8_ms,
+        cast_ms=cast_ms,
+        padding_ms=padding_ms,
+        matmuls=matmuls,
+    )
+
+
+def vocabularies(case: Case, machine: Machine) -> tuple[Vocabulary, ...]:
+    """The ways to train the vocabulary of a case: as it is and padded, with the output layer in float8 and not."""
+    own, multiple = case.model.vocab_size, ALIGNMENT * case.layout.tp
+    multiples = (1,) if own % multiple == 0 else (1, multiple)
+    return tuple(_vocabulary(case, each, float8, machine) for each in multiples for float8 in (True, False))
+
+
+def _vocabulary(case: Case, multiple: int, float8: bool, machine: Machine) -> Vocabulary:
+    tp, own = case.layout.tp, case.model.vocab_size
+    model = replace(case.model, pad_vocab_to_multiple_of=multiple, layers=1)
+    found = replace(case, model=model, float8=replace(case.float8, output_layer=float8))
+    rows = model.padded_vocab_size
+    shards = tuple(dict.fromkeys(shard_sizes(rows, tp)))
+    output_s = sum(gemm_s(gemm, machine) for gemm in gemms(found) if gemm.fqn == OUTPUT_FQN)
+    output_s += sum(cast_s(cast, machine) for cast in casts(found) if cast.fqn == OUTPUT_FQN)
+    return Vocabulary(
+        name=f"{rows} rows, output layer in {'float8' if float8 else case.train.dtype}",
+        shards=shards,
+        refused=tuple(shard for shard in shards if float8 and shard % ALIGNMENT),
+        added_rows=_added_rows(own, rows, tp),
+        added_bytes=added_bytes(own, rows, tp, case.model.shape.dim),
+        output_ms=output_s * 1e3,
+    )
+
+
+def padded_size(vocab_size: int, tp: int) -> int:
+    """The smallest vocabulary of at least this size whose shards on `tp` ranks are equal multiples of 16."""
+    multiple = ALIGNMENT * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def added_bytes(vocab_size: int, padded: int, tp: int, dim: int) -> int:
+    """What the rows that padding adds take on one of `tp` ranks: of the embedding and of the output layer."""
+    return 2 * _added_rows(vocab_size, padded, tp) * dim * _PARAMETER_BYTES
+
+
+def _added_rows(vocab_size: int, padded: int, tp: int) -> int:
+    return -(-padded // tp) - -(-vocab_size // tp)

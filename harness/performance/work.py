@@ -1,0 +1,229 @@
+"""What one rank multiplies in one step: its matmuls in the shapes that tensor parallelism leaves, and FLOPs by part.
+
+Of the reference Llama, eager. A compiled step computes the same products; the pipelined operators of async TP multiply
+a product in TP parts, which have the same FLOPs together. A multiplication and an addition are 2 FLOPs. Attention
+counts as if it were not causal, its backward as twice its forward; the flash kernel computes 5 products in backward
+where this counts 4.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+from msgspec.structs import replace
+
+from harness.expect.fusion import extra_matmul_calls
+from harness.expect.matmuls import is_multiplied_again
+from harness.matrix import linears
+from harness.matrix.case import Case, Layout
+from harness.matrix.linears import (
+    FLOPS_PER_PARAMETER_AND_TOKEN,
+    OUTPUT_FQN,
+    is_converted,
+    linear_fqns,
+    linear_name,
+    local_features,
+    parameter_count,
+)
+from harness.matrix.recipes import MatmulRole
+from harness.measured import Multiplied, multiplied_by
+from harness.performance.machine import FLOAT8
+from harness.trace.counts import multiplied_words
+
+ALIGNMENT = 16  # of n and k, by `torch._scaled_mm`
+BLOCKS, OUTPUT, ATTENTION = "linears of blocks", "output layer", "attention"
+
+
+class Gemm(linears.Gemm, frozen=True, kw_only=True):
+    """One matmul [m, k] x [k, n] of a linear, as one rank executes it in one step.
+
+    `precision`: "float8", or the dtype of both operands. `scales_rows`: it has scales for rows. `executed_k`: k as
+    `pad_inner_dim` pads it. `copied`: that copies both operands. `count`: how often training needs it. `repeats`: how
+    often it is executed besides, because checkpointing recomputes it or a step is evaluated.
+    """
+
+    precision: str
+    scales_rows: bool
+    executed_k: int
+    copied: bool
+    count: int
+    repeats: int = 0
+
+    @property
+    def aligned(self) -> bool:
+        """True when `torch._scaled_mm` takes it without padding, whether it is converted or not; m may be anything."""
+        return self.n % ALIGNMENT == 0 and self.k % ALIGNMENT == 0
+
+    @property
+    def refused(self) -> bool:
+        """True when it is multiplied in float8 and `torch._scaled_mm` refuses its sizes."""
+        return self.precision == FLOAT8 and bool(self.n % ALIGNMENT or self.executed_k % ALIGNMENT)
+
+    @property
+    def flops(self) -> int:
+        """Of what training needs, without padding and repeats: 2 m n k each."""
+        return 2 * self.m * self.n * self.k * self.count
+
+    @property
+    def executions(self) -> int:
+        """How often it is executed."""
+        return self.count + self.repeats
+
+    @property
+    def executed_flops(self) -> int:
+        """Of every execution, with what pads it."""
+        return 2 * self.m * self.n * self.executed_k * self.executions
+
+    @property
+    def copied_bytes(self) -> int:
+        """The size of the float8 copies of both operands, which live while it runs."""
+        return (self.m + self.n) * self.executed_k if self.copied else 0
+
+    @property
+    def padding_bytes(self) -> int:
+        """What `pad_inner_dim` reads and writes for all executions: both float8 operands."""
+        return (self.m + self.n) * (self.k + self.executed_k) * self.executions if self.copied else 0
+
+
+@functools.lru_cache(maxsize=64)
+def gemms(case: Case, *, rank: int = 0) -> tuple[Gemm, ...]:
+    """The matmuls of linears: all forwards in order of execution, then dgrad and wgrad from the last linear."""
+    of_linears = [_gemms_of(case, fqn, rank) for fqn in linear_fqns(case)]
+    forward = [each[0] for each in of_linears]
+    return (*forward, *(gemm for each in reversed(of_linears) for gemm in each[1:]))
+
+
+def _gemms_of(case: Case, fqn: str, rank: int) -> list[Gemm]:
+    """Forward, dgrad and wgrad of one linear."""
+    tokens, (inputs, outputs) = case.tokens_per_rank, local_features(case, linear_name(fqn), rank)
+    sizes: dict[MatmulRole, tuple[int, int, int]] = {
+        "forward": (tokens, outputs, inputs),
+        "dgrad": (tokens, inputs, outputs),
+        "wgrad": (outputs, inputs, tokens),
+    }
+    traits, converted, found = case.float8.traits, is_converted(case, fqn), []
+    for role, (m, n, k) in sizes.items():
+        float8 = converted and traits.multiplies(role)
+        pads = float8 and case.float8.pad_inner_dim
+        gemm = Gemm(
+            fqn=fqn,
+            role=role,
+            m=m,
+            n=n,
+            k=k,
+            precision=FLOAT8 if float8 else case.train.dtype,
+            scales_rows=float8 and traits.scales_rows(role),
+            executed_k=-(-k // ALIGNMENT) * ALIGNMENT if pads else k,
+            # A compiled block copies what it pads. In an eager one `torch.nn.functional.pad` copies what is aligned too
+            copied=pads and (k % ALIGNMENT != 0 or case.compile == "none"),
+            count=case.train.accumulation,
+            repeats=_repeats(case, fqn) if role == "forward" else 0,
+        )
+        found.append(gemm)
+    return found
+
+
+def _repeats(case: Case, fqn: str) -> int:
+    """How often a step repeats the forward of a linear."""
+    again = int(case.train.evaluate)
+    if fqn != OUTPUT_FQN:
+        _, layer, name = fqn.split(".", 2)
+        again += is_multiplied_again(case, int(layer), name)
+    return case.train.accumulation * again
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """FLOPs of one rank and step: `flops` that training needs, and all that is executed, with repeats and padding."""
+
+    part: str  # BLOCKS, OUTPUT, ATTENTION
+    role: str  # "forward", "dgrad", "wgrad"; "backward" of attention
+    precision: str  # "float8", or a dtype
+    flops: int
+    executions: int  # of matmuls, or of the attention of a block
+    executed_flops: int
+
+
+def work(case: Case, *, rank: int = 0, saves_attention: bool = True) -> tuple[Work, ...]:
+    """What one rank multiplies in one step, by part, role and precision.
+
+    `saves_attention`: `selective_op` saves the output of attention, which is so for every kernel but the CPU's.
+    """
+    found: dict[tuple[str, str, str], list[Gemm]] = {}
+    for gemm in sorted(gemms(case, rank=rank), key=lambda gemm: gemm.fqn == OUTPUT_FQN):
+        found.setdefault((OUTPUT if gemm.fqn == OUTPUT_FQN else BLOCKS, gemm.role, gemm.precision), []).append(gemm)
+    linears = (
+        Work(
+            part=part,
+            role=role,
+            precision=precision,
+            flops=sum(gemm.flops for gemm in of_part),
+            executions=sum(gemm.executions for gemm in of_part),
+            executed_flops=sum(gemm.executed_flops for gemm in of_part),
+        )
+        for (part, role, precision), of_part in found.items()
+    )
+    return (*linears, *_attention(case, saves_attention=saves_attention))
+
+
+def _attention(case: Case, *, saves_attention: bool) -> Iterator[Work]:
+    """Forward multiplies queries by keys and weights by values: 2 x 2 seq^2 head_dim for every head and sequence."""
+    train, shape = case.train, case.model.shape
+    heads = shape.heads // case.layout.tp
+    once = 4 * train.seq_len**2 * shape.head_dim * heads * case.microbatch
+    kept = case.checkpointing.mode == "selective_op" and saves_attention
+    recomputed = 0 if kept else sum(map(case.checkpointing.wraps, range(shape.layers)))
+    needed = shape.layers * train.accumulation
+    forwards = needed + (recomputed + shape.layers * train.evaluate) * train.accumulation
+    for role, products, executions in (("forward", once, forwards), ("backward", 2 * once, needed)):
+        yield Work(
+            part=ATTENTION,
+            role=role,
+            precision=train.dtype,
+            flops=products * needed,
+            executions=executions,
+            executed_flops=products * executions,
+        )
+
+
+def executed(case: Case, *, rank: int, saves_attention: bool = True) -> Mapping[str, Multiplied]:
+    """What one rank executes in one step, by part and precision, as `FlopsRecord` counts it."""
+    found = [
+        ("attention" if each.part == ATTENTION else "matmuls", each.precision, each.executions, each.executed_flops)
+        for each in work(case, rank=rank, saves_attention=saves_attention)
+    ]
+    for precision, scaled in ((FLOAT8, True), (case.train.dtype, False)):
+        found.append(("matmuls", precision, extra_matmul_calls(case, scaled=scaled), 0))
+    added = multiplied_by(
+        (multiplied_words(part=part, precision=precision), calls, flops) for part, precision, calls, flops in found
+    )
+    return {words: each for words, each in added.items() if each.calls}
+
+
+def flops_per_token(case: Case) -> int:
+    """Of forward and backward, as torchtitan counts: 6 for every parameter but the embedding's, and attention.
+
+    The parameters of norms count too, though nothing multiplies by them: 2e-5 of Llama 3 8B.
+    """
+    shape = case.model.shape
+    parameters = parameter_count(case) - shape.dim * case.model.padded_vocab_size
+    attention = 12 * shape.layers * shape.heads * shape.head_dim * case.train.seq_len
+    return FLOPS_PER_PARAMETER_AND_TOKEN * parameters + attention
+
+
+def flops_per_token_by_precision(case: Case) -> Mapping[str, float]:
+    """`flops_per_token` by precision: what matmuls in float8 do not do counts in the dtype of the case."""
+    alone = replace(case, layout=Layout(), train=replace(case.train, global_batch=1, accumulation=1))
+    float8 = by_precision(work(alone)).get(FLOAT8, 0) / case.train.seq_len
+    total = flops_per_token(case)
+    return {FLOAT8: float8, case.train.dtype: total - float8} if float8 else {case.train.dtype: float(total)}
+
+
+def by_precision(works: Iterable[Work]) -> Mapping[str, int]:
+    """FLOPs that training needs, by precision."""
+    found: Counter[str] = Counter()
+    for each in works:
+        found[each.precision] += each.flops
+    return dict(sorted(found.items()))
