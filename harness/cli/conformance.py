@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-from harness.cli.options import json_option, write_output
+from harness.cli.options import json_option, write_json
 from harness.hints import list_checks
-from harness.jsonform import to_json
-from harness.plural import counted
-from harness.studies.conformance.judge import Conclusion
 from harness.verdict import ExitCode
 
 _EPILOG = """\b
@@ -45,12 +40,14 @@ def conformance_command(
     from harness.engine.node import LocalNode
     from harness.engine.zygote_engine import ZygoteEngine
     from harness.project import leases_in, state_folder
+    from harness.report.conformance import conformance_document, conformance_section
+    from harness.report.sections import text_of
     from harness.running.injection import parse_injection
     from harness.running.machine import check_rank_packages
     from harness.running.selection import NothingSelected
-    from harness.studies.conformance.fixed import select_checks
-    from harness.studies.conformance.runner import PROGRAM, run_checks
-    from harness.studies.conformance.table import document
+    from harness.sources import installed_version
+    from harness.studies.conformance.checks import select_checks
+    from harness.studies.conformance.judge import PROGRAM, run_checks
     from harness.studies.surviving import RanksFailed
 
     checks = select_checks(globs)
@@ -72,30 +69,8 @@ def conformance_command(
             click.echo(f"fp8-harness: error: {error.text}", err=True)
             return ExitCode.INFRA
         seconds = time.perf_counter() - started
-    click.echo("\n".join(_text(conclusions, seconds, verbose=verbose)), err=str(json_file) == "-")
-    write_output(json_file, lambda: to_json(document(conclusions, _software()), indent=2))
+    software = {name: installed_version(name) for name in ("torch", "torchao")}
+    document = conformance_document(conclusions, software=software, seconds=seconds)
+    click.echo(text_of([conformance_section(document, verbose=verbose)]), nl=False, err=str(json_file) == "-")
+    write_json(json_file, document)
     return ExitCode.GOOD if all(each.good for each in conclusions) else ExitCode.FAILED
-
-
-def _text(conclusions: list[Conclusion], seconds: float, *, verbose: bool) -> Iterator[str]:
-    """The lines that people read."""
-    from harness.studies.conformance.table import LEGEND, deviation_lines, lines
-
-    yield from (*lines(conclusions), "", LEGEND)
-    deviations = list(deviation_lines(conclusions))
-    if deviations:
-        yield from ("", "known deviations, with the number of checks that show them", *deviations)
-    for each in conclusions:
-        if not each.good or (verbose and each.problems):
-            yield from ("", f"{each.check.id}: {each.status} {' '.join(each.deviations)}")
-            yield from (f"  {problem}" for problem in each.problems)
-    counts = Counter(each.status for each in conclusions)
-    summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-    software = ", ".join(f"{name} {version or 'missing'}" for name, version in _software().items())
-    yield from ("", f"{counted(len(conclusions), 'check')} in {seconds:.1f} s ({software}): {summary}")
-
-
-def _software() -> dict[str, str | None]:
-    from harness.sources import installed_version
-
-    return {name: installed_version(name) for name in ("torch", "torchao")}

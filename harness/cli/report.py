@@ -113,9 +113,9 @@ def _sections(
 ) -> Iterator[Section]:
     from harness.jsonform import read_json
     from harness.matrix.coverage import coverage
-    from harness.report.html.sections import conformance_section, coverage_section, kill_section
+    from harness.report.conformance import ConformanceDocument, conformance_section
+    from harness.report.html.sections import coverage_section, kill_section
     from harness.running.selection import whole_tiers
-    from harness.studies.conformance.table import ConformanceDocument
     from harness.studies.kill_matrix import Power
 
     tiers = whole_tiers(project, {case.id for case in document.cases})

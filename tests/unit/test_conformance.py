@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.engine.messages import Job, JobOutcome, RankOutcome
+from harness.report.conformance import column, conformance_document, conformance_section
+from harness.report.sections import text_of
 from harness.studies.conformance import judge
-from harness.studies.conformance.cost import cheapest_bytes
-from harness.studies.conformance.fixed import fixed_checks, select_checks
-from harness.studies.conformance.judge import Conclusion, conclude_lost
+from harness.studies.conformance.checks import fixed_checks, select_checks
+from harness.studies.conformance.judge import Conclusion, conclude_lost, run_checks
 from harness.studies.conformance.known import KNOWN
-from harness.studies.conformance.runner import run_checks
-from harness.studies.conformance.table import column, document, lines
+from harness.studies.conformance.strategy import cheapest_bytes
 from harness.studies.surviving import RanksFailed
 from harness.trace.operator_checks import MESHES, Batch, Observation, OperatorCheck, Output, chunk_sizes, local_shape
 
@@ -217,12 +217,20 @@ def test_known_deviations_are_told_apart_and_none_is_left_over():
     assert set(hit) == set(names)
 
 
-def test_the_table_and_the_document():
-    conclusions = [conclude(make_check(), seen(make_output())), conclude_lost(make_check(words="Psum"), "hang")]
-    head, row = lines(conclusions)
-    assert head.split() == ["operator", "S0", "Psum"]
-    assert row.split() == ["amax", "1", "1F"]
-    assert msgspec.json.encode(document(conclusions, {"torch": "2.13.0"}))
+def test_the_report_and_the_document():
+    pending = make_check("cast.e4m3", "Psum")
+    known = conclude(pending, seen(error="TypeError: torch.float8_e4m3fn cannot be reduced", phase="result"))
+    passed = conclude(make_check(), seen(make_output()))
+    document = conformance_document(
+        [passed, passed, conclude_lost(make_check(), "hang"), known], software={"torch": "2.13.0"}, seconds=1.25
+    )
+    assert document.counts == {"passed": 2, "failed": 1, "known": 1}
+    lines = [line.split() for line in text_of([conformance_section(document)]).splitlines()]
+    assert lines[1:4] == [["operator", "S0", "Psum"], ["amax", "2", "1F", "-"], ["cast.e4m3", "-", "1k"]]
+    assert ["1", "float8-cast-keeps-pending:"] in [line[:2] for line in lines]
+    assert lines[-1][:2] == ["4", "checks"] and ["lost:"] in [line[:1] for line in lines]
+    assert pending.id not in text_of([conformance_section(document)])
+    assert pending.id in text_of([conformance_section(document, verbose=True)])
 
 
 class FakeEngine:

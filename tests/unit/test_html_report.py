@@ -24,10 +24,9 @@ from harness.matrix.coverage import coverage
 from harness.measured import Curve, Measured, Sent
 from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
-from harness.report.html.sections import conformance_section, coverage_section, kill_section
+from harness.report.html.sections import coverage_section, kill_section
 from harness.report.sections import Entry, Section, Table, printable
 from harness.result import CaseResult, RunResult
-from harness.studies.conformance.table import ConformanceDocument, ShownCheck
 from harness.studies.kill_matrix import Power
 from harness.verdict import NotJudged, Verdict
 from tests.builders import (
@@ -327,10 +326,3 @@ def test_a_kill_matrix_lists_what_was_not_detected_first() -> None:
     missed, every = (table for table in of_kind(Table, section) if table.rows)
     assert [row[1] for row in missed.rows] == ["missed"] and [row[1] for row in every.rows] == ["found", "missed"]
     assert section.blocks[0] == "1 of 2 trials not detected."
-
-
-def test_conformance_counts_by_operator_and_placement() -> None:
-    checks = tuple(ShownCheck(op="amax", placement="S0", status=status) for status in ("passed", "passed", "failed"))
-    told = ConformanceDocument(software={"torch": "2.13.0"}, counts={"passed": 2, "failed": 1}, checks=checks)
-    (listing,) = of_kind(Table, conformance_section(told))
-    assert (listing.columns, listing.rows) == (("operator", "S0"), (("amax", "2 1F"),))

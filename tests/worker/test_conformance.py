@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from harness.engine.cluster import unleased_cluster
 from harness.running.injection import parse_injection
-from harness.studies.conformance.fixed import select_checks
-from harness.studies.conformance.judge import Conclusion
-from harness.studies.conformance.runner import PROGRAM, run_checks
+from harness.studies.conformance.checks import select_checks
+from harness.studies.conformance.judge import PROGRAM, Conclusion, run_checks
 from harness.trace.operator_checks import MESHES, PARTIALS, OperatorCheck
 
 FAULTS = Path(__file__).with_name("conformancefaults.py")

@@ -1,4 +1,4 @@
-"""Sections of the page besides the cases: what tiers cover, the kill matrix, conformance, the history of a case."""
+"""Sections of the page besides the cases: what tiers cover, the kill matrix, the history of a case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from harness.report.history import MOMENT_COLUMNS, moment_changes, moment_row
 from harness.report.power import COLUMNS as POWER_COLUMNS
 from harness.report.power import trial_row
 from harness.report.sections import Section, Table
-from harness.studies.conformance.table import LEGEND, ConformanceDocument, grid
 from harness.studies.history import History
 from harness.studies.kill_matrix import Power, Trial
 
@@ -44,22 +43,6 @@ def kill_section(power: Power) -> Section:
             Table(title="not detected", columns=POWER_COLUMNS, rows=_trials(power.undetected)),
             Table(title="all trials", columns=POWER_COLUMNS, rows=_trials(power.trials)),
             Table(title="not planted", columns=("fault", "needs"), rows=tuple(power.not_planted.items())),
-        ),
-    )
-
-
-def conformance_section(document: ConformanceDocument) -> Section:
-    """The table of DTensor's sharding strategies, by operator and placement."""
-    columns, *rows = grid(document.checks)
-    counts = ", ".join(f"{count} {status}" for status, count in sorted(document.counts.items()))
-    software = ", ".join(f"{name} {version or 'missing'}" for name, version in document.software.items())
-    return Section(
-        name="conformance",
-        title="Conformance",
-        blocks=(
-            f"{counted(len(document.checks), 'check')} ({software}): {counts}.",
-            " ".join(LEGEND.split()),
-            Table(columns=columns, rows=tuple(rows)),
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Judges the observations of a check by all ranks: its problems and its status.
+"""Runs checks on ranks and judges what these observed.
 
 Four questions: did it run, is the whole tensor right, are the placements valid, and did it receive no more bytes than
 necessary? A problem that a known deviation explains is not a failure; a known deviation without its problem is one.
@@ -9,23 +9,41 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from harness.studies.conformance.cost import cheapest_bytes
+import msgspec
+
+from harness.engine.cluster import JobRunner
+from harness.engine.messages import Job, JobOutcome
+from harness.sources import installed_version
 from harness.studies.conformance.known import Deviation, deviations_of
-from harness.studies.conformance.strategy import may_be_partial
-from harness.trace.operator_checks import Observation, OperatorCheck, Output, Placements, local_shape, shard_dim
-from harness.trace.record import Record
+from harness.studies.conformance.strategy import cheapest_bytes, may_be_partial
+from harness.studies.surviving import run_surviving
+from harness.trace.operator_checks import (
+    WORLD_SIZE,
+    Batch,
+    Observation,
+    OperatorCheck,
+    Output,
+    local_shape,
+    shard_dim,
+)
+from harness.trace.record import Patch, Record
+
+PROGRAM = "harness.worker.conformance"
 
 ProblemKind = Literal["missing", "raised", "wrong", "placement", "bytes", "lost"]
 Status = Literal["passed", "known", "failed", "unexpected_pass"]
 _MISSING = ("sharding strategy", "is not supported", "not implemented")
 _SLACK_BYTES = 0.5  # costs are not always integers
+# A check takes about 6 ms on two busy cores. A hanging rank must not delay a small run by more than a minute.
+_BASE_DEADLINE_S = 45.0
+_DEADLINE_PER_CHECK_S = 0.1
 
 
 class Problem(Record, frozen=True, kw_only=True):
     """One problem, as observed on one rank: the first, if several ranks have it."""
 
     kind: ProblemKind
-    rank: int | None
+    rank: int | None = None
     expected: str
     found: str
 
@@ -50,58 +68,83 @@ class Conclusion(Record, frozen=True, kw_only=True):
         return self.status in ("passed", "known")
 
 
+def run_checks(
+    engine: JobRunner, checks: Sequence[OperatorCheck], injections: Sequence[Patch] = ()
+) -> list[Conclusion]:
+    """Run and judge all checks, in order. Raises RanksFailed when the ranks fail outside of any check."""
+    torch = installed_version("torch") or "0"
+
+    def judge(pending: Sequence[OperatorCheck], outcome: JobOutcome) -> list[Conclusion]:
+        ranks = [msgspec.msgpack.decode(rank.payload or b"", type=list[Observation]) for rank in outcome.ranks]
+        observed = zip(*ranks, strict=True)
+        return [conclude(check, seen, torch=torch) for check, seen in zip(pending, observed, strict=True)]
+
+    return run_surviving(
+        engine,
+        checks,
+        job_of=lambda pending: Job(
+            job_id="conformance",
+            world_size=WORLD_SIZE,
+            payload=msgspec.msgpack.encode(Batch(checks=pending, injections=tuple(injections))),
+            deadline_s=_BASE_DEADLINE_S + _DEADLINE_PER_CHECK_S * len(pending),
+            one_node=True,
+        ),
+        judge=judge,
+        conclude_lost=conclude_lost,
+        where="conformance",
+        fix="check the memory of this machine, and --inject.",
+    )
+
+
 def conclude(check: OperatorCheck, observed: Sequence[Observation], *, torch: str) -> Conclusion:
     """Judge the observations of one check by all ranks, with this version of torch."""
     budget = cheapest_bytes(check)
     moved = max((each.wire_bytes for each in observed), default=0.0)
-    known = deviations_of(check, torch)
-    return _conclusion(check, known, tuple(problems(check, observed, budget)), moved, budget)
+    return _conclusion(check, deviations_of(check, torch), tuple(_problems(check, observed, budget)), moved, budget)
 
 
 def conclude_lost(check: OperatorCheck, message: str) -> Conclusion:
     """The conclusion on a check that brought its ranks down or made them hang."""
-    problem = Problem(kind="lost", rank=None, expected="a result from every rank", found=message)
+    problem = Problem(kind="lost", expected="a result from every rank", found=message)
     return _conclusion(check, (), (problem,), 0.0, cheapest_bytes(check))
 
 
 def _conclusion(
     check: OperatorCheck, known: Sequence[Deviation], found: tuple[Problem, ...], moved: float, budget: float
 ) -> Conclusion:
-    used = [_explanation(known, problem) for problem in found]
-    names = dict.fromkeys(deviation.name for deviation in used if deviation is not None)
+    explanations = [next((each for each in known if each.explains(one.kind, one.found)), None) for one in found]
     status: Status = "passed"
+    shown = [each for each in explanations if each is not None]
     if found:
-        status = "failed" if None in used else "known"
-    elif any(deviation.always for deviation in known):
-        status, names = "unexpected_pass", dict.fromkeys(each.name for each in known if each.always)
+        status = "failed" if None in explanations else "known"
+    elif outdated := [each for each in known if each.always]:
+        status, shown = "unexpected_pass", outdated
     return Conclusion(
         check=check,
         status=status,
         problems=found,
-        deviations=tuple(names),
+        deviations=tuple(dict.fromkeys(each.name for each in shown)),
         wire_bytes=moved,
         cheapest_bytes=budget,
     )
 
 
-def _explanation(known: Sequence[Deviation], problem: Problem) -> Deviation | None:
-    return next((each for each in known if each.explains(problem.kind, problem.found)), None)
-
-
-def problems(check: OperatorCheck, observed: Sequence[Observation], budget: float) -> Iterator[Problem]:
+def _problems(check: OperatorCheck, observed: Sequence[Observation], budget: float) -> Iterator[Problem]:
     """All problems of a check; of problems that several ranks share, the first."""
-    raised = [each for each in observed if each.error]
+    raised = sorted((each for each in observed if each.error), key=lambda each: each.consequence)
     if raised:
-        first = next((each for each in raised if not each.consequence), raised[0])
-        missing = any(text in first.error for text in _MISSING)
+        first = raised[0]
         yield Problem(
-            kind="missing" if missing else "raised",
+            kind="missing" if any(text in first.error for text in _MISSING) else "raised",
             rank=first.rank,
             expected="the operator to run" if first.phase != "result" else "a result that can be replicated",
             found=first.error,
         )
     else:
-        yield from _first_of_each(problem for each in observed for problem in _output_problems(check, each))
+        first_of_kind: dict[str, Problem] = {}
+        for problem in (problem for each in observed for problem in _output_problems(check, each)):
+            first_of_kind.setdefault(problem.kind, problem)
+        yield from first_of_kind.values()
     finished = all(each.phase == "result" for each in observed)
     over = max(observed, key=lambda each: each.wire_bytes, default=None)
     if finished and over is not None and over.wire_bytes > budget + _SLACK_BYTES:
@@ -113,35 +156,25 @@ def problems(check: OperatorCheck, observed: Sequence[Observation], budget: floa
         )
 
 
-def _first_of_each(found: Iterator[Problem]) -> list[Problem]:
-    first: dict[str, Problem] = {}
-    for problem in found:
-        first.setdefault(problem.kind, problem)
-    return list(first.values())
-
-
-def _output_problems(check: OperatorCheck, observation: Observation) -> Iterator[Problem]:
-    if not observation.outputs:
-        yield Problem(kind="wrong", rank=observation.rank, expected="a result", found="none")
-    for index, output in enumerate(observation.outputs):
-        if output.wrong or output.dtype != output.expected_dtype or output.shape != output.expected_shape:
-            yield _wrong(observation.rank, output)
-        for expected, found in _invalid_placements(check, observation, index, output):
-            yield Problem(kind="placement", rank=observation.rank, expected=expected, found=found)
-
-
-def _wrong(rank: int, output: Output) -> Problem:
-    return Problem(
-        kind="wrong",
-        rank=rank,
-        expected=f"{list(output.expected_shape)} {output.expected_dtype}, equal to the operator on the full tensor",
-        found=f"{list(output.shape)} {output.dtype}, {output.wrong} elements differ by up to {output.largest_error:g}: "
-        f"{output.example}",
-    )
+def _output_problems(check: OperatorCheck, seen: Observation) -> Iterator[Problem]:
+    if not seen.outputs:
+        yield Problem(kind="wrong", rank=seen.rank, expected="a result", found="none")
+    for index, output in enumerate(seen.outputs):
+        right = f"{list(output.expected_shape)} {output.expected_dtype}"
+        found = f"{list(output.shape)} {output.dtype}"
+        if output.wrong or found != right:
+            yield Problem(
+                kind="wrong",
+                rank=seen.rank,
+                expected=f"{right}, equal to the operator on the full tensor",
+                found=f"{found}, {output.wrong} elements differ by up to {output.largest_error:g}: {output.example}",
+            )
+        for expected, given in _invalid_placements(check, seen, index, output):
+            yield Problem(kind="placement", rank=seen.rank, expected=expected, found=given)
 
 
 def _invalid_placements(
-    check: OperatorCheck, observation: Observation, index: int, output: Output
+    check: OperatorCheck, seen: Observation, index: int, output: Output
 ) -> Iterator[tuple[str, str]]:
     """The expected and the actual value of every invalid placement."""
     placements = output.placements
@@ -152,7 +185,7 @@ def _invalid_placements(
         yield f"{len(check.axes)} placements", f"{len(placements)}"
         return
     for axis, placement in enumerate(placements):
-        dim = _dim_or_none(placement)
+        dim = shard_dim(placement) if placement[1:].isdigit() else None
         if dim is not None and dim >= len(output.shape):
             yield f"a shard of one of {len(output.shape)} dims", placement
             return
@@ -160,21 +193,10 @@ def _invalid_placements(
             yield "a replicated, sharded or partial placement", placement
         if placement[0] == "P" and not may_be_partial(check, axis, index, placement):
             yield f"no such partial placement on mesh axis {axis}", placement
+    written = ".".join(placements)
     if check.target and placements != check.target:
-        yield ".".join(check.target), ".".join(placements)
-    yield from _wrong_local_shape(check, placements, observation, output)
-
-
-def _dim_or_none(placement: str) -> int | None:
-    return shard_dim(placement) if placement[1:].isdigit() else None
-
-
-def _wrong_local_shape(
-    check: OperatorCheck, placements: Placements, observation: Observation, output: Output
-) -> Iterator[tuple[str, str]]:
-    """A local shape that contradicts the placements. Skips strided shards: uneven ones follow no simple rule."""
-    if any(placement[0] == "T" for placement in placements):
-        return
-    expected = local_shape(output.shape, placements, check.axes, observation.coordinates)
-    if expected != output.local_shape:
-        yield f"local shape {list(expected)} for {'.'.join(placements)}", f"{list(output.local_shape)}"
+        yield ".".join(check.target), written
+    if "T" not in {placement[0] for placement in placements}:  # uneven strided shards follow no simple rule
+        local = local_shape(output.shape, placements, check.axes, seen.coordinates)
+        if local != output.local_shape:
+            yield f"local shape {list(local)} for {written}", f"{list(output.local_shape)}"

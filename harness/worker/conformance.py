@@ -1,29 +1,35 @@
-"""The rank program of the conformance study: runs a batch of checks and returns the observations of this rank."""
+"""The rank program of the conformance study: runs operators on DTensors and returns what this rank observed.
+
+The cost of an operator is counted on the virtual fabric, below every layer of torch that moves data.
+"""
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from harness.trace.operator_checks import Batch, Mesh, Observation, OperatorCheck, Output
-from harness.worker.conformance import layout, operators
-from harness.worker.conformance.meter import Meter, resynchronize
+from harness.worker import conformance_operators as operators
 from harness.worker.injection import inject
 from harness.worker.probes.scales import dtype_name
 from harness.worker.process_group import join
 from harness.worker.virtual import device
-from harness.worker.virtual.fabric import CollectiveMismatch
+from harness.worker.virtual.collectives import FABRIC
+from harness.worker.virtual.fabric import CollectiveMismatch, Group, Loopback
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
 
 Phase = Literal["inputs", "operator", "result"]
+Exchange = Callable[..., list[torch.Tensor]]
 
 
 def preload(options: Mapping[str, str]) -> None:
@@ -119,7 +125,7 @@ def _output(check: OperatorCheck, found: torch.Tensor, expected: torch.Tensor, f
     found, expected = operators.dequantized(found), operators.dequantized(expected)
     local, whole, placements = found, found, None
     if isinstance(found, DTensor):
-        local, whole, placements = found.to_local(), found.full_tensor(), layout.to_strings(found.placements)
+        local, whole, placements = found.to_local(), found.full_tensor(), operators.to_strings(found.placements)
     wrong, largest, example = _difference(whole, expected, allowed_error(check, full))
     return Output(
         placements=placements,
@@ -157,3 +163,82 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, allowed: Any) -> tu
     example = f"{at} = {mine[tuple(at)].item():g}, expected {right[tuple(at)].item():g}"
     largest = distance[wrong].nan_to_num(float("inf")).max().item()
     return int(wrong.sum()), largest, example
+
+
+class Meter:
+    """Counts the exchanges of the watched groups since the last `start`."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, int, int]] = []
+        self._watched: set[int] = set()
+
+    def watch(self, mesh: DeviceMesh) -> None:
+        """Count the exchanges on all axes of `mesh`. Every rank of the mesh must call this."""
+        for group in groups(mesh):
+            if id(group) not in self._watched:
+                self._watched.add(id(group))
+                setattr(group, "exchange", self._counted(group.exchange, group.size))  # noqa: B010  mypy rejects assigning to a method
+
+    def start(self) -> None:
+        """Reset the counts."""
+        self._calls.clear()
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that this rank had to receive, with the best algorithm for every collective."""
+        return sum(received_bytes(*call) for call in self._calls)
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """One line per collective."""
+        return tuple(f"{kind} of {count} bytes among {size}" for kind, count, size in self._calls)
+
+    def _counted(self, exchange: Exchange, size: int) -> Exchange:
+        def counting(kind: str, payload: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+            self._calls.append((kind, payload.numel(), size))
+            return exchange(kind, payload, **options)
+
+        return counting
+
+
+def received_bytes(kind: str, payload_bytes: int, size: int) -> float:
+    """Bytes that a rank receives in a collective of `size` ranks to which it sends `payload_bytes`."""
+    if kind == "all_to_all":
+        payload_bytes -= 8 * size  # the fabric also sends a table of the splits
+    factors = {
+        "barrier": 0.0,
+        "all_gather": size - 1.0,
+        "all_reduce": 2 * (size - 1) / size,
+        "reduce_scatter": (size - 1) / size,
+        "all_to_all": (size - 1) / size,
+    }
+    return factors.get(kind, 1.0) * payload_bytes
+
+
+def groups(mesh: DeviceMesh) -> list[Group | Loopback]:
+    """The fabric groups of all axes of a mesh."""
+    found = []
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        ranks = functools.partial(dist.get_process_group_ranks, group)
+        found.append(FABRIC.group(group.group_name, ranks, group.rank))
+    return found
+
+
+def resynchronize(mesh: DeviceMesh) -> None:
+    """Wait for every rank of the mesh, even those that are still in a collective that this one left.
+
+    For a rank still in a collective, this barrier is a CollectiveMismatch, which makes it leave the operator and call
+    this function too; until then the barrier is retried.
+    """
+    for group in groups(mesh):
+        while not _pass_barrier(group):
+            pass
+
+
+def _pass_barrier(group: Group | Loopback) -> bool:
+    try:
+        group.exchange("barrier", torch.empty(0, dtype=torch.uint8))
+    except CollectiveMismatch:
+        return False
+    return True

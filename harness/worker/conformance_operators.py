@@ -1,16 +1,20 @@
 """The operators under test: their inputs and their calls, on DTensors and, for the expected result, on plain tensors.
 
-Float8 operands are cast from high precision with scales that are powers of two.
+Tensors and their shards are computed here and not by the code under test. Values are chosen so that all sums and
+averages are exact in any order: a right result is bit-equal. Shards differ in their largest magnitude, and the largest
+of all is negative. Float8 operands are cast from high precision with scales that are powers of two.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchao.float8 import float8_scaling_utils, float8_utils
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import (
@@ -20,12 +24,12 @@ from torchao.float8.float8_training_tensor import (
     hp_tensor_and_scale_to_float8,
 )
 
-from harness.trace.operator_checks import OperatorCheck, Placements
-from harness.worker.conformance import layout
+from harness.trace.operator_checks import OperatorCheck, Placements, axis_order, shard_dim
 
 Tensor = torch.Tensor
 Results = Sequence[Tensor]
 _E4M3 = torch.float8_e4m3fn
+_STEPS = {torch.float32: 1 / 64, torch.bfloat16: 1.0}  # so that float32 values lose bits in a cast to bfloat16
 
 
 def full_inputs(check: OperatorCheck) -> list[Tensor]:
@@ -33,16 +37,16 @@ def full_inputs(check: OperatorCheck) -> list[Tensor]:
     dtype, shape = getattr(torch, check.dtype), check.shape
     if check.op in MATMULS:
         return [
-            layout.small_integers(shape, dtype, 1),
-            layout.small_integers((shape[1], *check.sizes), dtype, 2),
+            small_integers(shape, dtype, 1),
+            small_integers((shape[1], *check.sizes), dtype, 2),
         ]
-    first = layout.values(shape, dtype, 1)
+    first = values(shape, dtype, 1)
     if check.op == "cat":
-        return [first, layout.values(shape, dtype, 2)]
+        return [first, values(shape, dtype, 2)]
     if check.op in ("mul", "div"):
-        return [first, layout.powers_of_two(shape, dtype, 2)]
+        return [first, powers_of_two(shape, dtype, 2)]
     if check.op in ("mul.scale", "div.scale"):
-        return [first, layout.powers_of_two((), dtype, 3)]
+        return [first, powers_of_two((), dtype, 3)]
     return [first]
 
 
@@ -53,7 +57,7 @@ def operands(check: OperatorCheck, full: Sequence[Tensor], mesh: DeviceMesh | No
         return [_float8(check, index, value, mesh, placements) for index, (value, placements) in enumerate(placed)]
     if mesh is None:
         return list(full)
-    return [layout.distribute(value, mesh, placements) for value, placements in placed]
+    return [distribute(value, mesh, placements) for value, placements in placed]
 
 
 def apply(check: OperatorCheck, inputs: Sequence[Tensor], mesh: DeviceMesh | None) -> Results:
@@ -72,7 +76,7 @@ def dequantized(result: Tensor) -> Tensor:
         return DTensor.from_local(
             _original(result.to_local()),
             result.device_mesh,
-            result.placements,
+            result.placements,  # as they are: strings do not say the split factor of a strided shard
             run_check=False,
             shape=result.shape,
             stride=result.stride(),
@@ -93,7 +97,7 @@ def _redistribute(tensor: Tensor, target: Placements, mesh: DeviceMesh | None) -
     if mesh is None:
         return tensor
     assert isinstance(tensor, DTensor)
-    return tensor.redistribute(placements=layout.to_torch(target, mesh))
+    return tensor.redistribute(placements=to_torch(target, mesh))
 
 
 _MM_CONFIG = LinearMMConfig()  # with fast accumulation, as in torchao's rowwise recipe
@@ -110,10 +114,10 @@ def _float8(check: OperatorCheck, index: int, full: Tensor, mesh: DeviceMesh | N
         return whole
     local_scale = scale
     if axis is not None:
-        spread = layout.local_part(scale.expand(full.shape), mesh, placements)
+        spread = local_part(scale.expand(full.shape), mesh, placements)
         local_scale = spread[:, :1] if axis == -1 else spread[:1]
-    local = layout.local_part(full, mesh, placements)
-    return layout.wrap(_cast(local, local_scale, index, axis), whole, mesh, placements)
+    local = local_part(full, mesh, placements)
+    return wrap(_cast(local, local_scale, index, axis), whole, mesh, placements)
 
 
 def _cast(tensor: Tensor, scale: Tensor, index: int, axis: int | None) -> Tensor:
@@ -200,3 +204,104 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "to_float8": _to_float8,
 }
 OPERATORS |= {f"f8.{name}": OPERATORS[name] for name in ("t", "transpose", "view", "split", "mm")}
+
+
+def values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor with values from -97 to 24, mostly negative, with two large negative elements."""
+    step = _STEPS[dtype]
+    random = torch.Generator().manual_seed(seed)
+    flat = torch.randint(int(-40 / step), int(24 / step), (math.prod(shape),), generator=random) * step
+    if len(flat):
+        flat[torch.randint(len(flat), (2,), generator=random)] = torch.tensor([-61.0, -97.0])
+    return flat.reshape(tuple(shape)).to(dtype)
+
+
+def small_integers(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor of integers from -2 to 2: matrix products of up to 64 terms are exact in bfloat16."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, tuple(shape), generator=random).to(dtype)
+
+
+def powers_of_two(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor of positive and negative powers of two from 1/4 to 4: multiplying and dividing by them is exact."""
+    random = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, tuple(shape), generator=random) * 2 - 1
+    return (signs * torch.exp2(torch.randint(-2, 3, tuple(shape), generator=random))).to(dtype)
+
+
+def distribute(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    """`full` as a DTensor, built from the local tensor of this rank without communication."""
+    return wrap(local_part(full, mesh, placements), full, mesh, placements)
+
+
+def wrap(local: torch.Tensor, full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    """A DTensor with the shape of `full` and this local tensor."""
+    return DTensor.from_local(
+        local, mesh, to_torch(placements, mesh), run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+def local_part(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
+    """The local tensor of this rank for `full` with these placements."""
+    local = full
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    for axis in axis_order(placements):
+        placement, size, index = placements[axis], mesh.size(axis), coordinates[axis]
+        dim = shard_dim(placement)
+        if dim is not None:
+            width = -(-local.shape[dim] // size)
+            start = min(index * width, local.shape[dim])
+            local = local.narrow(dim, start, min(width, local.shape[dim] - start))
+        elif placement != "R":
+            local = _partial_terms(local, placement, size, seed=axis)[index]
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+def _partial_terms(full: torch.Tensor, placement: str, size: int, seed: int) -> list[torch.Tensor]:
+    """`size` tensors whose reduction is `full`."""
+    random = torch.Generator().manual_seed(1000 + seed)
+    if placement in ("Pmax", "Pmin"):
+        owner = torch.randint(size, tuple(full.shape), generator=random)
+        distance = (1 + torch.randint(5, tuple(full.shape), generator=random)).to(full.dtype)
+        other = full - distance if placement == "Pmax" else full + distance
+        return [torch.where(owner == index, full, other) for index in range(size)]
+    step = _STEPS.get(full.dtype, 1.0)
+    noise = [
+        (torch.randint(int(-8 / step), int(8 / step), tuple(full.shape), generator=random) * step).to(full.dtype)
+        for _ in range(size - 1)
+    ]
+    rest = torch.stack([*noise, torch.zeros_like(full)]).sum(0)
+    parts = [*noise, full - rest] if placement == "Psum" else [*(full + part for part in noise), full - rest]
+    return [part.to(full.dtype) for part in parts]
+
+
+def to_torch(placements: Placements, mesh: DeviceMesh) -> list[Placement]:
+    """The torch placements of these strings."""
+    return [_placement(placement, axis, mesh) for axis, placement in enumerate(placements)]
+
+
+def _placement(placement: str, axis: int, mesh: DeviceMesh) -> Placement:
+    if placement == "R":
+        return Replicate()
+    if placement[0] == "P":
+        return Partial(placement[1:])
+    if placement[0] == "T":
+        right = [mesh.size(other) for other in range(axis + 1, mesh.ndim)]
+        return _StridedShard(int(placement[1:]), split_factor=math.prod(right))
+    return Shard(int(placement[1:]))
+
+
+def to_strings(placements: Sequence[Placement]) -> Placements:
+    """These torch placements as strings; any other kind by its repr."""
+    return tuple(_string(placement) for placement in placements)
+
+
+def _string(placement: Placement) -> str:
+    if isinstance(placement, _StridedShard):
+        return f"T{placement.dim}"
+    if isinstance(placement, Shard):
+        return f"S{placement.dim}"
+    if isinstance(placement, Replicate):
+        return "R"
+    return f"P{placement.reduce_op}" if type(placement) is Partial else repr(placement)

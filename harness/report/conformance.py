@@ -1,0 +1,132 @@
+"""The report of conformance: operators by placements, known deviations, and what failed. And its JSON document."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from harness.plural import counted
+from harness.report.sections import Entry, Section, Table
+from harness.studies.conformance.judge import Conclusion, Status
+from harness.studies.conformance.known import KNOWN
+from harness.trace.operator_checks import OperatorCheck, shard_kind
+
+COLUMNS = ("R", "S0", "S1", "S2", "uneven", "empty", "Psum", "Pavg", "Pmax", "Pmin", "2-D", "strided")
+_LEGEND = """\
+Rows: operators; .d0 is the dim, k means keepdim. Columns: placements of the inputs (R is replicated, S0 Shard(0), Psum
+Partial(sum)), uneven or empty shards, 2-D meshes, strided shards. Cells count checks: 12 passed, 2k show a known
+deviation, 1F failed, 1U passed although a known deviation should show; - means no check."""
+_MARKS = {"passed": "", "known": "k", "failed": "F", "unexpected_pass": "U"}
+
+
+class CheckDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A check: its id, row and column, and the result."""
+
+    id: str
+    op: str
+    placement: str
+    status: Status
+    wire_bytes: float = 0.0
+    cheapest_bytes: float = 0.0
+    deviations: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class ConformanceDocument(msgspec.Struct, frozen=True, kw_only=True):
+    software: dict[str, str | None]
+    seconds: float
+    counts: dict[str, int]
+    checks: tuple[CheckDocument, ...]
+
+
+def conformance_document(
+    conclusions: Sequence[Conclusion], *, software: dict[str, str | None], seconds: float
+) -> ConformanceDocument:
+    """All checks with their problems."""
+    checks = tuple(
+        CheckDocument(
+            id=each.check.id,
+            op=row(each.check),
+            placement=column(each.check),
+            status=each.status,
+            wire_bytes=each.wire_bytes,
+            cheapest_bytes=each.cheapest_bytes,
+            deviations=each.deviations,
+            problems=tuple(map(str, each.problems)),
+        )
+        for each in conclusions
+    )
+    counts: Counter[str] = Counter(each.status for each in checks)
+    return ConformanceDocument(software=software, seconds=round(seconds, 1), counts=dict(counts), checks=checks)
+
+
+def column(check: OperatorCheck) -> str:
+    """The column of a check: the most specific of `COLUMNS` that its inputs have."""
+    placements = [placement for each in check.inputs for placement in each]
+    if len(check.axes) > 1:
+        return "strided" if any(placement[0] == "T" for placement in placements) else "2-D"
+    kind = shard_kind(check)
+    pending = [placement for placement in placements if placement[0] == "P"]
+    sharded = [placement for placement in placements if placement != "R"]
+    return next(iter(pending or ([kind] if kind != "even" else sharded)), "R")
+
+
+def row(check: OperatorCheck) -> str:
+    """The row of a check: its operator with dim and keepdim."""
+    argument = "" if check.dim is None else f".d{check.dim}{'k' if check.keepdim else ''}"
+    return check.op + argument
+
+
+def conformance_section(document: ConformanceDocument, *, verbose: bool = False) -> Section:
+    """The table, known deviations that occurred, and each check that is not as expected; `verbose`: those too that
+    known deviations explain.
+    """
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(document.counts.items()))
+    software = ", ".join(f"{name} {version or 'missing'}" for name, version in document.software.items())
+    return Section(
+        name="conformance",
+        title="Conformance",
+        blocks=(
+            _grid(document),
+            " ".join(_LEGEND.split()),
+            Table(
+                title="known deviations, with the number of checks that show them",
+                rows=tuple(_deviations(document)),
+                right=(0,),
+            ),
+            *(
+                Entry(title=f"{each.id}: {each.status} {' '.join(each.deviations)}", lines=each.problems)
+                for each in document.checks
+                if each.status in ("failed", "unexpected_pass") or (verbose and each.problems)
+            ),
+            f"{counted(len(document.checks), 'check')} in {document.seconds:.1f} s ({software}): {counts}",
+        ),
+    )
+
+
+def _grid(document: ConformanceDocument) -> Table:
+    counts: dict[str, dict[str, Counter[str]]] = {}
+    for each in document.checks:
+        counts.setdefault(each.op, {}).setdefault(each.placement, Counter())[each.status] += 1
+    shown = [name for name in COLUMNS if any(name in found for found in counts.values())]
+    return Table(
+        columns=("operator", *shown),
+        rows=tuple((name, *(_cell(found.get(each)) for each in shown)) for name, found in counts.items()),
+        right=tuple(range(1, len(shown) + 1)),
+    )
+
+
+def _cell(counts: Counter[str] | None) -> str:
+    if counts is None:
+        return "-"
+    return " ".join(f"{counts[status]}{mark}" for status, mark in _MARKS.items() if counts[status])
+
+
+def _deviations(document: ConformanceDocument) -> Iterator[tuple[str, str]]:
+    """Every known deviation that occurred, with the number of checks that show it, its reason and its report."""
+    counts = Counter(name for each in document.checks if each.status == "known" for name in each.deviations)
+    for each in KNOWN:
+        if counts[each.name]:
+            yield str(counts[each.name]), f"{each.name}: {each.reason} ({each.link})"

@@ -1,0 +1,196 @@
+"""The fixed list of checks: small tensors, every kind of placement, every operator of the FP8 path."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from harness.trace.operator_checks import PARTIALS, OperatorCheck, Placements
+
+EVEN, UNEVEN, EMPTY, CUBE = (8, 16), (7, 10), (3, 5), (4, 8, 6)  # by their shards on 4 ranks; CUBE is 3-D
+
+# On a 2-D mesh: FSDP and TP over different dims, over the same dim in both orders, HSDP, and partial sums.
+SQUARE = ("S0.S1", "S0.S0", "T0.S0", "R.S0", "S1.R", "Psum.S0", "S1.Psum", "Psum.R", "Psum.Psum")
+
+# mesh, shape, dtype, placements on which every operator of one tensor is checked
+_GRID = (
+    ("m4", EVEN, "float32", ("R", "S0", "S1", *PARTIALS)),
+    ("m4", EVEN, "bfloat16", ("S0", "S1", "Psum")),
+    ("m4", UNEVEN, "float32", ("S0", "S1", "Psum")),
+    ("m2", EVEN, "float32", ("S0", "S1", "Psum")),
+    ("m4", EMPTY, "float32", ("S0", "S1")),
+    ("m4", CUBE, "float32", ("S0", "S1", "S2")),
+    ("m2x2", EVEN, "float32", SQUARE),
+    ("m2x2", UNEVEN, "float32", SQUARE[:2]),
+)
+_POINTWISE = "abs clamp clamp.min reciprocal cast.bfloat16 cast.float64 cast.e4m3 cast.e5m2"
+_REDUCTIONS = (
+    *(("amax", dim, keepdim) for dim, keepdim in ((None, False), (0, False), (0, True), (-1, False), (-1, True))),
+    ("amin", -1, True),
+    ("max", None, False),
+    ("max", 0, False),
+    ("max", -1, True),
+    ("aminmax", None, False),
+    ("aminmax", -1, True),
+)
+_SCALING = "tensor_to_amax tensor_to_scale tensor_to_scale.pow2 to_float8"
+_VIEWS = (
+    ((4, 8, 6), (32, 6)),
+    ((4, 8, 6), (4, 48)),
+    ((32, 6), (4, 8, 6)),
+    ((8, 16), (8, 4, 4)),
+    ((8, 16), (8, 16)),
+    ((8, 16), (1, 8, 16)),
+)
+
+
+def fixed_checks() -> tuple[OperatorCheck, ...]:
+    """All checks of the fixed list, in order. Ids are unique."""
+    return (
+        *_unary_checks(),
+        *_binary_checks(),
+        *_view_checks(),
+        *_transpose_checks(),
+        *_cat_and_split_checks(),
+        *_matmul_checks(),
+        *_redistributions(),
+    )
+
+
+def select_checks(globs: Sequence[str] = ()) -> tuple[OperatorCheck, ...]:
+    """The checks of the fixed list whose id matches one of the globs; all of them without globs."""
+    return tuple(
+        check for check in fixed_checks() if not globs or any(fnmatch.fnmatchcase(check.id, glob) for glob in globs)
+    )
+
+
+def _check(op: str, shape: tuple[int, ...], *inputs: str, **fields: object) -> OperatorCheck:
+    """The check with an input of each of these placements; on `m4` or `m2x2` by default."""
+    placed = [_placed(words) for words in inputs]
+    mesh = "m4" if len(placed[0]) == 1 else "m2x2"
+    return msgspec.convert({"op": op, "shape": shape, "inputs": placed, "mesh": mesh, **fields}, OperatorCheck)
+
+
+def _placed(words: str) -> Placements:
+    """Placements from words with "." between mesh axes."""
+    return tuple(words.split("."))
+
+
+def _on_grid(op: str, **fields: object) -> Iterator[OperatorCheck]:
+    for mesh, shape, dtype, layouts in _GRID:
+        for placements in layouts:
+            yield _check(op, shape, placements, mesh=mesh, dtype=dtype, **fields)
+
+
+def _unary_checks() -> Iterator[OperatorCheck]:
+    scaling = [(op, dim, False) for op in _SCALING.split() for dim in (None, -1, 0)]
+    for op in _POINTWISE.split():
+        yield from _on_grid(op)
+    for op, dim, keepdim in (*_REDUCTIONS, *scaling):
+        yield from _on_grid(op, dim=dim, keepdim=keepdim)
+    yield from (check for check in _on_grid("cast.float32") if check.dtype == "bfloat16")
+
+
+def _binary_checks() -> Iterator[OperatorCheck]:
+    same = ("R", "S0", "S1", "Psum")
+    for op in ("mul", "div"):
+        for left in same:
+            for right in same:
+                yield _check(op, EVEN, left, right)
+        yield _check(op, UNEVEN, "S0", "S0")
+        yield _check(op, EMPTY, "S0", "R")
+        for placements in SQUARE:
+            yield _check(op, EVEN, placements, "R.R")
+    for op in ("mul.scale", "div.scale"):
+        for check in _on_grid(op):
+            scalar = ("R",) * len(check.axes)
+            yield msgspec.structs.replace(check, inputs=(*check.inputs, scalar))
+        for left in ("R", "S0", "Psum"):
+            for right in ("Pmax", "Psum"):
+                yield _check(op, EVEN, left, right)
+
+
+def _view_checks() -> Iterator[OperatorCheck]:
+    for op in ("view", "reshape", "f8.view"):
+        pending = () if op == "f8.view" else ("Psum", "Pmax")
+        for shape, sizes in _VIEWS:
+            for placement in ("R", *(f"S{dim}" for dim in range(len(shape))), *pending):
+                yield _check(op, shape, placement, sizes=sizes)
+        yield _check(op, CUBE, "S0.S1", sizes=(32, 6))
+        yield _check(op, CUBE, "S0.S2", sizes=(32, 6))
+        yield _check(op, (5, 2, 6), "S0", sizes=(10, 6))
+
+
+def _transpose_checks() -> Iterator[OperatorCheck]:
+    for op in ("t", "transpose", "f8.t", "f8.transpose"):
+        for check in _on_grid(op):
+            pending = any(placement[0] == "P" for placement in check.inputs[0])
+            if (len(check.shape) == 2 or op == "transpose") and not (pending and op.startswith("f8.")):
+                yield check
+    for op in ("f8.clone", "f8.detach"):
+        for placement in ("R", "S0", "S1"):
+            for shape in (EVEN, UNEVEN, EMPTY):
+                yield _check(op, shape, placement)
+
+
+def _cat_and_split_checks() -> Iterator[OperatorCheck]:
+    """Over the sharded dim and over the other one."""
+    for dim in (0, 1):
+        for placement in ("R", "S0", "S1", "Psum", "Pmax"):
+            for shape in (EVEN, UNEVEN):
+                yield _check("cat", shape, placement, placement, dim=dim)
+                yield _check("split", shape, placement, dim=dim, sizes=(4,))
+        for left, right in (("S0", "R"), ("S0", "S1"), ("Psum", "R"), ("Psum", "S0")):
+            yield _check("cat", EVEN, left, right, dim=dim)
+        for op in ("f8.split", "f8.cat"):
+            for placement in ("R", "S0", "S1"):
+                yield _check(op, EVEN, placement, dim=dim, sizes=(4,))
+        for placements in SQUARE[:5]:
+            yield _check("split", EVEN, placements, dim=dim, sizes=(4,))
+
+
+def _matmul_checks() -> Iterator[OperatorCheck]:
+    for left in ("R", "S0", "S1", "Psum"):
+        for right in ("R", "S0", "S1", "Psum"):
+            for dtype in ("float32", "bfloat16"):
+                yield _check("mm", EVEN, left, right, dtype=dtype, sizes=(12,))
+            if "Psum" not in (left, right):
+                for op in ("f8.mm", "f8.mm.rowwise"):
+                    yield _check(op, (16, 64), left, right, sizes=(64,))
+                    yield _check(op, (32, 64), left, right, mesh="m2", dtype="bfloat16", sizes=(128,))
+    for left, right in (("S0", "R"), ("R", "S1"), ("S1", "S0")):
+        yield _check("mm", UNEVEN, left, right, sizes=(5,))
+        yield _check("mm", EMPTY, left, right, sizes=(2,))
+    squares = (
+        ("S0.R", "R.S1"),
+        ("S0.S1", "R.S0"),
+        ("R.R", "S1.S1"),
+        ("R.R", "T1.S1"),
+        ("T0.S0", "R.R"),
+        ("Psum.S0", "R.R"),
+    )
+    for left, right in squares:
+        yield _check("mm", EVEN, left, right, sizes=(12,))
+    for left, right in squares[:5]:
+        yield _check("f8.mm", (16, 64), left, right, sizes=(64,))
+        yield _check("f8.mm.rowwise", (16, 64), left, right, sizes=(64,))
+
+
+def _redistributions() -> Iterator[OperatorCheck]:
+    shards = ("R", "S0", "S1")
+    for shape in (EVEN, UNEVEN, EMPTY):
+        for source in (*shards, *PARTIALS):
+            for target in shards:
+                if source != target:
+                    yield _check("redistribute", shape, source, target=_placed(target))
+                    if source in shards:
+                        yield _check("f8.redistribute", shape, source, target=_placed(target))
+    for source in SQUARE:
+        yield _check("redistribute", EVEN, source, target=("R", "R"))
+        if "P" not in source:
+            yield _check("f8.redistribute", EVEN, source, target=("R", "R"))
+    for source, target in (("S0.S1", "S1.S0"), ("S0.R", "R.S0"), ("R.S0", "S0.S0")):
+        for op in ("redistribute", "f8.redistribute"):
+            yield _check(op, EVEN, source, target=_placed(target))
