@@ -73,7 +73,7 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def runs(self) -> Path:
-        """The folder of the stored runs of this project: one subfolder per run, whose names sort by time."""
+        """The folder of the stored runs of this project: one file per run, whose names sort by time."""
         key = hashlib.sha256(str(self.root).encode()).hexdigest()[:16]
         return self.state / "runs" / key
 
@@ -109,13 +109,17 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
         return self.cases / f"{name_or_path}.toml"
 
-    def new_run_folder(self) -> Path:
-        """Create and return the folder of a new stored run."""
-        return self._made(self.runs / f"{time.time_ns():020d}-{os.getpid()}", new=True)
+    def new_run(self) -> Path:
+        """The file of a new stored run, in a folder that is there."""
+        return self._made(self.runs) / f"{time.time_ns():020d}-{os.getpid()}.jsonl"
 
     def stored_runs(self) -> tuple[Path, ...]:
-        """The folders of the stored runs, oldest first."""
-        return tuple(sorted(self.runs.iterdir())) if self.runs.is_dir() else ()
+        """The files of the stored runs of this machine, oldest first."""
+        return tuple(sorted(self.runs.glob("*.jsonl")))
+
+    def imported_runs(self) -> tuple[Path, ...]:
+        """The files of the imported runs, by the time at which these started."""
+        return tuple(sorted(self.imported.glob("*.jsonl")))
 
     def witness_folder(self) -> Path:
         """The folder of stored witness runs; created with the first one."""
@@ -125,15 +129,13 @@ class Project(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The folder of device leases, shared by all jobs of this user on this machine; created if needed."""
         return self._made(leases_in(self.state))
 
-    def _made(self, folder: Path, *, new: bool = False) -> Path:
-        """The folder, which is there now. Raises `HarnessError` where nothing can be written, or `new` and it was."""
+    def _made(self, folder: Path) -> Path:
+        """The folder, which is there now. Raises `HarnessError` where nothing can be written."""
         try:
-            folder.mkdir(parents=True, exist_ok=not new)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            what, fix = (
-                f"cannot write to the state folder: {error.strerror}.",
-                f"set {STATE_VARIABLE} to a writable folder.",
-            )
+            what = f"cannot write to the state folder: {error.strerror}."
+            fix = f"set {STATE_VARIABLE} to a writable folder."
             raise HarnessError(what, where=str(self.state), fix=fix) from error
         return folder
 

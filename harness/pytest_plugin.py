@@ -194,15 +194,15 @@ class _Results:
         if hasattr(self._config, "workerinput"):
             return
         from harness.cli.report import page_of
-        from harness.document import json_report, run_document
         from harness.durable import write_whole
         from harness.report.run import run_markdown
+        from harness.store import run_lines
 
         run = self._run(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
         renders: tuple[Callable[[], bytes], ...] = (
-            lambda: json_report(run),
+            lambda: run_lines(run),
             lambda: run_markdown(run).encode(),
-            lambda: page_of(_project(self._config), run_document(run)),
+            lambda: page_of(_project(self._config), run),
         )
         for name, render in zip(_OUTPUTS, renders, strict=True):
             path: Path | None = self._config.getoption(name)
@@ -211,7 +211,7 @@ class _Results:
 
     def _run(self, *, interrupted: bool) -> RunResult:
         from harness.jsonform import from_json
-        from harness.result import CaseResult, RunResult
+        from harness.result import CaseResult, RunEnd, RunResult, RunStart
         from harness.running.identity import environment
         from harness.timestamp import timestamp
         from harness.workflow import provenance
@@ -220,13 +220,17 @@ class _Results:
         plan = _plan(self._config)
         return RunResult(
             results=results,
-            wall_s=time.time() - self._started_s,
-            interrupted=interrupted,
-            provenance=provenance(results, plan),
-            environment=environment(plan, _project(self._config).root),
-            name=plan.name,
-            started=timestamp(self._started_s),
-            shard=self._config.getoption("--fp8-shard") or "",
+            start=RunStart(
+                environment=environment(plan, _project(self._config).root),
+                name=plan.name,
+                started=timestamp(self._started_s),
+                shard=self._config.getoption("--fp8-shard") or "",
+            ),
+            end=RunEnd(
+                wall_s=time.time() - self._started_s,
+                interrupted=interrupted,
+                provenance=provenance(results, plan),
+            ),
         )
 
 

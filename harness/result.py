@@ -1,12 +1,20 @@
-"""The results of a case and of a run, from which the reports, the store and the exit code are made."""
+"""The record of a run: how it started, the result of every case, and how it ended.
+
+`store.py` writes each of `RunStart`, `CaseResult` and `RunEnd` as a line of its own; everything that is shown, compared
+or merged is read from a `RunResult`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
 from harness.environment import Environment
-from harness.measured import Measured
-from harness.trace import Run
+from harness.measured import Measured, Numbers
+from harness.run_options import RunOptions
+from harness.trace import RankFailure, Run
 from harness.verdict import (
     ExitCode,
     FailureSignature,
@@ -17,6 +25,8 @@ from harness.verdict import (
     is_excused,
     run_exit_code,
 )
+
+SCHEMA: Literal[3] = 3
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,16 +49,42 @@ class WithFix(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...]
 
 
-class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one case. `expectation` names the refusal or known fault that the case must show, if any."""
+class WitnessMade(msgspec.Struct, frozen=True, kw_only=True):
+    """A witness that had to be run because none was kept, such as "solo single-rowwise-v2048-f64"."""
 
-    case_id: str
+    name: str
+    cpu_s: float
+
+
+class RunStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="start"):
+    """What is known of a run before its first rank starts."""
+
+    schema: Literal[3] = SCHEMA
+    cases: tuple[str, ...] = ()  # ids of all cases, in the order of selection
+    options: RunOptions = RunOptions()
+    environment: Environment | None = None  # None: of several environments, or not known
+    name: str = ""  # given by the user
+    started: str = ""  # UTC, ISO 8601, seconds
+    left_out: tuple[str, ...] = ()  # ids that were selected and did not fit into the budget
+    shard: str = ""  # "2/4": the part of the selection that this is; empty: all of it
+    argv: tuple[str, ...] = ()  # of a command line that runs these cases in this way
+
+
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="case"):
+    """The result of one case.
+
+    `losses` (nats) and `grad_norms` are those of the lowest rank that finished; empty if none did.
+    """
+
+    case_id: str = msgspec.field(name="id")
     verdict: Verdict
     findings: tuple[Finding, ...]
     attempts: tuple[Attempt, ...]
     world_size: int
-    expectation: str | None = None
-    run: Run | None = None  # None if no rank reported anything
+    expectation: str | None = None  # the refusal or known fault that the case must show
+    losses: tuple[float, ...] = ()
+    grad_norms: tuple[float, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
     checks: tuple[str, ...] = ()  # names of the checks that ran, in order
     not_judged: tuple[NotJudged, ...] = ()  # the other checks, with the reason
     golden: GoldenSource = ""  # what the losses were compared with
@@ -59,11 +95,26 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured | None = None  # None where no rank finished
     with_fix: WithFix | None = None  # None: no fault with a candidate fix is recorded for it, or it does not show
     quarantined: str = ""  # until when, by whom and why it fails no run; empty where it counts
+    run: Run | None = None  # what ranks reported, until it is stored: no line has it
+
+    @property
+    def ran(self) -> bool:
+        """False for a case that the run never got to."""
+        return self.verdict is not Verdict.NOT_RUN
+
+    @property
+    def good(self) -> bool:
+        return self.verdict.good
 
     @property
     def excused(self) -> bool:
         """True when it is not good and counts against no run, because it is quarantined."""
         return is_excused(self)
+
+    @property
+    def headline(self) -> str:
+        """The sentence of the first finding; empty where there is none."""
+        return self.findings[0].first_line if self.findings else ""
 
     @property
     def seconds(self) -> float:
@@ -76,28 +127,54 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         return sum(attempt.cpu_s for attempt in self.attempts)
 
 
-class WitnessMade(msgspec.Struct, frozen=True, kw_only=True):
-    """A witness that had to be run because none was kept, such as "solo single-rowwise-v2048-f64"."""
+class CaseNumbers(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="case"):
+    """What `history` follows of the line of a case: much faster to read than all of it."""
 
-    name: str
-    cpu_s: float
+    verdict: Verdict
+    seconds: float
+    measured: Numbers | None
+
+
+class RunEnd(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", tag="end"):
+    """What is known of a run when it ends."""
+
+    wall_s: float = 0.0  # of all its parts, where it was resumed
+    interrupted: bool = False
+    provenance: dict[str, str] = {}
+    witnesses: tuple[WitnessMade, ...] = ()  # those that had to be run
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a run, in the order of selection. `interrupted`: Ctrl-C ended it early."""
+    """A whole run, with its cases in the order of selection."""
 
     results: tuple[CaseResult, ...]
-    wall_s: float
-    interrupted: bool = False
-    provenance: dict[str, str] = {}
-    environment: Environment | None = None
-    name: str = ""  # that the user gave it by --name
-    started: str = ""  # UTC, ISO 8601, seconds
-    witnesses: tuple[WitnessMade, ...] = ()
-    left_out: tuple[str, ...] = ()  # ids that were selected and did not fit into the budget
-    shard: str = ""  # "2/4": the part of the selection that this is; empty: all of it
+    start: RunStart = RunStart()
+    end: RunEnd = RunEnd()
+    damaged: Mapping[str, str | None] = {}  # what could not be read of its file, with the case that it names
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of the run."""
-        return run_exit_code(self.results, interrupted=self.interrupted, shard=self.shard)
+        return run_exit_code(self.results, interrupted=self.end.interrupted, shard=self.start.shard)
+
+    @property
+    def cpu_s(self) -> float:
+        """User + system seconds of the ranks of all cases, without witnesses."""
+        return sum(result.cpu_s for result in self.results)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The number of cases of every verdict."""
+        return verdict_totals([result.verdict for result in self.results])
+
+    @property
+    def check_totals(self) -> dict[str, int]:
+        """How many checks were judged over all cases, and how many were not."""
+        return {
+            "judged": sum(len(result.checks) for result in self.results),
+            "not_judged": sum(len(result.not_judged) for result in self.results),
+        }
+
+
+def verdict_totals(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    """The number of cases of every verdict, zeros too, in the order of `Verdict`."""
+    return {verdict.value: verdicts.count(verdict) for verdict in Verdict}

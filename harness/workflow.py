@@ -21,7 +21,7 @@ from harness.hints import update_missing_goldens, update_missing_signatures
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.project import Project
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, RunEnd, RunResult, RunStart
 from harness.running.case_judge import CaseJudge, prepare_judge
 from harness.running.case_runner import CaseRunner, Judge
 from harness.running.cost import cases_within
@@ -30,25 +30,18 @@ from harness.running.identity import check_targets, environment
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.quarantined import quarantined_cases
-from harness.running.resuming import check_environment
+from harness.running.rerun import check_environment
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_for_target, select_sources
 from harness.running.stored import Stored, remove_old_runs
 from harness.running.witnesses import open_witnesses
 from harness.sources import installed_version
-from harness.store import RunEnd, RunStart, RunStore, with_start
+from harness.store import RunStore
 from harness.timestamp import timestamp
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run leaves: its result, and the file where every case result is stored."""
-
-    result: RunResult
-    stored: Path
-
-
-def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Report:
-    """Run the cases that `query` selects and return every result in the order of selection.
+def run(project: Project, query: Query, plan: Plan, progress: Progress) -> tuple[RunResult, Path]:
+    """Run the cases that `query` selects; the results, and the file where they are stored.
 
     Raises `HarnessError` before any rank starts when the input is bad. A case that fails is a result, never an error.
     """
@@ -63,20 +56,21 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> Repor
         started=timestamp(),
         left_out=left_out,
         shard="" if query.shard is None else query.shard.text,
-        asked=(*query.words_with_absolute_paths, *plan.given.words, *(("--name", plan.name) if plan.name else ())),
+        argv=(*query.words_with_absolute_paths, *plan.given.words, *(("--name", plan.name) if plan.name else ())),
     )
-    store = RunStore(project.new_run_folder())
+    store = RunStore(project.new_run())
     storing = _RunRecorder(store, progress)
     with store.locked():
         storing.begin(start)
         remove_old_runs(project)
         result = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
+        result = msgspec.structs.replace(result, start=start)
         storing.finish(result)
-    return Report(result=with_start(result, start), stored=store.path)
+    return result, store.path
 
 
-def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) -> Report:
-    """Run the cases that a run has no result of, in its folder, and return the results of the whole run.
+def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) -> tuple[RunResult, Path]:
+    """Run the cases that a run has no result of; the results of the whole run, and its file.
 
     Raises `HarnessError` before any rank starts when the environment changed, or when another process does the same.
     """
@@ -85,17 +79,17 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) ->
         if not alone:
             raise HarnessError("another process runs it.", where="--resume", fix="wait for its end.")
         stored = store.read()
-        targets = (parse_case_id(name).target for name in stored.planned)
+        targets = (parse_case_id(name).target for name in stored.start.cases)
         check_environment(stored.start, environment(plan, project.root, targets), plan)
-        cases = [parse_case_id(name) for name in stored.unfinished_ids]
+        cases = [parse_case_id(result.case_id) for result in stored.results if not result.ran]
         judge, plan = _prepared(project, cases, plan, progress)
         called = f"{stored.start.name}, started {stored.start.started}" if stored.start.name else stored.start.started
-        progress.note(f"resumes the run {called}: {len(cases)} of {len(stored.planned)} cases are left.")
+        progress.note(f"resumes the run {called}: {len(cases)} of {len(stored.results)} cases are left.")
         storing = _RunRecorder(store, progress)
         rest = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
-        whole = _joined(stored.as_result(), rest)
+        whole = _joined(stored, rest)
         storing.finish(whole)
-    return Report(result=whole, stored=store.path)
+    return whole, store.path
 
 
 def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
@@ -104,10 +98,11 @@ def _joined(earlier: RunResult, rest: RunResult) -> RunResult:
     return msgspec.structs.replace(
         earlier,
         results=tuple(found.get(result.case_id, result) for result in earlier.results),
-        wall_s=earlier.wall_s + rest.wall_s,
-        interrupted=rest.interrupted,
-        provenance=rest.provenance,
-        witnesses=(*earlier.witnesses, *rest.witnesses),
+        end=msgspec.structs.replace(
+            rest.end,
+            wall_s=earlier.end.wall_s + rest.end.wall_s,
+            witnesses=(*earlier.end.witnesses, *rest.end.witnesses),
+        ),
     )
 
 
@@ -159,10 +154,12 @@ def run_cases(
     results = [found or runner.not_run(case) for case, found in zip(cases, ended.results, strict=True)]
     return RunResult(
         results=tuple(results),
-        wall_s=time.monotonic() - started_s,
-        interrupted=ended.interrupted,
-        provenance=provenance(results, plan),
-        witnesses=cache.made,
+        end=RunEnd(
+            wall_s=time.monotonic() - started_s,
+            interrupted=ended.interrupted,
+            provenance=provenance(results, plan),
+            witnesses=cache.made,
+        ),
     )
 
 
@@ -224,13 +221,7 @@ class _RunRecorder:
         self._store_or_note("result", lambda: self._store.append(result))
 
     def finish(self, result: RunResult) -> None:
-        end = RunEnd(
-            wall_s=result.wall_s,
-            interrupted=result.interrupted,
-            provenance=result.provenance,
-            witnesses=result.witnesses,
-        )
-        self._store_or_note("end of the run", lambda: self._store.finish(end))
+        self._store_or_note("end of the run", lambda: self._store.finish(result))
 
     def _store_or_note(self, what: str, write: Callable[[], None]) -> None:
         try:

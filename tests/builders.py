@@ -19,7 +19,6 @@ from harness.checks.catalogue import CHECKS, probes_of
 from harness.checks.rule import Rule
 from harness.checks.traffic import expected_traffic
 from harness.checks.witnesses import Witnesses
-from harness.document import RunDocument, run_document
 from harness.environment import Environment
 from harness.evidence.golden import Golden, Provenance
 from harness.evidence.tolerance import Tolerance
@@ -31,7 +30,7 @@ from harness.matrix.known import KnownFault, Symptom
 from harness.matrix.numerics import VIRTUAL_DEVICE
 from harness.matrix.rules import Refusal
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
-from harness.result import Attempt, CaseResult, RunResult
+from harness.result import Attempt, CaseResult, RunEnd, RunResult, RunStart
 from harness.sentence import filled
 from harness.studies.kill_matrix import BaselineDetection, Trial
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
@@ -438,13 +437,18 @@ def make_attempt(verdict: Verdict = Verdict.PASSED, message: str = "", **changes
 
 
 def make_result(case_id: str = "a", verdict: Verdict = Verdict.PASSED, **changes: Any) -> CaseResult:
-    """The result of one attempt of which nothing but the verdict is known."""
+    """The result of one attempt of which nothing but the verdict is known, and what the ranks of `run` reported."""
+    run: Run | None = changes.get("run")
+    steps = min(run.traces, key=lambda trace: trace.rank).steps if run is not None and run.traces else ()
     result = CaseResult(
         case_id=case_id,
         verdict=verdict,
         findings=(),
         attempts=(make_attempt(verdict),),
         world_size=4,
+        losses=tuple(step.loss for step in steps),
+        grad_norms=tuple(step.grad_norm for step in steps),
+        failures=run.failures if run is not None else (),
         command=f"fp8-harness run --case {case_id}",
     )
     return replace(result, **changes)
@@ -490,12 +494,18 @@ def make_measured(**changes: Any) -> Measured:
     return replace(found, **changes)
 
 
-def make_document(*results: CaseResult, **changes: Any) -> RunDocument:
-    """The document of a run of these cases on one kind of CPU."""
+def make_results(*results: CaseResult, **facts: Any) -> RunResult:
+    """A run of these cases on one kind of CPU."""
     environment = Environment(device="cpu", cpu="a CPU", threads=2, platform="Linux x86_64", commit="c0ffee")
-    started = "2026-11-20T12:00:00+00:00"
-    run = RunResult(results=results, wall_s=5.0, environment=environment, name="a", started=started)
-    return run_document(replace(run, **changes))
+    start = RunStart(environment=environment, name="a", started="2026-11-20T12:00:00+00:00")
+    return with_facts(RunResult(results=results, start=start, end=RunEnd(wall_s=5.0)), **facts)
+
+
+def with_facts(run: RunResult, **facts: Any) -> RunResult:
+    """The run with these facts of its start or its end."""
+    start, end = ({name: facts.pop(name) for name in [*facts] if hasattr(part, name)} for part in (run.start, run.end))
+    assert not facts, f"neither the start nor the end of a run has {', '.join(facts)}"
+    return replace(run, start=replace(run.start, **start), end=replace(run.end, **end))
 
 
 def a_finding(*, check: str = "", message: str = "", rule: str = "", **fields: Any) -> Finding:

@@ -106,13 +106,13 @@ def main() -> None:
         controller.install()
         query = Query(sources=tuple(options.sources), expressions=tuple(options.select))
         with open_progress() as progress:
-            result = run(find_project(), query, plan, progress).result
+            result, _ = run(find_project(), query, plan, progress)
         records = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
     _print(records)
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     ranks_s = sum(record["user_s"] + record["system_s"] for record in records)
     all_s = sum((usage.ru_utime + usage.ru_stime) for usage in (own, children))
-    print(f"\n{len(result.results)} cases in {result.wall_s:.0f} s of wall clock, {all_s:.0f} CPU s in all")
+    print(f"\n{len(result.results)} cases in {result.end.wall_s:.0f} s of wall clock, {all_s:.0f} CPU s in all")
     print(f"  ranks                     {ranks_s:8.1f} CPU s ({len(records)} processes)")
     print(f"  zygote: import, warm-up   {children.ru_utime + children.ru_stime - ranks_s:8.1f} CPU s")
     print(

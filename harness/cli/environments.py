@@ -14,8 +14,8 @@ from harness.errors import HarnessError
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
-    from harness.document import RunDocument
     from harness.project import Project
+    from harness.result import RunResult
     from harness.running.environments import NamedEnvironment
     from harness.running.versions import Versions
 
@@ -91,7 +91,7 @@ def given_environments(given: Sequence[str]) -> dict[str, Path]:
 
 def run_in_each(
     project: Project, environments: Sequence[NamedEnvironment], words: Sequence[str]
-) -> dict[str, RunDocument]:
+) -> dict[str, RunResult]:
     """The results by environment name. Environments run one after another: in parallel they would slow each other."""
     from harness.running.environments import run_in_environment
 
@@ -101,7 +101,7 @@ def run_in_each(
     for environment in environments:
         _note(environment.name)
         runs[environment.name] = run_in_environment(environment, words, folder)
-        if runs[environment.name].interrupted:
+        if runs[environment.name].end.interrupted:
             raise KeyboardInterrupt
     return runs
 
@@ -110,7 +110,7 @@ def _note(text: str) -> None:
     click.echo(f"fp8-harness: note: {text}", err=True)
 
 
-def exit_code_of(runs: Mapping[str, RunDocument]) -> int:
+def exit_code_of(runs: Mapping[str, RunResult]) -> int:
     """The worst exit code of the runs."""
     codes = {run.exit_code for run in runs.values()}
     return next((int(code) for code in _WORST_FIRST if code in codes), 0)

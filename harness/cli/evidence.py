@@ -221,10 +221,10 @@ def formulas_command(
         project.check_writable()
         check_committed(project, "records", allowed=allow_dirty)
     with open_progress() as progress:
-        result = run(project, query, plan, progress).result
+        result, _ = run(project, query, plan, progress)
     found = verification(result)
     click.echo(formulas_text(found))
-    if result.interrupted:
+    if result.end.interrupted:
         return ExitCode.INTERRUPTED
     if found.verified and not dry_run:
         new = verified_with(project, result, reason=reason, command=options.typed_command())

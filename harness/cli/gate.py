@@ -15,11 +15,11 @@ from harness.errors import HarnessError
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
-    from harness.document import RunDocument
     from harness.gate.gate import Gate
     from harness.gate.reason import Allowance
     from harness.gate.references import Goldens
     from harness.project import Project
+    from harness.result import RunResult
     from harness.running.versions import Versions
 
 _EPILOG = """\b
@@ -34,8 +34,8 @@ Examples:
   fp8-harness gate --matrix torch=2.15.0,nightly --env nightly=.venv-nightly pr
 
 \b
-A and B are a name of `run --name`, "last", "last~2", the folder of a run,
-a file of `run --json`, or a folder of such files, the shards of one run.
+A and B are a name of `run --name`, "last", "last~2", a file of `run --json`,
+or a folder of such files, the shards of one run.
 Cases in cases/quarantine.toml do not gate. Environments of --matrix are made
 in the state folder and kept; torch comes with its libraries, 5 GB with CUDA.
 
@@ -45,7 +45,7 @@ Exit codes: 0 GO, 1 NO-GO, 2 usage or bad input, 3 nothing to compare.
 
 _OF_THE_RUNS = ("sources", "expressions", "jobs", "timeout_s")
 _OF_THE_VERSIONS = ("environments", "index_url", "find_links")
-_Sides = tuple[tuple[str, str], "tuple[RunDocument, RunDocument]"]  # names and results
+_Sides = tuple[tuple[str, str], "tuple[RunResult, RunResult]"]  # names and results
 
 
 @click.command("gate", epilog=_EPILOG)
@@ -123,7 +123,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     return ExitCode.GOOD if found.go else ExitCode.FAILED
 
 
-def _page(project: Project, found: Gate, candidate: RunDocument) -> bytes:
+def _page(project: Project, found: Gate, candidate: RunResult) -> bytes:
     from harness.cli.report import page_of
     from harness.report.html.gate import gate_front
 
@@ -168,13 +168,13 @@ def _allowance(text: str) -> Allowance:
     return Allowance(kind=Kind(kind), reason=reason.strip())
 
 
-def _goldens(project: Project, candidate: RunDocument) -> Goldens:
+def _goldens(project: Project, candidate: RunResult) -> Goldens:
     """Finds the golden that the project has now for a case, on the hardware of the candidate."""
     from harness.environment import Environment
     from harness.evidence.golden import Golden, GoldenMissing, find_golden, hardware_classes
     from harness.matrix.caseid import family_id, parse_case_id
 
-    environment = candidate.environment or Environment()
+    environment = candidate.start.environment or Environment()
     classes = hardware_classes(environment.device or "cpu", environment.architecture)
 
     def find(case_id: str) -> Golden | None:

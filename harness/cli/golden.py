@@ -242,9 +242,9 @@ def check_committed(project: Project, made: str, *, allowed: bool) -> None:
 
 def failing_losses(project: Project, query: Query) -> Query:
     """The query, narrowed to the cases whose loss was off in the last run. Raises `NothingSelected` without any."""
-    cases = results_of(project, "last").cases
+    cases = results_of(project, "last").results
     failing = {
-        case.id
+        case.case_id
         for case in cases
         if not case.good and any(finding.check == loss_vs_golden.NAME for finding in case.findings)
     }

@@ -10,16 +10,17 @@ import click
 
 from harness.cli import options
 from harness.cli.output import print_sections
-from harness.document import RunDocument, document_json, run_result
 from harness.hints import rerun_failed
 from harness.project import Project, find_project
 from harness.report.ci import junit_report
 from harness.report.run import run_markdown, run_sections
 from harness.running.stored import results_of
+from harness.store import run_lines
 
 if TYPE_CHECKING:
     from harness.report.html.page import Front
     from harness.report.sections import Section, Table
+    from harness.result import RunResult
 
 _EPILOG = """\b
 Examples:
@@ -65,26 +66,26 @@ def report_command(  # noqa: PLR0913  one parameter an option
     if html_file is None and (power or conformance):
         raise click.UsageError("--power and --conformance add to --html.")
     project = find_project(root)
-    document = results_of(project, run)
+    result = results_of(project, run)
 
     def html() -> bytes:
-        return page_of(project, document, power=power, conformance=conformance)
+        return page_of(project, result, power=power, conformance=conformance)
 
     outputs: tuple[tuple[Path | None, Callable[[], bytes]], ...] = (
         (html_file, html),
-        (json_file, lambda: document_json(document)),
-        (junit_file, lambda: junit_report(run_result(document))),
-        (markdown_file, lambda: run_markdown(run_result(document)).encode()),
+        (json_file, lambda: run_lines(result)),
+        (junit_file, lambda: junit_report(result)),
+        (markdown_file, lambda: run_markdown(result).encode()),
     )
     if not any(path for path, _ in outputs):
-        print_sections(run_sections(run_result(document), rerun=rerun_failed(root=root)))
+        print_sections(run_sections(result, rerun=rerun_failed(root=root)))
     for path, render in outputs:
         options.write_output(path, render)
 
 
 def page_of(
     project: Project,
-    document: RunDocument,
+    run: RunResult,
     *,
     front: Front | None = None,
     power: Path | None = None,
@@ -93,24 +94,22 @@ def page_of(
     """The page of a run, with the coverage of the tiers that it ran whole, and earlier results where it is stored."""
     from harness.report.html.page import html_report
 
-    sections = tuple(_sections(project, document, power, conformance))
-    return html_report(document, front=front, sections=sections, history=_history(project, document))
+    sections = tuple(_sections(project, run, power, conformance))
+    return html_report(run, front=front, sections=sections, history=_history(project, run))
 
 
-def _history(project: Project, document: RunDocument) -> dict[str, Table]:
+def _history(project: Project, run: RunResult) -> dict[str, Table]:
     """The history of every case that earlier runs have too, by its id."""
     from harness.report.html.sections import history_listing
     from harness.running.stored import runs_before
     from harness.studies.history import histories
 
-    ids = {case.id for case in document.cases}
-    found = histories(runs_before(project, document, most=_HISTORY_RUNS), ids.__contains__)
+    ids = {result.case_id for result in run.results}
+    found = histories(runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
     return {each.case_id: history_listing(each) for each in found if len(each.moments) > 1}
 
 
-def _sections(
-    project: Project, document: RunDocument, power: Path | None, conformance: Path | None
-) -> Iterator[Section]:
+def _sections(project: Project, run: RunResult, power: Path | None, conformance: Path | None) -> Iterator[Section]:
     from harness.jsonform import read_json
     from harness.matrix.coverage import coverage
     from harness.report.conformance import ConformanceDocument, conformance_section
@@ -118,7 +117,7 @@ def _sections(
     from harness.running.selection import whole_tiers
     from harness.studies.kill_matrix import Power
 
-    tiers = whole_tiers(project, {case.id for case in document.cases})
+    tiers = whole_tiers(project, {result.case_id for result in run.results})
     if tiers:
         yield coverage_section([(tier, coverage(tier, 2)) for tier in tiers])
     if power is not None:

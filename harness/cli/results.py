@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import msgspec
+from msgspec.structs import replace
 
 from harness.cli.options import OUTPUT, root_option
-from harness.document import RunDocument, document_json
 from harness.durable import write_whole
 from harness.plural import counted
 from harness.project import Project, find_project
 from harness.report.run import totals_words
-from harness.report.stored import Listed, runs_json, runs_text
+from harness.report.stored import runs_json, runs_text
+from harness.result import RunResult
 from harness.running.merging import environment_differences, merged
 from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
-from harness.running.stored_case import stored_cases
+from harness.store import run_lines
 
 _EPILOG = """\b
 Examples:
@@ -59,10 +59,7 @@ def results() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_command(*, root: str | None, as_json: bool) -> None:
     """List the stored runs, the latest first: number 2 is `last~2` for other commands."""
-    found = [
-        Listed(run=run, verdicts=tuple(case.verdict for case in stored_cases(run, lambda _: True).values()))
-        for run in runs_of(find_project(root))
-    ]
+    found = list(runs_of(find_project(root)))
     click.echo(runs_json(found) if as_json else runs_text(found), nl=not as_json)
 
 
@@ -75,16 +72,16 @@ def list_command(*, root: str | None, as_json: bool) -> None:
 def merge_command(*, out: Path, sources: tuple[str, ...], root: str | None, latest: bool, mixed: bool) -> None:
     """Write the results of several shards of one run as `run --json` writes those of one.
 
-    A source is a file of `run --json`, a folder of them, the folder of a run, or a stored run by its name.
+    A source is a file of `run --json`, a folder of them, or a stored run by its name.
     """
     project = find_project(root)
     shards = [shard for source in sources for shard in shards_of(project, source)]
-    document = merged(shards, latest=latest, mixed=mixed)
+    run = merged(shards, latest=latest, mixed=mixed)
     for difference in environment_differences(shards):
         click.echo(f"fp8-harness: note: the environments differ: {difference}.", err=True)
-    write_whole(out, document_json(document))
-    totals = totals_words([case.verdict for case in document.cases])
-    click.echo(f"{out}: {counted(len(shards), 'shard')}, {counted(len(document.cases), 'case')}: {totals}")
+    write_whole(out, run_lines(run))
+    totals = totals_words([result.verdict for result in run.results])
+    click.echo(f"{out}: {counted(len(shards), 'shard')}, {counted(len(run.results), 'case')}: {totals}")
 
 
 @results.command("import", epilog=_IMPORT_EPILOG)
@@ -98,10 +95,11 @@ def import_command(*, files: tuple[str, ...], root: str | None, name: str) -> No
     """
     project = find_project(root)
     for file in files:
-        document = results_of(project, file)
-        named = msgspec.structs.replace(document, name=name or document.name)
-        done = "imported" if import_results(project, named) else f"is there already as {_name(project, document)}"
-        click.echo(f"{file}: {done}: {counted(len(document.cases), 'case')}, started {document.started or 'unknown'}")
+        run = results_of(project, file)
+        start = replace(run.start, name=name or run.start.name)
+        is_new = import_results(project, replace(run, start=start))
+        done = "imported" if is_new else f"is there already as {_name(project, run)}"
+        click.echo(f"{file}: {done}: {counted(len(run.results), 'case')}, started {start.started or 'unknown'}")
 
 
 @results.command("remove", epilog=_REMOVE_EPILOG)
@@ -115,6 +113,7 @@ def remove_command(*, names: tuple[str, ...], root: str | None) -> None:
         click.echo(f"removed: {run.start.name or run.path.stem}, started {run.start.started or 'unknown'}")
 
 
-def _name(project: Project, document: RunDocument) -> str:
+def _name(project: Project, run: RunResult) -> str:
     """What the stored run with these results can be called."""
-    return next((run.names[0] for run in runs_of(project) if run.start.started == document.started), "another run")
+    alike = (each.names[0] for each in runs_of(project) if each.start.started == run.start.started)
+    return next(alike, "another run")

@@ -16,7 +16,6 @@ from harness.cli import options
 from harness.cli.github import report_to_github, workflow_commands_off
 from harness.cli.output import print_sections
 from harness.cli.report import page_of
-from harness.document import json_report, run_document
 from harness.durable import WriteFailed, write_whole
 from harness.errors import HarnessError
 from harness.hints import rerun_failed as rerun_command
@@ -29,19 +28,19 @@ from harness.result import RunResult
 from harness.run_options import CommandOptions, RunOptions, option_named
 from harness.running.plan import Plan
 from harness.running.progress import open_progress
-from harness.running.rerun import rerun_query
-from harness.running.resuming import run_to_resume
+from harness.running.rerun import rerun_query, run_to_resume
 from harness.running.selection import Query
 from harness.running.stored import Stored
+from harness.store import run_lines
 from harness.verdict import ExitCode
-from harness.workflow import Report, run
 from harness.workflow import resume as resume_run
+from harness.workflow import run
 
 _EPILOG = """\b
 Examples:
   fp8-harness run                               the smoke tier
   fp8-harness run pr -j 4 --json result.json    tier pr, results for a program
-  fp8-harness run pr -x --json - | jq .totals   up to the first failure
+  fp8-harness run pr -x --json - | tail -1      up to the first failure; the last line has the totals
   fp8-harness run pr --html report.html         results as a page that opens from disk
   fp8-harness run pr --select 'recipe=rowwise'  a part of it
   fp8-harness run --case tp4-rowwise-v2256-f32  one case
@@ -104,23 +103,24 @@ def _with_command(plan: Plan, given: RunOptions, asked: CommandOptions) -> Plan:
 def _run_and_report(project: Project, query: Query, plan: Plan, stopped: Stored | None, asked: CommandOptions) -> int:
     """Run, print, and write the files that are asked for. Returns the exit code."""
     renders: list[tuple[Path | None, Callable[[RunResult], bytes]]] = [
-        (asked.json_file, json_report),
+        (asked.json_file, run_lines),
         (asked.junit_file, junit_report),
         (asked.markdown_file, lambda result: run_markdown(result).encode()),
-        (asked.html_file, lambda result: page_of(project, run_document(result))),
+        (asked.html_file, lambda result: page_of(project, result)),
     ]
     outputs = [(path, render) for path, render in renders if path]
     with open_progress(quiet=asked.quiet, verbose=asked.verbose) as progress:
-        report = resume_run(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
+        outcome = resume_run(project, stopped, plan, progress) if stopped else run(project, query, plan, progress)
+    result, stored = outcome
     text_file = sys.stderr if any(path == _STDOUT for path, _ in outputs) else sys.stdout
-    rerun = (resume_command if report.result.interrupted else rerun_command)(root=asked.root)
+    rerun = (resume_command if result.end.interrupted else rerun_command)(root=asked.root)
     with workflow_commands_off(text_file, on=asked.github):
-        more = [not_judged_section(report.result)] if asked.verbose else []
-        sections = run_sections(report.result, rerun=rerun, quiet=asked.quiet)
+        more = [not_judged_section(result)] if asked.verbose else []
+        sections = run_sections(result, rerun=rerun, quiet=asked.quiet)
         print_sections([*more, *sections], file=text_file)
     if asked.github:
-        report_to_github(report.result, text_file)
-    return _write(report, outputs)
+        report_to_github(result, text_file)
+    return _write(result, outputs, stored=stored)
 
 
 def _in_environments(asked: CommandOptions) -> int:
@@ -167,17 +167,17 @@ def _failed(project: Project, asked: Query, given: RunOptions) -> tuple[Query, R
     return query, msgspec.structs.replace(repeated, **given.as_given)
 
 
-def _write(report: Report, outputs: list[tuple[Path, Callable[[RunResult], bytes]]]) -> int:
+def _write(result: RunResult, outputs: list[tuple[Path, Callable[[RunResult], bytes]]], *, stored: Path) -> int:
     """Write the files; a file that cannot be written is one line and exit code 2, after everything else was done."""
-    code: int = report.result.exit_code
+    code: int = result.exit_code
     for path, render in outputs:
         if path == _STDOUT:
-            click.echo(render(report.result), nl=False)
+            click.echo(render(result), nl=False)
             continue
         try:
-            write_whole(path, render(report.result))
+            write_whole(path, render(result))
         except WriteFailed as error:
-            text = f"fp8-harness: error: {error.text} Every result is kept in {report.stored}."
+            text = f"fp8-harness: error: {error.text} Every result is kept in {stored}."
             click.echo(text, err=True)
             code = ExitCode.USAGE
     return code

@@ -29,11 +29,11 @@ def show_command(case: str, run: str, root: str | None) -> None:
 
     CASE is an id, or a part of one that no other case of the run has.
     """
-    document = results_of(find_project(root), run)
-    found = [each for each in document.cases if each.id == case]
-    found = found or [each for each in document.cases if case in each.id]
+    results = results_of(find_project(root), run).results
+    found = [each for each in results if each.case_id == case]
+    found = found or [each for each in results if case in each.case_id]
     if len(found) != 1:
-        ids = [each.id for each in found or document.cases]
+        ids = [each.case_id for each in found or results]
         shown = ", ".join(ids[:5]) + (f", … ({len(ids)})" if len(ids) > 5 else "")
         what = "several cases of the run have this." if found else "the run has no such case."
         raise HarnessError(what, where=case, fix=f"use one of {shown}.")

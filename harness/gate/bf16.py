@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from harness.checks.mismatch import same_numbers
-from harness.document import CaseDocument
 from harness.gate.reason import Kind
 from harness.gate.sides import Pair, Sides
 from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id, parse_case_id, twin_case
 from harness.plural import counted
+from harness.result import CaseResult
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ def _curve_moved(pair: Pair, name: str) -> bool | None:
     return None if before is None or after is None else not same_numbers(before, after)
 
 
-def _curve(case: CaseDocument, name: str) -> tuple[float, ...] | None:
+def _curve(case: CaseResult, name: str) -> tuple[float, ...] | None:
     if name == "golden":
         return case.golden_losses if case.golden == "run here" else None
     curve = None if case.measured is None else case.measured.curves.get(name)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from harness.checks import divergence
-from harness.document import CaseDocument
 from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Sides
+from harness.result import CaseResult
 from harness.verdict import Verdict
 
 
 def failures(sides: Sides, *, strict: bool) -> Iterable[Reason]:
     """A reason for every case that the candidate ran and whose verdict is another matter than in the baseline."""
-    for case in sides.candidate.cases:
+    for case in sides.candidate.results:
         if case.ran and case.verdict is not Verdict.INFRA:
-            yield from _of_case(sides.before.get(case.id), case, strict=strict)
+            yield from _of_case(sides.before.get(case.case_id), case, strict=strict)
 
 
-def _of_case(before: CaseDocument | None, after: CaseDocument, *, strict: bool) -> Iterable[Reason]:
+def _of_case(before: CaseResult | None, after: CaseResult, *, strict: bool) -> Iterable[Reason]:
     if before is not None and not before.ran:
         before = None
     if after.verdict is Verdict.KNOWN:
@@ -32,7 +32,7 @@ def _of_case(before: CaseDocument | None, after: CaseDocument, *, strict: bool) 
         yield _reason(kind, before, after, what=_first(after))
 
 
-def _known(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
+def _known(before: CaseResult | None, after: CaseResult) -> Iterable[Reason]:
     """A recorded fault that the case did not show before, or that explains why it failed before."""
     faults, gates = _faults(after), before is not None
     if before is not None and before.verdict is Verdict.KNOWN:
@@ -44,7 +44,7 @@ def _known(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]
         yield _reason(Kind.KNOWN_FAULT, before, after, what=f"shows {', '.join(faults)}", gates=gates, faults=faults)
 
 
-def _good(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
+def _good(before: CaseResult | None, after: CaseResult) -> Iterable[Reason]:
     if before is None or before.verdict is Verdict.PASSED:
         return
     if before.verdict is Verdict.KNOWN:
@@ -54,7 +54,7 @@ def _good(before: CaseDocument | None, after: CaseDocument) -> Iterable[Reason]:
         yield _reason(Kind.FIXED, before, after, what=_first(before), gates=False)
 
 
-def _failed_before(before: CaseDocument, after: CaseDocument, *, strict: bool) -> Reason:
+def _failed_before(before: CaseResult, after: CaseResult, *, strict: bool) -> Reason:
     alike = (before.verdict, before.failure_signature) == (after.verdict, after.failure_signature)
     kind = Kind.STILL_FAILING if alike else Kind.OTHER_FAILURE
     return _reason(kind, before, after, what=_first(after), gates=strict or not alike)
@@ -62,8 +62,8 @@ def _failed_before(before: CaseDocument, after: CaseDocument, *, strict: bool) -
 
 def _reason(
     kind: Kind,
-    before: CaseDocument | None,
-    after: CaseDocument,
+    before: CaseResult | None,
+    after: CaseResult,
     *,
     what: str,
     gates: bool = True,
@@ -71,7 +71,7 @@ def _reason(
 ) -> Reason:
     return Reason(
         kind=kind,
-        case=after.id,
+        case=after.case_id,
         what=what,
         baseline="not in the baseline" if before is None else before.verdict.value,
         candidate=after.verdict.value,
@@ -84,7 +84,7 @@ def _reason(
     )
 
 
-def _details(before: CaseDocument | None, after: CaseDocument) -> Iterable[str]:
+def _details(before: CaseResult | None, after: CaseResult) -> Iterable[str]:
     """The signature, the one before it where it is another, and the first operand that differs."""
     if after.failure_signature is not None:
         yield f"signature: {after.failure_signature.text}"
@@ -96,7 +96,7 @@ def _details(before: CaseDocument | None, after: CaseDocument) -> Iterable[str]:
         yield diverged.first_line
 
 
-def _first(case: CaseDocument) -> str:
+def _first(case: CaseResult) -> str:
     """The rule and the first line of the first finding, with its place where the sentence does not name it."""
     if not case.findings:
         return case.verdict.phrase
@@ -105,6 +105,6 @@ def _first(case: CaseDocument) -> str:
     return f"{finding.rule}{where}: {finding.first_line}"
 
 
-def _faults(case: CaseDocument) -> list[str]:
+def _faults(case: CaseResult) -> list[str]:
     """The names of the recorded faults that a known case shows."""
     return (case.expectation or "a recorded fault").split(", ")

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from harness.document import RunDocument
 from harness.errors import HarnessError
 from harness.gate.bf16 import twins
 from harness.gate.counts import changed_counts
@@ -25,6 +24,7 @@ from harness.matrix.caseid import parse_case_id
 from harness.matrix.known import KnownFault
 from harness.matrix.records import Quarantine, Required, quarantine_of
 from harness.plural import counted
+from harness.result import RunResult
 
 SCHEMA = 1
 _SHOWN_TWINS = 4
@@ -91,8 +91,8 @@ class NothingCompared(HarnessError):
 
 
 def gate(
-    baseline: RunDocument,
-    candidate: RunDocument,
+    baseline: RunResult,
+    candidate: RunResult,
     terms: GatePolicy,
     *,
     names: tuple[str, str] = ("baseline", "candidate"),
@@ -155,22 +155,22 @@ def _judged(reason: Reason, terms: GatePolicy) -> Reason:
     return msgspec.structs.replace(reason, details=(entry.expired_text, *reason.details))
 
 
-def _side(name: str, run: RunDocument) -> Side:
+def _side(name: str, run: RunResult) -> Side:
     return Side(
         name=name,
-        started=run.started,
-        commit=run.environment.commit if run.environment is not None else "",
-        cases=sum(case.ran for case in run.cases),
-        good=sum(case.good for case in run.cases),
-        checks=sum(len(case.checks) for case in run.cases),
+        started=run.start.started,
+        commit=run.start.environment.commit if run.start.environment is not None else "",
+        cases=sum(case.ran for case in run.results),
+        good=sum(case.good for case in run.results),
+        checks=sum(len(case.checks) for case in run.results),
     )
 
 
 def _notes(sides: Sides, found: Iterable[Reason], terms: GatePolicy) -> Iterator[Note]:
     """What else is worth knowing: what was not compared, and why."""
-    if (sides.before, sides.baseline.started) == (sides.after, sides.candidate.started):
+    if (sides.before, sides.baseline.start.started) == (sides.after, sides.candidate.start.started):
         yield Note(text="both sides are the same results")
-    if sides.baseline.interrupted:
+    if sides.baseline.end.interrupted:
         yield Note(text="the baseline was interrupted: what it did not run is not compared")
     new = [name for name in sides.after if name not in sides.before]
     if new:

@@ -11,7 +11,6 @@ from typing import Literal
 
 import msgspec
 
-from harness.document import CaseDocument
 from harness.expect.upstream import UpstreamChange
 from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Pair, Sides
@@ -19,6 +18,7 @@ from harness.gate.upstream import Upstream
 from harness.hints import bisect_versions
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.known import PACKAGES, KnownFault
+from harness.result import CaseResult
 from harness.verdict import Verdict
 
 
@@ -103,7 +103,7 @@ _NUMBERS = (Kind.FP8_MOVED, Kind.BF16_MOVED, Kind.MOVED)
 class _Attribution:
     """Finds the causes of what moved in one case."""
 
-    def __init__(self, upstream: Upstream, case_id: str, after: CaseDocument | None) -> None:
+    def __init__(self, upstream: Upstream, case_id: str, after: CaseResult | None) -> None:
         self._case, self._upstream, self._after = parse_case_id(case_id), upstream, after
 
     def cause(self, reason: Reason) -> _Cause:

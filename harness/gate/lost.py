@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from harness.document import CaseDocument
 from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Pair, Sides
 from harness.plural import counted
+from harness.result import CaseResult
 from harness.verdict import Verdict
 
 
@@ -31,7 +31,7 @@ def _why_not(sides: Sides, name: str) -> str:
     """Why the candidate says nothing of a case; empty where it does."""
     after = sides.after.get(name)
     if after is None:
-        return "left out, beyond the budget" if name in sides.candidate.left_out else "not selected"
+        return "left out, beyond the budget" if name in sides.candidate.start.left_out else "not selected"
     if after.verdict is Verdict.INFRA:
         return f"could not be run: {after.findings[0].first_line if after.findings else 'infra'}"
     return "" if after.ran else "not run"
@@ -39,15 +39,15 @@ def _why_not(sides: Sides, name: str) -> str:
 
 def unfinished(sides: Sides) -> Iterable[Reason]:
     """A candidate that was interrupted."""
-    if sides.candidate.interrupted:
-        missing = [case for case in sides.candidate.cases if not case.ran]
+    if sides.candidate.end.interrupted:
+        missing = [case for case in sides.candidate.results if not case.ran]
         yield Reason(
             kind=Kind.INTERRUPTED,
             what=f"the candidate was interrupted: {counted(len(missing), 'case')} without a result",
-            baseline="interrupted" if sides.baseline.interrupted else "ended",
+            baseline="interrupted" if sides.baseline.end.interrupted else "ended",
             candidate="interrupted",
             topics=(Topic.COVERAGE,),
-            gates=bool(missing) or not sides.baseline.interrupted,
+            gates=bool(missing) or not sides.baseline.end.interrupted,
         )
 
 
@@ -64,7 +64,7 @@ def lost_checks(sides: Sides) -> Iterable[Reason]:
             yield _lost(pair, f"not judged any more: {', '.join(gone)}", details, size=len(gone))
 
 
-def _refused(case: CaseDocument) -> str:
+def _refused(case: CaseResult) -> str:
     """The name of the refusal that a case had to show, and showed."""
     return (case.expectation or "") if case.verdict is Verdict.PASSED else ""
 

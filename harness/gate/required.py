@@ -5,12 +5,12 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 
-from harness.document import CaseDocument, RunDocument
 from harness.gate.reason import Kind, Reason
 from harness.gate.sides import Sides
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.records import Required
 from harness.plural import counted
+from harness.result import CaseResult, RunResult
 
 _DAY_S = 24 * 3600
 
@@ -20,7 +20,7 @@ def required_cells(sides: Sides, entries: Sequence[Required], now: datetime.date
     for entry in entries:
         found = _of(entry, sides.candidate)
         good = [case for case in found if case.good and case.checks]
-        stale = _too_old(entry, sides.candidate.started, now)
+        stale = _too_old(entry, sides.candidate.start.started, now)
         if stale or len(good) < entry.at_least:
             before = sum(case.good for case in _of(entry, sides.baseline))
             yield Reason(
@@ -35,8 +35,8 @@ def required_cells(sides: Sides, entries: Sequence[Required], now: datetime.date
             )
 
 
-def _of(entry: Required, run: RunDocument) -> list[CaseDocument]:
-    return [case for case in run.cases if entry.covers(parse_case_id(case.id))]
+def _of(entry: Required, run: RunResult) -> list[CaseResult]:
+    return [case for case in run.results if entry.covers(parse_case_id(case.case_id))]
 
 
 def _too_few(entry: Required, good: int) -> str:
@@ -53,10 +53,10 @@ def _too_old(entry: Required, started: str, now: datetime.datetime) -> str:
     return f"run {days:.1f} days ago, at most {entry.max_age_days:g} allowed" if days > entry.max_age_days else ""
 
 
-def _why(found: Sequence[CaseDocument], good: Sequence[CaseDocument]) -> Iterable[str]:
+def _why(found: Sequence[CaseResult], good: Sequence[CaseResult]) -> Iterable[str]:
     """What the cases that do not count ended with."""
     if not found:
         yield "none of them was selected"
     for case in found:
         if case not in good:
-            yield f"{case.id}: {'judged by no check' if case.good else case.verdict.value}"
+            yield f"{case.case_id}: {'judged by no check' if case.good else case.verdict.value}"

@@ -6,8 +6,8 @@ from functools import cached_property
 
 import msgspec
 
-from harness.document import CaseDocument, RunDocument
 from harness.environment import Environment, changed_facts
+from harness.result import CaseResult, RunResult
 
 _SAME_ARITHMETIC = ("device", "cpu", "threads", "limits", "platform")
 
@@ -15,13 +15,13 @@ _SAME_ARITHMETIC = ("device", "cpu", "threads", "limits", "platform")
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one case."""
 
-    baseline: CaseDocument
-    candidate: CaseDocument
+    baseline: CaseResult
+    candidate: CaseResult
 
     @property
     def id(self) -> str:
         """The id of the case."""
-        return self.candidate.id
+        return self.candidate.case_id
 
     @property
     def both_good(self) -> bool:
@@ -37,18 +37,18 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A baseline and a candidate."""
 
-    baseline: RunDocument
-    candidate: RunDocument
+    baseline: RunResult
+    candidate: RunResult
 
     @cached_property
-    def before(self) -> dict[str, CaseDocument]:
+    def before(self) -> dict[str, CaseResult]:
         """The cases of the baseline, by id."""
-        return {case.id: case for case in self.baseline.cases}
+        return {case.case_id: case for case in self.baseline.results}
 
     @cached_property
-    def after(self) -> dict[str, CaseDocument]:
+    def after(self) -> dict[str, CaseResult]:
         """The cases of the candidate, by id."""
-        return {case.id: case for case in self.candidate.cases}
+        return {case.case_id: case for case in self.candidate.results}
 
     @cached_property
     def pairs(self) -> dict[str, Pair]:
@@ -66,14 +66,14 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def environments(self) -> tuple[Environment, Environment]:
-        """Of the baseline and of the candidate; empty where a document of an earlier version says nothing."""
-        return self.baseline.environment or Environment(), self.candidate.environment or Environment()
+        """Of the baseline and of the candidate; empty where a run does not say."""
+        return self.baseline.start.environment or Environment(), self.candidate.start.environment or Environment()
 
     @property
     def inexact_reasons(self) -> tuple[str, ...]:
         """The hardware differences because of which bits may differ; empty if every bit can be compared."""
         before, after = self.environments
-        if not (self.baseline.environment and self.candidate.environment):
+        if not (self.baseline.start.environment and self.candidate.start.environment):
             return ("a run does not say where it was made",)
         differs = changed_facts(before.words, after.words, _SAME_ARITHMETIC)
         return (*differs, *([f"{after.device} sums in any order"] if not differs and after.device != "cpu" else ()))
@@ -95,5 +95,5 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return _ended(before), _ended(after)
 
 
-def _ended(case: CaseDocument | None) -> str:
+def _ended(case: CaseResult | None) -> str:
     return "not selected" if case is None else case.verdict.value

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from harness.checks.causes import first_effect
 from harness.checks.stacks import LAST_OUTPUT
-from harness.document import CaseDocument
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.plural import binary_bytes, counted
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
@@ -88,14 +87,14 @@ def case_sections(results: Sequence[CaseResult]) -> list[Section]:
     bad = [result for result in results if not result.verdict.good]
     first: dict[str, str] = {}
     for result in bad:
-        for failure in result.run.failures if result.run else ():
+        for failure in result.failures:
             first.setdefault(_raised(failure), result.case_id)
     return [case_section(result, first) for result in bad]
 
 
 def _failures(result: CaseResult, first: Mapping[str, str]) -> Iterator[Block]:
     """How ranks failed, each traceback once, without consequences."""
-    causes = (result.run.causes or result.run.failures) if result.run else ()
+    causes = [each for each in result.failures if not each.consequence] or result.failures
     told = [failure for failure in (_told(each, result.case_id, first) for each in causes) if failure.traceback]
     told.sort(key=lambda failure: (failure.traceback, failure.rank))
     for _, group in groupby(told, key=lambda failure: failure.traceback):
@@ -127,11 +126,11 @@ def failure_blocks(failure: RankFailure, *, most: int | None = SHOWN_TRACEBACK_L
     return (head, *([Verbatim("\n".join([*earlier, *lines[omitted:]]))] if lines else []))
 
 
-def shown_case(case: CaseDocument) -> Iterator[Section]:
+def shown_case(case: CaseResult) -> Iterator[Section]:
     """What `show` prints."""
     expected = f", as expected: {case.expectation}" if case.expectation else ""
     took = f"{counted(case.world_size, 'rank')}, {case.seconds:.1f} s wall, {case.cpu_s:.1f} s CPU"
-    yield Section(title=case.id, blocks=(f"{case.verdict.value}{expected}; {took}",))
+    yield Section(title=case.case_id, blocks=(f"{case.verdict.value}{expected}; {took}",))
     yield Section(title="findings", blocks=finding_blocks(case.findings))
     causes = [each for each in case.failures if not each.consequence]
     yield Section(title="stacks", blocks=tuple(block for each in causes for block in failure_blocks(each, most=12)))

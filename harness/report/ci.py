@@ -44,11 +44,11 @@ def junit_report(run: RunResult) -> bytes:
         "failures": str(elements.count("failure")),
         "errors": str(elements.count("error")),
         "skipped": str(elements.count("skipped")),
-        "time": f"{run.wall_s:.3f}",
+        "time": f"{run.end.wall_s:.3f}",
     }
     root = ElementTree.Element("testsuites", {"name": _SUITE, **counts})
     group = ElementTree.SubElement(root, "testsuite", {"name": _SUITE, **counts})
-    _add_properties(group, run.provenance)
+    _add_properties(group, run.end.provenance)
     for result in run.results:
         _add_case(group, result)
     ElementTree.indent(root)
@@ -77,8 +77,7 @@ def _add_case(group: ElementTree.Element, result: CaseResult) -> None:
 def _output(result: CaseResult, findings: str) -> list[str]:
     if result.verdict is Verdict.PASSED:  # an expected refusal passes although ranks failed
         return [printable(headline(result))]
-    failures = result.run.failures if result.run else ()
-    told = [_text(*failure_blocks(each, most=None)) for each in failures]
+    told = [_text(*failure_blocks(each, most=None)) for each in result.failures]
     return [findings, *told] if result.verdict is Verdict.KNOWN else told
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from harness.document import RunDocument
 from harness.hints import gate_runs
 from harness.plural import counted
 from harness.report.wording import aligned
+from harness.result import RunResult
 
 
-def environments_text(runs: Mapping[str, RunDocument]) -> str:
+def environments_text(runs: Mapping[str, RunResult]) -> str:
     """One line for every environment, and a table of the cases whose verdicts differ."""
     rows = [("environment", "good", "cases", "CPU s", "wall s"), *(_row(name, run) for name, run in runs.items())]
     return f"{aligned(rows, right=(1, 2, 3, 4))}\n\n{_differences(runs)}\n"
@@ -21,14 +21,14 @@ def decision_text(names: Sequence[str]) -> str:
     return f"\nto decide: `{gate_runs(names[0], names[-1])}`\n" if len(names) > 1 else ""
 
 
-def _row(name: str, run: RunDocument) -> tuple[str, ...]:
-    good, cases = sum(case.good for case in run.cases), sum(case.ran for case in run.cases)
-    return (name, str(good), str(cases), f"{run.cpu_s:.1f}", f"{run.seconds:.1f}")
+def _row(name: str, run: RunResult) -> tuple[str, ...]:
+    good, cases = sum(case.good for case in run.results), sum(case.ran for case in run.results)
+    return (name, str(good), str(cases), f"{run.cpu_s:.1f}", f"{run.end.wall_s:.1f}")
 
 
-def _differences(runs: Mapping[str, RunDocument]) -> str:
-    ids = dict.fromkeys(case.id for run in runs.values() for case in run.cases)
-    verdicts = [{case.id: case.verdict.value for case in run.cases} for run in runs.values()]
+def _differences(runs: Mapping[str, RunResult]) -> str:
+    ids = dict.fromkeys(case.case_id for run in runs.values() for case in run.results)
+    verdicts = [{case.case_id: case.verdict.value for case in run.results} for run in runs.values()]
     found = {name: [each.get(name, "not selected") for each in verdicts] for name in ids}
     differ = {name: each for name, each in found.items() if len(set(each)) > 1}
     if not differ:

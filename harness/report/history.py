@@ -67,7 +67,7 @@ def _document(history: History) -> dict[str, object]:
                 "repeats": moment.repeats,
                 "verdict": moment.case.verdict,
                 "seconds": moment.case.seconds,
-                "numbers": moment.case.numbers,
+                "numbers": moment.case.measured,
             }
             for moment in history.moments
         ],
@@ -89,7 +89,7 @@ def _what(change: Moment) -> str:
 
 def moment_row(moment: Moment) -> tuple[str, ...]:
     """A case in one run, a text for each of MOMENT_COLUMNS."""
-    numbers, environment = moment.case.numbers, moment.run.start.environment
+    numbers, environment = moment.case.measured, moment.run.start.environment
     names = ("loss_distance", "local_parity", "parity", "flushed")
     shares = [getattr(numbers, name) if numbers else None for name in names]
     sizes = (numbers.wire_bytes, numbers.saved_bytes) if numbers else (None,) * 2
@@ -146,7 +146,7 @@ def _curves(history: History, width: int) -> list[str]:
     count = len(history.moments)
     if not 1 < count <= width - 12:
         return []
-    distances = [moment.case.numbers.loss_distance if moment.case.numbers else None for moment in history.moments]
+    distances = [moment.case.measured.loss_distance if moment.case.measured else None for moment in history.moments]
     seconds = [moment.case.seconds for moment in history.moments]
     return ["", f"loss apart  {sparkline(distances)}", f"seconds     {sparkline(seconds)}"]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.document import check_totals, verdict_totals
 from harness.plural import counted
 from harness.report.case import case_sections, headline
 from harness.report.sections import Items, Section, Table, Verbatim, markdown, text_of
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, RunResult, verdict_totals
 from harness.verdict import NotJudged, Verdict
 
 SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
@@ -16,7 +15,7 @@ SHOWN_CASES = 200  # CI summary pages are truncated at about 1 MB
 
 def run_sections(run: RunResult, *, rerun: str, quiet: bool = False) -> list[Section]:
     """The report for people; `rerun` is the command that runs what was not run. `quiet`: without the table."""
-    ran = [result for result in run.results if result.verdict is not Verdict.NOT_RUN]
+    ran = [result for result in run.results if result.ran]
     missing = len(run.results) - len(ran)
     waiting = f"not run: {counted(missing, 'case')} (`{rerun}` runs {'it' if missing == 1 else 'them'})"
     return [
@@ -53,7 +52,7 @@ def totals(run: RunResult) -> Iterator[Section]:
     """What ends a report: what was not judged, not run or not stored, then the totals."""
     skipped = [each for result in run.results for each in result.not_judged if each.unverified]
     yield _not_judged("not judged here", skipped)
-    yield Section(title=f"left out, beyond the budget ({len(run.left_out)})", blocks=(Items(run.left_out),))
+    yield Section(title=f"left out, beyond the budget ({len(run.start.left_out)})", blocks=(Items(run.start.left_out),))
     yield Section(blocks=(*_references(run), totals_line(run)))
 
 
@@ -89,13 +88,13 @@ def totals_words(verdicts: Sequence[Verdict]) -> str:
 def totals_line(run: RunResult) -> str:
     """The run on one line: cases by verdict, checks that were judged and that were not, and the seconds it took."""
     counts = totals_words([result.verdict for result in run.results])
-    cpu_s = sum(result.cpu_s for result in run.results)
-    stopped = " - interrupted" if run.interrupted else ""
+    stopped = " - interrupted" if run.end.interrupted else ""
     excused = sum(result.excused for result in run.results)
     counts += f" ({excused} of them quarantined)" if excused else ""
-    checks = check_totals(run.results)
+    checks = run.check_totals
     judged = f"{counted(checks['judged'], 'check')} judged, {checks['not_judged']} not; " if run.results else ""
-    return f"{counted(len(run.results), 'case')}: {counts}; {judged}{run.wall_s:.1f} s wall, {cpu_s:.1f} s CPU{stopped}"
+    seconds = f"{run.end.wall_s:.1f} s wall, {run.cpu_s:.1f} s CPU"
+    return f"{counted(len(run.results), 'case')}: {counts}; {judged}{seconds}{stopped}"
 
 
 def run_markdown(run: RunResult) -> str:

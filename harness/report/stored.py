@@ -4,67 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
-from harness.document import verdict_totals
 from harness.environment import Environment
 from harness.jsonform import to_json
 from harness.plural import counted
 from harness.report.run import totals_words
 from harness.report.sections import printable
 from harness.report.wording import aligned
+from harness.result import verdict_totals
 from harness.running.stored import Stored
+from harness.store import RunStore
 from harness.timestamp import to_the_minute
 from harness.verdict import Verdict
 
 
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored run and how its cases ended."""
-
-    run: Stored
-    verdicts: tuple[Verdict, ...]
-
-    @property
-    def all_verdicts(self) -> tuple[Verdict, ...]:
-        """Those of planned cases without a result too."""
-        missing = len(self.run.start.cases) - len(self.verdicts)
-        return (*self.verdicts, *[Verdict.NOT_RUN] * missing)
+def verdicts_of(run: Stored) -> list[Verdict]:
+    """How its cases ended; those without a result were not run."""
+    found = [case.verdict for case in RunStore(run.path).numbers(lambda _: True).values()]
+    return [*found, *[Verdict.NOT_RUN] * (len(run.start.cases) - len(found))]
 
 
-def runs_text(found: Sequence[Listed]) -> str:
+def runs_text(found: Sequence[Stored]) -> str:
     """Two lines for every run: its number, as in `last~2`, when it started, and how it ended; where it comes from."""
     if not found:
         return "no runs are stored"
     heads = [
         (
             str(number),
-            to_the_minute(each.run.start.started),
-            each.run.state,
-            f"{counted(len(each.all_verdicts), 'case')}: {totals_words(each.all_verdicts)}",
+            to_the_minute(run.start.started),
+            run.state,
+            f"{counted(len(verdicts), 'case')}: {totals_words(verdicts)}",
         )
-        for number, each in enumerate(found)
+        for number, (run, verdicts) in enumerate((run, verdicts_of(run)) for run in found)
     ]
     lines = aligned(heads, right=(0,)).splitlines()
-    return printable("\n".join(f"{line}\n     {_origin(each.run)}" for line, each in zip(lines, found, strict=True)))
+    return printable("\n".join(f"{line}\n     {_origin(run)}" for line, run in zip(lines, found, strict=True)))
 
 
-def runs_json(found: Sequence[Listed]) -> bytes:
+def runs_json(found: Sequence[Stored]) -> bytes:
     """The same as JSON."""
-    return to_json([_document(number, each) for number, each in enumerate(found)], indent=2) + b"\n"
+    return to_json([_document(number, run) for number, run in enumerate(found)], indent=2) + b"\n"
 
 
-def _document(number: int, each: Listed) -> dict[str, object]:
+def _document(number: int, run: Stored) -> dict[str, object]:
+    verdicts = verdicts_of(run)
     return {
         "number": number,
-        "name": each.run.start.name,
-        "path": str(each.run.path),
-        "started": each.run.start.started,
-        "state": each.run.state,
-        "imported": each.run.is_imported,
-        "cases": len(each.all_verdicts),
-        "totals": verdict_totals(each.all_verdicts),
-        "asked": each.run.start.asked,
-        "environment": each.run.start.environment,
+        "name": run.start.name,
+        "path": str(run.path),
+        "started": run.start.started,
+        "state": run.state,
+        "imported": run.is_imported,
+        "cases": len(verdicts),
+        "totals": verdict_totals(verdicts),
+        "argv": run.start.argv,
+        "environment": run.start.environment,
     }
 
 

@@ -150,6 +150,7 @@ class CaseRunner:
         self, case: Case, judgement: Judgement, *, run: Run | None, attempts: tuple[Attempt, ...]
     ) -> CaseResult:
         name = case_id(case)
+        steps = min(run.traces, key=lambda trace: trace.rank).steps if run is not None and run.traces else ()
         return CaseResult(
             case_id=name,
             verdict=judgement.verdict,
@@ -157,6 +158,9 @@ class CaseRunner:
             attempts=attempts,
             world_size=case.world_size,
             expectation=self._judge.expectation(case),
+            losses=tuple(step.loss for step in steps),
+            grad_norms=tuple(step.grad_norm for step in steps),
+            failures=run.failures if run is not None else (),
             run=run.without_records if run is not None else None,
             checks=judgement.checks,
             not_judged=judgement.not_judged,

@@ -94,7 +94,7 @@ def _assumptions(case: Case, found: Estimate) -> tuple[str, ...]:
 def _measured(project: Project, case: Case) -> CaseResult | None:
     """The last result of the case here that took time."""
     name = case_id(case)
-    found = (RunStore(folder).result_of(name) for folder in reversed(project.stored_runs()))
+    found = (RunStore(path).result_of(name) for path in reversed(project.stored_runs()))
     return next((result for result in found if result is not None and result.cpu_s), None)
 
 
@@ -115,10 +115,10 @@ def cases_within(project: Project, cases: Sequence[Case], selections: Sequence[S
 
 def relative_speed(project: Project, costs: Costs) -> float:
     """CPU seconds that cases took here, by the last stored run, per second that the costs say; 1 where none tells."""
-    for folder in reversed(project.stored_runs()):
+    for path in reversed(project.stored_runs()):
         ratios = [
             result.cpu_s / costs.case_s(parse_case_id(result.case_id))
-            for result in RunStore(folder).read().results
+            for result in RunStore(path).read().results
             if result.verdict is Verdict.PASSED and result.expectation is None and result.cpu_s
         ]
         if len(ratios) >= _FEWEST:

@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from harness.document import RunDocument
 from harness.errors import HarnessError
 from harness.jsonform import from_json
-from harness.running.stored import read_document
+from harness.result import RunResult
+from harness.running.stored import read_results
 
 HARNESS = Path(__file__).parents[2]  # what the environments run is the harness that runs
 _PACKAGES = ("torch", "torchao", "torchtitan", "numpy")  # come from the environment of the user if it has them
@@ -61,12 +61,12 @@ def python_over(path: Path, folder: Path) -> Path:
     return home / "bin" / "python"
 
 
-def run_in_environment(place: NamedEnvironment, words: Sequence[str], folder: Path) -> RunDocument:
+def run_in_environment(place: NamedEnvironment, words: Sequence[str], folder: Path) -> RunResult:
     """The results of `run` with these words in another environment, stored under its name.
 
     What it says goes to where this process says it. Raises HarnessError where it ran nothing.
     """
-    file = folder / f"{place.name}.json"
+    file = folder / f"{place.name}.jsonl"
     file.unlink(missing_ok=True)
     command = [str(place.python), "-m", "harness", "run", *words, "--name", place.name, "--json", str(file)]
     with subprocess.Popen(command, stdout=sys.stderr) as process:
@@ -76,15 +76,15 @@ def run_in_environment(place: NamedEnvironment, words: Sequence[str], folder: Pa
             code = process.wait()
     if not file.exists():
         raise HarnessError(f"the run there ended with {code}.", where=place.name, fix="see what it says above.")
-    return _repeated_there(read_document(file), place)
+    return _repeated_there(read_results(file), place)
 
 
-def _repeated_there(run: RunDocument, place: NamedEnvironment) -> RunDocument:
+def _repeated_there(run: RunResult, place: NamedEnvironment) -> RunResult:
     """The results, with commands that repeat cases in the same environment."""
     if place.folder is None:
         return run
     words = shlex.join(("--env", f"{place.name}={place.folder}"))
-    return replace(run, cases=tuple(replace(case, command=f"{case.command} {words}") for case in run.cases))
+    return replace(run, results=tuple(replace(case, command=f"{case.command} {words}") for case in run.results))
 
 
 def add_paths(home: Path, lines: Sequence[str]) -> None:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from harness.document import CaseDocument, RunDocument, document_of
 from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.plural import counted
+from harness.result import CaseResult, RunEnd, RunResult, RunStart
+
+Named = tuple[str, RunResult]  # the results of one shard, after what the user calls them
 
 
-class Shard(NamedTuple):
-    """The results of one shard, and what the user calls them."""
-
-    name: str
-    run: RunDocument
-
-
-def merged(shards: Sequence[Shard], *, latest: bool = False, mixed: bool = False) -> RunDocument:
+def merged(shards: Sequence[Named], *, latest: bool = False, mixed: bool = False) -> RunResult:
     """The results of all shards as one run, which began with the first of them and took the seconds of all.
 
     A case counts where it was run. Raises HarnessError where two shards have different results of a case, unless the
@@ -30,37 +24,42 @@ def merged(shards: Sequence[Shard], *, latest: bool = False, mixed: bool = False
     _check_complete(shards)
     environment = _environment(shards, mixed=mixed)
     cases = _cases(shards, latest=latest)
-    runs = [shard.run for shard in shards]
-    names, started = dict.fromkeys(run.name for run in runs), [run.started for run in runs if run.started]
-    left_out = dict.fromkeys(case_id for run in runs for case_id in run.left_out)
-    return document_of(
-        list(cases.values()),
-        interrupted=any(run.interrupted for run in runs) and not all(case.ran for case in cases.values()),
-        seconds=sum(run.seconds for run in runs),
-        provenance=_together([run.provenance for run in runs]),
-        witnesses=tuple(made for run in runs for made in run.witnesses),
-        left_out=tuple(name for name in left_out if name not in cases),
-        environment=environment,
-        name=next(iter(names)) if len(names) == 1 else "",
-        started=min(started, default=""),
+    starts, ends = [run.start for _, run in shards], [run.end for _, run in shards]
+    names, started = {start.name for start in starts}, [start.started for start in starts if start.started]
+    left_out = dict.fromkeys(case_id for start in starts for case_id in start.left_out)
+    return RunResult(
+        results=tuple(cases.values()),
+        start=RunStart(
+            environment=environment,
+            name=starts[0].name if len(names) == 1 else "",
+            started=min(started, default=""),
+            left_out=tuple(name for name in left_out if name not in cases),
+        ),
+        end=RunEnd(
+            wall_s=sum(end.wall_s for end in ends),
+            interrupted=any(end.interrupted for end in ends) and not all(case.ran for case in cases.values()),
+            provenance=_together([end.provenance for end in ends]),
+            witnesses=tuple(made for end in ends for made in end.witnesses),
+        ),
     )
 
 
-def environment_differences(shards: Sequence[Shard]) -> Iterable[str]:
+def environment_differences(shards: Sequence[Named]) -> Iterable[str]:
     """How the environment of every shard differs from that of the first, a line each; none where all are the same."""
-    first = shards[0].run.environment or Environment()
+    (name, run), *others = shards
+    first = run.start.environment or Environment()
     targets = dict(first.targets)  # a shard names those of its own cases: what others name too can differ
-    for shard in shards[1:]:
-        mine = shard.run.environment or Environment()
+    for other, run in others:
+        mine = run.start.environment or Environment()
         shared = {name: mine.targets.get(name, digest) for name, digest in targets.items()}
         if found := replace(first, targets=targets).differences(replace(mine, targets=shared)):
-            yield f"{shards[0].name} and {shard.name}: {', '.join(found)}"
+            yield f"{name} and {other}: {', '.join(found)}"
         targets = {**mine.targets, **targets}
 
 
-def _check_complete(shards: Sequence[Shard]) -> None:
+def _check_complete(shards: Sequence[Named]) -> None:
     """Raise `HarnessError` where a shard of `run --shard` is not among them: its cases would go unnoticed."""
-    given = {shard.run.shard for shard in shards if shard.run.shard}
+    given = {run.start.shard for _, run in shards if run.start.shard}
     counts = {int(text.partition("/")[2]) for text in given}
     missing = [f"{index}/{n}" for n in sorted(counts) for index in range(1, n + 1) if f"{index}/{n}" not in given]
     if missing:
@@ -68,52 +67,50 @@ def _check_complete(shards: Sequence[Shard]) -> None:
         raise HarnessError(what + ", ".join(missing) + ".", where=_names(shards), fix="give their results too.")
 
 
-def _environment(shards: Sequence[Shard], *, mixed: bool) -> Environment | None:
+def _environment(shards: Sequence[Named], *, mixed: bool) -> Environment | None:
     """The one of all shards, with the targets of all; None where they differ: it is that of no case."""
     found = list(environment_differences(shards))
     if found and not mixed:
         fix = "give `results merge` --mixed where that does not matter, or run them in one environment."
         raise HarnessError(f"the environments differ: {'; '.join(found)}.", where=_names(shards), fix=fix)
-    first = shards[0].run.environment
-    if found or first is None:
+    environments = [run.start.environment for _, run in shards]
+    if found or environments[0] is None:
         return None
-    targets = {
-        name: digest for shard in shards if (each := shard.run.environment) for name, digest in each.targets.items()
-    }
-    return replace(first, targets=targets)
+    targets = {name: digest for each in environments if each for name, digest in each.targets.items()}
+    return replace(environments[0], targets=targets)
 
 
-def _cases(shards: Sequence[Shard], *, latest: bool) -> dict[str, CaseDocument]:
+def _cases(shards: Sequence[Named], *, latest: bool) -> dict[str, CaseResult]:
     """Every case once, in the order in which the shards name them."""
-    found: dict[str, CaseDocument] = {}
-    source: dict[str, Shard] = {}
-    for shard in sorted(shards, key=lambda shard: shard.run.started) if latest else shards:
-        for case in shard.run.cases:
-            other = found.get(case.id)
+    found: dict[str, CaseResult] = {}
+    source: dict[str, str] = {}
+    for name, run in sorted(shards, key=lambda shard: shard[1].start.started) if latest else shards:
+        for case in run.results:
+            other = found.get(case.case_id)
             if other is not None and (not case.ran or (not latest and _same(case, other))):
                 continue
             if other is not None and not latest and other.ran:
                 raise HarnessError(
-                    f"{source[case.id].name} and {shard.name} have different results of it: {other.verdict.value} and "
+                    f"{source[case.case_id]} and {name} have different results of it: {other.verdict.value} and "
                     f"{case.verdict.value}.",
-                    where=case.id,
+                    where=case.case_id,
                     fix="give `results merge` --latest to keep that of the run that started last.",
                 )
-            found[case.id], source[case.id] = case, shard
+            found[case.case_id], source[case.case_id] = case, name
     return found
 
 
-def _names(shards: Sequence[Shard]) -> str:
-    return ", ".join(shard.name for shard in shards)
+def _names(shards: Sequence[Named]) -> str:
+    return ", ".join(name for name, _ in shards)
 
 
-def _same(one: CaseDocument, other: CaseDocument) -> bool:
+def _same(one: CaseResult, other: CaseResult) -> bool:
     """True where nothing but times and the command differs."""
     return to_json(_timeless(one)) == to_json(_timeless(other))
 
 
-def _timeless(case: CaseDocument) -> CaseDocument:
-    return replace(case, seconds=0.0, cpu_s=0.0, attempts=(), command="")
+def _timeless(case: CaseResult) -> CaseResult:
+    return replace(case, attempts=(), command="")
 
 
 def _together(facts: Sequence[Mapping[str, str]]) -> dict[str, str]:

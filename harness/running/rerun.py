@@ -1,16 +1,24 @@
-"""The rerun: what `--rerun-failed` runs again, read from the last stored run of a project.
+"""What `--rerun-failed` runs again of the last run, and which run `--resume` finishes.
 
 A case without a readable result counts as not good: its run may have been killed before it got there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from harness.environment import Environment
+from harness.errors import HarnessError
+from harness.hints import run_again
 from harness.project import Project
+from harness.result import RunStart
 from harness.run_options import RunOptions
+from harness.running.plan import Plan
 from harness.running.selection import NothingSelected, Query
-from harness.store import RunStore, StoredRun
+from harness.running.stored import Stored, runs_of
+from harness.store import RunStore
 
 _RUN_AGAIN = "run the tier of that run again."
 
@@ -31,28 +39,47 @@ def rerun_query(project: Project) -> Rerun:
 
     Raises `NothingSelected` when there is no such run or no such case.
     """
-    stored = (RunStore(folder).read() for folder in reversed(project.stored_runs()))
-    last = next((run for run in stored if run.results or run.damaged or run.planned), None)
+    stored = (RunStore(path).read() for path in reversed(project.stored_runs()))
+    last = next((run for run in stored if run.results or run.damaged), None)
     if last is None:
         raise NothingSelected("there is no earlier run.", where="--rerun-failed", fix="run a tier first.")
+    failed = [result.case_id for result in last.results if result.ran and not result.good]
+    missing = [result.case_id for result in last.results if not result.ran]
     # The list of cases names those of damaged lines too.
-    nameless = [] if last.planned else [damage for damage in last.damaged if damage.case_id is None]
-    case_ids = tuple(dict.fromkeys((*last.failed_ids, *last.unfinished_ids, *last.damaged_ids)))
-    lost = tuple(f"{damage.text}. It does not say which case it was. Fix: {_RUN_AGAIN}" for damage in nameless)
-    if not case_ids and nameless:
-        raise NothingSelected(f"{nameless[0].text}. No other case failed.", where="--rerun-failed", fix=_RUN_AGAIN)
-    if not case_ids:
+    nameless = [] if last.start.cases else [text for text, name in last.damaged.items() if name is None]
+    if not failed and not missing:
+        if nameless:
+            raise NothingSelected(f"{nameless[0]}. No other case failed.", where="--rerun-failed", fix=_RUN_AGAIN)
         raise NothingSelected("nothing failed in the last run.", where="--rerun-failed")
-    return Rerun(query=Query(case_ids=case_ids), options=last.start.options, notes=(*_unfinished_note(last), *lost))
+    lost = [f"{text}. It does not say which case it was. Fix: {_RUN_AGAIN}" for text in nameless]
+    notes = [*([_missing_text(missing, last.start.cases)] if missing and last.start.cases else []), *lost]
+    return Rerun(query=Query(case_ids=(*failed, *missing)), options=last.start.options, notes=tuple(notes))
 
 
-def _unfinished_note(last: StoredRun) -> tuple[str, ...]:
-    count = len(last.unfinished_ids)
-    if not count:
-        return ()
-    have = "has" if count == 1 else "have"
-    text = (
-        f"{count} of {len(last.planned)} cases of the last run {have} no result: it was killed or still runs, or the "
-        f"result is damaged. {'It runs' if count == 1 else 'They run'} now."
+def _missing_text(missing: Sequence[str], planned: Sequence[str]) -> str:
+    have, they_run = ("has", "It runs") if len(missing) == 1 else ("have", "They run")
+    return (
+        f"{len(missing)} of {len(planned)} cases of the last run {have} no result: it was killed or still runs, or the "
+        f"result is damaged. {they_run} now."
     )
-    return (text,)
+
+
+def run_to_resume(project: Project) -> Stored:
+    """The last run of this machine that was interrupted or killed; `NothingSelected` when none has cases left."""
+    for run in runs_of(project):
+        stopped = run.state in ("interrupted", "killed") and not run.is_imported
+        if stopped and not all(result.ran for result in RunStore(run.path).read().results):
+            return run
+    raise NothingSelected("no run that was interrupted or killed has cases left.", where="--resume")
+
+
+def check_environment(start: RunStart, now: Environment, plan: Plan) -> None:
+    """Raises HarnessError where the environment is not the one in which the run began."""
+    if found := (start.environment or Environment()).differences(now):
+        root = () if plan.root_option is None else ("--root", plan.root_option)
+        raise HarnessError(
+            f"since this run began ({start.started}), this changed: {', '.join(found)}. "
+            "Its results would be of two environments.",
+            where="--resume",
+            fix=f"run it anew: `{run_again((*root, *start.argv))}`.",
+        )

@@ -1,28 +1,30 @@
-"""Results by what the user calls them: the last run, a run by its name, its folder, a file of JSON or a folder of them.
+"""Results by what the user calls them: the last run, a run by its name, a file of results, or a folder of them.
 
-The store has two kinds of runs: those of this machine (`store.py`), and those that were imported (`imported.py`).
+Runs of this machine and imported ones are files of one format (`store.py`) in two folders: estimates, budgets and
+`--rerun-failed` are about this machine, and do not look at imported ones.
 """
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import heapq
 import re
-import shutil
 from collections.abc import Iterator
 from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
-from harness.document import SCHEMA, RunDocument, run_document
+from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import list_results
-from harness.jsonform import from_json
 from harness.project import Project
-from harness.running.imported import digest_of, imported_files, read_head, read_imported, store_imported
-from harness.running.merging import Shard, merged
-from harness.store import PLAN_NAME, RunStart, RunStore
+from harness.result import RunResult, RunStart
+from harness.running.merging import Named, merged
+from harness.store import RunStore, run_lines
 
 KEPT_RUNS = 100  # a new run removes older ones of the same project, but for those with a name
 
@@ -30,7 +32,7 @@ _LAST = re.compile(r"last(?:~(\d+))?")
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of the store. `path` is its folder, or the file of an imported one; its results are not read yet."""
+    """A run of the store, whose results are not read yet."""
 
     path: Path
     start: RunStart
@@ -39,39 +41,30 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it can be called: the name that the user gave it, and that of its folder or file."""
+        """What it can be called: the name that the user gave it, and that of its file."""
         return tuple(filter(None, (self.start.name, self.path.stem)))
 
 
-def results_of(project: Project, text: str) -> RunDocument:
+def results_of(project: Project, text: str) -> RunResult:
     """The results that `text` means, as one run; those of a folder of files are merged (`merging.py`).
 
-    Planned cases without a result are `not_run`. Raises HarnessError where there are none, or they cannot be read or
-    merged.
+    Raises HarnessError where there are none, or they cannot be read or merged.
     """
     found = shards_of(project, text)
-    return merged(found) if Path(text) in Path(found[0].name).parents else found[0].run
+    (name, run), *_ = found
+    return run if name == text else merged(found)
 
 
-def shards_of(project: Project, text: str) -> list[Shard]:
+def shards_of(project: Project, text: str) -> list[Named]:
     """The results that `text` means, each with what it is called.
 
-    It means "last", "last~2", the name of a run, its folder, a file of `run --json`, or a folder of such files, each of
-    which has some. Raises HarnessError where there are none.
+    It means "last", "last~2", the name of a run, a file of results, or a folder of such files, each of which has some.
+    Raises HarnessError where there are none.
     """
     path = Path(text)
-    if text and not (path / PLAN_NAME).is_file() and (files := sorted(path.glob("*.json"))):
-        return [Shard(str(file), read_document(file)) for file in files]
-    return [Shard(text, _one(project, text, path))]
-
-
-def _one(project: Project, text: str, path: Path) -> RunDocument:
-    if path.is_file():
-        return read_document(path)
-    if (path / PLAN_NAME).is_file():
-        return stored_document(path)
-    found = stored_run(project, text)
-    return read_imported(found.path) if found.is_imported else stored_document(found.path)
+    if text and (files := sorted(file for file in path.glob("*.json*") if file.suffix in (".json", ".jsonl"))):
+        return [(str(file), read_results(file)) for file in files]
+    return [(text, read_results(path) if path.is_file() else read_stored(stored_run(project, text).path))]
 
 
 def stored_run(project: Project, text: str) -> Stored:
@@ -86,91 +79,91 @@ def stored_run(project: Project, text: str) -> Stored:
 
 
 def runs_of(project: Project) -> Iterator[Stored]:
-    """The stored runs of a project that ran something or were going to, the latest first."""
-    here = reversed(project.stored_runs())
-    elsewhere = reversed(imported_files(project.imported))
+    """The stored runs of a project, the latest first."""
+    here, elsewhere = reversed(project.stored_runs()), reversed(project.imported_runs())
     for path in heapq.merge(here, elsewhere, key=lambda path: path.name, reverse=True):
-        found = _imported(path) if path.parent == project.imported else _stored(path)
+        found = _stored(path, is_imported=path.parent == project.imported)
         if found is not None:
             yield found
 
 
-def runs_before(project: Project, document: RunDocument, *, most: int) -> list[Stored]:
+def runs_before(project: Project, run: RunResult, *, most: int) -> list[Stored]:
     """The last `most` stored runs of any of its cases up to this run, the oldest first; none where it is not stored."""
-    ids = {case.id for case in document.cases}
-    alike = (run for run in runs_of(project) if not ids.isdisjoint(run.start.cases))
-    here = dropwhile(lambda run: (run.start.started, set(run.start.cases)) != (document.started, ids), alike)
+    ids = {result.case_id for result in run.results}
+    alike = (each for each in runs_of(project) if not ids.isdisjoint(each.start.cases))
+    here = dropwhile(lambda each: (each.start.started, set(each.start.cases)) != (run.start.started, ids), alike)
     return list(islice(here, most))[::-1]
 
 
-def _stored(folder: Path) -> Stored | None:
-    store = RunStore(folder)
+def _stored(path: Path, *, is_imported: bool) -> Stored | None:
+    """None for a run that never began, and for an imported one that cannot be read."""
+    store = RunStore(path)
     start = store.read_start()
-    if not start.cases and not store.path.exists():
+    if start is None and (is_imported or not path.stat().st_size):
         return None
     end = store.read_end()
+    state: Literal["finished", "interrupted", "killed", "running"] = "killed"
     if store.is_running:
-        return Stored(path=folder, start=start, state="running")
-    if end is None:
-        return Stored(path=folder, start=start, state="killed")
-    return Stored(path=folder, start=start, state="interrupted" if end.interrupted else "finished")
+        state = "running"
+    elif end is not None:
+        state = "interrupted" if end.interrupted else "finished"
+    return Stored(path=path, start=start or RunStart(), state=state, is_imported=is_imported)
 
 
-def _imported(file: Path) -> Stored | None:
-    head = read_head(file)
-    if head is None:
-        return None
-    run = head.run
-    start = RunStart(
-        cases=head.case_ids, environment=run.environment, name=run.name, started=run.started, left_out=run.left_out
-    )
-    return Stored(path=file, start=start, state="interrupted" if run.interrupted else "finished", is_imported=True)
-
-
-def import_results(project: Project, document: RunDocument) -> bool:
+def import_results(project: Project, run: RunResult) -> bool:
     """Add results that were made elsewhere to the store; False where they are there. Raises `WriteFailed`."""
-    here = (run.path for run in runs_of(project) if not run.is_imported and run.start.started == document.started)
-    if any(digest_of(stored_document(folder)) == digest_of(document) for folder in here):
+    digest, started = _digest(run), run.start.started
+    here = (each.path for each in runs_of(project) if not each.is_imported and each.start.started == started)
+    known = (*(_digest(read_stored(path)) for path in here), *(path.stem[-16:] for path in project.imported_runs()))
+    if digest in known:
         return False
-    return store_imported(project.imported, document) is not None
+    write_whole(project.imported / f"{_started_ns(run):020d}-{digest}.jsonl", run_lines(run))
+    return True
+
+
+def _digest(run: RunResult) -> str:
+    """Equal for equal results, whatever the run is called."""
+    return hashlib.sha256(run_lines(replace(run, start=replace(run.start, name="")))).hexdigest()[:16]
+
+
+def _started_ns(run: RunResult) -> int:
+    """When the run started; 0 where it does not say: before all others."""
+    try:
+        started = datetime.datetime.fromisoformat(run.start.started)
+    except ValueError:
+        return 0
+    return int(started.timestamp()) * 10**9
 
 
 def remove_run(run: Stored) -> None:
     """Remove a run from the store. Raises HarnessError while it runs."""
     if run.state == "running":
         raise HarnessError("this run has not ended yet.", where=str(run.path), fix="wait for its end, or interrupt it.")
-    if run.is_imported:
-        run.path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(run.path, ignore_errors=True)
+    run.path.unlink(missing_ok=True)
 
 
 def remove_old_runs(project: Project, *, kept: int = KEPT_RUNS) -> None:
     """Remove all but the last `kept` runs of this machine; those with a name, and those that still run, stay."""
-    for folder in project.stored_runs()[:-kept]:
-        store = RunStore(folder)
-        if not store.read_start().name and not store.is_running:
-            shutil.rmtree(folder, ignore_errors=True)
+    for path in project.stored_runs()[:-kept]:
+        store = RunStore(path)
+        start = store.read_start()
+        if not (start and start.name) and not store.is_running:
+            path.unlink(missing_ok=True)
 
 
-def stored_document(folder: Path) -> RunDocument:
-    """The results in the folder of a run. Raises HarnessError where it is damaged and cannot say what is missing."""
-    stored = RunStore(folder).read()
-    if stored.damaged and not stored.planned:
-        raise HarnessError(stored.damaged[0].text, where=str(folder), fix="run its cases again.")
-    return run_document(stored.as_result())
+def read_stored(path: Path) -> RunResult:
+    """The results of a stored run. Raises HarnessError where it is damaged and cannot say what is missing."""
+    run = RunStore(path).read()
+    if run.damaged and not run.start.cases:
+        raise HarnessError(f"{next(iter(run.damaged))}.", fix="run its cases again.")
+    return run
 
 
-def read_document(path: Path) -> RunDocument:
-    """The results in a file of `run --json`. Raises HarnessError for any other file."""
-    fix = "name a file that `run --json FILE` wrote."
-    try:
-        document = from_json(path.read_bytes(), RunDocument)
-    except OSError as error:
-        raise HarnessError(f"cannot be read: {error.strerror}.", where=str(path), fix=fix) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HarnessError(f"holds no results ({error}).", where=str(path), fix=fix) from error
-    if document.schema != SCHEMA:
-        what = f"has schema {document.schema}, this version reads schema {SCHEMA}."
-        raise HarnessError(what, where=str(path), fix=fix)
-    return document
+def read_results(path: Path) -> RunResult:
+    """The results in a file of `run --json`. Raises HarnessError for any other file, and for a damaged one."""
+    run, fix = RunStore(path).read(), "write the file again: `run --json FILE`."
+    if run.damaged:
+        raise HarnessError(f"{next(iter(run.damaged))}.", fix=fix)
+    if run.start == RunStart() and not run.results:
+        raise HarnessError("holds no results.", where=str(path), fix=fix)
+    return run

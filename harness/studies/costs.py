@@ -6,49 +6,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from harness.engine.hardware import cpu_name
 from harness.errors import HarnessError
 from harness.evidence.costs import SCHEMA, Costs, case_features, solo_features
 from harness.hints import fit_costs as fit_costs_command
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.rules import expected_refusal
+from harness.running.stored import read_results
 from harness.timestamp import timestamp
+from harness.verdict import Verdict
 
 _FEWEST = 30  # runs below which nothing is fitted: there are more than a dozen features
 _SOLO = "solo "
 
 
-class _Result(msgspec.Struct):
-    id: str
-    verdict: str
-    cpu_s: float
-
-
-class _Witness(msgspec.Struct):
-    name: str
-    cpu_s: float
-
-
-class _Document(msgspec.Struct):
-    provenance: dict[str, str]
-    cases: tuple[_Result, ...]
-    witnesses: tuple[_Witness, ...] = ()
-
-
 def fit_costs(file: Path, *, command: str) -> Costs:
-    """The costs that a run's JSON report shows. HarnessError when it holds too few runs."""
-    try:
-        document = msgspec.json.decode(file.read_bytes(), type=_Document, strict=False)
-    except (OSError, msgspec.DecodeError) as reason:
-        raise HarnessError(f"is no JSON report of a run: {reason}.", where=str(file)) from reason
+    """The costs that the results in a file show. HarnessError when it holds too few runs."""
+    run = read_results(file)
     # a case that is known has run twice where its fault has a fix
-    trained = [(parse_case_id(result.id), result.cpu_s) for result in document.cases if result.verdict == "passed"]
+    trained = [
+        (parse_case_id(result.case_id), result.cpu_s) for result in run.results if result.verdict is Verdict.PASSED
+    ]
     measured = [(case_features(case), cpu_s) for case, cpu_s in trained if expected_refusal(case) is None]
     solos = [
         (solo_features(parse_case_id(name)), witness.cpu_s)
-        for witness in document.witnesses
+        for witness in run.end.witnesses
         if witness.name.startswith(_SOLO) and " " not in (name := witness.name.removeprefix(_SOLO))
     ]
     if len(measured) < _FEWEST or len(solos) < _FEWEST:
@@ -62,7 +44,7 @@ def fit_costs(file: Path, *, command: str) -> Costs:
         cases_fitted=len(measured),
         witnesses_fitted=len(solos),
         typical_error=round(error, 3),
-        software={name: version for name, version in document.provenance.items() if name in ("torch", "torchao")},
+        software={name: version for name, version in run.end.provenance.items() if name in ("torch", "torchao")},
         cpu=cpu_name(),
         command=command,
         created=timestamp(),

@@ -14,8 +14,9 @@ import msgspec
 from harness.checks.movement import moved
 from harness.environment import Environment
 from harness.measured import Numbers
+from harness.result import CaseNumbers
 from harness.running.stored import Stored
-from harness.running.stored_case import StoredCase, stored_cases
+from harness.store import RunStore
 from harness.verdict import Verdict
 
 
@@ -26,7 +27,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     run: Stored
-    case: StoredCase
+    case: CaseNumbers
     changes: tuple[str, ...]  # of the environment since the run before
     moved: tuple[str, ...] = ()
     repeats: bool = False
@@ -71,15 +72,15 @@ def histories(runs: Sequence[Stored], wanted: Callable[[str], bool], *, most: in
 
     Of each case `most` of the last runs.
     """
-    found: dict[str, list[tuple[Stored, StoredCase]]] = defaultdict(list)
+    found: dict[str, list[tuple[Stored, CaseNumbers]]] = defaultdict(list)
     for run in runs:
-        for case_id, case in stored_cases(run, wanted).items():
+        for case_id, case in RunStore(run.path).numbers(wanted).items():
             found[case_id].append((run, case))
     last = slice(None if most is None else -most, None)
     return tuple(History(case_id=case_id, moments=tuple(_moments(pairs[last]))) for case_id, pairs in found.items())
 
 
-def _moments(pairs: Iterable[tuple[Stored, StoredCase]]) -> Iterable[Moment]:
+def _moments(pairs: Iterable[tuple[Stored, CaseNumbers]]) -> Iterable[Moment]:
     last: dict[str, Numbers] = {}  # by fingerprint
     before: tuple[Environment, Numbers | None] | None = None
     for run, case in pairs:
@@ -93,9 +94,9 @@ def _moments(pairs: Iterable[tuple[Stored, StoredCase]]) -> Iterable[Moment]:
             run=run,
             case=case,
             changes=before[0].differences(now) if before is not None else (),
-            moved=moved(earlier, case.numbers, counts_only=now.device != "cpu"),
+            moved=moved(earlier, case.measured, counts_only=now.device != "cpu"),
             repeats=same is not None,
         )
-        if case.numbers is not None:
-            last[now.fingerprint] = case.numbers
-        before = now, case.numbers or (before[1] if before is not None else None)
+        if case.measured is not None:
+            last[now.fingerprint] = case.measured
+        before = now, case.measured or (before[1] if before is not None else None)

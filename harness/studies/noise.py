@@ -138,7 +138,7 @@ def measure(
         },
         new_samples=len(samples) + len(parity),
         failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
-        interrupted=result.interrupted,
+        interrupted=result.end.interrupted,
     )
 
 

@@ -77,7 +77,7 @@ def make_goldens(
     return References(
         goldens=tuple(goldens),
         failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
-        interrupted=result.interrupted,
+        interrupted=result.end.interrupted,
     )
 
 

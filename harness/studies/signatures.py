@@ -93,7 +93,7 @@ def record_signatures(
             _change(project, judge.made[each.case_id]) for each in result.results if each.case_id in judge.made
         ),
         failed=tuple(each for each in result.results if each.case_id not in judge.made),
-        interrupted=result.interrupted,
+        interrupted=result.end.interrupted,
     )
 
 

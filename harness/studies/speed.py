@@ -25,7 +25,7 @@ from harness.matrix.rules import expected_refusal
 from harness.measured import Measured, Speedup
 from harness.performance.cost import tokens_per_device
 from harness.project import Project
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult, RunEnd, RunResult, RunStart
 from harness.running.case_runner import CaseRunner
 from harness.running.conditions import Conditions, ConditionsMonitor
 from harness.running.executor import open_executor
@@ -33,7 +33,7 @@ from harness.running.identity import environment
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import open_witnesses
-from harness.store import RunEnd, RunStart, RunStore, with_start
+from harness.store import RunStore
 from harness.studies.references import SanityJudge
 from harness.timestamp import timestamp
 from harness.workflow import check_fits, provenance
@@ -85,7 +85,7 @@ def measure_speed(
     plan = replace(plan.serving(cases), probed=False)
     check_fits(cases, plan)
     twins = [replace(case, float8=Float8()) for case in cases]
-    store = RunStore(project.new_run_folder())
+    store = RunStore(project.new_run())
     start = RunStart(
         cases=tuple(case_id(each) for pair in zip(cases, twins, strict=True) for each in pair),
         options=plan.given,
@@ -107,11 +107,10 @@ def measure_speed(
             for result in timing.results:
                 store.append(result)
                 results.append(result)
-        whole = RunResult(
-            results=tuple(results), wall_s=time.monotonic() - started_s, provenance=provenance(results, plan)
-        )
-        store.finish(RunEnd(wall_s=whole.wall_s, interrupted=False, provenance=whole.provenance))
-    return tuple(found), with_start(whole, start)
+        end = RunEnd(wall_s=time.monotonic() - started_s, provenance=provenance(results, plan))
+        whole = RunResult(results=tuple(results), start=start, end=end)
+        store.finish(whole)
+    return tuple(found), whole
 
 
 class _Timing:

@@ -188,9 +188,9 @@ def check_target(project: Project, options: CheckOptions, plan: Plan, progress: 
         runs=_without_unsupported(runs, [each.run for each in result.results]),
         built=_built(cases, judge),
         notes=_notes(result.results),
-        software=result.provenance,
-        interrupted=result.interrupted,
-        seconds=result.wall_s,
+        software=result.end.provenance,
+        interrupted=result.end.interrupted,
+        seconds=result.end.wall_s,
     )
 
 

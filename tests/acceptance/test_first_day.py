@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ import pytest
 
 from harness.checks.local_parity import TENSOR
 from tests.acceptance.conftest import REPOSITORY, Command, empty_project
+from tests.lines import read_run
 
 FP8, BF16 = "single-tensorwise-v2048-gb4-s2-f64", "single-bf16-v2048-gb4-s2-f64"
 UTILS = "float8/float8_utils.py"
@@ -39,7 +39,7 @@ class Project(Command):
     def judged(self, *words: str) -> tuple[int, list[dict[str, Any]], str]:
         """Exit code, cases of the JSON report, and what a user sees."""
         done = self.run("run", "--device", "cpu", "--json", "result.json", *words, timeout_s=1800)
-        return done.returncode, json.loads((self.folder / "result.json").read_text())["cases"], done.stdout
+        return done.returncode, read_run(self.folder / "result.json")["cases"], done.stdout
 
 
 def failed_checks(case: dict[str, Any]) -> set[str]:

@@ -164,7 +164,7 @@ def test_versions_of_a_package_are_gated(project: Command) -> None:
     assert f"\nGO: {PACKAGE}-0.2 against {PACKAGE}-0.1\n" in done.stderr
     assert "--timeout-s 77" in (project.folder / "gate.html").read_text()
     (asked, *_) = json.loads(project.call("results", "list", "--json").stdout)
-    assert asked["cases"] == 1 and "--select" in asked["asked"]
+    assert asked["cases"] == 1 and "--select" in asked["argv"]
     assert f"{PACKAGE} 0.1: installing it into " in done.stderr and "which is kept" in done.stderr
     missing = project.call("gate", "--matrix", f"{PACKAGE}=0.1,0.3", "mine")
     assert missing.returncode == 2 and "0.3 cannot be installed" in missing.stderr

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.lines import read_run
 
 REPOSITORY = Path(__file__).parents[2]
 # Four ranks, whose sums have another order over gloo: with FP8 as users run it, and with two mesh axes. `make gloo` has
@@ -26,7 +27,7 @@ def test_the_widest_cases_of_the_smoke_tier_pass_over_gloo(tmp_path: Path) -> No
         timeout=600,
     )
     assert done.returncode == 0, done.stdout
-    report = json.loads(out.read_text())
+    report = read_run(out)
     assert [(case["id"], case["verdict"]) for case in report["cases"]] == [(name, "passed") for name in CASES]
     assert report["provenance"]["fabric"] == report["environment"]["fabric"] == "gloo"
     assert all("--fabric gloo" in case["command"] for case in report["cases"])

@@ -15,7 +15,7 @@ import pytest
 from harness import hints
 from tests.acceptance.conftest import REPOSITORY, Command
 from tests.acceptance.test_bug_bisect import environment, wheel
-from tests.unit.test_costs import report
+from tests.unit.test_costs import stored
 
 PACKAGE = REPOSITORY / "harness"
 CPU = ("--device", "cpu")
@@ -254,7 +254,7 @@ def test_the_command_works_as_printed(project: Command, name: str) -> None:
         done = project.printed(part)
         assert done.returncode == 0, f"{part}\n{done.stdout}{done.stderr}"
         if part != parts[-1]:  # ranks without torch leave no solo witnesses to fit to
-            report(project.folder).rename(project.folder / "result.json")
+            stored(project.folder).rename(project.folder / "result.json")
 
 
 def test_a_damaged_chosen_case_names_its_tier(project: Command) -> None:

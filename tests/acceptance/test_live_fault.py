@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from harness.checks.graphs import ROWS
 from tests.acceptance.conftest import REPOSITORY, Command
+from tests.lines import read_run
 
 CASE = "atp2-rowwise-graph-v2048-s3-b16"
 
@@ -19,7 +19,7 @@ def judged(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     out = folder / "result.json"
     words = ("run", "--root", str(REPOSITORY), "--device", "cpu", "--case", CASE, "--json", str(out), *arguments)
     done = Command(folder, {"FP8_HARNESS_PROGRAM": ""}).run(*words, timeout_s=400)
-    (case,) = json.loads(out.read_text())["cases"]
+    (case,) = read_run(out)["cases"]
     return done.returncode, case
 
 

@@ -5,7 +5,6 @@ Also by what a target states of itself in `expect`.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from harness.checks.rule import Rule
 from harness.checks.traffic_rules import REDUCE_DTYPE
 from tests.acceptance.inside import Inside, Warm, with_targets
 from tests.builders import sentence
+from tests.lines import read_run
 
 # `variants.py` says which model each of them is about.
 STYLED = "target.variants-tp2-tensorwise-tpstyle.fp8-v2048-s2-seed1-f64"
@@ -48,7 +48,7 @@ def test_clean_runs_pass_and_a_fault_of_torchao_is_known_in_a_project_without_re
     done = project.run("run", *(word for case in cases for word in ("--case", case)), "--json", str(result))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 cases: 6 passed, 1 known" in done.stdout
-    told = sentence_of_record(json.loads(result.read_text()))
+    told = sentence_of_record(read_run(result))
     assert told.startswith("fp8-all-gather-scale-per-tp-rank: FSDP2 x TP with the float8 all-gather")
     assert told in done.stdout
 
@@ -96,7 +96,7 @@ def test_a_planted_fault_is_found(project: Inside, case: str, fault: str, rule: 
     result = project.folder / "result.json"
     done = project.run("run", "--case", case, "--inject", f"fault:{fault}", "--json", str(result))
     assert done.returncode == 1, done.stdout + done.stderr
-    (found,) = json.loads(result.read_text())["cases"]
+    (found,) = read_run(result)["cases"]
     told = [{**finding, **finding["values"]} for finding in found["findings"] if finding["rule"] == rule.name]
     assert any(all(str(each[name]).startswith(text) for name, text in what.items()) for each in told), found["findings"]
 

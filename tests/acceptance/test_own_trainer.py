@@ -20,6 +20,7 @@ from harness.checks.parity import GRADIENTS, REPLICAS, REPORTED_NORM
 from harness.checks.recompute import NOT_RECOMPUTED
 from harness.checks.scales import RULES
 from tests.acceptance.conftest import REPOSITORY, Command
+from tests.lines import read_run
 
 EXAMPLE = REPOSITORY / "examples" / "tiny_gpt"
 QUICK = """
@@ -199,7 +200,7 @@ def test_a_bug_of_the_user_is_found(user: User, tmp_path: Path, name: str) -> No
     changed = user.with_change(tmp_path, bug.file, bug.right, bug.wrong)
     done = changed.run("run", "--case", bug.case, "--json", str(tmp_path / "result.json"))
     assert done.returncode == 1, done.stdout + done.stderr
-    (case,) = json.loads((tmp_path / "result.json").read_text())["cases"]
+    (case,) = read_run(tmp_path / "result.json")["cases"]
     assert any(bug.told.items() <= {**each, **each["values"]}.items() for each in case["findings"]), done.stdout
 
 

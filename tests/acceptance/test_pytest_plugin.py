@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-import jsonschema
 import pytest
 
 from harness.cli.run import run_command
 from harness.pytest_plugin import pytest_addoption
 from harness.run_options import PARTS, options_of
+from tests.lines import read_run
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -94,8 +93,7 @@ def test_findings_are_shown_and_json_is_that_of_run(project: Command, asked: tup
     assert done.returncode == 1 and "4 passed" in done.stdout, done.stdout + done.stderr
     assert "planted failure" in done.stdout and " fp8-harness run --case" in done.stdout
     assert len(ElementTree.parse(project.folder / "junit.xml").findall(".//failure")) == 1
-    document = json.loads((project.folder / "out.json").read_text())
-    jsonschema.validate(document, json.loads((project.repository / "harness/schemas/result.schema.json").read_text()))
+    document = read_run(project.folder / "out.json")
     assert document["totals"]["passed"] == 4 and document["totals"]["crash"] == 1
     assert (document["name"], document["exit_code"]) == ("candidate", 1)
     assert document["environment"]["device"] == "cpu" and all(case["command"] for case in document["cases"])
@@ -108,7 +106,7 @@ def test_shards_are_those_of_run(project: Command) -> None:
         listed = project.run("list", "smoke", "--shard", f"{index}/2").stdout.splitlines()
         done = project.pytest(*PLUGIN, "--fp8-tier", "smoke", "--fp8-shard", f"{index}/2", "--fp8-json", "out.json")
         assert done.returncode == 0 and f"{len(listed)} passed, {4 - len(listed)} deselected" in done.stdout
-        ids = [case["id"] for case in json.loads((project.folder / "out.json").read_text())["cases"]]
+        ids = [case["id"] for case in read_run(project.folder / "out.json")["cases"]]
         assert ids == [line.split()[1] for line in listed]
         ran += ids
     assert len(set(ran)) == 4

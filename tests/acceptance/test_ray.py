@@ -23,6 +23,7 @@ from harness.engine.ray_connection import alive_machines, connect
 from harness.engine.storeprocess import StoreProcess
 from harness.errors import HarnessError
 from tests.acceptance.conftest import REPOSITORY, Command
+from tests.lines import read_run, tree
 from tests.worker.processes import wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fp8-harness[cluster]'")
@@ -74,7 +75,7 @@ def test_two_runs_share_a_cluster_and_the_one_that_is_killed_leaves_no_ranks(pro
     out = project.folder / "result.json"
     done = project.run("run", "smoke", *words(cluster, "--slots", "1", "--json", str(out)))
     assert done.returncode == 0 and "(1 slot)" in done.stderr, done.stdout + done.stderr
-    document = json.loads(out.read_text())
+    document = read_run(out)
     assert document["provenance"]["engine"] == "ray"
     assert [case["verdict"] for case in document["cases"]] == ["passed"] * 4
     nodes = [len(set(case["attempts"][0]["nodes"])) for case in document["cases"]]
@@ -105,7 +106,7 @@ def test_sixteen_ranks_on_two_nodes_compute_what_one_rank_does(project: Command,
     given = words(cluster, "--slots", "8", "--fabric", "gloo", "--json", str(out))
     done = project.run("run", "--case", "fsdp8-tp2-rowwise-v2048-s2-f64", *given, timeout_s=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    (case,) = json.loads(out.read_text())["cases"]
+    (case,) = read_run(out)["cases"]
     assert case["verdict"] == "passed" and len(case["attempts"][0]["nodes"]) == 2
     assert case["measured"]["parity"] < 1e-14
 
@@ -193,7 +194,7 @@ def test_a_node_that_dies_costs_its_cases_one_attempt(project: Command, cluster:
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     output, err = process.communicate(timeout=120)
     assert process.returncode == 0, output + err
-    document = json.loads(output)
+    document = tree(output)
     assert [case["verdict"] for case in document["cases"]] == ["passed"] * 3
     retried = [case["attempts"] for case in document["cases"] if len(case["attempts"]) > 1]
     # None, where the node died between two cases or in a witness, which is run once more as well.

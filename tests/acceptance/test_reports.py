@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -11,6 +10,7 @@ import pytest
 
 from tests.acceptance.fake_program import RAISES
 from tests.acceptance.inside import Inside, Warm
+from tests.lines import lines_of, read_run, tree
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -54,7 +54,7 @@ def test_the_coverage_is_that_of_the_tiers_that_ran_whole(project: Inside) -> No
 
 def test_the_results_of_a_run_that_ended_are_json_and_nothing_else(ran: Inside) -> None:
     done = ran.run("report", "release", "--json", "-")
-    assert json.loads(done.stdout) == json.loads((ran.folder / "run.json").read_text()) and done.stderr == ""
+    assert tree(done.stdout) == read_run(ran.folder / "run.json") and done.stderr == ""
 
 
 def test_a_page_has_the_history_of_a_run_that_is_stored(project: Inside) -> None:
@@ -62,8 +62,8 @@ def test_a_page_has_the_history_of_a_run_that_is_stored(project: Inside) -> None
         assert project.run("run", "smoke", "--name", name, "--html", f"{name}.html", "--json", "v.json").returncode == 0
     pages = [(project.folder / f"{name}.html").read_text() for name in ("v1", "v2")]
     assert ['"history":' in page for page in pages] == [False, True]
-    foreign = json.loads((project.folder / "v.json").read_text()) | {"started": "2020-01-01T00:00:00+00:00"}
-    (project.folder / "v.json").write_text(json.dumps(foreign))
+    foreign = read_run(project.folder / "v.json") | {"started": "2020-01-01T00:00:00+00:00"}
+    (project.folder / "v.json").write_text(lines_of(foreign))
     assert project.run("report", "v.json", "--html", "foreign.html").returncode == 0
     assert '"history":' not in (project.folder / "foreign.html").read_text()
 
@@ -89,7 +89,7 @@ def test_show_tells_one_case(ran: Inside) -> None:
 def test_show_lists_what_it_may_mean(ran: Inside) -> None:
     done = ran.run("show", "rowwise", "--run", "release")
     assert done.returncode == 2 and "several cases of the run have this" in done.stderr
-    ids = [case["id"] for case in json.loads((ran.folder / "run.json").read_text())["cases"] if "rowwise" in case["id"]]
+    ids = [case["id"] for case in read_run(ran.folder / "run.json")["cases"] if "rowwise" in case["id"]]
     assert len(ids) == 2 and all(name in done.stderr for name in ids)
     assert "the run has no such case" in ran.run("show", "nothing").stderr
 

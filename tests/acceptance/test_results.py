@@ -8,11 +8,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import psutil
 import pytest
 
 from tests.acceptance.conftest import Command
+from tests.lines import lines_of, read_run
 
 CPU = ("--device", "cpu")
 
@@ -35,12 +35,13 @@ def stop_after(project: Command, done: int, *arguments: str, sign: signal.Signal
 
 def stored_lines(project: Command) -> list[str]:
     """The ids in the results of the only stored run, in the order of storing."""
-    (file,) = (project.folder / "state").glob("runs/*/*/results.jsonl")
-    return [json.loads(line)["result"]["case_id"] for line in file.read_text().splitlines()]
+    lines = map(json.loads, stored_file(project).read_text().splitlines())
+    return [line["id"] for line in lines if line["line"] == "case"]
 
 
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
+def stored_file(project: Command) -> Path:
+    (file,) = (project.folder / "state").glob("runs/*/*.jsonl")
+    return file
 
 
 def listed(project: Command) -> list[Any]:
@@ -61,8 +62,7 @@ def test_a_run_that_was_ended_is_finished(project: Command, sign: signal.Signals
     assert "3 of 5 cases are left" in done.stderr and "the run v1, started 20" in done.stderr
     after = stored_lines(project)
     assert after[:2] == before and len(set(after)) == len(after) == 5
-    document = read(out)
-    jsonschema.validate(document, read(project.repository / "harness/schemas/result.schema.json"))
+    document = read_run(out)
     ids = [case["id"] for case in json.loads(project.call("list", "waiting", "--json").stdout)]
     assert [case["id"] for case in document["cases"]] == ids
     assert (document["totals"]["passed"], document["interrupted"], document["name"]) == (5, False, "v1")
@@ -90,17 +90,18 @@ def test_the_seconds_and_the_budget_are_those_of_the_whole_run(project: Command)
     shutil.copy(costs, project.folder / "golden" / "evidence")
     waiting_tier(project, 1, 5)
     stop_after(project, 1, "--budget-s", "19")
-    (folder,) = (project.folder / "state").glob("runs/*/*")
-    left_out = read(folder / "cases.json")["left_out"]
-    first = read(folder / "ended.json")
-    (folder / "ended.json").write_text(json.dumps(first | {"wall_s": first["wall_s"] + 1000}))
+    file = stored_file(project)
+    start, *cases, end = file.read_text().splitlines(keepends=True)
+    left_out, first = json.loads(start)["left_out"], json.loads(end)
+    longer = json.dumps(first | {"wall_s": first["wall_s"] + 1000}, separators=(",", ":"))
+    file.write_text("".join((start, *cases, longer, "\n")))
     out = project.folder / "whole.json"
     assert project.call("run", "--resume", "--json", str(out)).returncode == 0
-    document = read(out)
+    document = read_run(out)
     assert left_out and document["left_out"] == left_out
     assert {case["id"] for case in document["cases"]}.isdisjoint(left_out)
-    assert document["seconds"] == read(folder / "ended.json")["wall_s"]
-    assert 1000 + first["wall_s"] + max(case["seconds"] for case in document["cases"][1:]) < document["seconds"] < 1100
+    assert document["wall_s"] == json.loads(file.read_text().splitlines()[-1])["wall_s"]
+    assert 1000 + first["wall_s"] + max(case["seconds"] for case in document["cases"][1:]) < document["wall_s"] < 1100
 
 
 def test_a_run_of_another_environment_is_not_resumed(project: Command) -> None:
@@ -166,7 +167,7 @@ def test_list_of_runs(project: Command) -> None:
     assert len(lines) == 4 and all(len(line) <= 60 for line in lines)
     assert lines[0].startswith("0  20") and lines[0].endswith("finished  2 cases: 2 passed")
     assert lines[2].startswith("1  20") and lines[3].strip().startswith("v1; ")
-    assert listed(project)[1]["asked"] == ["smoke", "--select", "recipe=bf16", "--device", "cpu", "--name", "v1"]
+    assert listed(project)[1]["argv"] == ["smoke", "--select", "recipe=bf16", "--device", "cpu", "--name", "v1"]
     assert "removed: v1, started 20" in project.call("results", "remove", "v1").stdout
     assert len(listed(project)) == 1
 
@@ -181,8 +182,7 @@ def test_shards_of_two_machines_become_one_run_and_are_imported(project: Command
     done = project.call("results", "merge", "all.json", "shards/")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all.json: 2 shards, 4 cases: 4 passed\n"
-    document = read(project.folder / "all.json")
-    jsonschema.validate(document, read(project.repository / "harness/schemas/result.schema.json"))
+    document = read_run(project.folder / "all.json")
     assert document["exit_code"] == 0 and document["environment"] is not None
     for words in (("gate", "--baseline", "shards", "--candidate", "all.json"), ("report", "shards/")):
         told = project.call(*words)
@@ -206,9 +206,9 @@ def contradiction(project: Command, **changes: str) -> Any:
     """Results in good.json, and others of the same case in bad.json, which are returned."""
     project.planted("bad", 0)
     assert project.call("run", "bad", *CPU, "--json", "good.json").returncode == 0
-    document = read(project.folder / "good.json") | changes
+    document = read_run(project.folder / "good.json") | changes
     document["cases"][0]["verdict"] = "hang"
-    (project.folder / "bad.json").write_text(json.dumps(document))
+    (project.folder / "bad.json").write_text(lines_of(document))
     return document
 
 
@@ -220,9 +220,9 @@ def test_shards_that_contradict_are_refused(project: Command) -> None:
     )
     assert not (project.folder / "all.json").exists()
     assert project.call("results", "merge", "all.json", "good.json", "bad.json", "--latest").returncode == 0
-    assert read(project.folder / "all.json")["exit_code"] == 1
+    assert read_run(project.folder / "all.json")["exit_code"] == 1
     document["environment"]["cpu"] = "another"
-    (project.folder / "bad.json").write_text(json.dumps(document))
+    (project.folder / "bad.json").write_text(lines_of(document))
     refused = project.call("results", "merge", "all.json", "good.json", "bad.json", "--latest")
     assert refused.returncode == 2 and "the environments differ: good.json and bad.json: cpu " in refused.stderr
     mixed = project.call("results", "merge", "all.json", "good.json", "bad.json", "--latest", "--mixed")
@@ -235,7 +235,7 @@ def test_what_cannot_be_merged_or_imported_is_one_clear_error(project: Command) 
     for words, text in (
         (("results", "merge", "o.json", "empty"), "empty: there are no such results"),
         (("results", "merge", "o.json", "nosuch"), "no such results"),
-        (("results", "import", "x.json"), "holds no results"),
+        (("results", "import", "x.json"), "x.json:1: not a line of results"),
     ):
         done = project.call(*words)
         assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1

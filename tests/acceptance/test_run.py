@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-import jsonschema
 import psutil
 import pytest
 
@@ -17,6 +16,7 @@ from harness.checks.failures import STUCK
 from harness.checks.judge import CHECKS
 from tests.acceptance.fake_program import EXITS, FAR, HANGS, NAN, ONE_CALL, RAISES
 from tests.acceptance.inside import Inside, Warm
+from tests.lines import read_run, tree
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -41,8 +41,7 @@ def test_good_run(common: Inside, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 cases: 4 passed" in done.stdout
     assert "[4/4]" in done.stderr
-    document = json.loads(out.read_text())
-    jsonschema.validate(document, json.loads((common.repository / "harness/schemas/result.schema.json").read_text()))
+    document = read_run(out)
     assert {case["verdict"] for case in document["cases"]} == {"passed"}
     listed = json.loads(common.run("list", "smoke", "--json").stdout)
     assert [case["id"] for case in document["cases"]] == [case["id"] for case in listed]
@@ -59,7 +58,7 @@ def test_good_run(common: Inside, tmp_path: Path) -> None:
 def test_every_result_has_a_command_that_reproduces_it(common: Inside, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     common.run("run", "smoke", *CPU, "--timeout-s", "90", "--json", str(out))
-    for case in json.loads(out.read_text())["cases"]:
+    for case in read_run(out)["cases"]:
         program = "FP8_HARNESS_PROGRAM=tests.acceptance.fake_program"
         assert case["command"] == f"{program} fp8-harness run --case {case['id']} --timeout-s 90"
     done = common.shell(case["command"])
@@ -74,7 +73,7 @@ def failing(project: Inside, seed: int, *arguments: str) -> tuple[int, dict[str,
     assert update.returncode == 0, update.stdout + update.stderr
     out = project.folder / "bad.json"
     done = project.run("run", "bad", *CPU, "--json", str(out), *arguments)
-    return done.returncode, json.loads(out.read_text())["cases"][0], done.stdout + done.stderr
+    return done.returncode, read_run(out)["cases"][0], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_without_a_golden_the_reference_is_run_and_named(project: Inside) -> Non
     assert done.returncode == 0
     assert "goldens not stored: 1." in done.stderr and "golden update new --device cpu --missing" in done.stderr
     assert "1 case compared with BF16 references that were run here" in done.stdout
-    (case,) = json.loads((project.folder / "new.json").read_text())["cases"]
+    (case,) = read_run(project.folder / "new.json")["cases"]
     assert case["golden"] == "run here"
 
 
@@ -138,7 +137,7 @@ def test_shards_run_every_case_once_and_say_which_they_are(common: Inside, tmp_p
         out = tmp_path / f"{index}.json"
         done = common.run("run", "smoke", *CPU, "--shard", f"{index}/5", "--json", str(out))
         assert done.returncode == 0, done.stdout + done.stderr
-        document = json.loads(out.read_text())
+        document = read_run(out)
         ids = [case["id"] for case in document["cases"]]
         assert document["shard"] == f"{index}/5" and document["exit_code"] == 0
         listed = common.run("list", "smoke", "--shard", f"{index}/5")
@@ -198,7 +197,7 @@ def test_a_program_that_cannot_be_imported_is_a_crash_that_names_it(project: Ins
     out = project.folder / "result.json"
     done = project.run("run", "smoke", *CPU, "--select", "recipe=tensorwise", "--json", str(out))
     assert done.returncode == 1
-    case = json.loads(out.read_text())["cases"][0]
+    case = read_run(out)["cases"][0]
     assert (case["verdict"], len(case["attempts"])) == ("crash", 1)
     assert "No module named 'no_such_program'" in done.stdout
 
@@ -224,7 +223,7 @@ def test_torchrun_engine_is_chosen(project: Inside) -> None:
     arguments = ("--select", "dp_shard=2", "--engine", "torchrun", "--keep-logs", "logs", "--json", str(out))
     done = project.run("run", "smoke", *CPU, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(out.read_text())
+    document = read_run(out)
     assert document["provenance"]["engine"] == "torchrun"
     assert [case["verdict"] for case in document["cases"]] == ["passed"]
     assert len(list((project.folder / "logs").glob("*-fsdp2-rowwise-*/torchrun.log"))) == 1
@@ -258,10 +257,10 @@ def test_interrupt_leaves_a_valid_partial_result(project: Inside) -> None:
     process.communicate(timeout=30)
     assert process.returncode == 130
     assert time.monotonic() - started_s < 10
-    verdicts = [case["verdict"] for case in json.loads(out.read_text())["cases"]]
+    verdicts = [case["verdict"] for case in read_run(out)["cases"]]
     assert len(verdicts) == 8
     assert set(verdicts) == {"passed", "not_run"}
-    assert json.loads(out.read_text())["interrupted"] is True
+    assert read_run(out)["interrupted"] is True
     _, alive = psutil.wait_procs(ours, timeout=5)
     assert not alive
 
@@ -287,7 +286,7 @@ def test_the_first_failure_ends_the_run_and_json_goes_to_stdout(project: Inside)
     project.cases("many", raises, *(f"{good}, seed = {seed}" for seed in range(9, 15)))
     done = project.run("run", "many", "-x", "-j", "1", "--json", "-", *CPU)
     assert done.returncode == 1
-    document = json.loads(done.stdout)
+    document = tree(done.stdout)
     assert (document["totals"]["crash"], document["interrupted"]) == (1, False)
     assert document["totals"]["not_run"] >= 4
     assert "enough cases failed: stopping" in done.stderr
@@ -310,4 +309,4 @@ def test_github_is_told_what_failed_and_obeys_no_rank(project: Inside) -> None:
     assert summary.read_text().startswith("before\n## fp8-harness: not good")
     assert "::" not in inside.run("run", "smoke", *CPU, "--no-github").stdout
     out = inside.run("run", "bad", *CPU, "--json", "-")
-    assert json.loads(out.stdout)["exit_code"] == 1 and "::error" in out.stderr
+    assert tree(out.stdout)["exit_code"] == 1 and "::error" in out.stderr

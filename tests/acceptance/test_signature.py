@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from harness.checks.signature import EXECUTED, MEMORY
 from tests.acceptance.inside import Inside, Warm
+from tests.lines import read_run
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Command
@@ -29,7 +29,7 @@ def mine(project: Command, warm: Warm) -> Inside:
 def result(project: Inside, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code of a run of the case, and its result."""
     done = project.run("run", "mine", "--device", "cpu", "--json", "result.json", *options)
-    (case,) = json.loads((project.folder / "result.json").read_text())["cases"]
+    (case,) = read_run(project.folder / "result.json")["cases"]
     return done.returncode, case
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.document import run_document
 from harness.gate.gate import GatePolicy, gate
 from harness.matrix.caseid import case_id
 from harness.measured import CastRange, Curve, Measured, Sent
@@ -21,9 +20,9 @@ from harness.report.html.advice import advice_page
 from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.sections import Section, Table
-from harness.result import CaseResult, RunResult
+from harness.result import CaseResult
 from harness.verdict import NotJudged, Verdict
-from tests.builders import a_finding, make_case, make_document, make_failure, make_result, run_of
+from tests.builders import a_finding, make_case, make_failure, make_result, make_results, run_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -91,8 +90,8 @@ def written(folder: Path, results: Sequence[CaseResult]) -> Path:
     listing = Table(columns=("run", "verdict"), rows=(("before", "passed"), (HOSTILE, "numeric")), verdict=1)
     section = Section(name="other", title="Other", blocks=(HOSTILE, listing))
     path = folder / "report.html"
-    run = RunResult(results=tuple(results), wall_s=1.0, name="release")
-    path.write_bytes(html_report(run_document(run), sections=(section,), history={WRONG: listing}))
+    run = make_results(*results, name="release")
+    path.write_bytes(html_report(run, sections=(section,), history={WRONG: listing}))
     return path
 
 
@@ -267,7 +266,7 @@ def test_parts_of_the_report(opened: Opener) -> None:
 def decided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a gate: one case fails now, and one is gone."""
     good = [result(name, Verdict.PASSED) for name in IDS[:3]]
-    before, after = make_document(*good), make_document(result(WRONG, Verdict.NUMERIC), good[0])
+    before, after = make_results(*good), make_results(result(WRONG, Verdict.NUMERIC), good[0])
     found = gate(before, after, GatePolicy(now=datetime.datetime.now(datetime.UTC)), names=(HOSTILE, "v2"))
     path = tmp_path_factory.mktemp("gate") / "report.html"
     path.write_bytes(html_report(after, front=gate_front(found, after)))

@@ -58,8 +58,8 @@ def test_a_case_that_ran_here_is_measured(tmp_path: Path) -> None:
     project, case = Project(root=ROOT, state=tmp_path), make_case(tp=2, recipe="rowwise")
     assert expected_cost(project, case).basis[0].startswith("estimated: from ")
     attempt = make_attempt(wall_s=3.0, cpu_s=7.0)
-    RunStore(project.new_run_folder()).append(make_result(case_id(case), attempts=(attempt,)))
-    RunStore(project.new_run_folder()).append(make_result(case_id(Case())))
+    RunStore(project.new_run()).append(make_result(case_id(case), attempts=(attempt,)))
+    RunStore(project.new_run()).append(make_result(case_id(Case())))
     found = expected_cost(project, case)
     assert found.case_cpu_s == 7.0
     assert found.basis[0].startswith("measured: ")

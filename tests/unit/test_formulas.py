@@ -114,7 +114,7 @@ def test_a_record_that_was_edited_says_so(tmp_path: Path) -> None:
 
 
 def run(*results: object) -> RunResult:
-    return RunResult(results=tuple(results), wall_s=1.0)  # type: ignore[arg-type]
+    return RunResult(results=tuple(results))  # type: ignore[arg-type]
 
 
 def test_clean_runs_verify_the_formulas_that_they_were_compared_with() -> None:

@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harness.checks.divergence import OPERAND
-from harness.document import RunDocument
 from harness.environment import Environment
 from harness.gate.gate import Gate, GatePolicy, NothingCompared, gate
 from harness.gate.reason import Allowance, Kind, Reason
 from harness.matrix.records import Quarantine, Required
 from harness.measured import CastRange, Curve, Multiplied, Sent
-from harness.result import CaseResult
+from harness.result import CaseResult, RunResult
 from harness.verdict import FailureSignature, NotJudged, Verdict
 from tests.builders import (
     WQ,
     a_finding,
     make_attempt,
     make_cast_range,
-    make_document,
     make_golden,
     make_measured,
     make_result,
+    make_results,
+    with_facts,
 )
 
 CASE, OTHER, TWIN = "tp2-rowwise-v2048-s2-b16", "fsdp2-tensorwise-v2048-s2-b16", "tp2-bf16-v2048-s2-b16"
@@ -59,7 +59,7 @@ def known(*faults: str) -> CaseResult:
 
 
 def held(before: Sequence[CaseResult], after: Sequence[CaseResult], terms: GatePolicy = TERMS, **changes: Any) -> Gate:
-    return gate(make_document(*before), make_document(*after, **changes), terms)
+    return gate(make_results(*before), make_results(*after, **changes), terms)
 
 
 def only(found: Gate) -> Reason:
@@ -152,7 +152,7 @@ def judged_by(*losses: float, **changes: Any) -> CaseResult:
 
 
 def test_a_golden_may_change_with_a_reason_alone() -> None:
-    before, after = make_document(judged_by(8.0, 7.0)), make_document(judged_by(8.0, 7.5))
+    before, after = make_results(judged_by(8.0, 7.0)), make_results(judged_by(8.0, 7.5))
     stored = make_golden(losses=(8.0, 7.5))
     assert (reason := only(gate(before, after, TERMS, goldens=lambda name: stored))).kind is Kind.GOLDEN
     assert (reason.gates, reason.size) == (False, 0.5)
@@ -236,16 +236,20 @@ def test_flops_that_an_older_version_did_not_count_are_no_change() -> None:
     ],
 )
 def test_counts_are_exact_on_any_cpu(changes: Mapping[str, Any], kind: Kind, what: str) -> None:
-    before, after = make_document(result()), make_document(result(measured=replace(GOOD, **changes)))
-    other_cpu = replace(after, environment=replace(after.environment or Environment(), cpu="another CPU"))
+    before, after = make_results(result()), make_results(result(measured=replace(GOOD, **changes)))
+    other_cpu = with_facts(after, environment=environment_of(after, cpu="another CPU"))
     for candidate in (after, other_cpu):
         reason = only(gate(before, candidate, TERMS))
         assert (reason.kind, reason.what, reason.gates) == (kind, what, True)
     allowed = replace(TERMS, allowed=(Allowance(kind=kind, reason="reviewed"),))
     found = gate(before, after, allowed)
     assert found.go and only(found).pardon == "allowed: reviewed"
-    gpu = replace(after, environment=Environment(device="NVIDIA H200"))
+    gpu = with_facts(after, environment=Environment(device="NVIDIA H200"))
     assert gate(before, gpu, TERMS).go, "other devices count other things"
+
+
+def environment_of(run: RunResult, **changes: Any) -> Environment:
+    return replace(run.start.environment or Environment(), **changes)
 
 
 def moved(case_id: str, by: float = 0.001, **changes: Any) -> CaseResult:
@@ -276,17 +280,17 @@ def test_numbers_that_moved_are_named_and_gate_beyond_the_tolerance() -> None:
 
 
 def test_another_kind_of_cpu_is_compared_by_tolerance_alone() -> None:
-    before, after = make_document(result()), make_document(moved(CASE))
+    before, after = make_results(result()), make_results(moved(CASE))
     other = Environment(device="cpu", cpu="another CPU", threads=2, platform="Linux x86_64")
-    found = gate(before, replace(after, environment=other), TERMS)
+    found = gate(before, with_facts(after, environment=other), TERMS)
     assert found.reasons == () and found.inexact == ("cpu a CPU -> another CPU",)
     for name in ("device", "cpu", "threads", "limits", "platform"):
         value = 7 if name == "threads" else "other"
-        changed = replace(after.environment or Environment(), **{name: value})
-        assert len(gate(before, replace(after, environment=changed), TERMS).inexact) == 1, name
-    far = gate(before, replace(make_document(moved(CASE, 0.02)), environment=other), TERMS)
+        changed = environment_of(after, **{name: value})
+        assert len(gate(before, with_facts(after, environment=changed), TERMS).inexact) == 1, name
+    far = gate(before, make_results(moved(CASE, 0.02), environment=other), TERMS)
     assert (far.go, only(far).what) == (False, "loss by up to 0.02 nats, 2 of what is allowed, from step 2 on")
-    assert gate(replace(before, environment=None), after, TERMS).inexact == ("a run does not say where it was made",)
+    assert gate(with_facts(before, environment=None), after, TERMS).inexact == ("a run does not say where it was made",)
 
 
 def test_bf16_tells_the_environment_from_fp8() -> None:
@@ -397,7 +401,7 @@ case_lists = st.lists(
 @given(case_lists, st.none() | st.just("cpu") | st.just("NVIDIA H200"))
 def test_what_is_equal_is_go_without_a_reason(cases: list[CaseResult], device: str | None) -> None:
     environment = None if device is None else Environment(device=device)
-    document = make_document(*cases, environment=environment)
+    document = make_results(*cases, environment=environment)
     found = gate(document, document, TERMS)
     assert found.go and found.reasons == ()
 
@@ -412,7 +416,7 @@ ANY = st.builds(
 ANY_LISTS = st.lists(ANY, min_size=1, unique_by=lambda each: each.case_id)
 
 
-def answer(before: RunDocument, after: RunDocument) -> Gate | None:
+def answer(before: RunResult, after: RunResult) -> Gate | None:
     try:
         return gate(before, after, TERMS)
     except NothingCompared:
@@ -423,8 +427,8 @@ def answer(before: RunDocument, after: RunDocument) -> Gate | None:
 def test_the_order_of_cases_changes_nothing(before: list[CaseResult], after: list[CaseResult], random: Any) -> None:
     mixed = [random.sample(cases, len(cases)) for cases in (before, after)]
     usual, other = (
-        answer(make_document(*before), make_document(*after)),
-        answer(*(make_document(*each) for each in mixed)),
+        answer(make_results(*before), make_results(*after)),
+        answer(*(make_results(*each) for each in mixed)),
     )
     assert repr(usual) == repr(other), "as text, because a size may be nan"
 
@@ -434,8 +438,8 @@ def test_the_names_of_cases_change_nothing(before: list[CaseResult], after: list
     """Seeds are other names that keep which cases are FP8 and which are twins."""
     named = [[replace(each, case_id=_other_seed(each.case_id)) for each in cases] for cases in (before, after)]
     usual, other = (
-        answer(make_document(*before), make_document(*after)),
-        answer(*(make_document(*cases) for cases in named)),
+        answer(make_results(*before), make_results(*after)),
+        answer(*(make_results(*cases) for cases in named)),
     )
     assert _kinds(usual) == _kinds(other)
 

@@ -22,7 +22,15 @@ from harness.report.html.gate import gate_front
 from harness.report.sections import Entry, Section, Table
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, Verdict
-from tests.builders import a_finding, make_attempt, make_document, make_failure, make_known, make_measured, run_of
+from tests.builders import (
+    a_finding,
+    make_attempt,
+    make_failure,
+    make_known,
+    make_measured,
+    make_results,
+    with_facts,
+)
 from tests.unit.test_gate import TERMS, result
 
 HERE = Environment(device="cpu", cpu="a CPU", threads=2, platform="Linux x86_64", commit="c0ffee")
@@ -52,7 +60,7 @@ def compared(
 ) -> Gate:
     """The gate of torch 2.13.0 against 2.15.0."""
     sides = (
-        make_document(*results, environment=replace(HERE, packages=packages))
+        make_results(*results, environment=replace(HERE, packages=packages))
         for results, packages in ((before, OLD), (after, NEW))
     )
     return gate(*sides, replace(TERMS, faults=faults), names=("torch-2.13.0", "torch-2.15.0"), words=words)
@@ -85,10 +93,10 @@ def test_traffic_is_a_named_change_where_its_formula_says_so() -> None:
 
 def test_a_change_is_gone_on_the_way_back() -> None:
     before, after = (
-        make_document(result(UNDER_TP)),
-        make_document(result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE))),
+        make_results(result(UNDER_TP)),
+        make_results(result(UNDER_TP, measured=make_measured(wire=OTHER_WIRE))),
     )
-    sides = (replace(each, environment=replace(HERE, packages=of)) for each, of in ((before, NEW), (after, OLD)))
+    sides = (with_facts(each, environment=replace(HERE, packages=of)) for each, of in ((before, NEW), (after, OLD)))
     assert only(gate(*sides, TERMS)).side == "baseline"
 
 
@@ -145,8 +153,8 @@ OUTSIDE = replace(IN_TORCH, where=())
 
 
 def crashed(signature: FailureSignature, kind: str = "raised") -> CaseResult:
-    run = run_of(make_failure(kind=kind), make_failure(rank=1, kind="killed", consequence=True))
-    return replace(failed(Verdict.CRASH, signature), run=run)
+    failures = (make_failure(kind=kind), make_failure(rank=1, kind="killed", consequence=True))
+    return replace(failed(Verdict.CRASH, signature), failures=failures)
 
 
 def failed(verdict: Verdict, signature: FailureSignature | None, *, judged: bool = True) -> CaseResult:
@@ -250,7 +258,7 @@ def test_markdown_json_and_html_have_the_same() -> None:
         ("unexplained", "saved-bytes"),
     ]
     assert plain["groups"][1]["moved"] == {"verdict": [GRAPH]}
-    section = gate_front(found, make_document(result(GRAPH))).section
+    section = gate_front(found, make_results(result(GRAPH))).section
     assert section is not None
     table = next(block for block in section.blocks if isinstance(block, Table))
     assert table.rows[0] == ("causes", "2", "1", "1")

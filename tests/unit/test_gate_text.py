@@ -10,7 +10,7 @@ from harness.gate.gate import Gate, gate
 from harness.jsonform import to_json
 from harness.report.gate import gate_markdown, gate_text
 from harness.verdict import Verdict
-from tests.builders import a_finding, make_document, make_measured, make_result
+from tests.builders import a_finding, make_measured, make_result, make_results, with_facts
 from tests.unit.test_gate import SIGNATURE, TERMS, failed, result
 
 IDS = [f"fsdp2-tp2-tensorwise-tpstyle.fp8-ac.op-v2048-s2-seed{seed}-b16" for seed in range(1, 41)]
@@ -21,7 +21,7 @@ def many() -> Gate:
     saved = [result(name, measured=make_measured(saved_bytes=2000)) for name in IDS[10:]]
     different = [replace(SIGNATURE, what=f"gradient {number} differs") for number in range(10)]
     broken = map(failed, IDS[:10], different)
-    return gate(make_document(*before), make_document(*broken, *saved), TERMS, names=("v1", "v2"))
+    return gate(make_results(*before), make_results(*broken, *saved), TERMS, names=("v1", "v2"))
 
 
 def test_the_first_lines_decide() -> None:
@@ -40,9 +40,9 @@ def test_the_first_lines_decide() -> None:
 
 
 def test_failures_of_one_signature_are_told_once() -> None:
-    before = make_document(*map(result, IDS[:3]))
+    before = make_results(*map(result, IDS[:3]))
     other = failed(IDS[2], replace(SIGNATURE, kind="finite/loss"))
-    found = gate(before, make_document(*map(failed, IDS[:2]), other), TERMS)
+    found = gate(before, make_results(*map(failed, IDS[:2]), other), TERMS)
     text, _, causes = gate_text(found, width=100).partition("what moved, by cause:\n")
     assert "  parity/gradients: 2 cases\n" in causes and "  finite/loss: 1 case\n" in causes
     assert text.count("signature: parity/gradients") == 1 and text.count("signature: finite/loss") == 1
@@ -50,18 +50,18 @@ def test_failures_of_one_signature_are_told_once() -> None:
 
 
 def test_go_says_what_was_compared() -> None:
-    document = make_document(result())
+    document = make_results(result())
     text = gate_text(gate(document, document, TERMS), width=200)
     told = "1 of 1 case good, 3 checks judged (baseline: 1 of 1, 3); numbers of 1 case compared"
     assert text.splitlines()[:3] == ["GO: candidate against baseline", "no reason gates", told]
 
 
 def test_times_that_were_not_compared_say_why() -> None:
-    document = make_document(result(measured=None, attempts=()))
+    document = make_results(result(measured=None, attempts=()))
     for before, after, why in (
-        (document, make_document(failed()), "no case is good on both sides"),
+        (document, make_results(failed()), "no case is good on both sides"),
         (document, document, "no case was good at its first attempt"),
-        (document, replace(document, environment=None), "other hardware"),
+        (document, with_facts(document, environment=None), "other hardware"),
     ):
         assert f"\ntimes: not compared, {why}\n" in gate_text(gate(before, after, TERMS), width=100)
 
@@ -69,7 +69,7 @@ def test_times_that_were_not_compared_say_why() -> None:
 def test_markdown_has_a_table_and_no_markup_of_a_message() -> None:
     finding = a_finding(check="finite", message="``` <b>|</b>", verdict=Verdict.NUMERIC)
     bad = make_result(IDS[0], Verdict.NUMERIC, findings=(finding,))
-    found = gate(make_document(make_result(IDS[0])), make_document(bad), TERMS)
+    found = gate(make_results(make_result(IDS[0])), make_results(bad), TERMS)
     text = gate_markdown(found)
     assert text.startswith("## NO-GO: candidate against baseline\n")
     assert f"| 1 | fails, and did not in the baseline | `{IDS[0]}` | finite/test: ``` &lt;b>\\|&lt;/b> |" in text

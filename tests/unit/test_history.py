@@ -10,20 +10,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from harness.document import run_document
 from harness.environment import Environment
 from harness.measured import Curve, Measured, Sent
 from harness.project import Project
 from harness.report.history import histories_json, histories_text, history_text, size_words
 from harness.report.html.sections import history_listing
 from harness.report.sparkline import sparkline
-from harness.result import CaseResult, RunResult
-from harness.running.stored import import_results, runs_before, runs_of, stored_document
-from harness.running.stored_case import stored_cases
-from harness.store import RunStart, RunStore
+from harness.result import CaseResult, RunStart
+from harness.running.stored import import_results, read_stored, runs_before, runs_of
+from harness.store import RunStore
 from harness.studies.history import History, histories
 from harness.verdict import Verdict
-from tests.builders import make_attempt, make_cast_range, make_result, make_trace, run_of
+from tests.builders import make_attempt, make_cast_range, make_result, make_results, make_trace, run_of, with_facts
 
 CASE, OTHER = "tp2-rowwise-v2048-f32", "single-rowwise-v2048-f32"
 HERE = Environment(packages={"torch": "2.12.0"}, device="cpu", cpu="x" * 200, commit="a" * 40)
@@ -50,8 +48,8 @@ def result(
 
 
 def add(project: Project, *results: CaseResult, environment: Environment | None = HERE) -> None:
-    store = RunStore(project.new_run_folder())
-    minute = len(project.stored_runs())
+    store = RunStore(project.new_run())
+    minute = len(project.stored_runs()) + 1
     ids = tuple(each.case_id for each in results)
     store.begin(RunStart(cases=ids, environment=environment, started=f"2026-01-01T00:{minute:02}:00+00:00"))
     for each in results:
@@ -67,11 +65,11 @@ def test_the_history_of_a_page_ends_with_its_run(project: Project) -> None:
     for number in range(1, 4):
         add(project, result(saved_bytes=number))
     add(project, result(case_id=OTHER))
-    second = stored_document(project.stored_runs()[1])
+    second = read_stored(project.stored_runs()[1])
     minutes = [run.start.started[14:16] for run in runs_before(project, second, most=20)]
     assert minutes == ["01", "02"]
     assert len(runs_before(project, second, most=1)) == 1
-    assert runs_before(project, replace(second, started="2026-01-01T00:00:09+00:00"), most=20) == []
+    assert runs_before(project, with_facts(second, started="2026-01-01T00:00:09+00:00"), most=20) == []
     listing = history_listing(history(project))
     assert [row[listing.verdict or 0] for row in listing.rows] == ["passed"] * 3
     add(project, result(), environment=NEXT)
@@ -173,30 +171,28 @@ def test_the_last_runs_alone_are_asked_for(project: Project) -> None:
     for number in range(4):
         add(project, result(saved_bytes=number))
     (found,) = histories(list(runs_of(project))[::-1], lambda name: True, most=2)
-    assert [moment.case.numbers and moment.case.numbers.saved_bytes for moment in found.moments] == [2, 3]
+    assert [moment.case.measured and moment.case.measured.saved_bytes for moment in found.moments] == [2, 3]
     assert found.moments[0].moved == ()
 
 
 def test_imported_runs_are_part_of_the_history(project: Project) -> None:
     """And say the same as those of this machine."""
     for number, each in enumerate((result(), result(Verdict.HANG, seconds=2.0))):
-        run = RunResult(results=(each,), wall_s=1.0, environment=HERE, started=f"2025-01-01T00:00:0{number}+00:00")
-        import_results(project, run_document(run))
+        import_results(project, make_results(each, environment=HERE, started=f"2025-01-01T00:00:0{number}+00:00"))
     add(project, result(), environment=NEXT)
     found = history(project)
     assert [moment.case.verdict for moment in found.moments] == [Verdict.PASSED, Verdict.HANG, Verdict.PASSED]
     assert [moment.case.seconds for moment in found.moments] == [1.0, 2.0, 1.0]
-    assert found.moments[0].case.numbers == found.moments[2].case.numbers and found.is_flaky
+    assert found.moments[0].case.measured == found.moments[2].case.measured and found.is_flaky
 
 
 def test_a_damaged_line_and_a_case_that_was_not_run_are_left_out(project: Project) -> None:
     add(project, result(case_id=OTHER), result())
     (run,) = runs_of(project)
-    path = RunStore(run.path).path
-    path.write_bytes(path.read_bytes()[:-40])
-    assert stored_cases(run, lambda _: True).keys() == {OTHER}
+    run.path.write_bytes(run.path.read_bytes()[:-40])
+    assert RunStore(run.path).numbers(lambda _: True).keys() == {OTHER}
     skipped = make_result(CASE, Verdict.NOT_RUN, attempts=())
-    import_results(project, run_document(RunResult(results=(skipped,), wall_s=0.0)))
+    import_results(project, make_results(skipped))
     assert not histories(list(runs_of(project)), lambda name: name == CASE)
 
 
@@ -274,9 +270,7 @@ def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     add(project, *cases)
     (first,) = project.stored_runs()
     for _ in range(request.param - 1):
-        folder = project.new_run_folder()
-        for path in first.iterdir():
-            (folder / path.name).hardlink_to(path)
+        project.new_run().hardlink_to(first)
     return project
 
 

@@ -17,7 +17,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.document import RunDocument, run_document
 from harness.environment import Environment
 from harness.gate.gate import Gate, GatePolicy, gate
 from harness.matrix.coverage import coverage
@@ -32,12 +31,13 @@ from harness.verdict import NotJudged, Verdict
 from tests.builders import (
     a_finding,
     make_cast_range,
-    make_document,
     make_failure,
     make_measured,
     make_result,
+    make_results,
     make_trial,
     run_of,
+    with_facts,
 )
 
 Kind = TypeVar("Kind")
@@ -81,8 +81,8 @@ def of_kind(kind: type[Kind], section: Section) -> list[Kind]:
     return [block for block in section.blocks if isinstance(block, kind)]
 
 
-def document(*results: CaseResult, **changes: Any) -> RunDocument:
-    return run_document(RunResult(results=results, wall_s=3.0, **changes))
+def document(*results: CaseResult, **facts: Any) -> RunResult:
+    return with_facts(RunResult(results=results), wall_s=3.0, **facts)
 
 
 def page(*results: CaseResult, **changes: Any) -> Page:
@@ -234,12 +234,12 @@ def test_history_is_that_of_its_case() -> None:
     assert data["detail-1"]["history"] == {"columns": ["run", "verdict"], "rows": [["first", "passed"]], "verdict": 1}
 
 
-def a_gate(reason: str = "far", *, names: tuple[str, str] = ("v1", "v2")) -> tuple[Gate, RunDocument]:
+def a_gate(reason: str = "far", *, names: tuple[str, str] = ("v1", "v2")) -> tuple[Gate, RunResult]:
     """A case fails, one saves other bytes, and one was lost."""
     ids = [f"tp2-rowwise-v2048-seed{seed}-b16" for seed in range(1, 4)]
     wrong = a_finding(check="parity", message=reason, verdict=Verdict.NUMERIC)
-    before = make_document(*(make_result(name, measured=make_measured()) for name in ids))
-    after = make_document(
+    before = make_results(*(make_result(name, measured=make_measured()) for name in ids))
+    after = make_results(
         make_result(ids[0], Verdict.NUMERIC, findings=(wrong,)),
         make_result(ids[1], measured=make_measured(saved_bytes=9)),
         environment=Environment(device="cpu", packages={"torch": f"v{reason}"}),

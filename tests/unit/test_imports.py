@@ -24,7 +24,7 @@ LEVELS = [
     ["studies"],
     ["workflow"],
     ["running"],
-    ["store", "project", "tables", "document"],
+    ["store", "project", "tables"],
     ["checks"],
     ["evidence"],
     ["performance"],

@@ -9,31 +9,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.document import RunDocument, document_json, run_document
 from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.measured import Measured
 from harness.result import CaseResult, RunResult, WitnessMade
-from harness.running.merging import Shard, environment_differences, merged
+from harness.running.merging import Named, environment_differences, merged
+from harness.store import run_lines
 from harness.verdict import Verdict
-from tests.builders import make_attempt, make_result
+from tests.builders import make_attempt, make_result, make_results
 from tests.unit.test_result_schema import VALIDATOR
 
 HERE = Environment(packages={"torch": "2.13.0"}, device="cpu", commit="abc")
 OTHER = replace(HERE, packages={"torch": "2.12.0"})
 
 
-def shard(*results: CaseResult, called: str = "", **changes: object) -> Shard:
-    run = RunResult(results=results, wall_s=2.0, environment=HERE, started="2026-01-01T00:00:00+00:00")
-    return Shard(called or "+".join(result.case_id for result in results), run_document(replace(run, **changes)))
+def shard(*results: CaseResult, called: str = "", **facts: object) -> Named:
+    given = {"wall_s": 2.0, "environment": HERE, "name": "", "started": "2026-01-01T00:00:00+00:00", **facts}
+    return called or "+".join(result.case_id for result in results), make_results(*results, **given)
 
 
 def not_run(case_id: str) -> CaseResult:
     return make_result(case_id, Verdict.NOT_RUN, attempts=())
 
 
-def verdicts(run: RunDocument) -> dict[str, str]:
-    return {case.id: case.verdict.value for case in run.cases}
+def verdicts(run: RunResult) -> dict[str, str]:
+    return {case.case_id: case.verdict.value for case in run.results}
 
 
 def test_shards_become_one_run() -> None:
@@ -45,11 +45,12 @@ def test_shards_become_one_run() -> None:
         ]
     )
     assert verdicts(run) == {"a": "passed", "b": "crash", "c": "passed"}
-    assert (run.seconds, run.cpu_s, run.exit_code, run.interrupted) == (4.0, 7.5, 1, False)
-    assert (run.name, run.started, run.left_out, run.witnesses) == ("v1", "2025-01-01T00:00:00+00:00", ("d",), (solo,))
-    assert (run.environment, run.provenance) == (HERE, {"torch": "2"})
+    assert (run.end.wall_s, run.cpu_s, run.exit_code, run.end.interrupted) == (4.0, 7.5, 1, False)
+    assert (run.start.name, run.start.started, run.start.left_out) == ("v1", "2025-01-01T00:00:00+00:00", ("d",))
+    assert (run.start.environment, run.end.provenance, run.end.witnesses) == (HERE, {"torch": "2"}, (solo,))
     assert run.totals["passed"] == 2 and run.totals["crash"] == 1
-    VALIDATOR.validate(json.loads(document_json(run)))
+    for line in run_lines(run).splitlines():
+        VALIDATOR.validate(json.loads(line))
 
 
 def test_a_missing_shard_is_named() -> None:
@@ -57,7 +58,7 @@ def test_a_missing_shard_is_named() -> None:
     with pytest.raises(HarnessError, match="1 shard of the run is missing: 2/3"):
         merged([first, empty])
     whole = merged([first, shard(make_result("b"), shard="2/3"), empty])
-    assert (verdicts(whole), whole.shard, whole.exit_code) == ({"a": "passed", "b": "passed"}, "", 0)
+    assert (verdicts(whole), whole.start.shard, whole.exit_code) == ({"a": "passed", "b": "passed"}, "", 0)
 
 
 def test_a_case_counts_where_it_was_run() -> None:
@@ -65,7 +66,7 @@ def test_a_case_counts_where_it_was_run() -> None:
     assert merged([first, shard(make_result("b"))]).exit_code == 0
     assert verdicts(merged([shard(make_result("b")), first])) == {"b": "passed", "a": "passed"}
     still = merged([first, shard(make_result("c"))])
-    assert (still.interrupted, still.exit_code) == (True, 130)
+    assert (still.end.interrupted, still.exit_code) == (True, 130)
 
 
 def test_different_results_of_a_case_are_an_error_that_names_both_shards() -> None:
@@ -88,7 +89,7 @@ def test_the_latest_result_counts_where_that_is_asked_for() -> None:
 
 def test_results_that_differ_in_times_alone_are_the_same() -> None:
     slow = make_result("a", attempts=(make_attempt(wall_s=9.0),))
-    assert merged([shard(make_result("a")), shard(slow)]).cases[0].seconds == 1.25
+    assert merged([shard(make_result("a")), shard(slow)]).results[0].seconds == 1.25
     moved = make_result("a", measured=Measured(digests={"casts": "x"}))
     with pytest.raises(HarnessError, match="different results"):
         merged([shard(make_result("a")), shard(moved)])
@@ -96,25 +97,25 @@ def test_results_that_differ_in_times_alone_are_the_same() -> None:
 
 def test_nan_is_equal_to_itself() -> None:
     result = make_result("a", measured=Measured(loss_distance=float("nan")))
-    assert len(merged([shard(result), shard(result)]).cases) == 1
+    assert len(merged([shard(result), shard(result)]).results) == 1
 
 
 def test_environments_that_differ_are_an_error_unless_they_may() -> None:
     shards = [shard(make_result("a")), shard(make_result("b"), environment=OTHER)]
     with pytest.raises(HarnessError, match=r"a and b: torch 2\.13\.0 -> 2\.12\.0"):
         merged(shards)
-    assert merged(shards, mixed=True).environment is None
+    assert merged(shards, mixed=True).start.environment is None
     assert list(environment_differences(shards)) == ["a and b: torch 2.13.0 -> 2.12.0"]
     unknown = shard(make_result("c"), environment=None)
     with pytest.raises(HarnessError, match="environments differ"):
         merged([shards[0], unknown])
-    assert merged([unknown]).environment is None
+    assert merged([unknown]).start.environment is None
 
 
 def test_a_shard_that_trains_other_targets_has_no_other_environment() -> None:
     one, two, three = (replace(HERE, targets=targets) for targets in ({"x": "1"}, {"y": "2"}, {"x": "9"}))
     a, b, c = (shard(make_result(name), environment=each) for name, each in zip("abc", (one, two, three), strict=True))
-    assert merged([a, b]).environment == replace(HERE, targets={"x": "1", "y": "2"})
+    assert merged([a, b]).start.environment == replace(HERE, targets={"x": "1", "y": "2"})
     for shards in ([a, c], [b, a, c]):
         with pytest.raises(HarnessError, match="x sources 1 -> 9"):
             merged(shards)
@@ -126,6 +127,6 @@ def test_however_a_run_is_split_the_merge_is_the_run(found: list[Verdict], data:
     at = data.draw(st.integers(0, len(results)))
     whole = merged([shard(*results[:at], called="1"), shard(*results[at:], called="2")])
     assert verdicts(whole) == {result.case_id: result.verdict.value for result in results}
-    expected = shard(*results).run
+    _, expected = shard(*results)
     assert (whole.totals, whole.exit_code, whole.cpu_s) == (expected.totals, expected.exit_code, expected.cpu_s)
-    assert merged([Shard("x", whole), Shard("x", whole)], latest=data.draw(st.booleans())).cases == whole.cases
+    assert merged([("x", whole), ("x", whole)], latest=data.draw(st.booleans())).results == whole.results

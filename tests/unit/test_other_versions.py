@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from harness.cli.environments import exit_code_of
 from harness.running.versions import NotInstalled, Source, Versions, is_release
 from harness.sources import installed_version
-from tests.builders import make_document
+from harness.verdict import Verdict
+from tests.builders import make_result, make_results
 
 FAKE_UV = """#!/bin/sh
 echo "$@" > "{asked}"
@@ -92,7 +92,13 @@ def test_what_cannot_be_installed_leaves_nothing(tmp_path: Path, asked: Path) ->
     assert versions.environment("2.99.0").python.exists()
 
 
-@pytest.mark.parametrize(("codes", "worst"), [((0, 5), 5), ((5, 4), 4), ((5, 1), 1), ((0, 0), 0)])
-def test_the_worst_run_decides_the_exit_code(codes: tuple[int, int], worst: int) -> None:
-    runs = {str(place): replace(make_document(), exit_code=code) for place, code in enumerate(codes)}
+GOOD, BAD, MACHINE, OTHER = Verdict.PASSED, Verdict.NUMERIC, Verdict.INFRA, Verdict.CHANGED
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "worst"),
+    [((GOOD, OTHER), 5), ((OTHER, MACHINE), 4), ((OTHER, BAD), 1), ((GOOD, GOOD), 0)],
+)
+def test_the_worst_run_decides_the_exit_code(verdicts: tuple[Verdict, Verdict], worst: int) -> None:
+    runs = {verdict.name + str(at): make_results(make_result("a", verdict)) for at, verdict in enumerate(verdicts)}
     assert exit_code_of(runs) == worst

@@ -7,13 +7,12 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from harness.document import CaseDocument, run_document
 from harness.measured import Curve, Measured, Sent
 from harness.plural import binary_bytes
 from harness.report.case import shown_case
 from harness.report.sections import text_of
 from harness.report.sparkline import sparkline
-from harness.result import RunResult
+from harness.result import CaseResult
 from harness.verdict import NotJudged, Verdict
 from tests.builders import a_finding, make_cast_range, make_failure, make_result, run_of
 
@@ -42,16 +41,15 @@ MEASURED = Measured(
 )
 
 
-def case_text(case: CaseDocument, *, width: int = 60) -> str:
+def case_text(case: CaseResult, *, width: int = 60) -> str:
     return text_of(shown_case(case), width=width)
 
 
-def made(**changes: object) -> CaseDocument:
-    found = make_result(ID, Verdict.NUMERIC, **changes)
-    return run_document(RunResult(results=(found,), wall_s=1.0)).cases[0]
+def made(**changes: object) -> CaseResult:
+    return make_result(ID, Verdict.NUMERIC, **changes)
 
 
-def full(message: str = TABLE) -> CaseDocument:
+def full(message: str = TABLE) -> CaseResult:
     return made(
         findings=(a_finding(check="loss_vs_golden", message=message, step=2, rank=0),),
         run=run_of(make_failure(traceback="\n".join(f"line {number}" for number in range(40)))),

@@ -13,7 +13,7 @@ from harness.checks.stacks import LAST_OUTPUT
 from harness.report.ci import ANNOTATIONS, SUMMARY_BYTES, annotation_lines, job_summary, junit_report
 from harness.result import CaseResult, RunResult
 from harness.verdict import Verdict
-from tests.builders import a_finding, make_attempt, make_failure, make_result, run_of
+from tests.builders import a_finding, make_attempt, make_failure, make_result, make_results, run_of
 
 
 def result(verdict: Verdict, *, text: str = "why") -> CaseResult:
@@ -28,7 +28,7 @@ def result(verdict: Verdict, *, text: str = "why") -> CaseResult:
 
 
 def parsed(*results: CaseResult) -> ElementTree.Element:
-    run = RunResult(results=results, wall_s=3.0, provenance={"torch": "2.13.0", "empty": ""})
+    run = make_results(*results, wall_s=3.0, provenance={"torch": "2.13.0", "empty": ""})
     return ElementTree.fromstring(junit_report(run))
 
 
@@ -100,7 +100,7 @@ def run_of_texts(*texts: str) -> RunResult:
         make_result(f"case{number}", Verdict.NUMERIC, findings=(a_finding(check="c", message=text),))
         for number, text in enumerate(texts)
     )
-    return RunResult(results=(make_result("good"), make_result("known", Verdict.KNOWN), *results), wall_s=1.0)
+    return RunResult(results=(make_result("good"), make_result("known", Verdict.KNOWN), *results))
 
 
 def read(line: str) -> tuple[str, str]:

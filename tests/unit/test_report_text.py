@@ -14,7 +14,7 @@ from harness.report.sections import Section, text_of
 from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
-from tests.builders import a_finding, make_attempt, make_failure, make_result, run_of
+from tests.builders import a_finding, make_attempt, make_failure, make_result, make_results, run_of
 
 FINDING = a_finding(
     rule="fp8_on/not-converted",
@@ -58,7 +58,7 @@ def crashed(*failures: RankFailure) -> CaseResult:
 
 
 def run(*results: CaseResult, interrupted: bool = False) -> RunResult:
-    return RunResult(results=results, wall_s=12.34, interrupted=interrupted)
+    return make_results(*results, wall_s=12.34, interrupted=interrupted)
 
 
 def test_the_table() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from harness.project import Project
+from harness.result import RunStart
 from harness.run_options import RunOptions
 from harness.running.rerun import rerun_query
 from harness.running.selection import NothingSelected
-from harness.store import RunStart, RunStore
+from harness.store import RunStore
 from harness.verdict import Verdict
 from tests.builders import make_result
 
@@ -16,7 +17,7 @@ GOOD, BAD, THIRD = "single-rowwise-v2048-f32", "fsdp2-rowwise-v2048-f32", "tp2-r
 
 
 def new_run(project: Project, *planned: str) -> RunStore:
-    store = RunStore(project.new_run_folder())
+    store = RunStore(project.new_run())
     if planned:
         store.begin(RunStart(cases=planned))
     return store
@@ -70,7 +71,7 @@ def test_without_a_list_of_cases_a_damaged_line_that_names_its_case_does(project
     assert (rerun.query.case_ids, rerun.notes) == ((BAD,), ())
 
 
-@pytest.mark.parametrize("text", [b'{"schema":1,"resu', b'{"schema":1,"result":{"case_id":"no-such-case","ver'])
+@pytest.mark.parametrize("text", [b'{"line":"ca', b'{"line":"case","id":"no-such-case","ver'])
 def test_a_damaged_line_that_names_no_case_is_noted(project: Project, text: bytes) -> None:
     store = new_run(project)
     store.append(make_result(BAD, Verdict.CRASH))
@@ -78,7 +79,7 @@ def test_a_damaged_line_that_names_no_case_is_noted(project: Project, text: byte
     rerun = rerun_query(project)
     assert rerun.query.case_ids == (BAD,)
     (note,) = rerun.notes
-    assert note.startswith(f"{store.path}:2: not a result: ")
+    assert note.startswith(f"{store.path}:2: not a line of results: ")
     assert note.endswith("It does not say which case it was. Fix: run the tier of that run again.")
 
 
@@ -86,16 +87,24 @@ def test_nothing_but_a_line_that_names_no_case_is_not_a_good_run(project: Projec
     store = new_run(project)
     store.append(make_result(GOOD))
     store.path.write_bytes(store.path.read_bytes() + b"{")
-    with pytest.raises(NothingSelected, match=r"results\.jsonl:2: .* Fix: run the tier of that run again\."):
+    with pytest.raises(NothingSelected, match=r"\.jsonl:2: .* Fix: run the tier of that run again\."):
         rerun_query(project)
 
 
 def test_a_damaged_list_of_cases_is_noted(project: Project) -> None:
     store = new_run(project, GOOD, BAD)
     store.append(make_result(BAD, Verdict.CRASH))
-    (store.path.parent / "cases.json").write_bytes(b"[")
+    store.path.write_bytes(store.path.read_bytes().replace(b'{"line":"start","schema":3', b"["))
     (note,) = rerun_query(project).notes
-    assert "cases.json: cannot be read" in note
+    assert ".jsonl:1: not a line of results" in note
+
+
+def test_a_run_of_another_version_says_so(project: Project) -> None:
+    store = new_run(project, GOOD)
+    store.append(make_result(GOOD, Verdict.CRASH))
+    store.path.write_bytes(store.path.read_bytes().replace(b'"schema":3', b'"schema":2'))
+    with pytest.raises(NothingSelected, match=r"it has schema 2, this version reads schema 3.* Fix: run the tier"):
+        rerun_query(project)
 
 
 def test_a_run_in_which_all_is_good_has_nothing_to_run(project: Project) -> None:
@@ -106,15 +115,8 @@ def test_a_run_in_which_all_is_good_has_nothing_to_run(project: Project) -> None
 
 def test_the_options_of_the_run_come_back(project: Project) -> None:
     options = RunOptions(device="cpu", fabric="gloo", timeout_s=3.0, inject=("/fix.py:apply", "fault:amax_without_abs"))
-    RunStore(project.new_run_folder()).begin(RunStart(cases=(GOOD,), options=options))
+    RunStore(project.new_run()).begin(RunStart(cases=(GOOD,), options=options))
     found = rerun_query(project).options
     assert found == options
     words = "--device cpu --fabric gloo --timeout-s 3 --inject /fix.py:apply --inject fault:amax_without_abs"
     assert found.words == tuple(words.split())
-
-
-def test_a_list_of_cases_without_options_is_read(project: Project) -> None:
-    folder = project.new_run_folder()
-    (folder / "cases.json").write_text(f'{{"schema":1,"cases":["{GOOD}"]}}')
-    rerun = rerun_query(project)
-    assert (rerun.query.case_ids, rerun.options) == ((GOOD,), RunOptions())

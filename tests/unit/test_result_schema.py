@@ -1,4 +1,7 @@
-"""The JSON document of a run is what its schema says, and the schema refuses what is not."""
+"""The lines of a run are what their schema says, and the schema is what the structs and their facts are.
+
+`.venv/bin/python -m tests.unit.test_result_schema` writes it anew.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,75 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_type_hints
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from harness.document import json_report, run_document, run_result
 from harness.environment import Environment
 from harness.measured import CastRange, Curve, Measured, Sent
-from harness.result import Attempt, CaseResult, RunResult, WithFix
-from harness.trace import RankFailure, RankTrace, Run
+from harness.result import Attempt, CaseResult, RunEnd, RunResult, RunStart, WithFix
+from harness.store import CASE_FACTS, RUN_FACTS, RunStore, run_lines
+from harness.trace import RankFailure, RankTrace
 from harness.verdict import FailureSignature, Finding, NotJudged, Verdict
-from tests.builders import a_finding, make_attempt, make_failure, make_result, make_trace, run_of
+from tests.builders import (
+    a_finding,
+    make_attempt,
+    make_failure,
+    make_result,
+    make_results,
+    make_trace,
+    run_of,
+    with_facts,
+)
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "harness/schemas/result.schema.json").read_text())
+FILE = Path(__file__).parents[2] / "harness/schemas/result.schema.json"
+FLOAT = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+
+
+def line_schema() -> dict[str, Any]:
+    """What `store.py` writes: every field of the structs but live traces, and the facts that are added."""
+    kinds = (
+        written(RunStart, RunStart, ()),
+        written(CaseResult, CaseResult, CASE_FACTS),
+        written(RunEnd, RunResult, RUN_FACTS),
+    )
+    schema = msgspec.json.schema(Union[kinds])  # noqa: UP007  the types are known at run time only
+    for name, part in schema["$defs"].items():
+        if "properties" in part:
+            part |= {"additionalProperties": False, "required": list(part["properties"])}
+        if name == "RunOptions":  # lists what was given alone
+            part["required"] = []
+    title = "A line of what `fp8-harness run --json FILE` writes. Times are seconds, losses are nats."
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **with_nan(schema)}
+
+
+def written(kind: type[msgspec.Struct], facts_of: type, facts: tuple[str, ...]) -> type[msgspec.Struct]:
+    fields: list[Any] = [(each.name, each.type) for each in msgspec.structs.fields(kind) if each.name != "run"]
+    fields += [(name, get_type_hints(getattr(facts_of, name).fget)["return"]) for name in facts]
+    config = kind.__struct_config__
+    rename = {each.name: each.encode_name for each in msgspec.structs.fields(kind)}
+    made = msgspec.defstruct(kind.__name__, fields, tag_field=config.tag_field, tag=config.tag, rename=rename.get)
+    made.__doc__ = kind.__doc__
+    return made
+
+
+def with_nan(schema: Any) -> Any:
+    """The schema with floats as they are written, and without defaults: everything is written."""
+    if isinstance(schema, list):
+        return [with_nan(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "number" and schema.keys() <= {"type", "default"}:
+        return FLOAT
+    return {name: with_nan(value) for name, value in schema.items() if name != "default" or isinstance(value, dict)}
+
+
+SCHEMA = json.loads(FILE.read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 seconds = st.floats(0, 1e6)
@@ -88,10 +143,6 @@ def trace(rank: int, losses: list[float]) -> RankTrace:
     return make_trace(rank=rank, steps=tuple(replace(step, grad_norm=-step.loss) for step in steps))
 
 
-traces = st.builds(trace, st.integers(0, 7), st.lists(floats, max_size=3))
-runs = st.builds(
-    Run, traces=st.lists(traces, max_size=2).map(tuple), failures=st.lists(failures, max_size=2).map(tuple)
-)
 curves = st.builds(Curve, losses=st.tuples(floats), grad_norms=st.tuples(floats))
 ranges = st.builds(
     CastRange, fqn=texts, role=st.sampled_from(["input", "weight", "grad_output"]), step=st.integers(1, 9)
@@ -120,7 +171,9 @@ results = st.builds(
     attempts=st.lists(attempts, max_size=2).map(tuple),
     world_size=st.integers(1, 8),
     expectation=st.none() | texts,
-    run=st.none() | runs,
+    losses=st.lists(floats, max_size=3).map(tuple),
+    grad_norms=st.lists(floats, max_size=3).map(tuple),
+    failures=st.lists(failures, max_size=2).map(tuple),
     checks=st.lists(texts, max_size=2).map(tuple),
     not_judged=st.lists(
         st.builds(NotJudged, check=some_text, reason=some_text, unverified=st.booleans()), max_size=2
@@ -131,11 +184,11 @@ results = st.builds(
 )
 
 
-def document(run: RunResult) -> Any:
-    return json.loads(json_report(run))
+def lines(run: RunResult) -> list[Any]:
+    return [json.loads(line) for line in run_lines(run).splitlines()]
 
 
-def example() -> Any:
+def example() -> list[Any]:
     bad = make_result(
         "tp2",
         Verdict.NUMERIC,
@@ -150,48 +203,50 @@ def example() -> Any:
         checks=("finite",),
         not_judged=(NotJudged(check="traffic", reason="no rank recorded traffic"),),
     )
-    return document(RunResult(results=(bad,), wall_s=4.0, provenance={"torch": "2.13.0"}))
+    return lines(make_results(bad, wall_s=4.0, provenance={"torch": "2.13.0"}))
 
 
-def test_the_schema_is_a_schema() -> None:
+def test_the_stored_schema_is_that_of_the_structs() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert line_schema() == SCHEMA, "run `.venv/bin/python -m tests.unit.test_result_schema`: a field has changed"
 
 
-@given(st.lists(results, max_size=3), seconds, st.booleans(), st.none() | environments)
-def test_every_document_is_valid(
-    found: list[CaseResult], wall_s: float, interrupted: bool, environment: Environment | None
-) -> None:
-    run = RunResult(
-        results=tuple(found),
-        wall_s=wall_s,
-        interrupted=interrupted,
-        provenance={"torch": "2"},
-        environment=environment,
-    )
-    VALIDATOR.validate(document(run))
-    assert document(run)["exit_code"] == run.exit_code
-    assert sum(document(run)["totals"].values()) == len(found)
+some_runs = st.builds(
+    lambda found, **facts: with_facts(RunResult(results=tuple(found)), **facts),
+    st.lists(results, max_size=3, unique_by=lambda result: result.case_id),
+    wall_s=seconds,
+    interrupted=st.booleans(),
+    environment=st.none() | environments,
+)
 
 
-@given(st.lists(results, max_size=3), seconds, st.booleans(), st.none() | environments)
-def test_the_results_of_a_document_make_the_same_document(
-    found: list[CaseResult], wall_s: float, interrupted: bool, environment: Environment | None
-) -> None:
-    untraced = [replace(each, run=None if each.run is None else replace(each.run, traces=())) for each in found]
-    run = RunResult(results=tuple(untraced), wall_s=wall_s, interrupted=interrupted, environment=environment)
-    assert json_report(run_result(run_document(run))) == json_report(run)
+@given(some_runs)
+def test_every_line_is_valid(run: RunResult) -> None:
+    start, *cases, end = found = lines(run)
+    for line in found:
+        VALIDATOR.validate(line)
+    assert start["cases"] == [case["id"] for case in cases]
+    assert end["exit_code"] == run.exit_code and sum(end["totals"].values()) == len(cases)
+
+
+@given(some_runs)
+def test_what_is_read_is_what_was_written(tmp_path_factory: pytest.TempPathFactory, run: RunResult) -> None:
+    path = tmp_path_factory.getbasetemp() / "run.jsonl"
+    path.write_bytes(run_lines(run))
+    found = RunStore(path).read()
+    assert run_lines(found) == run_lines(run) and not found.damaged
 
 
 def test_the_values_are_those_of_the_lowest_rank_in_full() -> None:
-    (case,) = example()["cases"]
+    _, case, end = example()
     assert case["losses"] == [7.123456789012345, "NaN"]
     assert case["grad_norms"] == [-7.123456789012345, "NaN"]
     assert (case["id"], case["verdict"], case["good"]) == ("tp2", "numeric", False)
-    assert (case["seconds"], case["cpu_s"], case["world_size"]) == (2.0, 3.0, 2)
+    assert (case["seconds"], case["cpu_s"], case["world_size"], case["headline"]) == (2.0, 3.0, 2, "loss is nan")
     assert case["findings"][0]["step"] == 2 and case["findings"][0]["module"] is None
-    assert case["failures"][0]["kind"] == "stuck"
+    assert case["failures"][0]["kind"] == "stuck" and "run" not in case
     assert case["not_judged"] == [{"check": "traffic", "reason": "no rank recorded traffic", "unverified": False}]
-    assert (example()["exit_code"], example()["totals"]["numeric"], example()["cpu_s"]) == (1, 1, 3.0)
+    assert (end["exit_code"], end["totals"]["numeric"], end["cpu_s"]) == (1, 1, 3.0)
 
 
 def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
@@ -206,35 +261,34 @@ def spoil(*path: str | int, value: object) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     "change",
     [
-        spoil("schema", value=1),
-        spoil("exit_code", value=6),
-        spoil("extra", value=1),
-        spoil("totals", value={}),
-        spoil("cases", 0, "verdict", value="fine"),
-        spoil("cases", 0, "losses", value=[None]),
-        spoil("cases", 0, "losses", value=["nan"]),
-        spoil("cases", 0, "world_size", value=0),
-        spoil("cases", 0, "id", value=""),
-        spoil("cases", 0, "extra", value=1),
-        spoil("cases", 0, "findings", 0, "verdict", value="passed"),
-        spoil("cases", 0, "findings", 0, "step", value="2"),
-        spoil("cases", 0, "attempts", 0, "wall_s", value=-1),
-        spoil("cases", 0, "failures", 0, "kind", value="lost"),
-        spoil("cases", 0, "not_judged", value=["traffic"]),
-        spoil("cases", 0, "not_judged", 0, "check", value=None),
-        spoil("cases", 0, "not_judged", 0, "reason", value=3),
-        spoil("cases", 0, "not_judged", 0, "extra", value=1),
+        spoil(0, "schema", value=1),
+        spoil(0, "line", value="other"),
+        spoil(0, "extra", value=1),
+        spoil(1, "verdict", value="fine"),
+        spoil(1, "losses", value=[None]),
+        spoil(1, "losses", value=["nan"]),
+        spoil(1, "extra", value=1),
+        spoil(1, "findings", 0, "step", value="2"),
+        spoil(1, "not_judged", value=["traffic"]),
+        spoil(1, "not_judged", 0, "check", value=None),
+        spoil(1, "not_judged", 0, "extra", value=1),
+        spoil(2, "exit_code", value=6),
+        spoil(2, "extra", value=1),
+        spoil(2, "totals", value=[]),
     ],
 )
 def test_the_schema_refuses_what_no_run_writes(change: Callable[[Any], None]) -> None:
     found = copy.deepcopy(example())
-    VALIDATOR.validate(found)
     change(found)
+    assert not all(VALIDATOR.is_valid(line) for line in found)
+
+
+@pytest.mark.parametrize(("line", "key"), [(at, key) for at, line in enumerate(example()) for key in sorted(line)])
+def test_no_field_of_a_line_may_be_left_out(line: int, key: str) -> None:
+    found = example()[line]
+    del found[key]
     assert not VALIDATOR.is_valid(found)
 
 
-@pytest.mark.parametrize("key", sorted(example()["cases"][0]))
-def test_no_field_of_a_case_may_be_left_out(key: str) -> None:
-    found = example()
-    del found["cases"][0][key]
-    assert not VALIDATOR.is_valid(found)
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(line_schema(), indent=1) + "\n")

@@ -7,25 +7,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from harness.document import RunDocument, document_json, json_report, run_document
 from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.project import Project
-from harness.result import RunResult, WitnessMade
+from harness.result import RunEnd, RunResult, RunStart, WitnessMade
 from harness.running.stored import (
     import_results,
-    read_document,
+    read_results,
     remove_old_runs,
     remove_run,
     results_of,
     runs_of,
     stored_run,
 )
-from harness.store import PLAN_NAME, RunEnd, RunStart, RunStore
+from harness.store import RunStore, run_lines
 from harness.verdict import Verdict
-from tests.builders import make_failure, make_result, make_trace, run_of
+from tests.builders import make_failure, make_result, make_results, make_trace, run_of, with_facts
 
 A, B, C = "single-rowwise-v2048-f32", "fsdp2-rowwise-v2048-f32", "tp2-rowwise-v2048-f32"
 HERE = Environment(packages={"torch": "2.13.0"}, device="cpu")
@@ -35,39 +33,39 @@ def add(
     project: Project, *ids: str, planned: tuple[str, ...] = (), end: RunEnd | None = None, name: str = ""
 ) -> RunStore:
     """A stored run with these results."""
-    store = RunStore(project.new_run_folder())
+    store = RunStore(project.new_run())
     started = f"2026-01-01T00:00:{len(project.stored_runs()):02}+00:00"
     store.begin(RunStart(cases=planned or ids, name=name, started=started, environment=HERE))
     for case_id in ids:
         store.append(make_result(case_id))
     if end is not None:
-        store.finish(end)
+        store.finish(RunResult(results=(), end=end))
     return store
 
 
-def ids(document: RunDocument) -> list[str]:
-    return [case.id for case in document.cases]
+def ids(run: RunResult) -> list[str]:
+    return [case.case_id for case in run.results]
 
 
 def ended(*, interrupted: bool = False) -> RunEnd:
     return RunEnd(wall_s=3.0, interrupted=interrupted)
 
 
-def a_document(*case_ids: str, name: str = "", started: str = "2026-01-01T00:00:00+00:00") -> RunDocument:
-    results = tuple(make_result(case_id, run=run_of(make_trace(losses=[float("nan")]))) for case_id in case_ids)
-    return run_document(RunResult(results=results, wall_s=1.0, environment=HERE, name=name, started=started))
+def a_run(*case_ids: str, name: str = "", started: str = "2026-01-01T00:00:00+00:00", **facts: object) -> RunResult:
+    results = [make_result(case_id, run=run_of(make_trace(losses=[float("nan")]))) for case_id in case_ids]
+    return make_results(*results, environment=HERE, name=name, started=started, **facts)
 
 
-def test_runs_are_found_by_number_name_folder_and_file(project: Project, tmp_path: Path) -> None:
+def test_runs_are_found_by_number_name_and_file(project: Project, tmp_path: Path) -> None:
     add(project, A, name="old")
     store = add(project, B, name="v1")
     add(project, C)
     assert [ids(results_of(project, text)) for text in ("last", "last~0", "last~1", "last~2")] == [[C], [C], [B], [A]]
     assert ids(results_of(project, "v1")) == [B]
-    assert ids(results_of(project, store.path.parent.name)) == [B]
-    assert ids(results_of(project, str(store.path.parent))) == [B]
-    (tmp_path / "result.json").write_bytes(document_json(results_of(project, "old")))
-    assert results_of(project, str(tmp_path / "result.json")) == results_of(project, "old")
+    assert ids(results_of(project, store.path.stem)) == [B]
+    assert ids(results_of(project, str(store.path))) == [B]
+    (tmp_path / "result.jsonl").write_bytes(run_lines(results_of(project, "old")))
+    assert run_lines(results_of(project, str(tmp_path / "result.jsonl"))) == run_lines(results_of(project, "old"))
 
 
 def test_a_folder_of_files_is_one_run(project: Project, tmp_path: Path) -> None:
@@ -76,11 +74,10 @@ def test_a_folder_of_files_is_one_run(project: Project, tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="no such results"):
         results_of(project, str(shards))
     for number, case_id in enumerate((A, B), 1):
-        document = replace(a_document(case_id), shard=f"{number}/2")
-        (shards / f"{number}.json").write_bytes(document_json(document))
+        (shards / f"{number}.jsonl").write_bytes(run_lines(a_run(case_id, shard=f"{number}/2")))
     assert ids(results_of(project, str(shards))) == ids(results_of(project, f"{shards}/")) == [A, B]
-    (shards / "1.json").unlink()
-    with pytest.raises(HarnessError, match=r"2\.json: 1 shard of the run is missing: 1/2"):
+    (shards / "1.jsonl").unlink()
+    with pytest.raises(HarnessError, match=r"2\.jsonl: 1 shard of the run is missing: 1/2"):
         results_of(project, str(shards))
 
 
@@ -99,7 +96,7 @@ def test_what_is_not_there_is_one_clear_error(project: Project, text: str) -> No
 
 def test_a_run_that_never_began_is_no_run(project: Project) -> None:
     add(project, A)
-    project.new_run_folder()
+    project.new_run()
     assert ids(results_of(project, "last")) == [A]
 
 
@@ -114,71 +111,78 @@ def test_states_of_runs(project: Project) -> None:
 
 
 def test_a_damaged_line_is_a_case_that_was_not_run(project: Project) -> None:
-    store = add(project, A, B, end=ended())
+    store = add(project, A, B)
     store.path.write_bytes(store.path.read_bytes()[:-30])
     found = results_of(project, "last")
-    assert [(case.id, case.verdict) for case in found.cases] == [(A, Verdict.PASSED), (B, Verdict.NOT_RUN)]
+    assert [(case.case_id, case.verdict) for case in found.results] == [(A, Verdict.PASSED), (B, Verdict.NOT_RUN)]
 
 
 def test_damage_without_a_list_of_cases_is_an_error(project: Project) -> None:
     store = add(project, A, B)
-    (store.path.parent / PLAN_NAME).write_text("{")
-    with pytest.raises(HarnessError, match="cannot be read"):
-        results_of(project, str(store.path.parent))
+    store.path.write_bytes(b"x" + store.path.read_bytes())
+    with pytest.raises(HarnessError, match=r"jsonl:1: not a line of results.* Fix: run its cases again"):
+        results_of(project, "last")
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "\xff", '{"schema": 1}'])
+@pytest.mark.parametrize("content", ["{}", "[]", "\xff", '{"schema": 2,\n"cases": []}'])
 def test_a_file_that_holds_no_results_is_told(tmp_path: Path, content: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(content, encoding="latin-1")
+    with pytest.raises(HarnessError, match=r"x\.json:1: not a line of results.* Fix: write the file again"):
+        read_results(file)
+
+
+def test_an_empty_file_holds_no_results(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.touch()
     with pytest.raises(HarnessError, match="holds no results"):
-        read_document(file)
+        read_results(file)
 
 
 def test_another_schema_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    file.write_bytes(json_report(RunResult(results=(), wall_s=0.0)).replace(b'"schema": 2', b'"schema": 1'))
-    with pytest.raises(HarnessError, match="has schema 1, this version reads schema 2"):
-        read_document(file)
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(run_lines(RunResult(results=())).replace(b'"schema":3', b'"schema":2'))
+    with pytest.raises(HarnessError, match="it has schema 2, this version reads schema 3"):
+        read_results(file)
 
 
 # What a stored run says
 
 
-def test_the_document_of_a_stored_run_is_that_of_the_run(project: Project) -> None:
+def test_what_is_stored_is_the_run(project: Project) -> None:
     bad = make_result(B, Verdict.CRASH, run=run_of(make_trace(losses=[7.0]), make_failure(1)))
-    run = RunResult(
-        results=(make_result(A), bad),
-        wall_s=3.0,
+    run = make_results(
+        make_result(A),
+        bad,
+        cases=(A, B),
         provenance={"torch": "2.13.0"},
-        environment=HERE,
         name="v1",
-        started="2026-01-01T00:00:00+00:00",
         witnesses=(WitnessMade(name="solo", cpu_s=1.0),),
         left_out=(C,),
     )
-    store = RunStore(project.new_run_folder())
-    store.begin(RunStart(cases=(A, B), environment=HERE, name="v1", started=run.started, left_out=(C,)))
+    store = RunStore(project.new_run())
+    store.begin(run.start)
     for result in reversed(run.results):  # the largest worlds end first
         store.append(result)
-    store.finish(RunEnd(wall_s=3.0, interrupted=False, provenance=run.provenance, witnesses=run.witnesses))
-    assert results_of(project, "v1") == run_document(run)
+    store.finish(run)
+    assert run_lines(results_of(project, "v1")) == run_lines(run)
 
 
 def test_of_a_killed_run_cases_without_a_result_were_not_run(project: Project) -> None:
-    found = add(project, B, planned=(A, B, C)).read().as_result()
+    found = add(project, B, planned=(A, B, C)).read()
     assert [(each.case_id, each.verdict.value, each.world_size) for each in found.results] == [
         (A, "not_run", 1),
         (B, "passed", 4),
         (C, "not_run", 2),
     ]
-    assert found.interrupted and found.exit_code == 130 and found.wall_s == 1.25
+    assert found.end.interrupted and found.exit_code == 130 and found.end.wall_s == 1.25
 
 
 def test_an_end_that_cannot_be_read_is_none(project: Project) -> None:
     store = add(project, A, end=ended())
-    (store.path.parent / "ended.json").write_text("{")
-    assert store.read().as_result().interrupted and results_of(project, "last").exit_code == 130
+    store.path.write_bytes(store.path.read_bytes()[:-30])
+    assert store.read().end.interrupted and results_of(project, "last").exit_code == 130
+    assert stored_run(project, "last").state == "killed"
 
 
 # Imported results
@@ -186,19 +190,19 @@ def test_an_end_that_cannot_be_read_is_none(project: Project) -> None:
 
 def test_imported_results_are_runs_like_others_in_the_order_of_their_start(project: Project) -> None:
     add(project, A)  # now, in 2026 or later
-    old, new = a_document(B, C, name="v1", started="2025-01-01T00:00:00+00:00"), a_document(C, started="2999-01-01")
+    old, new = a_run(B, C, name="v1", started="2025-01-01T00:00:00+00:00"), a_run(C, started="2999-01-01")
     assert import_results(project, old) and import_results(project, new)
     assert [run.start.cases for run in runs_of(project)] == [(C,), (A,), (B, C)]
-    assert document_json(results_of(project, "v1")) == document_json(old)
-    assert document_json(results_of(project, "last")) == document_json(new)
+    assert run_lines(results_of(project, "v1")) == run_lines(old)
+    assert run_lines(results_of(project, "last")) == run_lines(new)
 
 
 def test_importing_twice_adds_nothing(project: Project) -> None:
-    document = a_document(A)
-    assert import_results(project, document)
-    assert not import_results(project, document)
-    assert not import_results(project, replace(document, name="other"))
-    assert import_results(project, replace(document, seconds=2.0))
+    run = a_run(A)
+    assert import_results(project, run)
+    assert not import_results(project, run)
+    assert not import_results(project, with_facts(run, name="other"))
+    assert import_results(project, with_facts(run, wall_s=2.0))
     assert len(list(runs_of(project))) == 2
 
 
@@ -208,17 +212,18 @@ def test_a_run_of_this_machine_is_not_imported_into_its_own_store(project: Proje
 
 
 def test_results_without_a_start_are_the_oldest(project: Project) -> None:
-    import_results(project, a_document(A, started=""))
+    import_results(project, a_run(A, started=""))
     add(project, B)
     assert [run.start.cases for run in runs_of(project)] == [(B,), (A,)]
 
 
-def test_a_damaged_import_is_no_run_or_an_error(project: Project) -> None:
-    import_results(project, a_document(A, B, name="v1"))
-    (file,) = project.imported.iterdir()
-    file.write_bytes(file.read_bytes()[:-30])
-    with pytest.raises(HarnessError, match="import its results again"):
-        results_of(project, "v1")
+def test_a_damaged_import_is_interrupted_or_no_run(project: Project) -> None:
+    import_results(project, a_run(A, B, name="v1"))
+    (file,) = project.imported_runs()
+    start, first, second, _ = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(start + first + second[:-30])
+    found = results_of(project, "v1")
+    assert [case.verdict for case in found.results] == [Verdict.PASSED, Verdict.NOT_RUN] and found.end.interrupted
     file.write_bytes(b"x")
     assert list(runs_of(project)) == []
 
@@ -227,11 +232,11 @@ IMPORT = """
 import sys
 from pathlib import Path
 from harness.project import Project
-from harness.running.stored import import_results, read_document
+from harness.running.stored import import_results, read_results
 root = Path(sys.argv[1])
 project = Project(root=root, state=root / "state")
-for file in sorted(root.glob("*.json")):
-    import_results(project, read_document(file))
+for file in sorted(root.glob("*.jsonl")):
+    import_results(project, read_results(file))
 """
 APPEND = """
 import sys
@@ -252,22 +257,23 @@ def both(code: str, *arguments: tuple[str, ...]) -> None:
 def test_two_processes_import_the_same_files_at_once(project: Project, tmp_path: Path) -> None:
     for number in range(20):
         started = f"2026-01-01T00:00:{number:02}+00:00"
-        (tmp_path / f"{number}.json").write_bytes(document_json(a_document(A, B, started=started)))
+        (tmp_path / f"{number}.jsonl").write_bytes(run_lines(a_run(A, B, started=started)))
     both(IMPORT, (str(tmp_path),), (str(tmp_path),))
     assert len(list(runs_of(project))) == 20
     assert all(ids(results_of(project, f"last~{number}")) == [A, B] for number in range(20))
 
 
 def test_two_processes_append_to_one_run_at_once(tmp_path: Path) -> None:
-    both(APPEND, (str(tmp_path), "a"), (str(tmp_path), "b"))
-    found = RunStore(tmp_path).read()
-    assert found.damaged == () and len(found.results) == 200
+    file = tmp_path / "run.jsonl"
+    both(APPEND, (str(file), "a"), (str(file), "b"))
+    found = RunStore(file).read()
+    assert found.damaged == {} and len(found.results) == 200
 
 
-def test_one_process_at_a_time_runs_into_a_folder(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
+def test_one_process_at_a_time_runs_into_a_file(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "run.jsonl")
     assert not store.is_running
-    with store.locked() as first, RunStore(tmp_path).locked() as second:
+    with store.locked() as first, RunStore(store.path).locked() as second:
         assert (first, second, store.is_running) == (True, False, True)
     assert not store.is_running
 
@@ -279,11 +285,11 @@ def test_old_runs_are_removed_but_for_those_with_a_name_and_those_that_run(proje
     for name in ("v1", "", "", "", ""):
         add(project, A, name=name)
     running = RunStore(project.stored_runs()[1])
-    import_results(project, a_document(B, started="2025-01-01"))
+    import_results(project, a_run(B, started="2025-01-01"))
     with running.locked():
         remove_old_runs(project, kept=2)
     kept = [run.path for run in runs_of(project)]
-    assert len(kept) == 5 and running.path.parent in kept and stored_run(project, "v1").path in kept
+    assert len(kept) == 5 and running.path in kept and stored_run(project, "v1").path in kept
     remove_old_runs(project)
     assert len(list(runs_of(project))) == 5
     remove_old_runs(project, kept=2)
@@ -292,7 +298,7 @@ def test_old_runs_are_removed_but_for_those_with_a_name_and_those_that_run(proje
 
 def test_runs_are_removed_by_name(project: Project) -> None:
     add(project, A, name="v1")
-    import_results(project, a_document(B, name="v2"))
+    import_results(project, a_run(B, name="v2"))
     for name in ("v1", "v2"):
         remove_run(stored_run(project, name))
     assert list(runs_of(project)) == []

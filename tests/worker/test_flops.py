@@ -13,7 +13,7 @@ from harness.gate.reason import Kind
 from harness.matrix.caseid import parse_case_id
 from harness.measured import Measured
 from harness.worker.dispatch_hooks import products
-from tests.builders import make_document, make_result, make_witnesses, run_of
+from tests.builders import make_result, make_results, make_witnesses, run_of
 from tests.unit.test_gate import TERMS
 from tests.worker.runs import sweep
 
@@ -70,7 +70,7 @@ def test_planted_faults_move_flops(numbers, plant, name, planted, change):
     assert "FLOPs" in moved(before, after)
     signs = {words: np.sign(each.flops - before.flops[words].flops) for words, each in after.flops.items()}
     assert {words: sign for words, sign in signs.items() if sign} == change
-    found = gate(*(make_document(make_result(name, measured=each)) for each in (before, after)), TERMS)
+    found = gate(*(make_results(make_result(name, measured=each)) for each in (before, after)), TERMS)
     assert Kind.MATMULS in {reason.kind for reason in found.gating}
 
 

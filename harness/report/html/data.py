@@ -12,7 +12,6 @@ import msgspec
 
 from harness.checks.catalogue import CHECKS
 from harness.checks.causes import first_effect
-from harness.document import CaseDocument, RunDocument, run_result
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, DECLARED, axis_values, choices, own_axes, shown_value
 from harness.matrix.case import Case
@@ -20,7 +19,7 @@ from harness.matrix.caseid import mesh_words, parse_case_id
 from harness.measured import CastRange, Curve, Sent
 from harness.report.case import distances, headline, outcome, retried
 from harness.report.sections import Table, printable
-from harness.result import CaseResult
+from harness.result import CaseResult, RunResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, NotJudged, Verdict
 
@@ -136,19 +135,15 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Known(NamedTuple):
     """A case of the run with what its id says."""
 
-    case: CaseDocument
-    result: CaseResult
+    case: CaseResult
     read: Case | None  # None for an id that this version cannot read
     axes: Mapping[str, object]  # empty for such an id
 
 
-def index_and_details(document: RunDocument, history: Mapping[str, Table]) -> tuple[Index, tuple[Detail, ...]]:
+def index_and_details(run: RunResult, history: Mapping[str, Table]) -> tuple[Index, tuple[Detail, ...]]:
     """The index of a run and the details of its cases, in the same order: the worst verdicts first."""
-    results, cases = run_result(document).results, [_read(case.id) for case in document.cases]
-    known = [
-        Known(case, result, read, _all_axes(read))
-        for case, result, read in zip(document.cases, results, cases, strict=True)
-    ]
+    cases = [(case, _read(case.case_id)) for case in run.results]
+    known = [Known(case, read, _all_axes(read)) for case, read in cases]
     known.sort(key=lambda each: _WORST_FIRST.index(each.case.verdict))
     axes = tuple(_axes([each.axes for each in known if each.axes]))
     index = Index(
@@ -158,7 +153,7 @@ def index_and_details(document: RunDocument, history: Mapping[str, Table]) -> tu
         cases=tuple(_row(each, axes) for each in known),
         checks={check.name: (check.question, check.sight) for check in CHECKS},
     )
-    return index, tuple(_detail(each, history.get(each.case.id)) for each in known)
+    return index, tuple(_detail(each, history.get(each.case.case_id)) for each in known)
 
 
 def _read(text: str) -> Case | None:
@@ -195,11 +190,11 @@ def _order(name: str, value: object) -> tuple[int, float, str]:
 def _row(each: Known, axes: Sequence[Axis]) -> Row:
     case = each.case
     return Row(
-        id=printable(case.id),
+        id=printable(case.case_id),
         verdict=case.verdict.value,
         ranks=case.world_size,
         seconds=round(case.seconds, 1),
-        note=headline(each.result),
+        note=headline(case),
         at=tuple(axis.values.index(shown_value(each.axes[axis.name])) for axis in axes) if each.axes else (),
         found=tuple(dict.fromkeys(finding.check for finding in case.findings)),
         unjudged=tuple(dict.fromkeys(skipped.check for skipped in case.not_judged)),
@@ -211,7 +206,7 @@ def _detail(each: Known, history: Table | None) -> Detail:
     own = own_axes(each.read) if each.read is not None else {}
     plain = {"case": Curve(losses=case.losses, grad_norms=case.grad_norms)} if case.losses else {}
     return Detail(
-        outcome=outcome(each.result),
+        outcome=outcome(case),
         command=printable(case.command),
         axes=tuple((name, shown_value(value)) for name, value in own.items()),
         facts=tuple(_facts(each)),
@@ -246,8 +241,8 @@ def _facts(each: Known) -> Iterable[tuple[str, str]]:
         yield "golden", case.golden
     if case.derived:
         yield "derived tolerances", ", ".join(case.derived)
-    if retried(each.result):
-        yield "attempts", printable(retried(each.result))
+    if retried(case):
+        yield "attempts", printable(retried(case))
     if case.with_fix is not None:
         yield "with the candidate fix", f"{case.with_fix.verdict.value} ({printable(', '.join(case.with_fix.fixes))})"
 

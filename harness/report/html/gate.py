@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 
-from harness.document import RunDocument
 from harness.gate.gate import Gate
 from harness.gate.reason import Reason
 from harness.report.gate import answer, facts, short_digests, sides_text
 from harness.report.grouping import group_lines, phrase, summary_rows, title, what_moved
 from harness.report.html.page import Front
 from harness.report.sections import Entry, Section, Table
+from harness.result import RunResult
 
 
-def gate_front(found: Gate, candidate: RunDocument) -> Front:
+def gate_front(found: Gate, candidate: RunResult) -> Front:
     """What the page of the candidate says first. A reason leads to its case where the candidate has one."""
     line, *more = facts(found)
-    ids = {case.id for case in candidate.cases}
+    ids = {case.case_id for case in candidate.results}
     section = Section(
         name="gate",
         title="Gate",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from harness.document import RunDocument, run_result
 from harness.jsonform import to_json
 from harness.report.html.data import index_and_details
 from harness.report.run import totals, totals_line
@@ -51,7 +50,7 @@ class Front(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def html_report(
-    document: RunDocument,
+    run: RunResult,
     *,
     front: Front | None = None,
     sections: Sequence[Section] = (),
@@ -61,14 +60,13 @@ def html_report(
 
     `front` replaces what the run says of itself on top.
     """
-    index, details = index_and_details(document, history or {})
-    result = run_result(document)
+    index, details = index_and_details(run, history or {})
     return rendered(
         "page.html",
         _SCRIPTS,
         data={"index": index, **{f"detail-{number}": each for number, each in enumerate(details)}},
-        front=front or _front(document, totals_line(result)),
-        sections=(*sections, _run_section(document, result)),
+        front=front or _front(run, totals_line(run)),
+        sections=(*sections, _run_section(run)),
     )
 
 
@@ -102,38 +100,38 @@ def _template(name: str) -> Template:
     return environment.from_string("".join(map(_asset, ("parts.html", name))))
 
 
-def _front(document: RunDocument, line: str) -> Front:
+def _front(run: RunResult, line: str) -> Front:
     return Front(
-        title=" ".join(filter(None, ("fp8-harness", document.name))),
-        state=_STATES.get(ExitCode(document.exit_code), "not good"),
-        good=document.exit_code == 0,
+        title=" ".join(filter(None, ("fp8-harness", run.start.name))),
+        state=_STATES.get(run.exit_code, "not good"),
+        good=run.exit_code == 0,
         line=line,
     )
 
 
-def _run_section(document: RunDocument, result: RunResult) -> Section:
+def _run_section(run: RunResult) -> Section:
     witnesses = Table(
-        title=f"Witnesses that were run ({len(document.witnesses)})",
+        title=f"Witnesses that were run ({len(run.end.witnesses)})",
         columns=("witness", "CPU s"),
-        rows=tuple((each.name, f"{each.cpu_s:.1f}") for each in document.witnesses),
+        rows=tuple((each.name, f"{each.cpu_s:.1f}") for each in run.end.witnesses),
         right=(1,),
         folded=True,
     )
-    *others, last = totals(result)
+    *others, last = totals(run)
     shown = Section(title="Totals", blocks=(*last.blocks, *others))
-    return Section(name="run", title="Run", blocks=(Facts(tuple(_environment(document))), shown, witnesses))
+    return Section(name="run", title="Run", blocks=(Facts(tuple(_environment(run))), shown, witnesses))
 
 
-def _environment(document: RunDocument) -> Iterable[tuple[str, str]]:
-    """What the run was made with; of documents of earlier versions the little that they say."""
-    if document.name:
-        yield "name", document.name
-    if document.started:
-        yield "started", document.started
-    found = document.environment
+def _environment(run: RunResult) -> Iterable[tuple[str, str]]:
+    """What the run was made with; of several environments what all say."""
+    if run.start.name:
+        yield "name", run.start.name
+    if run.start.started:
+        yield "started", run.start.started
+    found = run.start.environment
     if found is not None:
         yield "fingerprint", found.fingerprint
-    words = document.provenance if found is None else found.words
+    words = run.end.provenance if found is None else found.words
     yield from words.items()
 
 

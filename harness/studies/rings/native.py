@@ -56,8 +56,8 @@ def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[RingItem, ...]:
 def _judged(work: Work, cases: Sequence[Case]) -> tuple[CaseResult, ...]:
     """Every case, judged by every check. The run is stored like any other."""
     query = Query(case_ids=tuple(map(case_id, cases)))
-    result = run(work.project, query, work.plan, work.progress).result
-    _unless(result.interrupted)
+    result, _ = run(work.project, query, work.plan, work.progress)
+    _unless(result.end.interrupted)
     return result.results
 
 
@@ -104,7 +104,7 @@ def _bits(work: Work, cases: Sequence[Case], judged: Sequence[CaseResult]) -> li
         return []
     plain = msgspec.structs.replace(work.plan, probed=False)
     twice = run_cases(work.project, [*few, *few], plain, SanityJudge(), work.progress)
-    _unless(twice.interrupted)
+    _unless(twice.end.interrupted)
     probed = {result.case_id: _curve(result) for result in judged}
     firsts, seconds = twice.results[: len(few)], twice.results[len(few) :]
     items: list[RingItem] = []

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.gate.gate import gate
 from harness.gate.reason import Kind
@@ -22,7 +23,7 @@ from harness.report.speed import SpeedReport, speed_text
 from harness.running.conditions import Conditions, ConditionsMonitor, conditions, worst
 from harness.studies.speed import CaseSpeed, Timed, interval, speedup, t_quantile, timed_case
 from harness.verdict import Verdict
-from tests.builders import make_document, make_measured, make_result
+from tests.builders import make_measured, make_result, make_results
 from tests.nvidia import put_nvidia_smi
 from tests.unit.test_gate import TERMS
 
@@ -115,12 +116,11 @@ def fast(ratio: float, low: float, high: float) -> Speedup:
     ],
 )
 def test_the_gate_compares_intervals_on_a_gpu_alone(device: str, after: Speedup, gates: bool | None) -> None:
-    documents = []
+    runs = []
     for each in (fast(1.2, 1.19, 1.21), after):
-        document = make_document(make_result(case_id(CASE), measured=make_measured(speedup=each)))
-        assert document.environment is not None
-        documents.append(replace(document, environment=replace(document.environment, device=device)))
-    found = gate(*documents, TERMS)
+        measured = make_measured(speedup=each)
+        runs.append(make_results(make_result(case_id(CASE), measured=measured), environment=Environment(device=device)))
+    found = gate(*runs, TERMS)
     assert [reason.gates for reason in found.reasons] == ([] if gates is None else [gates])
     assert all(reason.kind is Kind.TIMES for reason in found.reasons)
 
