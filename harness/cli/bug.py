@@ -14,6 +14,7 @@ from harness.cli.bug_bisect import bisect_command
 from harness.cli.bug_check import check_command
 from harness.cli.bug_export import export_command
 from harness.cli.bug_import import import_command
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.running.plan import Plan
 
@@ -75,10 +76,13 @@ def list_command(*, as_json: bool, root: str | None) -> None:
     """List the bug files of the project."""
     from harness.matrix.bugfile import read_bugs
     from harness.project import find_project
-    from harness.report.bugs import bugs_json, bugs_text
+    from harness.report.bugs import bug_document, bugs_sections
 
     bugs = read_bugs(find_project(root).bugs)
-    click.echo(bugs_json(bugs).decode() if as_json else bugs_text(bugs), nl=False)
+    if as_json:
+        options.write_json(Path("-"), [bug_document(each) for each in bugs])
+    else:
+        print_sections(bugs_sections(bugs))
 
 
 # What commands that run a case of a bug share.
@@ -137,7 +141,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     from harness.bugs.trials import run_once, trial_result
     from harness.jsonform import read_json
     from harness.project import find_project
-    from harness.report.bugs import reproduced_text
+    from harness.report.bugs import reproduced_sections
     from harness.running.progress import open_progress
     from harness.sources import installed_version
 
@@ -152,7 +156,7 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     device = "the virtual FP8 device" if plan.device == "cpu" else plan.hardware[0]
     earlier = None if like is None else read_json(like, Reproduced, command="bug repro --json").found.signature
     found = reproduced(named, trial_result(result), installed=installed, device=device, like=earlier)
-    click.echo(reproduced_text(found), nl=False, err=str(json_file) == "-")
+    print_sections(reproduced_sections(found), err=str(json_file) == "-")
     options.write_json(json_file, found)
     return found
 
@@ -187,7 +191,7 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     from harness.cli.new import write_new_case
     from harness.matrix.caseid import case_id
     from harness.project import find_project
-    from harness.report.bugs import shrunk_json, shrunk_text
+    from harness.report.bugs import shrunk_document, shrunk_sections
     from harness.running.identity import witness_key
     from harness.running.progress import open_progress
 
@@ -202,8 +206,8 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     ):
         found = shrink(named.case, trials, journal, jobs=plan.jobs, budget_s=budget_s, note=progress.note)
     again = msgspec.structs.replace(plan, injections=injections).command(case_id(found.case))
-    click.echo(shrunk_text(found, command=again), nl=False, err=str(json_file) == "-")
-    options.write_output(json_file, lambda: shrunk_json(found))
+    print_sections(shrunk_sections(found, command=again), err=str(json_file) == "-")
+    options.write_json(json_file, shrunk_document(found))
     if output is not None:
         write_new_case(output, found.case, force=force)
     return 0 if found.complete else 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from harness.cli.options import json_option, quiet_option, root_option, versions_parameter, write_json
+from harness.cli.output import print_sections
 
 if TYPE_CHECKING:
     from harness.running.versions import Versions
@@ -66,7 +67,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
     from harness.bugs.releases import versions_between
     from harness.bugs.version_trial import VersionTrial
     from harness.project import find_project
-    from harness.report.bugs import bisected_text
+    from harness.report.bugs import bisected_sections
     from harness.running.progress import open_progress
 
     project = find_project(root)
@@ -78,7 +79,7 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
         trial = VersionTrial(project, case, named.case, environments, words=words)
         answers = open_answers(project, trial.depends_on)
         found = bisect(versions, _spelled(bad, versions), trial.run, answers, package=package, note=progress.note)
-    click.echo(bisected_text(found), nl=False, err=str(json_file) == "-")
+    print_sections(bisected_sections(found), err=str(json_file) == "-")
     write_json(json_file, found)
 
 

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from harness.cli.options import json_option, plan_parameter, quiet_option, root_option, write_json
+from harness.cli.output import print_sections
 from harness.running.plan import Plan
 
 _EPILOG = """\b
@@ -38,7 +39,7 @@ def check_command(
     """
     from harness.bugs.corpus import check_corpus, provable_bugs
     from harness.project import find_project
-    from harness.report.corpus import corpus_text
+    from harness.report.bugs import corpus_sections
     from harness.running.progress import open_progress
 
     project = find_project(root)
@@ -46,6 +47,6 @@ def check_command(
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(quiet=quiet) as progress:
         corpus = check_corpus(project, bugs, plan, progress)
-    click.echo(corpus_text(corpus), nl=False, err=str(json_file) == "-")
+    print_sections(corpus_sections(corpus), err=str(json_file) == "-")
     write_json(json_file, corpus)
     return corpus.exit_code

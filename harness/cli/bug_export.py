@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from harness.cli.options import FILE, FOLDER, plan_parameter, quiet_option, root_option
+from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.running.plan import Plan
 
@@ -59,7 +60,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     from harness.bugs.named_case import injections_for, named_case
     from harness.bugs.trials import run_once
     from harness.project import find_project
-    from harness.report.issue import exported_text, issue_text
+    from harness.report.bugs import exported_sections, issue_markdown
     from harness.running.progress import open_progress
     from harness.sources import installed_version
 
@@ -75,7 +76,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     proof = proof_of(exported) if proved else None
     versions = {each: installed_version(each) or "not installed" for each in ("torch", "torchao")}
     device = "CPU ranks" if plan.device == "cpu" else plan.hardware[0]
-    text = issue_text(exported, proof, versions=versions, device=device, neighbours=neighbours)
+    text = issue_markdown(exported, proof, versions=versions, device=device, neighbours=neighbours)
     write_whole(exported.file.with_suffix(".md"), text.encode())
-    click.echo(exported_text(exported, proof), nl=False)
+    print_sections(exported_sections(exported, proof))
     return int(proof is not None and proof.outcome != "FAULT")

@@ -1,156 +1,38 @@
-"""What commands about bugs print: the answer of a reproduction, the smallest case and what it needs. Text and JSON."""
+"""What commands about bugs print, their JSON, and the draft of an issue."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from harness.bugs.bisect import Bisected
+from harness.bugs.corpus import Corpus, Proof
+from harness.bugs.export import Exported
+from harness.bugs.export import Proof as ScriptProof
 from harness.bugs.reproduce import Reproduced
 from harness.bugs.shrink import Attempt, Shrunk
-from harness.jsonform import to_json
 from harness.matrix.axes import AXES, axis_values, own_axes, shown_value
 from harness.matrix.bugfile import BugFile
-from harness.matrix.caseid import case_id
+from harness.matrix.caseid import case_id, parse_case_id
 from harness.plural import counted
-from harness.report.sections import printable, wrapped
-from harness.report.wording import aligned
-
-WIDTH = 78
-_NO_BREAK = "\N{NO-BREAK SPACE}"
+from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, markdown
 
 
-def bugs_text(bugs: Sequence[BugFile]) -> str:
+def bugs_sections(bugs: Sequence[BugFile]) -> list[Section]:
     """A table of bug files: id, status, symptom, what detects them, title."""
-    rows = [
-        (each.id, each.bug.status, each.bug.symptom, ", ".join(each.bug.detected_by) or "-", printable(each.bug.title))
+    rows = tuple(
+        (each.id, each.bug.status, each.bug.symptom, ", ".join(each.bug.detected_by) or "-", each.bug.title)
         for each in bugs
-    ]
-    counts = {
-        status: sum(each.bug.status == status for each in bugs) for status in ("live", "fixed", "open", "refused")
-    }
-    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    total = f"{counted(len(bugs), 'bug')}{f': {told}' if told else ''}\n"
-    return "\n".join(filter(None, [aligned(rows), total]))
+    )
+    counts = Counter(each.bug.status for each in bugs)
+    told = ", ".join(f"{counts[status]} {status}" for status in ("live", "fixed", "open", "refused") if counts[status])
+    total = f"{counted(len(bugs), 'bug')}{f': {told}' if told else ''}"
+    return [Section(blocks=(Table(rows=rows), total))]
 
 
-def bugs_json(bugs: Sequence[BugFile]) -> bytes:
-    """The bug files as JSON, each with the id of its case and of its file."""
-    return to_json([_bug(each) for each in bugs], indent=2) + b"\n"
-
-
-def reproduced_text(found: Reproduced) -> str:
-    """The answer; where the failure is another one, both side by side; then what differs from the report."""
-    lines = [
-        f"{found.answer}: {found.found.case_id}",
-        *_pair("expected", found.expected),
-        *_pair("found", found.found.text),
-    ]
-    if found.found.message and found.answer != "not reproduced":
-        lines += _pair("says", found.found.message)
-    if found.differs:
-        lines += ["differs from the report:", *(f"  {each}" for each in found.differs)]
-    return "\n".join([*lines, ""])
-
-
-def bisected_text(found: Bisected) -> str:
-    """The version with which the failure comes or goes beside the one before, what lies between, and what was tried."""
-    what = "that fails" if found.after.answer == "bad" else "without the failure"
-    lines = [f"the first version {what}: {found.package} {_one_of(found)}"]
-    for told in (found.before, found.after):
-        lines += _pair(told.answer, f"{told.version}: {told.why}")
-        lines += _pair("", told.says) if told.answer == "bad" and told.says else []
-    if found.unknown:
-        lines += [line for told in found.unknown for line in _pair("skipped", f"{told.version}: {told.why}")]
-    tried = ", ".join(f"{told.version} {told.answer}{' (kept)' * told.cached}" for told in found.tried)
-    return "\n".join([*lines, *_pair("tried", tried), ""])
-
-
-def _one_of(found: Bisected) -> str:
-    versions = [told.version for told in (*found.unknown, found.after)]
-    return " or ".join(filter(None, (", ".join(versions[:-1]), versions[-1])))
-
-
-def shrunk_text(found: Shrunk, *, command: str = "") -> str:
-    """The smallest case and the command that runs it, what the failure needs and does not depend on, with the runs."""
-    took = f"{found.wall_s:.0f} s wall, {found.cpu_s:.0f} s CPU"
-    ended = "" if found.complete else "; the budget ended it, so a smaller case may fail alike"
-    lines = [
-        f"smallest case: {case_id(found.case)}",
-        *_pair("was", case_id(found.first)),
-        *_pair("fails by", found.signature.text),
-        *_pair("says", found.message),
-        *_pair("run it by", command),
-        "",
-        *_needs(found),
-        *_independent(found),
-        "",
-        f"{counted(len(found.attempts), 'smaller case')} tried, {found.ran} run now, {took}{ended}",
-    ]
-    return "\n".join([*lines, ""])
-
-
-def shrunk_json(found: Shrunk) -> bytes:
-    """The same as JSON, with every attempt."""
-    tree: dict[str, Any] = {
-        "first": case_id(found.first),
-        "case": case_id(found.case),
-        "axes": own_axes(found.case),
-        "signature": found.signature,
-        "message": found.message,
-        "complete": found.complete,
-        "ran": found.ran,
-        "cpu_s": found.cpu_s,
-        "wall_s": found.wall_s,
-        "needed": found.needed,
-        "attempts": found.attempts,
-    }
-    return to_json(tree, indent=2) + b"\n"
-
-
-def _needs(found: Shrunk) -> Iterable[str]:
-    """What the failure needs: by axis, the smaller values with which it is not the same, and what was seen instead."""
-    values, by_axis = axis_values(found.case), _by_axis(found.needed)
-    if by_axis:
-        yield "needs"
-    for name, attempts in by_axis.items():
-        number = isinstance(values[name], int) and not isinstance(values[name], bool)
-        yield f"  {name} {shown_value(values[name])}{' or more' if number else ''}"
-        for each in attempts:
-            told = ", ".join(f"{axis} {shown_value(value)}" for axis, value in each.changes.items())
-            yield from _indented(f"with {told}: {each.result.text}  [{each.result.case_id}]", 4)
-
-
-def _independent(found: Shrunk) -> Iterable[str]:
-    """The axes that were changed on the way: the failure is the same without."""
-    first, last = axis_values(found.first), axis_values(found.case)
-    changed = [
-        f"{name} ({shown_value(first[name])} -> {shown_value(last[name])})"
-        for name in AXES
-        if first[name] != last[name]
-    ]
-    whole = [each.replace(" ", _NO_BREAK) for each in changed]
-    lines = _indented(f"does not depend on {', '.join(whole)}", 0) if changed else []
-    return [line.replace(_NO_BREAK, " ") for line in lines]
-
-
-def _by_axis(attempts: Sequence[Attempt]) -> Mapping[str, list[Attempt]]:
-    groups: dict[str, list[Attempt]] = {}
-    for each in attempts:
-        main = next(name for name in AXES if name in each.changes)
-        groups.setdefault(main, []).append(each)
-    return groups
-
-
-def _pair(name: str, text: str) -> list[str]:
-    return wrapped(printable(text), WIDTH, f"  {name:<10}", " " * 12)
-
-
-def _indented(text: str, indent: int) -> list[str]:
-    return wrapped(printable(text), WIDTH, " " * indent, " " * (indent + 2))
-
-
-def _bug(bug: BugFile) -> dict[str, Any]:
+def bug_document(bug: BugFile) -> dict[str, object]:
+    """The JSON form of a bug file, with the id of its case."""
     return {
         "id": bug.id,
         "file": bug.where,
@@ -160,3 +42,177 @@ def _bug(bug: BugFile) -> dict[str, Any]:
         "missing": dict(bug.missing),
         "refused": dict(bug.refused),
     }
+
+
+def reproduced_sections(found: Reproduced) -> list[Section]:
+    """The answer, with what was expected and found; then what differs from the report."""
+    says = found.found.message if found.answer != "not reproduced" else ""
+    facts = Facts((("expected", found.expected), ("found", found.found.text), ("says", says)))
+    return [
+        Section(title=f"{found.answer}: {found.found.case_id}", blocks=(facts,)),
+        Section(title="differs from the report", blocks=(Items(tuple(found.differs)),)),
+    ]
+
+
+def bisected_sections(found: Bisected) -> list[Section]:
+    """The version with which the failure comes or goes beside the one before, what lies between, and what was tried."""
+    what = "that fails" if found.after.answer == "bad" else "without the failure"
+    versions = [each.version for each in (*found.unknown, found.after)]
+    one_of = " or ".join(filter(None, (", ".join(versions[:-1]), versions[-1])))
+    facts = [
+        (each.answer, "\n".join(filter(None, (f"{each.version}: {each.why}", each.says * (each.answer == "bad")))))
+        for each in (found.before, found.after)
+    ]
+    facts += [("skipped", f"{each.version}: {each.why}") for each in found.unknown]
+    tried = ", ".join(f"{each.version} {each.answer}{' (kept)' * each.cached}" for each in found.tried)
+    title = f"the first version {what}: {found.package} {one_of}"
+    return [Section(title=title, blocks=(Facts((*facts, ("tried", tried))),))]
+
+
+def shrunk_sections(found: Shrunk, *, command: str = "") -> list[Section]:
+    """The smallest case and the command that runs it, what the failure needs and does not depend on, with the runs."""
+    took = f"{found.wall_s:.0f} s wall, {found.cpu_s:.0f} s CPU"
+    ended = "" if found.complete else "; the budget ended it, so a smaller case may fail alike"
+    facts = Facts((("was", case_id(found.first)), ("fails by", found.signature.text), ("says", found.message)))
+    first, last = axis_values(found.first), axis_values(found.case)
+    changed = tuple(
+        (name, f"{shown_value(first[name])} -> {shown_value(last[name])}") for name in AXES if first[name] != last[name]
+    )
+    return [
+        Section(
+            title=f"smallest case: {case_id(found.case)}",
+            blocks=(facts, *([Verbatim(f"$ {command}")] if command else [])),
+        ),
+        Section(title="needs", blocks=tuple(_needs(found))),
+        Section(title="does not depend on", blocks=(Facts(changed),)),
+        Section(blocks=(f"{counted(len(found.attempts), 'smaller case')} tried, {found.ran} run now, {took}{ended}",)),
+    ]
+
+
+def _needs(found: Shrunk) -> Iterator[Entry]:
+    """By axis, the smaller values with which the failure is not the same, and what was seen instead."""
+    values = axis_values(found.case)
+    groups: dict[str, list[Attempt]] = {}
+    for each in found.needed:
+        groups.setdefault(next(name for name in AXES if name in each.changes), []).append(each)
+    for name, attempts in groups.items():
+        number = isinstance(values[name], int) and not isinstance(values[name], bool)
+        lines = (f"with {_changes(each)}: {each.result.text}  [{each.result.case_id}]" for each in attempts)
+        yield Entry(title=f"{name} {shown_value(values[name])}{' or more' if number else ''}", lines=tuple(lines))
+
+
+def _changes(attempt: Attempt) -> str:
+    return ", ".join(f"{axis} {shown_value(value)}" for axis, value in attempt.changes.items())
+
+
+def shrunk_document(found: Shrunk) -> dict[str, object]:
+    """The JSON form, with every attempt."""
+    same = ("signature", "message", "complete", "ran", "cpu_s", "wall_s", "needed", "attempts")
+    return {
+        "first": case_id(found.first),
+        "case": case_id(found.case),
+        "axes": own_axes(found.case),
+        **{name: getattr(found, name) for name in same},
+    }
+
+
+def corpus_sections(corpus: Corpus) -> list[Section]:
+    """A table of the bugs; every mismatch and every run that says nothing; totals."""
+    columns = ("bug", "case", "clean", "with fault", "detected by")
+    rows = tuple(row for proof in corpus.proofs for row in _rows(proof))
+    wrong = tuple(f"{proof.bug}: {text}" for proof in corpus.proofs for text in proof.mismatches)
+    open_ = tuple(f"{proof.bug}: {text}" for proof in corpus.proofs for text in proof.undecided)
+    return [
+        Section(blocks=(Table(columns=columns, rows=rows),)),
+        Section(title="not as the bug file says", blocks=(Items(wrong),)),
+        Section(title="not decided", blocks=(Items(open_),)),
+        Section(blocks=(_totals(corpus),)),
+    ]
+
+
+def _rows(proof: Proof) -> Iterator[tuple[str, ...]]:
+    """A row for the bug with its first planted fault, and one for each other fault."""
+    faults = [f"{name}: {verdict.value}" for name, verdict in proof.planted.items()] or ["-"]
+    clean = "not run" if proof.clean is None else proof.clean.value
+    found = "MISMATCH" if proof.mismatches else ", ".join(proof.detected_by) or "-"
+    yield proof.bug, proof.case_id, clean, faults[0], found
+    yield from (("", "", "", fault, "") for fault in faults[1:])
+
+
+def _totals(corpus: Corpus) -> str:
+    counts = Counter(proof.status for proof in corpus.proofs)
+    told = ", ".join(f"{counts[status]} {status}" for status in ("live", "fixed"))
+    wrong = sum(bool(proof.mismatches) for proof in corpus.proofs)
+    open_ = sum(bool(proof.undecided) for proof in corpus.proofs)
+    ends = [f"{wrong} not as the file says"] * bool(wrong) + [f"{open_} not decided"] * bool(open_)
+    says = ", ".join(ends) or "all as their files say"
+    return f"{counted(len(corpus.proofs), 'bug')}: {told}; {says}; {corpus.wall_s:.0f} s"
+
+
+def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Section]:
+    """The files that were written, and what the script showed here."""
+    made, script = exported.script, exported.file
+    written = (
+        f"{script}: {len(made.text.splitlines())} lines, {made.ranks} ranks",
+        f"{script.with_suffix('.md')}: draft of an issue",
+        f"run it by: {_command(exported, [str(script), *exported.patches])}",
+    )
+    sections = [Section(blocks=(Verbatim("\n".join(written)),))]
+    if proof is not None:
+        sections.append(Section(title="run here", blocks=(Verbatim(proof.text),)))
+        if proof.outcome != "FAULT":
+            lacks = "the script does not show the fault: it needs something that the script leaves out."
+            sections.append(Section(blocks=(lacks,)))
+    return sections
+
+
+def issue_markdown(
+    exported: Exported,
+    proof: ScriptProof | None,
+    *,
+    versions: Mapping[str, str],
+    device: str,
+    neighbours: Sequence[Attempt] = (),
+) -> str:
+    """The draft: environment, what was run, expected and found, the script, what else fails and what does not."""
+    name, axes = exported.file.name, own_axes(parse_case_id(exported.case_id))
+    command = _command(exported, [Path(each).name for each in (str(exported.file), *exported.patches)])
+    reproduce: list[Block] = [f"[{name}]({name}) needs torch and torchao only:", Verbatim(command)]
+    if proof is not None:
+        reproduce += ["One of the ranks says:", Verbatim(proof.text)]
+    parts: dict[str, Sequence[Block]] = {
+        "Environment": [Items((*(f"{package} {version}" for package, version in versions.items()), device))],
+        "What was run": [
+            ", ".join(f"`{name} = {shown_value(value)}`" for name, value in axes.items()),
+            f"Case `{exported.case_id}` of fp8-harness.",
+        ],
+        "What is wrong": list(_divergence(exported)),
+        "Reproduce": reproduce,
+        "What fails, and what does not": [_neighbours(exported, neighbours)] if neighbours else [],
+    }
+    inside = tuple(Section(title=title, blocks=tuple(blocks)) for title, blocks in parts.items())
+    return markdown([Section(title=exported.title, blocks=inside)], level=1)
+
+
+def _command(exported: Exported, files: Sequence[str]) -> str:
+    return " ".join(["torchrun --nproc-per-node", str(exported.script.ranks), *files])
+
+
+def _divergence(exported: Exported) -> Iterator[Block]:
+    finding = exported.finding
+    yield exported.signature.what if finding is None else finding.first_line
+    if finding is None:
+        yield "It must be raised: no kernel can run this case."
+    elif finding.expected is not None or finding.found is not None:
+        yield Facts((("expected", finding.expected or "something else"), ("found", finding.found or "nothing")))
+    if exported.signature.kind == "crash" and exported.signature.where:
+        yield f"Raised in {', '.join(f'`{each}`' for each in exported.signature.where)}."
+
+
+def _neighbours(exported: Exported, neighbours: Sequence[Attempt]) -> Table:
+    rows = [("nothing", exported.signature.text)]
+    for each in neighbours:
+        changed = ", ".join(f"{name} = {shown_value(value)}" for name, value in each.changes.items())
+        signature = each.result.signature
+        rows.append((changed, "nothing: it passes" if signature is None else signature.text))
+    return Table(columns=("changed", "fails by"), rows=tuple(rows))

@@ -69,7 +69,7 @@ def test_the_version_that_breaks_a_case_is_found(project: Command) -> None:
     words = (*words, "--env", "0.2=mine")
     done = project.call(*words, "--good", "0.1", "--bad", "0.3", "--json", "bisect.json")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"the first version that fails: {PACKAGE} 0.3\n  good      0.2: no failure\n")
+    assert done.stdout.startswith(f"the first version that fails: {PACKAGE} 0.3\n  good   0.2: no failure\n")
     wrong = project.call(*words, "--good", "0.2", "--bad", "0.1")
     assert wrong.returncode == 2 and "0.1 is good, not bad: no failure" in wrong.stderr
 
@@ -86,5 +86,5 @@ def test_the_version_that_runs_is_used_as_it_is(project: Command) -> None:
     words = ("--package", "iniconfig", "--find-links", "wheels", "--inject", "broken.py:apply")
     done = project.call("bug", "bisect", CASE, *words, "--good", "0.0", "--bad", here)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"the first version that fails: iniconfig {here}\n  good      0.0: no failure\n")
+    assert done.stdout.startswith(f"the first version that fails: iniconfig {here}\n  good   0.0: no failure\n")
     assert "broken.py:apply raised AssertionError" in " ".join(done.stdout.split())

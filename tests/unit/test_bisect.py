@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from harness.bugs.bisect import Bisected, VersionAnswer, answers_in, bisect
 from harness.bugs.releases import versions_between
 from harness.errors import HarnessError
-from harness.report.bugs import bisected_text
+from harness.report.bugs import bisected_sections
+from harness.report.sections import text_of
 from harness.running.versions import Source
 
 PACKAGE = "fp8_harness_toy"
@@ -62,15 +63,15 @@ def test_what_is_known_is_not_asked_again(tmp_path: Path) -> None:
     found = first.found(tmp_path)
     assert again.found(tmp_path).after.version == found.after.version == "0.4"
     assert again.asked == ["0.3"]  # what was skipped may have been the fault of the machine
-    text = bisected_text(again.found(tmp_path))
+    text = text_of(bisected_sections(again.found(tmp_path)))
     assert "the first version that fails: toy 0.3 or 0.4" in text
-    assert "skipped   0.3: not installed" in text and "0.8 bad (kept)" in text
+    assert "skipped  0.3: not installed" in text and "0.8 bad (kept)" in text
 
 
 def test_the_first_version_without_the_failure_is_found_too(tmp_path: Path) -> None:
-    text = bisected_text(Versions(6, 2, fixed=True).found(tmp_path))
-    says = "            4 gradients differ by 2 %"
-    assert text.startswith(f"the first version without the failure: toy 0.2\n  bad       0.1: answer 1\n{says}\n  good")
+    text = text_of(bisected_sections(Versions(6, 2, fixed=True).found(tmp_path)))
+    says = "         4 gradients differ by 2 %"
+    assert text.startswith(f"the first version without the failure: toy 0.2\n  bad    0.1: answer 1\n{says}\n  good")
 
 
 def test_ends_must_be_as_said(tmp_path: Path) -> None:

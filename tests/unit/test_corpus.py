@@ -20,7 +20,8 @@ from harness.matrix.faults import fault_named
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.project import Project, find_project
-from harness.report.corpus import corpus_text
+from harness.report.bugs import corpus_sections
+from harness.report.sections import text_of
 from harness.running.selection import recorded_faults
 from harness.studies.kill_matrix import Power, Trial
 from harness.verdict import ExitCode, Verdict
@@ -146,7 +147,7 @@ def test_what_did_not_run_proves_nothing() -> None:
 def test_the_report_has_a_line_for_every_fault_and_says_what_is_wrong() -> None:
     file = bug(planted=(FAULT, "eps_lost"))
     corpus = check(file, PASSED, FOUND)
-    text = corpus_text(corpus)
+    text = text_of(corpus_sections(corpus))
     assert "ao-1  single-tensorwise-v2048-s2-f64  passed  amax_without_abs: invariant  MISMATCH" in text
     assert "  ao-1: eps_lost cannot be planted in it" in text
     assert text.endswith("1 bug: 0 live, 1 fixed; 1 not as the file says; 1 s\n")

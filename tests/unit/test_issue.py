@@ -9,7 +9,8 @@ import pytest
 
 from harness.bugs.export import Exported, Proof, Script, read_neighbours
 from harness.errors import HarnessError
-from harness.report.issue import exported_text, issue_text
+from harness.report.bugs import exported_sections, issue_markdown
+from harness.report.sections import text_of
 from harness.verdict import FailureSignature
 from tests.builders import a_finding
 
@@ -36,7 +37,7 @@ SHRUNK = b"""{"case": "x", "needed": [
 
 
 def test_the_draft_says_versions_expected_found_and_the_command() -> None:
-    text = issue_text(EXPORTED, Proof("FAULT", "rank 0: FAULT: it is wrong"), versions=VERSIONS, device="CPU ranks")
+    text = issue_markdown(EXPORTED, Proof("FAULT", "rank 0: FAULT: it is wrong"), versions=VERSIONS, device="CPU ranks")
     assert text.startswith("# One scale for each TP rank\n")
     assert "- torch 2.13.0\n- torchao 0.18.0\n- CPU ranks" in text
     assert "- expected: 2 = 448 / amax 224\n- found: 4" in text
@@ -48,7 +49,7 @@ def test_the_draft_says_versions_expected_found_and_the_command() -> None:
 def test_neighbours_are_a_table(tmp_path: Path) -> None:
     file = tmp_path / "shrunk.json"
     file.write_bytes(SHRUNK)
-    text = issue_text(EXPORTED, None, versions=VERSIONS, device="CPU ranks", neighbours=read_neighbours(file))
+    text = issue_markdown(EXPORTED, None, versions=VERSIONS, device="CPU ranks", neighbours=read_neighbours(file))
     assert "| nothing | scales/amax in wq, from step 1 on |" in text
     assert "| tp = 1 | nothing: it passes |\n| dp_shard = 1 | crash: a \\| b |" in text
 
@@ -62,9 +63,9 @@ def test_a_file_that_is_no_shrink_is_refused(tmp_path: Path) -> None:
 
 def test_a_refusal_has_no_finding() -> None:
     refusal = EXPORTED._replace(finding=None, signature=msgspec.structs.replace(SIGNATURE, kind="crash"))
-    assert "no kernel can run this case" in issue_text(refusal, None, versions=VERSIONS, device="CPU ranks")
+    assert "no kernel can run this case" in issue_markdown(refusal, None, versions=VERSIONS, device="CPU ranks")
 
 
 def test_a_script_that_shows_nothing_is_said_to() -> None:
-    assert "does not show the fault" in exported_text(EXPORTED, Proof("fixed", "rank 0: fixed"))
-    assert "does not show the fault" not in exported_text(EXPORTED, Proof("FAULT", "rank 0: FAULT"))
+    assert "does not show the fault" in text_of(exported_sections(EXPORTED, Proof("fixed", "rank 0: fixed")))
+    assert "does not show the fault" not in text_of(exported_sections(EXPORTED, Proof("FAULT", "rank 0: FAULT")))

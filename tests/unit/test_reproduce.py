@@ -10,7 +10,8 @@ from harness.bugs.named_case import NamedCase
 from harness.bugs.reproduce import Reproduced, reproduced
 from harness.bugs.trials import TrialResult
 from harness.matrix.bugfile import Bug, BugFile
-from harness.report.bugs import reproduced_text
+from harness.report.bugs import reproduced_sections
+from harness.report.sections import text_of
 from harness.verdict import FailureSignature, Verdict
 from tests.builders import make_case
 
@@ -72,7 +73,9 @@ def test_without_a_bug_any_failure_is_one() -> None:
 
 
 def test_both_failures_and_what_differs_are_shown() -> None:
-    text = reproduced_text(ask(CRASH, signature=SCALES, hardware="8 x H100", versions={"torch": "2.6", "ao": "1"}))
+    text = text_of(
+        reproduced_sections(ask(CRASH, signature=SCALES, hardware="8 x H100", versions={"torch": "2.6", "ao": "1"}))
+    )
     assert "expected  scales/amax" in text
     assert "found     crash: RuntimeError" in text
     assert "torch: 2.6 reported, 2.13.0 here" in text

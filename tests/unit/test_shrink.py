@@ -16,7 +16,8 @@ from harness.matrix.axes import axis_values
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.matrix.rules import exclusions, expected_refusal
-from harness.report.bugs import shrunk_json, shrunk_text
+from harness.report.bugs import shrunk_document, shrunk_sections
+from harness.report.sections import text_of
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, Verdict
 from tests.builders import a_finding, make_case, make_result
@@ -111,10 +112,10 @@ def test_two_axes_that_need_each_other_go_together(tmp_path: Path) -> None:
 def test_another_failure_is_not_taken(tmp_path: Path) -> None:
     found = shrunk(lambda case: SIGNATURE if case.layout.tp >= 4 else OTHER, tmp_path)
     assert found.case.layout.tp == 4
-    text = shrunk_text(found)
+    text = text_of(shrunk_sections(found))
     assert "with tp 2: parity/gradients" in " ".join(text.split())
     assert "does not depend on" in text
-    assert case_id(found.case).encode() in shrunk_json(found)
+    assert shrunk_document(found)["case"] == case_id(found.case)
     assert found.message.endswith("of 128 rows are wrong")
     assert f"says      {found.message}" in text
 
@@ -139,7 +140,7 @@ def test_the_budget_ends_it_with_the_smallest_so_far(tmp_path: Path) -> None:
     found = shrink(LARGE, ModelOfABug(fails), journal_in(tmp_path / "j"), budget_s=1e-9)
     assert not found.complete
     assert found.case == LARGE
-    assert "the budget ended it" in shrunk_text(found)
+    assert "the budget ended it" in text_of(shrunk_sections(found))
 
 
 def test_a_case_that_does_not_fail_is_refused(tmp_path: Path) -> None:
