@@ -11,6 +11,7 @@ import msgspec
 
 from harness.cli import options
 from harness.cli.golden import check_committed, require_reason
+from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.evidence.ring import RINGS, Ring
@@ -179,10 +180,11 @@ def _collect(rings: list[Ring], work: Work, query: Query, *, to_stderr: bool) ->
 def _stored(project: Project, report: RingReport) -> str:
     """Store the evidence with its summary, which is returned, with where it is."""
     from harness.evidence.ring import changes, read_ring, write_ring
-    from harness.report.evidence import ring_markdown
+    from harness.report.evidence import ring_section
+    from harness.report.sections import markdown
 
     before = read_ring(project.root, report.hardware, report.ring)
-    text = ring_markdown(report, None if before is None else changes(before, report))
+    text = markdown([ring_section(report, None if before is None else changes(before, report))], level=1)
     path = write_ring(project.root, report)
     write_whole(path.with_suffix(".md"), text.encode())
     return f"{text}stored in {path} and {path.with_suffix('.md').name}\n"
@@ -209,7 +211,7 @@ def formulas_command(
     Later runs with these versions take a disagreement for a fault; with versions that nobody verified it is `changed`.
     """
     from harness.evidence.formulas import add_verified
-    from harness.report.formulas import formulas_text
+    from harness.report.evidence import formulas_sections
     from harness.studies.formulas import verification, verified_with
     from harness.workflow import run
 
@@ -223,7 +225,7 @@ def formulas_command(
     with open_progress() as progress:
         result, _ = run(project, query, plan, progress)
     found = verification(result)
-    click.echo(formulas_text(found))
+    print_sections(formulas_sections(found))
     if result.end.interrupted:
         return ExitCode.INTERRUPTED
     if found.verified and not dry_run:
@@ -238,15 +240,14 @@ def show_command(root: str | None) -> int:
     """List the stored evidence: versions with verified formulas, and the rings by hardware class."""
     from harness.evidence.formulas import read_verified
     from harness.evidence.ring import list_rings, read_ring
-    from harness.report.evidence import headline
-    from harness.report.formulas import verified_line
+    from harness.report.evidence import ring_line, verified_line
 
     project = find_project(root)
     reports = [read_ring(project.root, hardware, ring) for hardware, ring in list_rings(project.root)]
     for report in reports:
         if report is not None:
             torch = report.environment.packages.get("torch", "unknown")
-            click.echo(f"{headline(report)}; torch {torch}, {report.created}")
+            click.echo(f"{ring_line(report)}; torch {torch}, {report.created}")
     verified = read_verified((project.shipped, project.root))
     for each in verified:
         click.echo(verified_line(each))

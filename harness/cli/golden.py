@@ -30,7 +30,7 @@ from harness.matrix.caseid import case_id, family_id
 from harness.plural import counted
 from harness.project import Project, find_project
 from harness.report.case import case_section
-from harness.report.golden import change_text, review_text
+from harness.report.evidence import golden_section, review_sections
 from harness.running.case_judge import prepare_judge
 from harness.running.machine import resolve_device
 from harness.running.plan import Plan
@@ -145,8 +145,9 @@ def diff_command(against: str, root: str | None) -> None:
         changes, gone = changes_between(other, project.root)
     for change in changes:
         if change.kind != "unchanged":
-            click.echo(change_text(change, project.root))
-    click.echo(review_text(changes, project.root, gone=gone), nl=False)
+            print_sections([golden_section(change, project.root)])
+            click.echo()
+    print_sections(review_sections(changes, project.root, gone=gone))
     same = sum(change.kind == "unchanged" for change in changes)
     click.echo(f"{counted(same, 'golden')} unchanged against {against}")
 
@@ -192,15 +193,17 @@ def update_command(  # noqa: PLR0913  one parameter per option
     as_named = {} if hardware_name is None else {"hardware": hardware_name}
     changes = [replaced(project.root, msgspec.structs.replace(each, **as_named)) for each in made.goldens]
     for change in changes:
-        click.echo(f"\n{change_text(change, project.root)}", nl=False)
+        click.echo()
+        print_sections([golden_section(change, project.root)])
         if not dry_run:
             click.echo(f"  {_store(project, change, only_changed=only_failing)}")
     for result in made.failed:
         click.echo()
         print_sections([case_section(result)])
-    review = review_text(changes, project.root)
+    review = review_sections(changes, project.root)
     if review and not dry_run:
-        click.echo(f"\nFor the message of the commit:\n\n{review}", nl=False)
+        click.echo("\nFor the message of the commit:\n")
+        print_sections(review)
     stored = "not stored (--dry-run)" if dry_run else "stored"
     failed = counted(len(made.failed), "reference")
     click.echo(f"\n{counted(len(changes), 'golden')} {stored}, {failed} failed")

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from harness.cli.options import json_option, plan_parameter, query_parameter, root_option, write_output
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.jsonform import to_json
 from harness.matrix.case import Case
@@ -66,7 +67,7 @@ def power_command(  # noqa: PLR0913  one parameter per option
     Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
     """
     from harness.evidence.kills import write_kills
-    from harness.report.power import power_text
+    from harness.report.power import power_sections
     from harness.studies.power import carriers_among, recorded_kills, run_power
 
     faults, project = _chosen(names, groups), find_project(root)
@@ -80,7 +81,7 @@ def power_command(  # noqa: PLR0913  one parameter per option
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress() as progress:
         power = run_power(project, faults, found, plan, progress)
-    click.echo(power_text(power), nl=False, err=str(json_file) == "-")
+    print_sections(power_sections(power), err=str(json_file) == "-")
     write_output(json_file, lambda: to_json(power, indent=2))
     if record and not power.interrupted:
         click.echo(f"stored in {write_kills(project.root, recorded_kills(power))}", err=True)

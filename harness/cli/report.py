@@ -100,20 +100,21 @@ def page_of(
 
 def _history(project: Project, run: RunResult) -> dict[str, Table]:
     """The history of every case that earlier runs have too, by its id."""
-    from harness.report.html.sections import history_listing
+    from harness.report.history import history_table
     from harness.running.stored import runs_before
     from harness.studies.history import histories
 
     ids = {result.case_id for result in run.results}
     found = histories(runs_before(project, run, most=_HISTORY_RUNS), ids.__contains__)
-    return {each.case_id: history_listing(each) for each in found if len(each.moments) > 1}
+    return {each.case_id: history_table(each) for each in found if len(each.moments) > 1}
 
 
 def _sections(project: Project, run: RunResult, power: Path | None, conformance: Path | None) -> Iterator[Section]:
     from harness.jsonform import read_json
     from harness.matrix.coverage import coverage
     from harness.report.conformance import ConformanceDocument, conformance_section
-    from harness.report.html.sections import coverage_section, kill_section
+    from harness.report.coverage import coverage_section
+    from harness.report.power import power_section
     from harness.running.selection import whole_tiers
     from harness.studies.kill_matrix import Power
 
@@ -121,6 +122,6 @@ def _sections(project: Project, run: RunResult, power: Path | None, conformance:
     if tiers:
         yield coverage_section([(tier, coverage(tier, 2)) for tier in tiers])
     if power is not None:
-        yield kill_section(read_json(power, Power, command="power --json"))
+        yield power_section(read_json(power, Power, command="power --json"))
     if conformance is not None:
         yield conformance_section(read_json(conformance, ConformanceDocument, command="conformance --json"))

@@ -1,12 +1,21 @@
-"""The evidence of a ring as text: a summary for people, in markdown, which is stored beside the numbers."""
+"""The evidence: what a ring found on some hardware, what is known about the formulas, and which goldens change."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from harness.environment import changed_facts
+from harness.evidence.formulas import VerifiedWith
+from harness.evidence.golden import GoldenChange, GoldenKey, LargestChange, Provenance, compare_goldens, largest_change
 from harness.evidence.ring import Ring, RingItem, RingReport
+from harness.expect.expectations import FORMULAS
 from harness.plural import counted
+from harness.report.case import case_section
+from harness.report.sections import Facts, Items, Section, Table
+from harness.studies.formulas import Verification
 
 _SHOWS: dict[Ring, str] = {
     "kernel": "The float8 matmul of the device, beside the exact one",
@@ -14,10 +23,11 @@ _SHOWS: dict[Ring, str] = {
     "native": "The kernels and collectives of the device in bfloat16",
 }
 _MOST_CHANGES = 40
+_NAMED = 3  # of the cases that disagree with one formula
 
 
-def headline(report: RingReport) -> str:
-    """One line: ring, class, whether all is good, how many of what."""
+def ring_line(report: RingReport) -> str:
+    """Ring, class, whether all is good, how many of what."""
     verdicts = Counter(item.verdict for item in report.items)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
     kind = "rehearsal of " if report.rehearsed else ""
@@ -25,54 +35,36 @@ def headline(report: RingReport) -> str:
     return f"{kind}{report.ring} on {report.hardware}: {result}; {counts}; {report.seconds:g} s"
 
 
-def ring_markdown(report: RingReport, changed: Sequence[str] | None) -> str:
+def ring_section(report: RingReport, changed: Sequence[str] | None) -> Section:
     """The summary. `changed` since the evidence that it replaces; None where there was none."""
-    return "\n".join(_lines(report, changed)) + "\n"
+    rehearsed = "**A rehearsal on a CPU.** It shows that the command works, and nothing about a GPU."
+    bad = [item for item in report.items if not item.good]
+    wrong = tuple(f"{item.name}: {item.verdict}{''.join(f'; {line}' for line in item.says[:2])}" for item in bad)
+    moved = list(changed or ())
+    shown = (*moved[:_MOST_CHANGES], *([f"and {len(moved) - _MOST_CHANGES} more"] * (len(moved) > _MOST_CHANGES)))
+    return Section(
+        title=_SHOWS[report.ring],
+        blocks=(
+            *([rehearsed] if report.rehearsed else []),
+            f"{ring_line(report)}.",
+            Section(title=counted(len(bad), "problem"), blocks=(Items(wrong),)),
+            Section(title="Largest numbers", blocks=(Items(tuple(_largest(report.items))),)),
+            Section(title="Left out, and doubts", blocks=(Items(report.notes),)),
+            Section(title="Changed", blocks=() if changed is None else (Items(shown or ("nothing",)),)),
+            Section(title="Made by", blocks=(_origin(report),)),
+        ),
+    )
 
 
-def _lines(report: RingReport, changed: Sequence[str] | None) -> Iterator[str]:
-    yield f"# {_SHOWS[report.ring]}"
-    yield ""
-    if report.rehearsed:
-        yield "**A rehearsal on a CPU.** It shows that the command works, and nothing about a GPU."
-        yield ""
-    yield f"{headline(report)}."
-    yield ""
-    yield from _bad([item for item in report.items if not item.good])
-    yield from _section("Largest numbers", _largest(report.items))
-    yield from _section("Left out, and doubts", report.notes)
-    if changed is not None:
-        more = [f"and {len(changed) - _MOST_CHANGES} more"] if len(changed) > _MOST_CHANGES else []
-        yield from _section("Changed", [*changed[:_MOST_CHANGES], *more] or ["nothing"])
-    yield from _section("Made by", _origin(report))
-
-
-def _bad(items: Sequence[RingItem]) -> Iterator[str]:
-    if items:
-        told = [f"{item.name}: {item.verdict}{''.join(f'; {line}' for line in item.says[:2])}" for item in items]
-        yield from _section(counted(len(items), "problem"), told)
-
-
-def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
-    if lines:
-        yield f"## {title}"
-        yield ""
-        yield from (f"- {line}" for line in lines)
-        yield ""
-
-
-def _largest(items: Sequence[RingItem]) -> list[str]:
-    """Of every number that was measured, the largest with what it is of, and what was allowed there."""
-    names = dict.fromkeys(name for item in items for name in item.numbers if name != "allowed")
-    lines = []
-    for name in names:
+def _largest(items: Sequence[RingItem]) -> Iterator[str]:
+    """The largest value of every number that was measured, what was allowed there, and where that was."""
+    for name in dict.fromkeys(name for item in items for name in item.numbers if name != "allowed"):
         item = max((each for each in items if name in each.numbers), key=lambda each: each.numbers[name])
         allowed = f" of {item.numbers['allowed']:.3g}" if "allowed" in item.numbers else ""
-        lines.append(f"{name}: {item.numbers[name]:.3g}{allowed}, {item.name}")
-    return lines
+        yield f"{name}: {item.numbers[name]:.3g}{allowed}, {item.name}"
 
 
-def _origin(report: RingReport) -> list[str]:
+def _origin(report: RingReport) -> Facts:
     here = report.environment
     facts = {
         "command": f"`{report.command}`",
@@ -83,4 +75,105 @@ def _origin(report: RingReport) -> list[str]:
         "commit": here.commit,
         "variables": ", ".join(f"{name}={value}" for name, value in report.variables.items()),
     }
-    return [f"{name}: {value}" for name, value in facts.items() if value]
+    return Facts(tuple(facts.items()))
+
+
+def formulas_sections(found: Verification) -> list[Section]:
+    """A line for every formula, and then the cases that failed in another way."""
+    told = Facts(tuple((formula, "; ".join(_agreement(found, formula))) for formula in FORMULAS))
+    return [Section(blocks=(told,)), *map(case_section, found.failed)]
+
+
+def _agreement(found: Verification, formula: str) -> Iterator[str]:
+    against, number = found.contradicted[formula], found.compared[formula]
+    if not number:
+        yield "not verified: no clean run was compared with it"
+        return
+    yield f"{'agrees in' if not against else 'not verified:'} {counted(number, 'case')}{' compared' if against else ''}"
+    if against:
+        more = f" and {len(against) - _NAMED} more" if len(against) > _NAMED else ""
+        yield f"disagrees in {len(against)}: {', '.join(against[:_NAMED])}{more}"
+
+
+def verified_line(each: VerifiedWith) -> str:
+    """The versions, in how many cases the formulas were compared, why and when."""
+    missing = [formula for formula in FORMULAS if not each.cases.get(formula)]
+    without = f", not {', '.join(missing)}" if missing else ""
+    made = each.provenance
+    return (
+        f"formulas with torch {each.torch} and torchao {each.torchao}{without}: "
+        f"{counted(max(each.cases.values(), default=0), 'case')}, {made.created[:10]}: {made.reason}"
+    )
+
+
+def golden_section(change: GoldenChange, root: Path) -> Section:
+    """Old and new losses of one family, and whether noise explains their distance. `root`: of the tolerances."""
+    rows = tuple(
+        (
+            str(row.step),
+            *map(_number, (row.old_loss, row.new_loss, row.loss_change, row.old_grad_norm, row.new_grad_norm)),
+        )
+        for row in compare_goldens(change.old, change.new)
+    )
+    columns = ("step", "old loss", "new loss", "change", "old norm", "new norm")
+    both = change.old is not None and change.kind == "changed"
+    return Section(
+        title=f"{change.new.family} on {change.new.hardware}: {_summary(change, root)}",
+        blocks=(
+            *(_machines(change.old.provenance, change.new.provenance) if both and change.old is not None else ()),
+            *([f"replaces a damaged golden: {change.old_error}"] if change.old_error else []),
+            Table(columns=columns, rows=rows, right=tuple(range(len(columns)))),
+        ),
+    )
+
+
+def review_sections(changes: Sequence[GoldenChange], root: Path, *, gone: Sequence[GoldenKey] = ()) -> list[Section]:
+    """What a reviewer must know: the reasons, then every golden with its worst change. Empty where nothing changed."""
+    changed = [change for change in changes if change.kind != "unchanged"]
+    if not changed and not gone:
+        return []
+    reasons = list(dict.fromkeys(change.new.provenance.reason for change in changed)) or ["goldens are removed"]
+    rows = [(change.new.family, change.new.hardware, _summary(change, root)) for change in changed]
+    rows += [(key.family, key.hardware, "removed") for key in gone]
+    software = tuple(dict.fromkeys(line for change in changed for line in _software(change)))
+    return [
+        Section(blocks=(f"{counted(len(rows), 'golden')} changed: {'; '.join(reasons)}",)),
+        Section(blocks=(Table(rows=tuple(rows)),)),
+        Section(blocks=software),
+    ]
+
+
+def _summary(change: GoldenChange, root: Path) -> str:
+    if change.kind != "changed":
+        return change.kind
+    if change.other_data:
+        return "changed, other data"
+    return f"changed{_noise(largest_change(change, root))}"
+
+
+def _noise(found: LargestChange | None) -> str:
+    if found is None:
+        return ", and no noise was measured for it"
+    words = "within noise" if found.explains else "beyond noise"
+    return f", {words}: {found.change:.1e} of {found.allowed:.1e} nats allowed at step {found.step}"
+
+
+def _machines(old: Provenance, new: Provenance) -> list[str]:
+    """What computed the old and the new one, where it is known and differs."""
+    unknown = "none" if old.cpu else "not recorded"
+    facts = (("CPU", old.cpu, new.cpu), ("limits", old.limits, new.limits))
+    return [f"{name}: {before or unknown} -> {now or 'none'}" for name, before, now in facts if before != now]
+
+
+def _software(change: GoldenChange) -> Sequence[str]:
+    """The versions that differ, one a line."""
+    if change.old is None:
+        return ()
+    old, new = change.old.provenance.software, change.new.provenance.software
+    return changed_facts(old, new, sorted({*old, *new}))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6f}" if math.isfinite(value) else str(value)

@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from harness.jsonform import to_json
 from harness.plural import counted
-from harness.report.sections import printable
+from harness.report.sections import Table, printable
 from harness.report.sparkline import sparkline
 from harness.report.wording import aligned
 from harness.studies.history import History, Moment
@@ -102,6 +102,12 @@ def moment_row(moment: Moment) -> tuple[str, ...]:
         f"{moment.case.seconds:.1f}",
         *map(size_words, sizes),
     )
+
+
+def history_table(history: History) -> Table:
+    """Every run of a case, and what changed with it, for a page."""
+    rows = tuple((*moment_row(moment), "; ".join(moment_changes(moment))) for moment in history.moments)
+    return Table(columns=(*MOMENT_COLUMNS, "what changed"), rows=rows, verdict=MOMENT_COLUMNS.index("verdict"))
 
 
 def _block(row: Sequence[str]) -> str:

@@ -20,7 +20,8 @@ from harness.evidence.formulas import (
 )
 from harness.evidence.golden import Provenance
 from harness.expect.expectations import CASTS, FORMULAS, FUSION, TRAFFIC
-from harness.report.formulas import formulas_text, verified_line
+from harness.report.evidence import formulas_sections, verified_line
+from harness.report.sections import text_of
 from harness.result import RunResult, WithFix
 from harness.studies.formulas import verification
 from harness.verdict import Finding, Verdict
@@ -123,7 +124,7 @@ def test_clean_runs_verify_the_formulas_that_they_were_compared_with() -> None:
     assert found.complete
     part = verification(run(make_result("b", checks=("traffic",))))
     assert part.verified == {TRAFFIC: 1} and not part.complete
-    assert "not verified: no clean run" in formulas_text(part)
+    assert "not verified: no clean run" in text_of(formulas_sections(part))
 
 
 def test_one_case_that_disagrees_keeps_a_formula_unverified() -> None:
@@ -131,14 +132,14 @@ def test_one_case_that_disagrees_keeps_a_formula_unverified() -> None:
     found = verification(run(make_result("a", checks=ALL_CHECKS), changed))
     assert TRAFFIC not in found.verified and found.contradicted[TRAFFIC] == ("b",)
     assert set(found.verified) == set(FORMULAS) - {TRAFFIC} and not found.complete
-    assert "not verified: 2 cases compared; disagrees in 1: b" in formulas_text(found)
+    assert "not verified: 2 cases compared; disagrees in 1: b" in text_of(formulas_sections(found))
 
 
 def test_what_failed_otherwise_says_nothing_and_is_shown() -> None:
     failed = make_result("b", Verdict.INVARIANT, findings=(BROKEN,), checks=ALL_CHECKS)
     found = verification(run(make_result("a", checks=ALL_CHECKS), failed))
     assert found.verified == dict.fromkeys(FORMULAS, 1)
-    assert not found.complete and BROKEN.message in formulas_text(found)
+    assert not found.complete and BROKEN.message in text_of(formulas_sections(found))
 
 
 def test_a_recorded_fault_is_compared_with_the_run_that_has_its_fix() -> None:

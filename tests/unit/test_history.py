@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from harness.environment import Environment
 from harness.measured import Curve, Measured, Sent
 from harness.project import Project
-from harness.report.history import histories_json, histories_text, history_text, size_words
-from harness.report.html.sections import history_listing
+from harness.report.history import histories_json, histories_text, history_table, history_text, size_words
 from harness.report.sparkline import sparkline
 from harness.result import CaseResult, RunStart
 from harness.running.stored import import_results, read_stored, runs_before, runs_of
@@ -70,10 +69,10 @@ def test_the_history_of_a_page_ends_with_its_run(project: Project) -> None:
     assert minutes == ["01", "02"]
     assert len(runs_before(project, second, most=1)) == 1
     assert runs_before(project, with_facts(second, started="2026-01-01T00:00:09+00:00"), most=20) == []
-    listing = history_listing(history(project))
+    listing = history_table(history(project))
     assert [row[listing.verdict or 0] for row in listing.rows] == ["passed"] * 3
     add(project, result(), environment=NEXT)
-    assert history_listing(history(project)).rows[-1][-1] == (
+    assert history_table(history(project)).rows[-1][-1] == (
         "now torch 2.12.0 -> 2.13.0, uncommitted changes; changed with it: saved bytes"
     )
     assert [row[-1] for row in listing.rows] == ["", *["NONDETERMINISTIC, in the same environment: saved bytes"] * 2]

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from harness.jsonform import to_json
 from harness.matrix.faults import NEEDS
-from harness.report.power import power_text
+from harness.report.power import power_sections
+from harness.report.sections import text_of
 from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
 from harness.studies.power import baseline_detection
 from harness.studies.reach import NO_EFFECT, fault_effect
@@ -66,14 +67,14 @@ def test_what_did_not_reach_the_target_is_neither_detected_nor_missed():
     assert matrix.undetected == ()
     assert matrix.not_reached == (idle, broken, foreign)
     assert matrix.unplantable == (idle, broken)  # the list says that they have an effect there
-    text = power_text(matrix)
+    text = text_of(power_sections(matrix))
     assert "did not reach the target, so they prove nothing (3)" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  all"))
     assert line.split()[1] == "1/1"
 
 
 def test_a_fault_that_cannot_be_planted_is_named_with_what_it_needs():
-    text = power_text(power(make_trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]}))
+    text = text_of(power_sections(power(make_trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]})))
     assert "rope_base_of_another_model: base of RoPE" in text
     assert "(needs the reference target" in text
 
@@ -151,7 +152,7 @@ def test_both_baselines_detect_nan():
 
 def test_the_report_names_what_is_not_detected_and_counts_a_fault_once():
     missed = make_trial("scale_margin", verdict=Verdict.PASSED, rules=(), case_id="fsdp2-tensorwise-v2048-f64")
-    text = power_text(power(make_trial(), make_trial("scale_margin"), missed))
+    text = text_of(power_sections(power(make_trial(), make_trial("scale_margin"), missed)))
     assert "undetected (1)\n  scale_margin in fsdp2-tensorwise-v2048-f64: passed" in text
     assert "all" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  all"))
@@ -160,7 +161,7 @@ def test_the_report_names_what_is_not_detected_and_counts_a_fault_once():
 
 def test_the_report_gives_reasons_for_equivalents_and_names_carriers_that_fail_clean():
     quiet = make_trial("clamp_dropped", equivalent=True, verdict=Verdict.PASSED, rules=())
-    text = power_text(power(quiet, clean=(make_trial(None),)))
+    text = text_of(power_sections(power(quiet, clean=(make_trial(None),))))
     assert "clamp_dropped: Under dynamic scaling" in text
     assert "prove nothing (1)" in text
 

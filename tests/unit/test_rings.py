@@ -27,7 +27,8 @@ from harness.evidence.ring import (
     write_ring,
 )
 from harness.matrix.faults import all_faults
-from harness.report.evidence import headline, ring_markdown
+from harness.report.evidence import ring_line, ring_section
+from harness.report.sections import markdown
 from harness.studies.kill_matrix import Power
 from harness.studies.rings.possible import doubts, memory_words, obstacle
 from harness.studies.rings.proof import default_faults, items_of
@@ -174,6 +175,10 @@ def test_a_report_is_good_when_something_was_tried_and_all_is_good() -> None:
     assert not replace(REPORT, items=(*REPORT.items, RingItem(name="x", verdict="failed", good=False))).good
 
 
+def ring_markdown(report: RingReport, changed: tuple[str, ...] | None) -> str:
+    return markdown([ring_section(report, changed)], level=1)
+
+
 def test_the_summary_says_what_is_wrong_first_and_where_it_was_made() -> None:
     bad = RingItem(name="x", verdict="failed", good=False, says=("bits: expected …",))
     text = ring_markdown(replace(REPORT, items=(*REPORT.items, bad)), ("torch 2.13.0 -> 2.14.0",))
@@ -189,7 +194,7 @@ def test_the_summary_says_what_is_wrong_first_and_where_it_was_made() -> None:
     assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
     assert "driver: 580.1" in text and "NCCL_ALGO=Ring" in text and "rehearsal" not in text.lower()
     on_cpu = replace(REPORT, environment=replace(REPORT.environment, device="cpu"))
-    assert "rehearsal" in headline(on_cpu) and "nothing about a GPU" in ring_markdown(on_cpu, None)
+    assert "rehearsal" in ring_line(on_cpu) and "nothing about a GPU" in ring_markdown(on_cpu, None)
     assert "## Changed\n\n- nothing" in ring_markdown(REPORT, ())
 
 

@@ -1,0 +1,48 @@
+"""What became of the combinations of axis values in tiers, as a part of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from harness.matrix.coverage import FATES, Coverage
+from harness.matrix.tier import Selection
+from harness.plural import counted
+from harness.report.sections import Section, Table
+
+
+def coverage_section(accounts: Sequence[tuple[Selection, Coverage]]) -> Section:
+    """What became of every combination of axis values of tiers, with the rules that exclude some."""
+    counts = (
+        f"{account.name}: {counted(len(selection.cases), 'case')} of {selection.candidates} cells, "
+        f"{counted(len(account.tuples), 'combination')} of {account.strength} axis values."
+        for selection, account in accounts
+    )
+    tables = (table for selection, account in accounts for table in _tables(selection, account))
+    return Section(name="coverage", title="Coverage", blocks=(*counts, *tables))
+
+
+def _tables(selection: Selection, account: Coverage) -> Iterable[Table]:
+    fates = tuple((fate, str(count), FATES[fate]) for fate, count in account.counts.items())
+    yield Table(title=f"combinations in {account.name}", columns=("kind", "number", "meaning"), rows=fates)
+    yield Table(
+        title=f"rules that exclude, in {account.name}",
+        columns=("rule", "combinations", "cells", "reason"),
+        rows=tuple(
+            (
+                name,
+                str(account.by_rule.get(name, 0)),
+                str(selection.excluded.get(name, 0)),
+                account.reasons.get(name, ""),
+            )
+            for name in sorted({*account.by_rule, *selection.excluded})
+        ),
+    )
+    for fate in FATES:
+        found = account.of(fate)
+        if found and fate != "covered":
+            yield Table(
+                title=f"{fate} in {account.name} ({len(found)})",
+                columns=("block", "values", "rules"),
+                rows=tuple((each.block, " / ".join(each.values), ", ".join(each.rules)) for each in found),
+                folded=True,
+            )
