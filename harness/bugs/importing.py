@@ -1,29 +1,39 @@
-"""From the text of a report to a bug file: what is stated, derived, assumed and missing, and what is refused."""
+"""From a report to a bug file, and from a configuration to a case: what is stated, derived, assumed and missing.
+
+What no case has is refused: a bug file says so, a case is not made.
+"""
 
 from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Mapping
 
 import msgspec
 
-from harness.bugs.casts import stated_by_casts
-from harness.bugs.configurations import stated_by_options
-from harness.bugs.draft import Draft, Situation, program_of
-from harness.bugs.features import refused_features
-from harness.bugs.observed import Observed, find_link, observe
-from harness.bugs.prose import stated_by_prose
-from harness.bugs.report import Report
-from harness.bugs.shapes import shown_by_shapes
-from harness.bugs.statements import resolve
+from harness.bugs.draft import Draft, Situation
+from harness.bugs.facts import LAST_TOML, resolve
+from harness.bugs.prose import Observed, clauses, find_link, observe, refused_by_prose, stated_by_prose
+from harness.bugs.reading import Reading, Statement
+from harness.bugs.report import Report, clean_words
 from harness.errors import HarnessError
+from harness.matrix.axes import AXES, case_from_axes
 from harness.matrix.bugfile import UNREPORTED, Bug, BugFile, Status
+from harness.matrix.case import Case
+from harness.matrix.rules import exclusions
+from harness.matrix.targets import REFERENCE, TORCHTITAN
 
 _TOML = re.compile(
     r"(?m)^[ \t]*\[(?:parallelism|activation_checkpoint|float8|quantize[\w.]*)\]"
-    r"|--(?:job\.config_file|model\.converters)"
+    r"|--(?:job\.config_file|model\.converters|float8\.|quantize\.)"
 )
-_LAST_TOML = datetime.date(2026, 2, 22)
+_TORCHTITAN = re.compile(
+    r"run_(?:llama_)?train\.sh|-m torchtitan|torchtitan/train|Trainer\.Config"
+    r"|--(?:training|parallelism|float8|job|activation_checkpoint|compile|model|metrics)\.[a-z]"
+    r"|^[ \t]*\[(?:parallelism|activation_checkpoint|quantize[\w.]*|float8)\]",
+    re.MULTILINE,
+)
+_ACCELERATE = re.compile(r"fp8_config:|accelerate launch")
 _ID = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,78}[a-z0-9])?", re.ASCII)
 
 
@@ -33,6 +43,9 @@ class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
     today: datetime.date
     id: str = ""
     link: str = ""
+    title: str = ""
+    message: str = ""
+    versions: Mapping[str, str] = {}
     day: datetime.date | None = None
     full_size: bool = False
 
@@ -46,30 +59,54 @@ class ImportedBug(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...]
 
 
+class Configured(msgspec.Struct, frozen=True, kw_only=True):
+    """The case of a configuration, where its values come from, and what of the configuration it does not have."""
+
+    case: Case
+    notes: tuple[str, ...]
+
+
 def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     """The bug file that a report describes. HarnessError where nothing says what to call it."""
-    seen = observe(report)
+    told = clauses(report)
+    seen = observe(report, told)
     link, bug_id = _name(report, seen, options)
-    day, day_from = _day(report, seen, options)
-    prose, ignored = stated_by_prose(report, day)
-    statements = (*stated_by_options(report, day), *stated_by_casts(report), *prose, *shown_by_shapes(report))
-    refused = refused_features(report, statements, day)
-    if refused:
-        bug = BugFile(id=bug_id, where=report.where, bug=_bug(report, seen, link, "refused"), refused=refused)
-        return ImportedBug(bug=bug, day=day, day_from=day_from, ignored=ignored)
-    situation = Situation(
-        resolved=resolve(statements),
-        day=day,
-        program=program_of(report.text, bug_id),
+    day, day_from = _day(report, seen.day, options)
+    reading = Reading(report, day)
+    prose, passed = stated_by_prose(told)
+    ignored = (*passed, *_unknown(reading))
+    # With torchao's float8 in options or calls, prose about other software is no request for it.
+    of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
+    refused = {**reading.outside, **refused_by_prose(told[: 1 if of_torchao else None])}
+    status: Status = "refused" if refused else "open"
+    bug = Bug(
+        title=options.title or report.title,
+        link=link,
+        status=status,
+        symptom=seen.symptom,
+        reported=seen.reported,
+        message=options.message or seen.message,
         first_bad_step=seen.first_bad_step,
-        full_size=options.full_size,
+        hardware=seen.hardware,
+        versions={**seen.versions, **options.versions},
     )
-    draft = Draft(situation)
+    if refused:
+        found = BugFile(id=bug_id, where=report.where, bug=bug, refused=refused)
+        return ImportedBug(bug=found, day=day, day_from=day_from, ignored=ignored)
+    draft = Draft(
+        Situation(
+            resolved=resolve((*reading.statements, *prose)),
+            day=day,
+            program=_program_of(report.text, bug_id),
+            first_bad_step=seen.first_bad_step,
+            full_size=options.full_size,
+        )
+    )
     case = draft.case()
-    bug = BugFile(
+    found = BugFile(
         id=bug_id,
         where=report.where,
-        bug=_bug(report, seen, link, "open"),
+        bug=bug,
         case=case,
         stated=draft.stated,
         derived=draft.derived,
@@ -77,7 +114,60 @@ def import_report(report: Report, options: ImportOptions) -> ImportedBug:
         missing=draft.missing,
         full_size=draft.full_size,
     )
-    return ImportedBug(bug=bug, day=day, day_from=day_from, ignored=(*ignored, *draft.ignored))
+    return ImportedBug(bug=found, day=day, day_from=day_from, ignored=(*ignored, *draft.ignored))
+
+
+def import_configuration(
+    report: Report, given: Mapping[str, object], *, today: datetime.date, ranks: int | None = None
+) -> Configured:
+    """The case of a configuration, with these axes in place of its own. `ranks`: of the whole job.
+
+    HarnessError for what no case has, and where nothing of it is known.
+    """
+    day, _ = _day(report, None, ImportOptions(today=today))
+    reading = Reading(report, day)
+    for name, reason in reading.outside.items():
+        raise HarnessError(f"no case has {name}: {reason}.", where=report.where, fix="leave it out.")
+    if not reading.statements:
+        fix = "give a file of torchtitan, accelerate or Megatron-LM, or its flags: --section.option value …"
+        raise HarnessError("holds no option that is known.", where=report.where, fix=fix)
+    program = _program_of(report.text, "")
+    asked = [Statement(fact="ranks", value=ranks, words=f"--ranks {ranks}", source="flag")] if ranks else []
+    chosen = {name: value for name, value in given.items() if name in AXES}
+    kept = [each for each in reading.statements if each.fact not in chosen and not (asked and each.fact == "ranks")]
+    kept += [
+        Statement(fact=name, value=value, words=f"--{name.replace('_', '-')}", source="flag")  # type: ignore[arg-type]
+        for name, value in chosen.items()
+    ]
+    target = TORCHTITAN if program == TORCHTITAN else REFERENCE
+    draft = Draft(Situation(resolved=resolve((*kept, *asked)), day=day, program=program, target=target))
+    models = {str(each.value) for each in kept if each.fact == "model_name"} - {"llama3"}
+    if models and target == TORCHTITAN:
+        fix = "write a target of your own for it: docs/your-own-trainer.md."
+        what = f"model.name = {', '.join(models)}: a case of torchtitan trains its llama3."
+        raise HarnessError(what, where=report.where, fix=fix)
+    for name, question in draft.missing.items():
+        if name not in draft.asked:
+            fix = f"give --{name.replace('_', '-')}."
+            raise HarnessError(f"{name}: {question}", where=report.where, fix=fix)
+    case = case_from_axes({**draft.axes, **chosen})
+    for rule in exclusions(case):
+        fix = f"change {' or '.join(rule.axes)}."
+        raise HarnessError(f"no case has it: {rule.reason}.", where=report.where, fix=fix)
+    lists = (("", draft.missing), ("", draft.derived), ("assumed: ", draft.assumed))
+    notes = [f"{name}: {head}{words}" for head, table in lists for name, words in table.items()]
+    return Configured(case=case, notes=(*notes, *draft.ignored, *_unknown(reading)))
+
+
+def _unknown(reading: Reading) -> list[str]:
+    return [f"{clean_words(words)}: not understood" for words in reading.unknown.values()]
+
+
+def _program_of(text: str, bug_id: str) -> str:
+    """Whose configuration a report has: torchtitan, accelerate, or "" for any other."""
+    if bug_id.startswith("torchtitan-") or _TORCHTITAN.search(text):
+        return TORCHTITAN
+    return "accelerate" if _ACCELERATE.search(text) else ""
 
 
 def _name(report: Report, seen: Observed, options: ImportOptions) -> tuple[str, str]:
@@ -96,25 +186,11 @@ def _name(report: Report, seen: Observed, options: ImportOptions) -> tuple[str, 
     return given_link or seen.link or UNREPORTED, bug_id
 
 
-def _day(report: Report, seen: Observed, options: ImportOptions) -> tuple[datetime.date, str]:
+def _day(report: Report, told: datetime.date | None, options: ImportOptions) -> tuple[datetime.date, str]:
     if options.day is not None:
         return options.day, "--date"
-    if seen.day is not None:
-        return seen.day, "the report"
+    if told is not None:
+        return told, "the report"
     if _TOML.search(report.text):
-        return _LAST_TOML, "the last day of torchtitan's TOML files; --date YYYY-MM-DD says another"
+        return LAST_TOML, "the last day of torchtitan's TOML files; --date YYYY-MM-DD says another"
     return options.today, "today: the report has no date, --date YYYY-MM-DD says one"
-
-
-def _bug(report: Report, seen: Observed, link: str, status: Status) -> Bug:
-    return Bug(
-        title=report.title,
-        link=link,
-        status=status,
-        symptom=seen.symptom,
-        reported=seen.reported,
-        message=seen.message,
-        first_bad_step=seen.first_bad_step,
-        hardware=seen.hardware,
-        versions=seen.versions,
-    )

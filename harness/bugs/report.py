@@ -6,19 +6,23 @@ tokens and paths never leave `clean_words`, and the size is limited, so that eve
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import re
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from harness.bugs.python_code import python_calls
 from harness.errors import HarnessError
 from harness.matrix.options import options_of_toml
 
 MAX_BYTES = 1_000_000
 _MAX_LINE = 1_000
 _MAX_PROSE = 100_000  # characters that are searched for words
+_MAX_CODE = 200_000  # characters of one piece that are parsed
 WORDS_LENGTH = 160  # characters of quoted words
+_PROMPT = re.compile(r"^(?:>>> |\.\.\. |In \[\d+\]: )", re.MULTILINE)
 _MARKDOWN_LINK = re.compile(r"\[([^\]\n]{0,200})\]\([^)\s]{0,600}\)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 
@@ -79,6 +83,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(piece.text for piece in self.pieces if piece.kind in kinds)
 
 
+def read_file(path: str) -> bytes:
+    """The content of a file, at most one byte more than is read of a report. HarnessError where there is none."""
+    try:
+        with Path(path).open("rb") as stream:
+            return stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        fix = "give a file that exists."
+        raise HarnessError(f"cannot be read: {error.strerror}.", where=path, fix=fix) from error
+
+
 def read_report(content: bytes, *, where: str) -> Report:
     """The report in a file. HarnessError for what is too large, no text, or empty."""
     if len(content) > MAX_BYTES:
@@ -105,6 +119,17 @@ def clean_words(text: str, length: int = WORDS_LENGTH) -> str:
         line = pattern.sub(instead, line)
     line = " ".join(line.split())
     return line if len(line) <= length else f"{line[: length - 1]}…"
+
+
+def python_tree(text: str) -> ast.Module | None:
+    """The syntax tree of Python code, which may be indented or have prompts; None for what is no Python."""
+    code = _PROMPT.sub("", text[:_MAX_CODE])
+    lines = code.split("\n")
+    indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    for each in dict.fromkeys((code, "\n".join(line[indent:] for line in lines))):
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            return ast.parse(each)
+    return None
 
 
 def _cleaned(text: str) -> str:
@@ -154,7 +179,8 @@ def _pieces(text: str, where: str) -> tuple[Piece, ...]:
 
 def _whole(text: str, where: str) -> Kind | None:
     """What a file is that is no report but a configuration; None for a report."""
-    if where.endswith(".py") or python_calls(text):
+    tree = python_tree(text)
+    if where.endswith(".py") or (tree is not None and any(isinstance(node, ast.Call) for node in ast.walk(tree))):
         return "python"
     if where.endswith((".yaml", ".yml", ".conf")):
         return "lines"
@@ -178,7 +204,7 @@ def _kind(language: str, text: str) -> Kind:
     tests: tuple[tuple[Kind, bool], ...] = (
         ("trace", bool(_TRACE.search(text))),
         ("dump", sum(bool(_DUMP.match(line)) for line in lines) >= 3),
-        ("python", language in ("py", "python") or calls),
+        ("python", (language in ("py", "python") and python_tree(text) is not None) or calls),
         ("toml", language == "toml"),
         ("command", bool(_COMMAND.search(text))),
         ("toml", settings and sections),

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from harness.matrix.job_config import MAX_RANKS
 from harness.matrix.layout import MESH_AXES, Mesh, ranks_of
 
+MAX_RANKS = 8  # that fit on two cores
 _FLOORS = {"dim": 128, "ffn_dim": 256, "vocab_size": 2048}  # of sizes that are made smaller
 _CHEAP = 4  # sizes up to this many times the floor are kept
 _HEADS = 8  # of the smallest attention, if they fit

@@ -21,8 +21,8 @@ Examples:
 
 \b
 FILE is a pasted report, a TOML file, Python configuration or a command
-of torchtitan, or a YAML file of accelerate or axolotl. Nothing in it
-is executed.
+of torchtitan, a YAML file of accelerate or axolotl, or flags of Megatron-LM.
+Nothing in it is executed. Of prose only few words are read: check the lists.
 
 \b
 Exit codes: 0 there is a bug file, also one with open fields or a refused
@@ -34,6 +34,9 @@ one, 2 usage error or bad input.
 @click.argument("file", metavar="FILE|-")
 @click.option("--id", "bug_id", metavar="NAME", default="", help="Name of the bug file. Default: from the link.")
 @click.option("--link", metavar="URL", default="", help="The report on GitHub. Default: from its first lines.")
+@click.option("--title", metavar="TEXT", default="", help="What it is about. Default: the first heading.")
+@click.option("--message", metavar="TEXT", default="", help="The error as reported. Default: the first that is found.")
+@click.option("--version", "versions", metavar="PACKAGE=VERSION", multiple=True, help="What was run. Repeatable.")
 @click.option(
     "--date",
     "day",
@@ -56,6 +59,9 @@ def import_command(  # noqa: PLR0913  one parameter per option
     file: str,
     bug_id: str,
     link: str,
+    title: str,
+    message: str,
+    versions: tuple[str, ...],
     day: datetime.datetime | None,
     full_size: bool,
     output: Path | None,
@@ -66,18 +72,25 @@ def import_command(  # noqa: PLR0913  one parameter per option
 ) -> None:
     """Turn a bug report into a bug file: the case that it describes, and where every value comes from."""
     from harness.bugs.importing import ImportOptions, import_report
-    from harness.bugs.report import read_report
+    from harness.bugs.report import MAX_BYTES, read_file, read_report
     from harness.matrix.bugfile import write_bug_file
     from harness.report.imported import imported_json, imported_text
 
+    pairs = [each.partition("=") for each in versions]
+    if not all(name and version for name, _, version in pairs):
+        raise HarnessError("no version of a package.", where="--version", fix="write it as --version torch=2.13.0.")
     options = ImportOptions(
         today=datetime.datetime.now(tz=datetime.UTC).date(),
         id=bug_id,
         link=link,
+        title=title,
+        message=message,
+        versions={name: version for name, _, version in pairs},
         day=None if day is None else day.date(),
         full_size=full_size,
     )
-    found = import_report(read_report(_content(file), where="stdin" if file == "-" else Path(file).name), options)
+    content = sys.stdin.buffer.read(MAX_BYTES + 1) if file == "-" else read_file(file)
+    found = import_report(read_report(content, where="stdin" if file == "-" else Path(file).name), options)
     text = write_bug_file(found.bug)
     path = None if dry_run else _path(found.bug.id, output, root, force=force)
     if path is not None:
@@ -89,20 +102,6 @@ def import_command(  # noqa: PLR0913  one parameter per option
         write_output(json_file, lambda: imported_json(found, file=shown))
     elif dry_run:
         click.echo(text, nl=False)
-
-
-def _content(file: str) -> bytes:
-    """The bytes of a file or of stdin: at most one more than is read of a report."""
-    from harness.bugs.report import MAX_BYTES
-
-    if file == "-":
-        return sys.stdin.buffer.read(MAX_BYTES + 1)
-    try:
-        with Path(file).open("rb") as stream:
-            return stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        fix = "give the file of a report, or - to read stdin."
-        raise HarnessError(f"cannot be read: {error.strerror}.", where=file, fix=fix) from error
 
 
 def _path(bug_id: str, output: Path | None, root: str | None, *, force: bool) -> Path:
@@ -120,7 +119,7 @@ def _path(bug_id: str, output: Path | None, root: str | None, *, force: bool) ->
         raise HarnessError("there is no file to write to.", where=str(path), fix="give FILE.toml.")
     if path.resolve().parent.name != FOLDER:
         fix = f"name a file in a folder {FOLDER}/, such as cases/{FOLDER}/{bug_id}.toml."
-        raise HarnessError("bug files are told by their folder.", where=str(path), fix=fix)
+        raise HarnessError("a bug file must be in a folder named bugs/.", where=str(path), fix=fix)
     if path.exists() and not force:
         raise HarnessError("this file exists.", where=str(path), fix="name another by --output, or give --force.")
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shlex
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import click
 
 from harness.cli.axes import axis_options, checked_case, given_axes
-from harness.cli.options import FILE
+from harness.cli.options import AT_LEAST_1, FILE
 from harness.durable import write_whole
 from harness.errors import HarnessError
 from harness.hints import explain_case
@@ -24,24 +25,43 @@ _EPILOG = """\b
 Examples:
   fp8-harness new my.toml --tp 2 --recipe rowwise --dtype bfloat16
   fp8-harness new my.toml --dp-shard 2 --dim 512 --layers 4 --ffn-dim 1408 --recipe tensorwise
+  fp8-harness new ours.toml --from llama3_8b.toml --ranks 64
+  fp8-harness new ours.toml --from "--parallelism.tensor_parallel_degree 2 --compile.enable" --recipe rowwise
   fp8-harness new --id --tp 2 --recipe rowwise      print the id of a case, write nothing
   fp8-harness new --schema > case.schema.json       the JSON schema of case files, for editors
+
+\b
+--from reads a TOML file, Python configuration or flags of torchtitan, YAML of
+accelerate or axolotl, flags of Megatron-LM, and calls of torchao. Degrees and
+sizes are made smaller so that what FP8 faults depend on stays; what differs
+from the job is listed. Nothing is executed.
 """
 _SCHEMA = Path(__file__).parents[1] / "schemas" / FILE_NAME
 
 
 @click.command("new", epilog=_EPILOG)
 @click.argument("file", metavar="[FILE.toml]", required=False, type=FILE)
+@click.option("--from", "config", metavar="CONFIG", help="Take the job of a configuration file, or of these flags.")
+@click.option("--ranks", type=AT_LEAST_1, help="Ranks of the job of --from, if FSDP2 takes all that remain.")
 @axis_options()
 @click.option("--id", "as_id", is_flag=True, help="Print the id of the case; write nothing.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of case files; write nothing.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
-def new_command(*, file: Path | None, as_id: bool, schema: bool, force: bool, **axes: Any) -> None:
-    """Write a commented case file for one case, described by options with the names of the axes."""
+def new_command(
+    *, file: Path | None, config: str | None, ranks: int | None, as_id: bool, schema: bool, force: bool, **axes: Any
+) -> None:
+    """Write a commented case file for one case, described by options with the names of the axes.
+
+    With --from, axes that are given replace those of the configuration.
+    """
     if schema:
         click.echo(to_json(case_file_schema(), indent=2))
         return
-    case = checked_case(given_axes(axes), where="new")
+    notes: tuple[str, ...] = ()
+    if config is None:
+        case = checked_case(given_axes(axes), where="new")
+    else:
+        case, notes = _configured(config, given_axes(axes), ranks)
     if as_id:
         click.echo(case_id(case))
         return
@@ -49,11 +69,25 @@ def new_command(*, file: Path | None, as_id: bool, schema: bool, force: bool, **
         raise HarnessError("there is no file to write to.", where="new", fix="give FILE.toml, or --id.")
     command = write_new_case(file, case, force=force)
     click.echo(f"{file}: {case_id(case)}")
+    for note in notes:
+        click.echo(f"  {note}")
     refusal = expected_refusal(case)
     if refusal is not None:
         click.echo(f"it must be refused: {refusal.reason}")
     click.echo(f"what it needs: {explain_case(case_id(case))}")
     click.echo(f"run it:        {command}")
+
+
+def _configured(config: str, axes: dict[str, object], ranks: int | None) -> tuple[Case, tuple[str, ...]]:
+    """The case of a configuration with these axes, and what differs from it."""
+    from harness.bugs.importing import import_configuration
+    from harness.bugs.report import read_file, read_report
+
+    flags = config.lstrip().startswith("--")
+    content = config.encode() if flags else read_file(config)
+    report = read_report(content, where="--from" if flags else config)
+    found = import_configuration(report, axes, today=datetime.datetime.now(tz=datetime.UTC).date(), ranks=ranks)
+    return found.case, found.notes
 
 
 def write_new_case(file: Path, case: Case, *, force: bool) -> str:

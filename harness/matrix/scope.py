@@ -1,18 +1,31 @@
-"""The scope: what people know from FP8 training and look for here, and why it is not there."""
+"""The scope: what people know from FP8 training and look for here, and why it is not there.
+
+The one list: of what ids, axes and values cannot say, and of what reports and configurations may ask for.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 
+_SEVERAL = r"[2-9]|[1-9]\d+"  # any degree above 1
+
 
 class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that no case can have. `words` is a pattern of what people write for it in ids, axes and values."""
+    """Something that no case can have.
+
+    `words`: a pattern of what people write for it in ids, axes and values. `options`: by the last part of an option's
+    name, a pattern of the values that ask for it. `calls`: a pattern of names in Python. `said`: one of prose.
+    """
 
     name: str
-    words: str
     reason: str
+    words: str = ""
+    options: Mapping[str, str] = {}
+    calls: str = ""
+    said: str = ""
 
     @property
     def text(self) -> str:
@@ -20,56 +33,139 @@ class OutOfScope(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} is out of scope: {self.reason}"
 
 
+def _options(names: str, values: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), values)
+
+
 SCOPE = (
     OutOfScope(
         name="context parallelism",
-        words=r"(cp|context_parallel\w*)\d*",
         reason="every rank computes attention over whole sequences",
+        words=r"(cp|context_parallel\w*)\d*",
+        options=_options("context_parallel_degree context_parallel_size cp_size", _SEVERAL),
+        calls=r"context_parallel",
+        said=r"\bCP(?![A-Za-z])|\b(?i:context[- ]parallel)",
     ),
     OutOfScope(
         name="pipeline parallelism",
-        words=r"(pp|pipeline_parallel\w*)\d*",
         reason="every rank has all layers of the model",
+        words=r"(pp|pipeline_parallel\w*)\d*",
+        options=_options("pipeline_parallel_degree pipeline_model_parallel_size pp_size", _SEVERAL),
+        calls=r"PipelineStage|ScheduleGPipe|Schedule1F1B",
+        said=r"\bPP(?![A-Za-z])|\b(?i:pipeline[- ]parallel)",
     ),
     OutOfScope(
         name="expert parallelism (mixture of experts)",
-        words=r"(moe|ep|etp|experts|expert_(tensor_)?parallel\w*)\d*",
         reason="the model is a dense Llama without grouped matmuls",
+        words=r"(moe|ep|etp|experts|expert_(tensor_)?parallel\w*)\d*",
+        options={
+            **_options("expert_parallel_degree expert_model_parallel_size ep_size num_experts", _SEVERAL),
+            **_options("name module config", r"llama4\w*|deepseek\w*|\w*_moe"),
+        },
+        calls=r"_?grouped_mm|_scaled_grouped_mm|MoEArgs",
+        said=r"(?i)\b(?:MoE|mixture[- ]of[- ]experts|expert[- ]parallel\w*|grouped[ _]?(?:gemm|mm)"
+        r"|Mixtral|DeepSeek|Llama-?4|Qwen[-\w.]*-A\d+B)\b",
     ),
     OutOfScope(
         name="MX scaling (MXFP8)",
-        words=r"mx(fp\d+)?(_\w+)?",
         reason="scales of blocks of 32 values need another matmul than torch._scaled_mm with float32 scales",
+        words=r"mx(fp\d+)?(_\w+)?",
+        options=_options("recipe_name fp8_recipe converters", r"mx\w*|quantize\.\w+\.mx"),
+        calls=r"MX(?:LinearConfig|FP8\w*|Tensor\w*|Linear\w*)",
+        said=r"(?i)\b(?:MX[- ]?FP8\w*|MXLinear)\b",
     ),
     OutOfScope(
         name="NVFP4",
-        words=r"nv(fp)?4?(_\w+)?|fp4",
         reason="4-bit values need another matmul than torch._scaled_mm with float8",
+        words=r"nv(fp)?4?(_\w+)?|fp4",
+        options=_options("recipe_name fp8_recipe fp4_recipe converters", r"nvfp4\w*|quantize\.\w+\.nvfp4"),
+        calls=r"NVFP4\w*",
+        said=r"(?i)\b(?:NVFP4|MXFP4)\b",
     ),
     OutOfScope(
         name="block-wise scaling",
-        words=r"(block|group)wise\w*",
         reason="recipes are those of Float8LinearConfig: one scale per tensor or per row",
+        words=r"(block|group)wise\w*",
+        options=_options("recipe_name fp8_recipe", r"(?:block|group)wise\w*"),
+        calls=r"Float8Blockwise\w*",
+        said=r"(?i)\bblock-?wise (?:scaling|fp8|float8)\b",
     ),
     OutOfScope(
         name="delayed scaling",
-        words=r"delayed(_\w+)?",
         reason="torchao removed it; every recipe computes a scale from the tensor that it casts",
+        words=r"delayed(_\w+)?",
+        options={
+            **_options("fp8_recipe fp8_linear scaling_type", r"(?:\w+\.)?delayed"),
+            **_options("scaling_type_input scaling_type_weight scaling_type_grad_output", r"(?:\w+\.)?delayed"),
+        },
+        calls=r"DELAYED|DelayedScaling|sync_float8_amax_and_scale_history",
+        said=r"(?i)\bdelayed[ -]?scaling\b",
+    ),
+    OutOfScope(
+        name="TransformerEngine",
+        reason="its modules and kernels are other software than torchao",
+        options={
+            "backend": r"te|msamp",
+            "fp8_backend": r"te|msamp",
+            "transformer_impl": r"transformer_engine",
+            "transformer_engine": r"true",
+            **_options("fp8_format fp8_amax_history_len fp8_amax_compute_algo fp8_margin", r"(?!none$).+"),
+            **_options("fp8_hybrid fp8_e4m3", r"true"),
+        },
+        calls=r"te|transformer_engine|fp8_autocast",
+        said=r"(?i)\b(?:transformer[ _-]?engine|TE[ -](?:backend|fp8)|MS-?AMP)\b",
     ),
     OutOfScope(
         name="FSDP1",
-        words=r"fsdp1|fsdp_?v1",
         reason="the float8 all-gather exists in FSDP2 (fully_shard) only",
+        words=r"fsdp1|fsdp_?v1",
+        options={"fsdp_version": r"1"},
+        calls=r"FSDP|FullyShardedDataParallel",
+        said=r"(?i)\bFSDP ?v?1\b",
+    ),
+    OutOfScope(
+        name="ZeRO",
+        reason="DeepSpeed shards the optimizer in its own way; cases have FSDP2 (fully_shard)",
+        options={"distributed_type": r"deepspeed"},
+        calls=r"deepspeed",
+        said=r"(?i)\b(?:deepspeed|ZeRO-?[123])\b",
     ),
     OutOfScope(
         name="DDP",
-        words=r"ddp\d*",
         reason="replicas come with shards, as HSDP (hsdp2x2); dp_replicate alone is excluded",
+        words=r"ddp\d*",
+        options={"distributed_type": r"multi_gpu"},
+        calls=r"DDP|DistributedDataParallel",
     ),
     OutOfScope(
         name="float16",
-        words=r"f16|fp16|float16|half",
         reason="float8 training is for models in bfloat16 or float32",
+        words=r"f16|fp16|float16|half",
+        options={"fp16": r"true", "mixed_precision_param": r"float16"},
+    ),
+    OutOfScope(
+        name="LoRA",
+        reason="frozen weights with adapters need a case that does not train every weight",
+        options={"adapter": r"q?lora"},
+        calls=r"LoraConfig|get_peft_model",
+        said=r"(?i)\bQ?LoRA\b",
+    ),
+    OutOfScope(
+        name="a memory budget of the compiler",
+        reason="the compiler chooses what is computed again",
+        options={"mode": r"memory_budget"},
+    ),
+    OutOfScope(
+        name="inference",
+        reason="a case trains",
+        calls=r"inference_mode|Float8InferenceLinear|Float8DynamicActivationFloat8WeightConfig",
+        said=r"(?i)\b(?:inference[_ ]mode|Float8InferenceLinear)\b",
+    ),
+    OutOfScope(
+        name="checkpoint save and load",
+        reason="a case starts from its seed, and loads only what it saved itself (resume)",
+        calls=r"(?:dcp|checkpoint)\.(?:save|load)",
+        said=r"(?i)\b(?:load|sav|resum|convert|export)\w*[^.\n]{0,40}checkpoints?\b|\bDCP\b|\bstate[_ ]dicts?\b",
     ),
 )
 
@@ -77,4 +173,23 @@ SCOPE = (
 def out_of_scope(word: str) -> OutOfScope | None:
     """What the word means, where that is out of scope; None otherwise."""
     plain = re.sub(r"[.-]", "_", word.lower())
-    return next((each for each in SCOPE if re.fullmatch(each.words, plain)), None)
+    return next((each for each in SCOPE if each.words and re.fullmatch(each.words, plain)), None)
+
+
+def asked_by_option(key: str, value: object) -> OutOfScope | None:
+    """What an option of a configuration asks for, where that is out of scope; None otherwise."""
+    last = key.rpartition(".")[2]
+    values = value if isinstance(value, list | tuple) else str(value).split(",")
+    for each in SCOPE:
+        pattern = each.options.get(last)
+        if pattern and any(re.fullmatch(pattern, str(item).strip().lower()) for item in values):
+            return each
+    return None
+
+
+def asked_by_call(name: str) -> OutOfScope | None:
+    """What a dotted name in Python asks for, where that is out of scope; None otherwise."""
+    for each in SCOPE:
+        if each.calls and re.search(rf"(?:^|\.)(?:{each.calls})(?:\.|$)", name):
+            return each
+    return None

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
-from harness.matrix.axis import Changes, axis, flag, number
+from harness.matrix.axis import Changes, axis, flag, keys, number
 from harness.matrix.model import CaseStruct, PositiveInt
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -66,11 +66,31 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             "sequences per step, over all ranks",
             number("gb{global_batch}", "gb8", "{0} sequences per step, over all ranks"),
             smallest=1,
+            spelled=(
+                keys("training.global_batch_size global_batch_size"),
+                keys(
+                    "training.local_batch_size training.batch_size per_device_train_batch_size micro_batch_size "
+                    "local_batch_size",
+                    of="local_batch",
+                    kind=int,
+                    said=r"\b(?:local|per[- ]device|micro) ?batch[ _]size\s*(?:=|of|is)?\s*(\d{1,5})\b",
+                ),
+            ),
         ),
     ] = 8
     seq_len: Annotated[
         PositiveInt,
-        _axis("tokens of a sequence", number("sl{seq_len}", "sl32", "sequences of {0} tokens"), smallest=16),
+        _axis(
+            "tokens of a sequence",
+            number("sl{seq_len}", "sl32", "sequences of {0} tokens"),
+            smallest=16,
+            spelled=(
+                keys(
+                    "training.seq_len seq_len seq_length sequence_len max_seq_length max_length max_context_length",
+                    said=r"\b(?:seq_len|sequence length|context length|seqlen)\s*(?:=|of|is)?\s*(\d{1,7})\b",
+                ),
+            ),
+        ),
     ] = 32
     steps: Annotated[
         Annotated[int, Meta(ge=1, le=100_000)],
@@ -81,6 +101,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "microbatches per optimizer step",
             number("accum{accumulation}", "accum2", "{0} microbatches per rank and optimizer step"),
+            spelled=(keys("gradient_accumulation_steps"),),
             changes=Changes.SUMS,
             exported=False,
         ),
@@ -101,6 +122,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "clip gradients to this global norm; without it there is no clipping",
             number("clip{max_norm}", "clip0.5", "gradients are clipped to a global norm of {0}"),
+            spelled=(keys("training.max_norm max_grad_norm clip_grad_norm clip_grad"),),
             example=1.0,
             costs=False,
             exported=False,
@@ -167,6 +189,7 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "dtype of the parameters that the optimizer updates, where activations are bfloat16",
             flag("param.b16", "parameters are updated in bfloat16", parameter_dtype="bfloat16"),
+            spelled=(keys("training.dtype"),),
             exported=False,
             noise="_param_{}",
         ),
@@ -176,6 +199,10 @@ class Train(CaseStruct, frozen=True, kw_only=True):
         _axis(
             "dtype in which FSDP2 sums gradients over ranks",
             flag("reduce.b16", "gradients are summed over ranks in bfloat16", reduce_dtype="bfloat16"),
+            spelled=(
+                keys("training.mixed_precision_reduce"),
+                keys("grad_reduce_in_bf16", values={"true": "bfloat16", "*": None}),
+            ),
             changes=Changes.SUMS,
             exported=False,
         ),
@@ -187,6 +214,10 @@ class Train(CaseStruct, frozen=True, kw_only=True):
             flag("f64", "float64, for sharp comparisons", dtype="float64"),
             flag("f32", "float32", dtype="float32"),
             flag("b16", "bfloat16, with float32 master weights but for param.b16", dtype="bfloat16"),
+            spelled=(
+                keys("training.mixed_precision_param"),
+                keys("bf16", values={"true": "bfloat16", "auto": "bfloat16", "*": None}),
+            ),
             changes=Changes.ROUNDING,
             part="dtype",
             reference="bfloat16",

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from harness.bugs.facts import shown
 from harness.bugs.importing import ImportedBug
-from harness.bugs.statements import shown
 from harness.hints import run_file
 from harness.jsonform import to_json
 from harness.matrix.axes import axis_values

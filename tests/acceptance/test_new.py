@@ -78,3 +78,44 @@ def test_impossible_options_are_explained_and_nothing_is_written(
 
 def test_a_file_must_be_named(shared: Command) -> None:
     assert "give FILE.toml, or --id" in shared.call("new", *OWN).stderr
+
+
+CONFIG = """
+[model]
+flavor = "8B"
+converters = ["quantize.linear.float8"]
+[parallelism]
+tensor_parallel_degree = 2
+[quantize.linear.float8]
+filter_fqns = ["output"]
+"""
+
+
+def test_a_configuration_becomes_a_case_and_says_what_differs(project: Command) -> None:
+    (project.folder / "8b.toml").write_text(CONFIG)
+    name = "target.torchtitan-fsdp4-tp2-tensorwise-ac.layer2-kvheads.4-v2048-b16"
+    done = project.call("new", "ours.toml", "--from", "8b.toml", "--ranks", "64")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"ours.toml: {name}" and any("32 made smaller: 4" in line for line in lines)
+    assert lines[-1] == "run it:        fp8-harness run ours.toml"
+    assert project.call("list", "ours.toml").stdout.split() == ["8", name]
+
+
+def test_flags_become_a_case_with_the_axes_that_are_given(shared: Command) -> None:
+    flags = "--parallelism.tensor_parallel_degree 2 --activation_checkpoint.mode=none"
+    done = shared.call("new", "--id", "--from", flags, "--ranks", "2", "--recipe", "rowwise", "--seq-len", "64")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "target.torchtitan-tp2-rowwise-v2048-gb2-sl64-b16\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("nope.toml", "cannot be read"),
+        ("--parallelism.context_parallel_degree 2", "no case has context parallelism"),
+    ],
+)
+def test_a_configuration_that_no_case_has_is_an_error_of_one_line(shared: Command, config: str, expected: str) -> None:
+    done = shared.call("new", "--id", "--from", config)
+    assert done.returncode == 2 and expected in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,297 @@
+"""The one reader of configurations: what TOML, YAML, flags, Python code and log lines state. Nothing is executed.
+
+It yields statements about facts, which are axes or what axes follow from, what is out of scope, and unknown options.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import re
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from harness.bugs.report import Piece, Report, clean_words, python_tree
+from harness.matrix.layout import MESH_AXES
+from harness.matrix.options import option_value, options_of_toml
+from harness.matrix.recipes import OPERAND_FIELDS, Operand
+from harness.matrix.scope import OutOfScope, asked_by_call, asked_by_option
+from harness.matrix.spellings import Value, meaning, plain_key
+
+ROUNDED = "round_scales_to_power_of_2"
+
+# A flag overrides a configuration, as it does in torchtitan. What a shape implies is derived, everything else stated.
+Source = Literal["flag", "config", "shape", "title", "prose"]
+
+_FLAG = re.compile(r"""(?<![\w-])--([A-Za-z][\w.-]*)(?:(?:=|[ \t]+)("[^"\n]*"|'[^'\n]*'|(?!-)[^\s`]+))?""")
+_VARIABLE = re.compile(r"\b(NGPU|CONFIG_FILE|CONFIG|WORLD_SIZE)=[\"']?([\w./ -]*?)[\"']?(?=\s|$)")
+_LINE = re.compile(
+    r"^(\s*)(?:[-*+] +)?[\"']?([\w.-]+)[\"']?\s*(?:[:=]|\.{3,})\s*(.*?)\s*,?\s*(?:#.*|\s\(.*\))?$", re.ASCII
+)
+_SECTION = re.compile(r"^\s*\[([\w.]+)\]\s*$")
+# Lines that torchtitan prints, such as `ModelArgs(dim=256, n_layers=8` and `parallelism: pp=1, dp_shard=2`.
+_LOGGED = re.compile(r"(?:\w*Args\(|with parallelism: )((?:\w+=[\w.]+,? ?)+)")
+_MESH = re.compile(r"device mesh with \[([^\]\n]{1,120})\], \[(\d{1,5}(?:, ?\d{1,5})*)\]")
+_CASTS = re.compile(r"\bcast_configs=((?:(?:i|w|go)(?:_g[iw])?:(?:dyn|dis)_(?:ten|axs)_e\dm\d,?){1,6})")
+_SHAPE = re.compile(r"(?:torch\.Size\()?\[(\d{1,7}(?:, ?\d{1,7}){1,2})\]\)?")
+_INLINE = re.compile(
+    r"\b(?:[\w.]*\.)?(?:Float8LinearConfig|from_recipe_name|convert_to_float8_training)\([^()\n]{0,300}\)"
+)
+_MOST = 5_000  # options of a piece
+_DEEPEST = 12  # parents of a line
+_LARGEST = 10**6  # features of a linear
+
+# Sections of torchtitan that change neither what is computed nor how, and what a case has numbers of its own for.
+_NEUTRAL = re.compile(
+    r"(?:job|profiling|metrics|checkpoint|comm|memory_estimation|validation|debug|lr_scheduler|optimizer)\."
+    r"|training\.(?:steps|dataset)|model\.(?:name|hf_assets_path|tokenizer_path)"
+)
+_SETTINGS = {"DISABLED": "dis", "AXISWISE": "axs", "TENSORWISE": "ten"}
+_DTYPES = {"float8_e4m3fn": "e4m3", "e4m3_dtype": "e4m3", "float8_e5m2": "e5m2", "e5m2_dtype": "e5m2"}
+_OWNERS: Mapping[Operand, Operand] = {"i_gw": "i", "w_gi": "w", "go_gw": "go"}  # whose config they have by default
+
+
+class Statement(msgspec.Struct, frozen=True, kw_only=True):
+    """A value of a fact, and the words that say so. `comment`: in an answer, not in the report itself."""
+
+    fact: str
+    value: Value
+    words: str
+    source: Source
+    comment: bool = False
+
+
+class Reading:
+    """What the machine-readable parts of a report say. `outside`: what they ask for and no case has, with the words."""
+
+    def __init__(self, report: Report, day: datetime.date) -> None:
+        self.statements: list[Statement] = []
+        self.outside: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}  # by key, the words of an option that was not understood
+        self._day = day
+        self._casts: dict[str, object] = {}
+        for piece in report.pieces:
+            if not piece.comment:  # what somebody else ran
+                self._read(piece)
+        if self._casts:
+            self._operands(self._casts)
+        self._tokens(report.text)
+
+    def _read(self, piece: Piece) -> None:
+        if piece.kind in ("command", "prose", "trace", "dump"):
+            self._flags(piece)
+        if piece.kind in ("lines", "dump", "toml", "trace"):
+            self._settings(piece)
+        for tree in _trees(piece):
+            self._python(tree)
+        if piece.kind != "python":
+            self._logged(piece.text)
+
+    def _state(self, fact: str, value: Value, words: str, source: Source) -> None:
+        kept = clean_words(value) if isinstance(value, str) else value
+        self.statements.append(Statement(fact=fact, value=kept, words=clean_words(words), source=source))
+
+    def _option(self, key: str, value: object, words: str, source: Source) -> bool:
+        """Read one option. False for one that nobody knows."""
+        outside = asked_by_option(plain_key(key), value)
+        self._refuse(outside, words)
+        found = meaning(key, value, self._day)
+        for fact, read in (found or {}).items():
+            self._state(fact, read, words, source)
+        return found is not None or outside is not None
+
+    def _refuse(self, outside: OutOfScope | None, words: str) -> None:
+        if outside is not None:
+            self.outside.setdefault(outside.name, f"{outside.reason} ({clean_words(words)})")
+
+    # Flags, files and lines
+
+    def _flags(self, piece: Piece) -> None:
+        text = re.sub(r"\\\n\s*", " ", piece.text)
+        if piece.kind == "command":
+            for name, value in _VARIABLE.findall(text)[:_MOST]:
+                last = value.rpartition("/")[2]
+                self._option(name, last, f"{name} {last}", "flag")
+        for found in list(_FLAG.finditer(text))[:_MOST]:
+            key, value = found[1], (found[2] or "").strip("\"'")
+            section, dot, last = key.rpartition(".")
+            if last.startswith(("no-", "no_")):
+                key, value = f"{section}{dot}{last[3:]}", "false"
+            words = found[0].strip()
+            self._known(key, option_value(value) if value else True, words, "flag")
+
+    def _known(self, key: str, value: object, words: str, source: Source) -> None:
+        if not self._option(key, value, words, source) and "." in key and not _NEUTRAL.match(key):
+            self.unknown[key] = words
+
+    def _settings(self, piece: Piece) -> None:
+        try:
+            values = options_of_toml(piece.text) if piece.kind == "toml" else {}
+        except ValueError:
+            values = {}
+        for key, value in list(values.items())[:_MOST]:
+            self._known(key, value, f"{key} = {value}", "config")
+        if not values:
+            for key, value, line in _lines(piece.text):
+                self._option(key, value, line, "config")
+
+    def _logged(self, text: str) -> None:
+        for found in _LOGGED.finditer(text):
+            for key, value in re.findall(r"(\w+)=([\w.]+)", found[1]):
+                self._option(key, value, f"{key}={value}", "config")
+        for names, sizes in _MESH.findall(text):
+            for name, size in zip(re.findall(r"\w+", names), re.findall(r"\d+", sizes), strict=False):
+                if name in (*MESH_AXES, "dp"):
+                    self._state(name, int(size), f"device mesh with [{names}], [{sizes}]", "shape")
+        for found in _CASTS.finditer(text):
+            logged = dict(part.split(":") for part in found[1].strip(",").split(","))
+            own = {name: ("dis",) if cast.startswith("dis") else cast.split("_")[1:] for name, cast in logged.items()}
+            self._all_casts({operand: tuple(own.get(operand, ())) for operand in OPERAND_FIELDS}, found[0])
+
+    def _tokens(self, text: str) -> None:
+        """[batch, sequence, features] next to [batch * sequence, ...] in one line."""
+        for line in text.split("\n")[: 4 * _MOST]:
+            shapes = [tuple(map(int, found.split(","))) for found in _SHAPE.findall(line)[:20]]
+            for batch, length, *rest in (shape for shape in shapes if len(shape) == 3):
+                flat = next((shape for shape in shapes if len(shape) == 2 and shape[0] == batch * length), None)
+                if flat is not None:
+                    whole = [batch, length, *rest]
+                    words = f"shapes {whole} and {list(flat)}: {batch} x {length} = {batch * length}"
+                    self._state("local_batch", batch, f"{words}: batch {batch}", "shape")
+                    self._state("seq_len", length, f"{words}: sequence {length}", "shape")
+                    return
+
+    # Python
+
+    def _python(self, tree: ast.Module) -> None:
+        names = dict(_assignments(tree))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        within = {
+            word.value: f"{word.arg}." for node in calls for word in node.keywords if isinstance(word.value, ast.Call)
+        }
+        for node in sorted(calls, key=lambda call: (call.lineno, call.col_offset))[:_MOST]:
+            self._call(node, names, within.get(node, ""))
+        for each in ast.walk(tree):
+            if isinstance(each, ast.Attribute):
+                self._refuse(asked_by_call(_dotted(each)), _dotted(each))
+
+    def _call(self, node: ast.Call, names: Mapping[str, object], prefix: str) -> None:
+        name = _dotted(node.func)
+        words = " ".join(ast.unparse(node).split())
+        first, arguments = name.rpartition(".")[2], [_value(each, names) for each in node.args]
+        self._refuse(asked_by_call(name), name)
+        known = node.args and (isinstance(node.args[0], ast.Constant) or getattr(node.args[0], "id", "") in names)
+        given = arguments[0] if known else True
+        for key in (f"{name}()", f"{'.'.join(name.split('.')[-2:])}()", f"{first}()"):
+            if self._option(key, given, words[:120], "config"):
+                break
+        if first == "Linear" and len(arguments) >= 2:
+            self._linear(arguments[0], arguments[1], words)
+        for word in node.keywords:
+            value = _value(word.value, names)
+            key = f"{prefix}{word.arg}"
+            if key.startswith("cast_config_"):
+                self._casts[key] = value
+            elif word.arg == ROUNDED:
+                self._casts[ROUNDED] = value
+            elif isinstance(value, bool | int | str | tuple) and (first[:1].isupper() or prefix):
+                self._option(key, value, f"{word.arg}={value}", "config")
+
+    def _linear(self, inputs: object, outputs: object, words: str) -> None:
+        """The features of the first linear of a snippet."""
+        if any(each.fact == "linear" for each in self.statements):
+            return
+        if isinstance(inputs, int) and isinstance(outputs, int) and 1 <= min(inputs, outputs) <= _LARGEST:
+            self._state("linear", f"{inputs}x{outputs}", words, "shape")
+
+    def _operands(self, stated: Mapping[str, object]) -> None:
+        """The configs of operands of `Float8LinearConfig`."""
+        own = {operand: _settings_of(stated, field) for operand, field in OPERAND_FIELDS.items()}
+        told = (f"{key}={str(each).rpartition('.')[2]}" for key, each in stated.items() if key != ROUNDED and each)
+        if any(own.values()):
+            self._all_casts(own, ", ".join(told), rounded=stated.get(ROUNDED) is True)
+
+    def _all_casts(self, own: Mapping[Operand, tuple[str, ...]], words: str, *, rounded: bool = True) -> None:
+        """A cast for every operand; settings that the recipe implies have no spelling in a case."""
+        casts = {operand: own[operand] or own[_OWNERS.get(operand, operand)] for operand in own}
+        rows = any("axs" in settings for settings in casts.values())
+        told = [f"{operand}:{next((each for each in casts[operand] if len(each) == 3), 'ten')}" for operand in casts]
+        told.append(f"go:{next((each for each in casts['go'] if len(each) == 4), 'e5m2')}")
+        self._state("recipe", "rowwise" if rows else "tensorwise", words, "config")
+        self._state("casts", tuple(told), words, "config")
+        if rows and not rounded:
+            self._state(ROUNDED, False, words, "config")
+
+
+def _lines(text: str) -> Iterator[tuple[str, object, str]]:
+    """`key = value`, `key: value` and `key .... value`, below `[section]` or an indented parent."""
+    section, parents = "", [(-1, "")]
+    for line in text.split("\n")[: 4 * _MOST]:
+        header, found = _SECTION.match(line), _LINE.match(line)
+        if header:
+            section, parents = f"{header[1]}.", [(-1, "")]
+        elif found:
+            indent = len(found[1])
+            while parents[-1][0] >= indent:
+                parents.pop()
+            key = f"{parents[-1][1]}{found[2]}"
+            if not found[3] and len(parents) <= _DEEPEST:
+                parents.append((indent, f"{key}."))
+            elif found[3]:
+                yield f"{section}{key}", option_value(found[3].strip("\"'")), line.strip()
+
+
+def _trees(piece: Piece) -> Iterator[ast.Module]:
+    """The Python code of a piece; of prose, the calls of torchao's float8 API that stand in it."""
+    inline = _INLINE.findall(piece.text)[:100] if piece.kind == "prose" else ()
+    for text in (piece.text,) if piece.kind == "python" else inline:
+        tree = python_tree(text)
+        if tree is not None:
+            yield tree
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, object]]:
+    """Names that are given one literal, such as `dim = 1024` or `bs, seq = 32, 512`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target, value = node.targets[0], node.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=False))
+        for name, each in pairs:
+            if isinstance(name, ast.Name) and isinstance(each, ast.Constant):
+                yield name.id, each.value
+
+
+def _value(node: ast.expr, names: Mapping[str, object]) -> object:
+    """A literal, or a name as it is written; None for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return names.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        return _dotted(node)
+    if isinstance(node, ast.List | ast.Tuple):
+        return tuple(_value(each, names) for each in node.elts)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = _value(node.left, names), _value(node.right, names)
+        return left * right if isinstance(left, int) and isinstance(right, int) and left * right < 10**9 else None
+    return None
+
+
+def _dotted(node: ast.expr) -> str:
+    """The dotted name of an expression, as far as it is one."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*parts, node.id] if isinstance(node, ast.Name) else parts))
+
+
+def _settings_of(stated: Mapping[str, object], field: str) -> tuple[str, ...]:
+    """The settings that a CastConfig of this field has: `axs`, `dis`, a dtype."""
+    names = [str(value).rpartition(".")[2] for key, value in stated.items() if key.startswith(f"{field}.")]
+    return tuple((_SETTINGS | _DTYPES)[name] for name in names if name in _SETTINGS | _DTYPES)

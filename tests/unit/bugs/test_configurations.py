@@ -1,0 +1,186 @@
+"""Configurations of other tools become cases; what no case has is told, or refused by its name."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from harness.bugs.importing import Configured, import_configuration
+from harness.bugs.report import read_report
+from harness.errors import HarnessError
+from harness.matrix.caseid import case_id
+
+LLAMA3_8B = """
+[job]
+dump_folder = "./outputs"
+[model]
+name = "llama3"
+flavor = "8B"
+converters = ["quantize.linear.float8"]
+[optimizer]
+lr = 3e-4
+[training]
+local_batch_size = 1
+seq_len = 8192
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+enable_async_tensor_parallel = true
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[compile]
+enable = true
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = true
+precompute_float8_dynamic_scale_for_fsdp = true
+filter_fqns = ["output"]
+"""
+MEGATRON = """torchrun --nproc_per_node 8 pretrain_gpt.py \\
+  --num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --num-query-groups 8 \\
+  --seq-length 4096 --micro-batch-size 2 --tensor-model-parallel-size 4 --sequence-parallel --bf16 \\
+  --recompute-granularity full --make-vocab-size-divisible-by 100 --pipeline-model-parallel-size 1
+"""
+TORCHAO = """
+config = Float8LinearConfig.from_recipe_name("rowwise")
+model = nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024))
+convert_to_float8_training(model, config=config)
+fully_shard(model)
+torch.compile(model)
+"""
+ACCELERATE = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_activation_checkpointing: true
+fp8_config:
+  backend: AO
+  enable_fsdp_float8_all_gather: true
+mixed_precision: fp8
+num_processes: 4
+"""
+
+
+def configured(text: str, ranks: int | None = None, where: str = "job", **axes: object) -> Configured:
+    report = read_report(text.encode(), where=where)
+    return import_configuration(report, axes, today=datetime.date(2026, 11, 24), ranks=ranks)
+
+
+def test_a_file_becomes_a_small_case_with_the_same_traits() -> None:
+    found = configured(LLAMA3_8B, where="8b.toml")
+    name = "target.torchtitan-fsdp2-atp2-nowait-tensorwise-ag.fp8pre-ac.op-graph-kvheads.4-v2048-gb2-b16"
+    assert case_id(found.case) == name
+    notes = " ".join(found.notes)
+    assert "how many FSDP2 ranks? 2" in notes and "4096 made smaller: 128" in notes
+    assert "dump_folder" not in notes and "not understood" not in notes
+
+
+def test_the_ranks_of_the_job_tell_how_many_share_a_parameter() -> None:
+    assert configured(LLAMA3_8B, ranks=8).case.layout.dp_shard == 4
+    found = configured(LLAMA3_8B, ranks=64)
+    assert found.case.world_size <= 8 and any("32 made smaller" in note for note in found.notes)
+    with pytest.raises(HarnessError, match="7 ranks are no multiple"):
+        configured(LLAMA3_8B, ranks=7)
+
+
+def test_axes_replace_what_the_configuration_says() -> None:
+    found = configured(LLAMA3_8B, ranks=8, recipe="rowwise", fp8_all_gather=False, precompute_scale=False, tp=1)
+    assert (found.case.float8.recipe, found.case.float8.fp8_all_gather) == ("rowwise", False)
+    assert (found.case.layout.tp, found.case.layout.dp_shard, found.case.layout.async_tp) == (1, 8, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--parallelism.tensor_parallel_degree 4 --activation_checkpoint.mode none", "fsdp2-tp4-bf16-v2048-gb4-b16"),
+        (
+            "--parallelism.data_parallel_shard_degree=1 --activation_checkpoint.mode=full",
+            "single-bf16-ac.full-v2048-gb2-b16",
+        ),
+        (
+            (
+                "--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise "
+                "--parallelism.data-parallel-shard-degree 2 --activation_checkpoint.selective_ac_option 1"
+            ),
+            "fsdp2-rowwise-head.fp8-ac.layer1-v2048-gb4-b16",
+        ),
+        (
+            (
+                "--model.converters float8 --float8.filter_fqns attention.wk,output,auto_filter_small_kn "
+                "--parallelism.data_parallel_replicate_degree 2 --activation_checkpoint.mode none"
+            ),
+            "hsdp2x2-tensorwise-filter.attention.wk-v2048-b16",
+        ),
+        (
+            (
+                "--parallelism.tensor_parallel_degree 2 --parallelism.disable_loss_parallel --compile.enable "
+                "--activation_checkpoint.mode none"
+            ),
+            "fsdp2-tp2-nowait-nolp-bf16-graph-v2048-gb4-b16",
+        ),
+        (
+            "--parallelism.fsdp_reshard_after_forward never --activation_checkpoint.mode none",
+            "fsdp2-reshard.never-bf16-v2048-gb4-b16",
+        ),
+        (
+            "--training.mixed_precision_param float32 --compile.no-enable --activation_checkpoint.mode none",
+            "fsdp2-bf16-v2048-gb4-f32",
+        ),
+        (
+            (
+                "--training.tensor_parallel_degree 2 --training.data_parallel_degree 2 --training.compile "
+                "--float8.enable_float8_linear --float8.recipe_name all_axiswise "
+                "--training.enable_loss_parallel false --activation_checkpoint.mode none"
+            ),
+            "fsdp2-tp2-nowait-nolp-rowwise-head.fp8-graph-v2048-gb4-b16",
+        ),
+    ],
+)
+def test_flags_of_torchtitan(given: str, expected: str) -> None:
+    assert case_id(configured(given).case) == f"target.torchtitan-{expected}"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "expected"),
+    [
+        (MEGATRON, "run.sh", "fsdp2-tp4-bf16-ac.full-kvheads.4-v2048-vpad100-gb4-b16"),
+        (TORCHAO, "train.py", "fsdp2-rowwise-graph-v2048-gb4-b16"),
+        (ACCELERATE, "fsdp.yaml", "fsdp4-tensorwise-ag.fp8-pad-ac.full-v2048-b16"),
+    ],
+)
+def test_other_tools(text: str, where: str, expected: str) -> None:
+    assert case_id(configured(text, where=where).case) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ("--parallelism.pipeline_parallel_degree 2", "pipeline parallelism"),
+        ("--parallelism.context_parallel_degree 2", "context parallelism"),
+        ("--parallelism.expert_parallel_degree 2", "expert parallelism"),
+        ("--model.name qwen3", "trains its llama3"),
+        ("--model.converters quantize.linear.mx", "MX scaling"),
+        ("--activation_checkpoint.mode memory_budget", "the compiler chooses"),
+        ("--fp8-format hybrid --tensor-model-parallel-size 2", "TransformerEngine"),
+        (
+            "--model.converters float8 --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
+            "only supports tensorwise",
+        ),
+        ("--float8.recipe_name rowwise --float8.recipe_name tensorwise", "which is it"),
+        ("tensor_parallel_degree", "holds no option"),
+        ("--tp", "holds no option"),
+    ],
+)
+def test_what_no_case_has_is_refused_by_name(given: str, what: str) -> None:
+    with pytest.raises(HarnessError, match=what) as raised:
+        configured(given)
+    assert raised.value.fix
+
+
+def test_what_changes_no_number_is_noted() -> None:
+    found = configured("--training.enable_cpu_offload --metrics.log_freq 1 --float8.emulate")
+    assert "--training.enable_cpu_offload: not understood" in found.notes
+    assert any("never emulated" in note for note in found.notes)
+    assert not any("log_freq" in note for note in found.notes)
