@@ -12,7 +12,6 @@ from harness.expect.fusion import executed_scaled_mm_calls
 from harness.matrix import linears
 from harness.matrix.case import Case, Float8, Layout
 from harness.matrix.linears import is_misaligned, parameter_count
-from harness.matrix.spellings import spellings
 from harness.matrix.targets import is_llama
 from harness.performance.cost import speed, tokens_per_device
 from harness.performance.machine import FLOAT8, PEAKS, peak, peak_of_device
@@ -198,16 +197,3 @@ def test_torch_takes_what_is_aligned_and_what_is_padded(case: Case) -> None:
             assert gemm.n % 16 == gemm.executed_k % 16 == 0 and 0 <= gemm.executed_k - gemm.k < 16
         else:
             assert gemm.executed_k == gemm.k
-
-
-def test_named_models_have_the_sizes_that_reports_mean() -> None:
-    known = {model.text: model.axes for model in spellings().model}
-    for name, text in (
-        ("debugmodel", "torchtitan's debugmodel since 2025-06"),
-        ("llama3-8b", "Llama 3 8B"),
-        ("llama3-70b", "Llama 3 70B"),
-        ("llama3-405b", "Llama 3 405B"),
-    ):
-        model = training(MODELS[name]).model
-        sizes = {axis: getattr(model.shape, axis, model.vocab_size) for axis in known[text]}
-        assert sizes == known[text]
