@@ -15,9 +15,9 @@ from harness.errors import HarnessError
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
+    from harness.gate.cases import Goldens
     from harness.gate.gate import Gate
     from harness.gate.reason import Allowance
-    from harness.gate.references import Goldens
     from harness.project import Project
     from harness.result import RunResult
     from harness.running.versions import Versions
@@ -159,13 +159,13 @@ def _allowance(text: str) -> Allowance:
     from harness.gate.reason import Allowance, Kind
 
     kind, _, reason = text.partition("=")
-    kinds = [each.value for each in Kind if each.can_be_allowed]
+    kinds = {each.value: each for each in Kind if each.can_be_allowed}
     if kind not in kinds:
         fix = f"use one of {', '.join(kinds)}; a case that fails is excused in cases/quarantine.toml."
         raise HarnessError(f"'{kind}' is no kind of change that can be allowed.", where="--allow", fix=fix)
     if not any(map(str.isalnum, reason)):
         raise HarnessError("it does not say why.", where=f"--allow {text}", fix=f"write '{kind}=why it is good'.")
-    return Allowance(kind=Kind(kind), reason=reason.strip())
+    return Allowance(kind=kinds[kind], reason=reason.strip())
 
 
 def _goldens(project: Project, candidate: RunResult) -> Goldens:

@@ -8,15 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from harness.errors import HarnessError
-from harness.gate.bf16 import twins
-from harness.gate.counts import changed_counts
-from harness.gate.failures import failures
-from harness.gate.grouping import Group, grouped
-from harness.gate.lost import lost_cases, lost_checks, unfinished
-from harness.gate.moved import moved_numbers
+from harness.gate.cases import (
+    Goldens,
+    changed_goldens,
+    changed_tolerances,
+    failures,
+    lost_cases,
+    lost_checks,
+    other_references,
+    required_cells,
+    unfinished,
+)
+from harness.gate.causes import Group, grouped
+from harness.gate.numbers import changed_counts, moved_numbers, twins
 from harness.gate.reason import Allowance, Kind, Reason
-from harness.gate.references import Goldens, changed_goldens, changed_tolerances, other_references
-from harness.gate.required import required_cells
 from harness.gate.sides import Sides
 from harness.gate.times import Times, changed_speedups, changed_times, times
 from harness.hints import run_cases
@@ -139,19 +144,21 @@ def gate(
 
 
 def _judged(reason: Reason, terms: GatePolicy) -> Reason:
-    """The reason, pardoned where its case is quarantined or its kind is allowed; an expired quarantine is told."""
+    """The reason, waived where its case is quarantined or its kind is allowed; an expired quarantine is a detail."""
+    if reason.kind.topic is not None:
+        reason = msgspec.structs.replace(reason, topics=(reason.kind.topic,))
     if not reason.gates:
         return reason
     allowed = next((each for each in terms.allowed if each.kind is reason.kind), None)
     if allowed is not None:
-        return msgspec.structs.replace(reason, gates=False, pardon=f"allowed: {allowed.reason}")
-    if reason.case is None or reason.kind is Kind.REQUIRED:  # which nothing excuses
+        return msgspec.structs.replace(reason, gates=False, waiver=f"allowed: {allowed.reason}")
+    if reason.case is None or reason.kind is Kind.REQUIRED:  # which nothing waives
         return reason
     entry = quarantine_of(terms.quarantine, parse_case_id(reason.case))
     if entry is None:
         return reason
     if entry.holds(terms.now.date()):
-        return msgspec.structs.replace(reason, gates=False, pardon=entry.text)
+        return msgspec.structs.replace(reason, gates=False, waiver=entry.text)
     return msgspec.structs.replace(reason, details=(entry.expired_text, *reason.details))
 
 

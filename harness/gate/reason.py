@@ -1,15 +1,16 @@
-"""A reason: one thing that is not in a candidate as it was in the baseline, and how much it weighs."""
+"""A reason: one thing that differs between the candidate and the baseline, and how much it weighs."""
 
 from __future__ import annotations
 
 import enum
 import math
+from typing import Self
 
 import msgspec
 
 
 class Topic(enum.Enum):
-    """What moved. The value is the name in reports."""
+    """What moved, in the order of reports. The value is the name in reports."""
 
     VERDICT = "verdict"
     LOSSES = "losses"
@@ -32,31 +33,42 @@ class Topic(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What kind of reason it is, the heaviest first. The value is the name in reports and of `--allow`."""
+    """What kind of reason it is, the heaviest first. The value is the name in reports and of `--allow`.
 
-    NEW_FAILURE = "new-failure"
-    OTHER_FAILURE = "other-failure"
-    REQUIRED = "required"
-    KNOWN_FAULT = "known-fault"
-    UNEXPECTED_PASS = "unexpected-pass"
-    INTERRUPTED = "interrupted"
-    LOST_COVERAGE = "lost-coverage"
-    LOST_CHECK = "lost-check"
-    GOLDEN = "golden"
-    TOLERANCE = "tolerance"
-    REFERENCES = "references"
-    MATMULS = "matmuls"
-    WIRE = "wire"
-    SAVED_BYTES = "saved-bytes"
-    FUSED = "fused"
-    STILL_FAILING = "still-failing"
-    FP8_MOVED = "fp8-moved"
-    MOVED = "moved"
-    BF16_MOVED = "bf16-moved"
-    TIMES = "times"
-    EXPLAINED = "explained"
-    FAULT_GONE = "fault-gone"
-    FIXED = "fixed"
+    `phrase` follows the number of such reasons; `topic` is what moved, None where each reason says it.
+    """
+
+    NEW_FAILURE = "new-failure", "fails, and did not in the baseline", Topic.VERDICT
+    OTHER_FAILURE = "other-failure", "fails differently", Topic.VERDICT
+    REQUIRED = "required", "required case missing", None
+    KNOWN_FAULT = "known-fault", "new known fault", Topic.VERDICT
+    UNEXPECTED_PASS = "unexpected-pass", "passed although a fault is recorded", Topic.VERDICT
+    INTERRUPTED = "interrupted", "run did not end", Topic.COVERAGE
+    LOST_COVERAGE = "lost-coverage", "case was lost", Topic.COVERAGE
+    LOST_CHECK = "lost-check", "check no longer runs", Topic.CHECKS
+    GOLDEN = "golden", "golden changed", Topic.REFERENCES
+    TOLERANCE = "tolerance", "tolerance changed", Topic.REFERENCES
+    REFERENCES = "references", "golden or tolerance now comes from the run itself", Topic.REFERENCES
+    MATMULS = "matmuls", "number of matmuls changed", Topic.MATMULS
+    WIRE = "wire", "wire bytes or calls changed", Topic.TRAFFIC
+    SAVED_BYTES = "saved-bytes", "saved bytes changed", Topic.MEMORY
+    FUSED = "fused", "fused operators changed", Topic.FUSION
+    STILL_FAILING = "still-failing", "failed before and still fails", Topic.VERDICT
+    FP8_MOVED = "fp8-moved", "FP8 numbers moved, BF16 did not", None
+    MOVED = "moved", "numbers moved, no BF16 to tell why", None
+    BF16_MOVED = "bf16-moved", "numbers moved, in BF16 too", None
+    TIMES = "times", "times changed", Topic.TIMES
+    EXPLAINED = "explained", "failed before, now a known fault", Topic.VERDICT
+    FAULT_GONE = "fault-gone", "known fault is gone", Topic.VERDICT
+    FIXED = "fixed", "failed before, now good", Topic.VERDICT
+
+    phrase: str
+    topic: Topic | None
+
+    def __new__(cls, value: str, phrase: str, topic: Topic | None) -> Self:
+        made = object.__new__(cls)
+        made._value_, made.phrase, made.topic = value, phrase, topic
+        return made
 
     @property
     def weight(self) -> int:
@@ -65,44 +77,12 @@ class Kind(enum.Enum):
 
     @property
     def can_be_allowed(self) -> bool:
-        """False for what is excused case by case, by a record or a quarantine, or must be shown."""
+        """False for what is waived case by case, by a record or a quarantine, or is required."""
         return self not in (Kind.NEW_FAILURE, Kind.OTHER_FAILURE, Kind.REQUIRED, Kind.INTERRUPTED, Kind.STILL_FAILING)
-
-    @property
-    def phrase(self) -> str:
-        """What such reasons say together, after their number."""
-        return _PHRASES[self]
-
-
-_PHRASES = {
-    Kind.NEW_FAILURE: "fails, and did not in the baseline",
-    Kind.OTHER_FAILURE: "fails otherwise than before",
-    Kind.REQUIRED: "required, and not shown",
-    Kind.KNOWN_FAULT: "new known fault",
-    Kind.UNEXPECTED_PASS: "passed although a fault is recorded",
-    Kind.INTERRUPTED: "run did not end",
-    Kind.LOST_COVERAGE: "case was lost",
-    Kind.LOST_CHECK: "check is judged no more",
-    Kind.GOLDEN: "golden changed",
-    Kind.TOLERANCE: "tolerance changed",
-    Kind.REFERENCES: "golden or tolerance is made by the run now",
-    Kind.MATMULS: "number of matmuls changed",
-    Kind.WIRE: "wire bytes or calls changed",
-    Kind.SAVED_BYTES: "saved bytes changed",
-    Kind.FUSED: "fused operators changed",
-    Kind.STILL_FAILING: "failed before and still fails",
-    Kind.FP8_MOVED: "FP8 numbers moved, BF16 did not",
-    Kind.MOVED: "numbers moved, no BF16 to tell why",
-    Kind.BF16_MOVED: "numbers moved, of BF16 too",
-    Kind.TIMES: "times changed",
-    Kind.EXPLAINED: "failed before, and is a known fault",
-    Kind.FAULT_GONE: "known fault is gone",
-    Kind.FIXED: "failed before, and is good",
-}
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
-    """One reason. `gates`: with it the answer is NO-GO. `pardon` says why one does not that otherwise would."""
+    """One reason. `gates`: with it the answer is NO-GO. `waiver`: why it does not gate although it would."""
 
     kind: Kind
     case: str | None = None  # id; None: of the whole run
@@ -113,10 +93,10 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     size: float = 0.0  # how large it is among those of its kind
     command: str = ""  # reproduces it
     details: tuple[str, ...] = ()
-    signature: str = ""  # of the failure: equal ones are told once
+    signature: str = ""  # of the failure: reports show equal ones once
     topics: tuple[Topic, ...] = ()  # what moved
     faults: tuple[str, ...] = ()  # the recorded faults that it is about
-    pardon: str = ""
+    waiver: str = ""
 
     @property
     def order(self) -> tuple[bool, int, float, str]:

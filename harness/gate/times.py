@@ -13,7 +13,7 @@ from statistics import NormalDist, median
 
 import msgspec
 
-from harness.gate.reason import Kind, Reason, Topic
+from harness.gate.reason import Kind, Reason
 from harness.gate.sides import Sides
 from harness.plural import counted
 
@@ -79,7 +79,7 @@ def changed_times(found: Times | None, *, gates: bool) -> Iterable[Reason]:
             candidate=f"{found.ratio:.3g}",
             gates=gates and found.ratio > 1,
             size=abs(math.log(found.ratio)),
-            details=("one run of each: load on the machine looks the same; run both again, in turns",),
+            details=("one run of each: load on the machine looks the same; run both again, alternately",),
         )
 
 
@@ -98,11 +98,10 @@ def changed_speedups(sides: Sides) -> Iterable[Reason]:
         yield Reason(
             kind=Kind.TIMES,
             case=pair.id,
-            what=f"times as fast as BF16: {before.ratio:.3g} -> {after.ratio:.3g}, with intervals that lie apart",
+            what=f"times as fast as BF16: {before.ratio:.3g} -> {after.ratio:.3g}, confidence intervals do not overlap",
             baseline=f"{before.low:.3g} to {before.high:.3g}",
             candidate=f"{after.low:.3g} to {after.high:.3g}",
             gates=after.ratio < before.ratio,
-            topics=(Topic.TIMES,),
             size=abs(math.log(after.ratio / before.ratio)),
         )
 

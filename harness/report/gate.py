@@ -102,9 +102,9 @@ def _kinds(title: str, reasons: Sequence[Reason], width: int) -> str:
     lines = []
     for kind, group in groupby(reasons, key=lambda reason: reason.kind):
         same = list(group)
-        pardoned = sum(bool(reason.pardon) for reason in same)
-        excused = f" ({pardoned} of them excused)" if pardoned else ""
-        lines.append(_wrapped(f"{len(same):>4}x {kind.phrase}{excused} [{kind.value}]", width, "", "      "))
+        waived = sum(bool(reason.waiver) for reason in same)
+        note = f" ({waived} of them waived)" if waived else ""
+        lines.append(_wrapped(f"{len(same):>4}x {kind.phrase}{note} [{kind.value}]", width, "", "      "))
     return "\n".join([title, *lines])
 
 
@@ -135,7 +135,7 @@ def _reason(reason: Reason, width: int) -> Iterator[str]:
     yield f"  {reason.case or 'the run'}{values}"
     hidden = len(reason.details) - SHOWN_DETAILS
     more = f"and {hidden} more of this kind" if hidden > 0 else ""
-    for line in (reason.pardon, reason.what, *reason.details[:SHOWN_DETAILS], more):
+    for line in (reason.waiver, reason.what, *reason.details[:SHOWN_DETAILS], more):
         if line:
             yield _wrapped(line, width, "    ", "      ")
     if reason.command and reason.gates:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.gate.causes import Group, Origin
 from harness.gate.gate import Gate
-from harness.gate.grouping import Group, Origin
 from harness.gate.reason import Topic
 from harness.plural import counted
 from harness.report.sections import printable, wrapped

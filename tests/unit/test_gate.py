@@ -141,7 +141,7 @@ def test_an_interrupted_candidate_gates() -> None:
 def test_a_check_that_judges_no_more_gates_with_its_reason() -> None:
     lost = NotJudged(check="parity", reason="not verified with torchao 0.19", unverified=True)
     reason = only(held([result()], [result(checks=("finite", "loss_vs_golden"), not_judged=(lost,))]))
-    assert (reason.kind, reason.what, reason.gates) == (Kind.LOST_CHECK, "not judged any more: parity", True)
+    assert (reason.kind, reason.what, reason.gates) == (Kind.LOST_CHECK, "no longer judged: parity", True)
     assert reason.details == ("parity: not verified with torchao 0.19",)
     refused = result(checks=("alignment",), expectation="output_alignment", measured=None)
     assert "must be refused now (output_alignment)" in only(held([result()], [refused])).what
@@ -243,7 +243,7 @@ def test_counts_are_exact_on_any_cpu(changes: Mapping[str, Any], kind: Kind, wha
         assert (reason.kind, reason.what, reason.gates) == (kind, what, True)
     allowed = replace(TERMS, allowed=(Allowance(kind=kind, reason="reviewed"),))
     found = gate(before, after, allowed)
-    assert found.go and only(found).pardon == "allowed: reviewed"
+    assert found.go and only(found).waiver == "allowed: reviewed"
     gpu = with_facts(after, environment=Environment(device="NVIDIA H200"))
     assert gate(before, gpu, TERMS).go, "other devices count other things"
 
@@ -263,7 +263,7 @@ def test_numbers_that_moved_are_named_and_gate_beyond_the_tolerance() -> None:
     found = held([result()], [moved(CASE, casts=casts, digests=digests)])
     reason = only(found)
     assert found.go and reason.kind is Kind.MOVED
-    assert reason.what == "loss by up to 0.001 nats, 0.1 of what is allowed, from step 2 on"
+    assert reason.what == "loss by up to 0.001 nats, 0.1 of the tolerance, from step 2 on"
     assert reason.details[:3] == (
         "gradient norm, step 2: 0.9 -> 0.91",
         f"1 of 2 casts; first scale_min of {WQ} input, step 2: 224 -> 200",
@@ -289,7 +289,7 @@ def test_another_kind_of_cpu_is_compared_by_tolerance_alone() -> None:
         changed = environment_of(after, **{name: value})
         assert len(gate(before, with_facts(after, environment=changed), TERMS).inexact) == 1, name
     far = gate(before, make_results(moved(CASE, 0.02), environment=other), TERMS)
-    assert (far.go, only(far).what) == (False, "loss by up to 0.02 nats, 2 of what is allowed, from step 2 on")
+    assert (far.go, only(far).what) == (False, "loss by up to 0.02 nats, 2 of the tolerance, from step 2 on")
     assert gate(with_facts(before, environment=None), after, TERMS).inexact == ("a run does not say where it was made",)
 
 
@@ -336,7 +336,7 @@ QUARANTINE = Quarantine(id=CASE, owner="ana", reason="flaky", expires=datetime.d
 def test_quarantine_excuses_up_to_its_day() -> None:
     terms = replace(TERMS, quarantine=(QUARANTINE,))
     found = held([result()], [failed()], terms)
-    assert found.go and only(found).pardon == "quarantined until 2026-11-22 by ana: flaky"
+    assert found.go and only(found).waiver == "quarantined until 2026-11-22 by ana: flaky"
     over = held([result()], [failed()], replace(terms, now=NOW + datetime.timedelta(days=1)))
     assert not over.go and only(over).details[0] == "the quarantine by ana expired on 2026-11-22: flaky"
     assert not held([result(OTHER)], [failed(OTHER)], terms).go
@@ -349,8 +349,8 @@ def test_the_heaviest_reason_is_first() -> None:
     after = [moved(OTHER), result(CASE, measured=replace(GOOD, saved_bytes=1)), failed(TWIN)]
     kinds = [reason.kind for reason in held(before, after).reasons]
     assert kinds == [Kind.NEW_FAILURE, Kind.SAVED_BYTES, Kind.MOVED]
-    pardoned = held(before, after, replace(TERMS, quarantine=(replace(QUARANTINE, id=TWIN),)))
-    assert [reason.kind for reason in pardoned.reasons] == [Kind.SAVED_BYTES, Kind.NEW_FAILURE, Kind.MOVED]
+    waived = held(before, after, replace(TERMS, quarantine=(replace(QUARANTINE, id=TWIN),)))
+    assert [reason.kind for reason in waived.reasons] == [Kind.SAVED_BYTES, Kind.NEW_FAILURE, Kind.MOVED]
 
 
 def test_notes_say_what_was_not_compared() -> None:

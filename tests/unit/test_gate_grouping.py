@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from harness.checks.failure_signature import signature_of
 from harness.environment import Environment
+from harness.gate.causes import Group, Origin
 from harness.gate.gate import Gate, gate
-from harness.gate.grouping import Group, Origin
 from harness.gate.reason import Kind, Topic
 from harness.jsonform import to_json
 from harness.matrix.known import KnownFault, Symptom

@@ -81,6 +81,6 @@ def test_json_has_every_reason() -> None:
     plain = json.loads(to_json(found))
     assert (plain["go"], plain["schema"], len(plain["reasons"])) == (False, 1, 40)
     assert plain["reasons"][0]["kind"] == "new-failure" and plain["reasons"][0]["gates"] is True
-    pardoned = replace(found.reasons[0], gates=False, pardon="quarantined until 2027-03-01 by ana: flaky")
-    text = gate_text(replace(found, reasons=(pardoned,), go=True), width=80)
-    assert "(1 of them excused)" in text and "    quarantined until 2027-03-01 by ana: flaky\n" in text
+    waived = replace(found.reasons[0], gates=False, waiver="quarantined until 2027-03-01 by ana: flaky")
+    text = gate_text(replace(found, reasons=(waived,), go=True), width=80)
+    assert "(1 of them waived)" in text and "    quarantined until 2027-03-01 by ana: flaky\n" in text

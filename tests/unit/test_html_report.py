@@ -276,7 +276,7 @@ def test_the_front_of_a_gate_has_every_reason_in_order() -> None:
 
 def test_what_does_not_gate_is_folded() -> None:
     found, after = a_gate()
-    reasons = tuple(replace(reason, gates=False, pardon="allowed: why") for reason in found.reasons)
+    reasons = tuple(replace(reason, gates=False, waiver="allowed: why") for reason in found.reasons)
     front = gate_front(replace(found, go=True, reasons=reasons), after)
     assert front.section is not None and front.state == "GO" and front.good
     groups = [group for group in of_kind(Section, front.section) if not group.title.startswith("moved, ")]

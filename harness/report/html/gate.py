@@ -71,7 +71,7 @@ def _entry(reason: Reason, ids: Collection[str]) -> Entry:
     return Entry(
         title=title,
         case=name if is_known else "",
-        lines=tuple(filter(None, (reason.pardon, reason.what, *reason.details))),
+        lines=tuple(filter(None, (reason.waiver, reason.what, *reason.details))),
         command=reason.command,
     )
 

@@ -1,24 +1,28 @@
-"""What moved between two sides, by its origin: a change of torch with a name, our own side, or nothing that has a name.
+"""What moved between two sides, by its origin: a named change of torch, our own side, or nothing on record.
 
-A group is all reasons with one cause. Everything is decided by kinds, verdicts, formulas and records, never by text.
+A group is all reasons with one cause. Kinds, verdicts, formulas and records decide, never text. Whether a case depends
+on a named change follows from its formulas: they say something else with it than without it.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from harness.expect.upstream import UpstreamChange
+from harness.expect.expectations import CASTS, SAVED_MEMORY, TRAFFIC, Expectations
+from harness.expect.upstream import UpstreamChange, changes_in
 from harness.gate.reason import Kind, Reason, Topic
 from harness.gate.sides import Pair, Sides
-from harness.gate.upstream import Upstream
 from harness.hints import bisect_versions
+from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.known import PACKAGES, KnownFault
+from harness.matrix.known import PACKAGES, KnownFault, matching
+from harness.matrix.selector import parse_selector
 from harness.result import CaseResult
+from harness.running.versions import is_version
 from harness.verdict import Verdict
 
 
@@ -36,9 +40,9 @@ class Origin(enum.Enum):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasons with one cause. `example` is a case that ends otherwise, if there is one, and the cheapest of these.
+    """Reasons with one cause. `example` is a case that ends differently, if there is one, and the cheapest of these.
 
-    What follows is of it.
+    What follows is about it.
     """
 
     origin: Origin
@@ -59,7 +63,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group is told apart by."""
+    """What distinguishes a group."""
 
     origin: Origin
     name: str
@@ -75,7 +79,7 @@ def grouped(
 
     `faults`: those on record, of all versions. `words` are options that a bisection needs besides its versions.
     """
-    upstream = Upstream(sides, faults)
+    upstream = _Upstream(sides, faults)
     by_cause: dict[_Cause, list[Reason]] = {}
     by_case: dict[str, list[Reason]] = {}
     for reason in reasons:
@@ -100,10 +104,72 @@ _OF_FORMULAS = {Topic.TRAFFIC: "traffic", Topic.MEMORY: "saved memory", Topic.CA
 _NUMBERS = (Kind.FP8_MOVED, Kind.BF16_MOVED, Kind.MOVED)
 
 
+class _Upstream:
+    """What is named and different between the packages of two sides."""
+
+    def __init__(self, sides: Sides, faults: Sequence[KnownFault]) -> None:
+        before, after = (_versions(each.packages) for each in sides.environments)
+        self._packages = after
+        self._before, self._after = changes_in(before), changes_in(after)
+        self._differing = sorted(self._before ^ self._after, key=lambda change: change.name)
+        known = bool(before and after)
+        self._faults = [fault for fault in faults if known and fault.affects(before) != fault.affects(after)]
+
+    def explaining(self, case: Case, formulas: frozenset[str]) -> UpstreamChange | None:
+        """The named change because of which all of these formulas, or their limits, let the case move."""
+        return next((each for each in self._differing if formulas <= self._moved(case, each)), None)
+
+    def rounding(self, case: Case) -> UpstreamChange | None:
+        """The named change because of which the ranks of this case round differently."""
+        return next(
+            (each for each in self._differing if each.rounds and parse_selector(each.rounds).matches(case)), None
+        )
+
+    def side_of(self, named: UpstreamChange | KnownFault) -> Literal["baseline", "candidate"]:
+        """Which of the two sides has it."""
+        on_candidate = named in self._after if isinstance(named, UpstreamChange) else named.affects(self._packages)
+        return "candidate" if on_candidate else "baseline"
+
+    def faults(self, case: Case) -> tuple[KnownFault, ...]:
+        """The recorded faults that the case has with one side only."""
+        return matching(self._faults, case)
+
+    def _moved(self, case: Case, change: UpstreamChange) -> frozenset[str]:
+        """The formulas that this one change makes different, beside the changes that both sides have."""
+        both = self._before & self._after
+        without, with_it = Expectations(case, changes=both), Expectations(case, changes=both | {change})
+        found = frozenset(
+            name for name in change.formulas if list(_claims(name, without)) != list(_claims(name, with_it))
+        )
+        return found | frozenset(change.within_limits if found else ())
+
+
+def _versions(packages: Mapping[str, str]) -> Mapping[str, str]:
+    """Those that are versions: a document may be of any program."""
+    return {name: version for name, version in packages.items() if is_version(version)}
+
+
+def _claims(formula: str, expect: Expectations) -> Iterator[object]:
+    """What a formula says of the case, of every rank; nothing where it does not apply."""
+    case = expect.case
+    if not expect.has_formulas or expect.refusal is not None:
+        return
+    if formula == CASTS:
+        yield expect.compiled_casts
+    for rank in range(case.world_size):
+        for step in (1, 2):  # every later step is like the second
+            if formula == TRAFFIC:
+                yield expect.transfers(step=step, rank=rank)
+            elif formula == SAVED_MEMORY and expect.saves_exactly:
+                yield expect.saved_bytes(step=step, rank=rank)
+            elif formula == SAVED_MEMORY:
+                yield expect.saved_limits(step=step, rank=rank)
+
+
 class _Attribution:
     """Finds the causes of what moved in one case."""
 
-    def __init__(self, upstream: Upstream, case_id: str, after: CaseResult | None) -> None:
+    def __init__(self, upstream: _Upstream, case_id: str, after: CaseResult | None) -> None:
         self._case, self._upstream, self._after = parse_case_id(case_id), upstream, after
 
     def cause(self, reason: Reason) -> _Cause:
@@ -121,7 +187,7 @@ class _Attribution:
         return _Cause(origin=Origin.UNEXPLAINED, name=reason.kind.value, what=reason.kind.phrase)
 
     def _change(self, reason: Reason) -> UpstreamChange | None:
-        """The named change that accounts for all that moved: by formulas, or because ranks round otherwise."""
+        """The named change that accounts for all that moved: by formulas, or because ranks round differently."""
         formulas = frozenset(_OF_FORMULAS.get(topic, "") for topic in reason.topics)
         found = self._upstream.explaining(self._case, formulas)
         return self._upstream.rounding(self._case) if found is None and reason.kind in _NUMBERS else found

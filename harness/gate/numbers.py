@@ -1,0 +1,258 @@
+"""Gate reasons: numbers that changed although every check passed, and whether BF16 changed too.
+
+Counts (matmuls, collectives, saved bytes, fused operators) are equal on any machine. On CPUs of one kind all other
+numbers are too, so any change is named; elsewhere only a loss that moved by more than its tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
+
+from harness.checks.mismatch import same_number, same_numbers
+from harness.checks.movement import DIGESTS, FLUSHED, GRADIENT_NORMS, LOSSES, moved
+from harness.gate.reason import Kind, Reason, Topic
+from harness.gate.sides import Pair, Sides
+from harness.matrix.case import Case, Float8
+from harness.matrix.caseid import case_id, parse_case_id, twin_case
+from harness.measured import CastRange, Curve, Measured
+from harness.plural import counted
+from harness.result import CaseResult
+
+# Counts
+
+
+def changed_counts(sides: Sides) -> Iterable[Reason]:
+    """A reason for every case and kind of count that is not that of the baseline, to the last byte."""
+    for pair in sides.compared if sides.same_device else ():
+        before, after = pair.baseline.measured, pair.candidate.measured
+        if before is None or after is None:
+            continue
+        if not before.flops:  # not recorded
+            after = replace(after, flops={})
+        for (kind, old), (_, new) in zip(_counts(before), _counts(after), strict=True):
+            names = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
+            if names:
+                yield _changed_count(kind, pair, names, old, new)
+
+
+def _counts(found: Measured) -> tuple[tuple[Kind, Mapping[str, int]], ...]:
+    """The numbers of every kind, by name."""
+    wire = {
+        f"{unit} of {name}": value
+        for name, sent in found.wire.items()
+        for unit, value in (("bytes", sent.payload_bytes), ("calls", sent.calls))
+    }
+    matmuls = {
+        **({} if found.scaled_mm_calls is None else {"scaled_mm calls": found.scaled_mm_calls}),
+        **{f"FLOPs of {name}": multiplied.flops for name, multiplied in found.flops.items()},
+        **{f"calls of {name}": multiplied.calls for name, multiplied in found.flops.items()},
+    }
+    saved = {} if found.saved_bytes is None else {"bytes saved for backward": found.saved_bytes}
+    return (Kind.MATMULS, matmuls), (Kind.WIRE, wire), (Kind.SAVED_BYTES, saved), (Kind.FUSED, found.fused)
+
+
+def _changed_count(kind: Kind, pair: Pair, names: list[str], old: Mapping[str, int], new: Mapping[str, int]) -> Reason:
+    """The number that changed most, relative to the baseline; the others are details."""
+
+    def relative(name: str) -> float:
+        before, after = old.get(name), new.get(name)
+        return abs(after - before) / before if before and after is not None else 1.0
+
+    def shown(counts: Mapping[str, int], name: str) -> str:
+        return f"{counts[name]:,}" if name in counts else "none"
+
+    largest = max(names, key=relative)
+    texts = {name: f"{name}: {shown(old, name)} -> {shown(new, name)}" for name in names}
+    return Reason(
+        kind=kind,
+        case=pair.id,
+        what=texts.pop(largest),
+        baseline=shown(old, largest),
+        candidate=shown(new, largest),
+        size=relative(largest),
+        command=pair.candidate.command,
+        details=tuple(texts.values()),
+    )
+
+
+# Numbers that moved
+
+
+def moved_numbers(sides: Sides) -> Iterable[Reason]:
+    """A reason for every case whose numbers moved. It gates where a loss moved by more than its tolerance."""
+    exact = not sides.inexact_reasons
+    found = {pair.id: texts for pair in sides.compared if (texts := _movements(pair, exact=exact))}
+    for name, texts in found.items():
+        pair = sides.pairs[name]
+        share = _loss_share(pair)
+        kind, why = _whose_change(pair, sides, found)
+        yield Reason(
+            kind=kind,
+            case=name,
+            what=texts[0],
+            baseline=_last_loss(pair.baseline.measured),
+            candidate=_last_loss(pair.candidate.measured),
+            gates=share > 1,
+            size=share,
+            command=pair.candidate.command,
+            topics=_topics(pair, exact=exact),
+            details=(*texts[1:], why),
+        )
+
+
+def _movements(pair: Pair, *, exact: bool) -> list[str]:
+    """What moved, the loss first, then the first cast and the digests; empty where nothing did."""
+    before, after = pair.baseline.measured, pair.candidate.measured
+    if before is None or after is None:
+        return []
+    share = _loss_share(pair)
+    if not exact:
+        return [_loss_text(before, after, share)] if share > 1 else []
+    names = moved(before, after)
+    digests = [name for name in DIGESTS if name in names]
+    return [
+        *([_loss_text(before, after, share)] if LOSSES in names else []),
+        *([_norm_text(before.curves["case"], after.curves["case"])] if GRADIENT_NORMS in names else []),
+        *_cast_texts(before.casts, after.casts),
+        *([f"other bits in {', '.join(digests)}"] if digests else []),
+    ]
+
+
+_TOPICS = {
+    LOSSES: Topic.LOSSES,
+    GRADIENT_NORMS: Topic.GRADIENTS,
+    "gradients": Topic.GRADIENTS,
+    "parameters": Topic.GRADIENTS,
+    "casts": Topic.CASTS,
+    FLUSHED: Topic.CASTS,
+    "matmuls": Topic.OPERANDS,
+}
+
+
+def _topics(pair: Pair, *, exact: bool) -> tuple[Topic, ...]:
+    """What moved of the numbers; where bits may differ, only the loss is compared."""
+    if not exact:
+        return (Topic.LOSSES,)
+    before, after = pair.baseline.measured, pair.candidate.measured
+    casts = bool(before and after and _cast_texts(before.casts, after.casts))
+    found = {_TOPICS[name] for name in moved(before, after) if name in _TOPICS} | ({Topic.CASTS} if casts else set())
+    return tuple(sorted(found, key=lambda topic: topic.place))
+
+
+def _loss_share(pair: Pair) -> float:
+    """The largest change of a loss as a share of what the candidate is allowed in that step; infinite for NaN.
+
+    Where no tolerance was recorded: the change in nats, and never more than 1.
+    """
+    before, after = pair.baseline.measured, pair.candidate.measured
+    if before is None or after is None or not {"case"} <= before.curves.keys() & after.curves.keys():
+        return 0.0
+    steps = zip(before.curves["case"].losses, after.curves["case"].losses, strict=False)
+    changes = [0.0 if same_number(old, new) else abs(new - old) for old, new in steps]
+    if any(map(math.isnan, changes)):
+        return math.inf
+    if len(after.allowed_loss) < len(changes):
+        return min(max(changes, default=0.0), 1.0)
+    allowed = zip(changes, after.allowed_loss, strict=False)
+    return max((change / most if most > 0 else math.inf for change, most in allowed if change), default=0.0)
+
+
+def _first_change(old: tuple[float, ...], new: tuple[float, ...]) -> int:
+    """The first step (1-based) with another value, or that only one has."""
+    pairs = zip(old, new, strict=False)
+    shorter = min(len(old), len(new))
+    return next((step for step, each in enumerate(pairs, 1) if not same_number(*each)), shorter + 1)
+
+
+def _loss_text(before: Measured, after: Measured, share: float) -> str:
+    old, new = before.curves["case"].losses, after.curves["case"].losses
+    largest = max((abs(b - a) for a, b in zip(old, new, strict=False)), default=0.0)
+    allowed = f", {share:.2g} of the tolerance" if after.allowed_loss else ""
+    return f"loss by up to {largest:.2g} nats{allowed}, from step {_first_change(old, new)} on"
+
+
+def _norm_text(old: Curve, new: Curve) -> str:
+    step = _first_change(old.grad_norms, new.grad_norms)
+    before, after = (norms[step - 1] if step <= len(norms) else None for norms in (old.grad_norms, new.grad_norms))
+    return f"gradient norm, step {step}: {_change(before, after)}"
+
+
+def _change(before: float | None, after: float | None) -> str:
+    """Both numbers with as many digits as distinguish them."""
+    for digits in (6, 9, 12, 17):
+        shown = ["none" if each is None else f"{each:.{digits}g}" for each in (before, after)]
+        if shown[0] != shown[1]:
+            break
+    return " -> ".join(shown)
+
+
+def _cast_texts(before: tuple[CastRange, ...], after: tuple[CastRange, ...]) -> list[str]:
+    """The first cast in time of which a number moved, and how many did."""
+    old = {(cast.step, cast.fqn, cast.role): cast for cast in before}
+    others = []
+    for cast in after:
+        was = old.get((cast.step, cast.fqn, cast.role))
+        if was is None:
+            continue
+        ranges = ("amax", "scale_min", "scale_max", "saturated", "flushed")
+        names = [name for name in ranges if not same_number(getattr(was, name), getattr(cast, name))]
+        if names:
+            others.append((was, cast, names[0]))
+    only = len({(cast.step, cast.fqn, cast.role) for cast in after} ^ old.keys())
+    texts = [f"casts that only one run has: {only}"] if only else []
+    if others:
+        was, cast, name = min(others, key=lambda each: each[1].step)
+        change = _change(getattr(was, name), getattr(cast, name))
+        texts.append(
+            f"{len(others)} of {len(after)} casts; first {name} of {cast.fqn} {cast.role}, step {cast.step}: {change}"
+        )
+    return texts
+
+
+def _last_loss(found: Measured | None) -> str:
+    curve = None if found is None else found.curves.get("case")
+    return f"loss {curve.losses[-1]!r}" if curve is not None and curve.losses else ""
+
+
+# Whether BF16 moved, which distinguishes a change of the environment from a change of FP8
+
+
+def _whose_change(pair: Pair, sides: Sides, moved_cases: Iterable[str]) -> tuple[Kind, str]:
+    """Whose change it is, from the nearest BF16 run that both sides have: the twin, its curve, or a reference."""
+    case = parse_case_id(pair.id)
+    if not case.float8.enabled:
+        return Kind.BF16_MOVED, "the case is BF16 itself: the environment changed"
+    others = [each.id for each in sides.compared if not parse_case_id(each.id).float8.enabled]
+    twin = next((name for name in twins(case) if name in others), None)
+    if twin is not None:
+        return _told_by(f"its BF16 twin {twin}", moved=twin in moved_cases)
+    for name, text in (("twin", "the BF16 twin that was run here"), ("golden", "the BF16 reference")):
+        before, after = _bf16_curve(pair.baseline, name), _bf16_curve(pair.candidate, name)
+        if before is not None and after is not None:
+            return _told_by(text, moved=not same_numbers(before, after))
+    if not others:
+        return Kind.MOVED, "no BF16 case is in both runs: FP8 or the environment may have changed"
+    count = sum(name in moved_cases for name in others)
+    return Kind.MOVED, f"no BF16 twin is in both runs; of {counted(len(others), 'other BF16 case')} {count} moved"
+
+
+def twins(case: Case) -> tuple[str, ...]:
+    """The ids of the BF16 twins of a case, the nearest first: in its own dtype, and in bfloat16."""
+    return case_id(replace(case, float8=Float8())), case_id(twin_case(case))
+
+
+def _told_by(bf16: str, *, moved: bool) -> tuple[Kind, str]:
+    if moved:
+        return Kind.BF16_MOVED, f"{bf16} moved too: the environment changed"
+    return Kind.FP8_MOVED, f"{bf16} did not move: FP8 changed"
+
+
+def _bf16_curve(case: CaseResult, name: str) -> tuple[float, ...] | None:
+    """The losses of a BF16 run of this very run; a stored golden is none."""
+    if name == "golden":
+        return case.golden_losses if case.golden == "run here" else None
+    curve = None if case.measured is None else case.measured.curves.get(name)
+    return None if curve is None else curve.losses
