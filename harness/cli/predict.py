@@ -6,7 +6,7 @@ The first three are arithmetic and run nothing, but where their options say so. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from harness.cli.options import (
     write_json,
     write_output,
 )
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.matrix.case import Case
 from harness.verdict import ExitCode
@@ -33,6 +34,7 @@ from harness.verdict import ExitCode
 if TYPE_CHECKING:
     from harness.matrix.known import KnownFault
     from harness.performance.machine import Machine
+    from harness.report.sections import Section
     from harness.result import RunResult
     from harness.running.plan import Plan
     from harness.studies.simulation import Verification
@@ -142,9 +144,9 @@ def cost_command(  # noqa: PLR0913  one parameter an option
     root: str | None,
 ) -> int:
     """Show FLOPs, casts, communicated and saved bytes of one step, by formula or measured, and MFU of a speed."""
-    from harness.performance.cost import metrics, speed
+    from harness.performance.cost import CostReport, metrics, run_report, speed
     from harness.performance.machine import peak
-    from harness.report.metrics import MetricsReport, metrics_text, run_report
+    from harness.report.predict import cost_sections
 
     if run_it and tokens_per_s is not None:
         raise HarnessError("--run measures the speed.", where="--tokens-per-s", fix="drop one of them.")
@@ -155,8 +157,8 @@ def cost_command(  # noqa: PLR0913  one parameter an option
     else:
         device = None if machine is None else peak(machine)
         found = None if tokens_per_s is None else speed(case, tokens_per_s, device)
-        report = MetricsReport(formula=metrics(case, rank=rank), peak=device, speed=found)
-    _show(report, metrics_text(report), json_file)
+        report = CostReport(formula=metrics(case, rank=rank), peak=device, speed=found)
+    _show(report, cost_sections(report), json_file)
     return ExitCode.FAILED if report.differing else code
 
 
@@ -189,7 +191,7 @@ def _run(case: Case, root: str | None) -> RunResult:
 def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool, json_file: Path | None) -> int:
     """Predict shapes, traffic, memory and refusals of a case on up to 4,096 ranks, without running it."""
     from harness.performance.layouts import simulate, sweep
-    from harness.report.simulation import SimulationReport, simulation_text, sweep_text
+    from harness.report.predict import layout_sections, sweep_sections
     from harness.studies.simulation import SimulationFailed
 
     if sweep_it and verify_it:
@@ -197,7 +199,7 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     known = _known()
     if sweep_it:
         ranked = sweep(case, on, known=known)
-        _show(ranked, sweep_text(ranked), json_file)
+        _show(ranked, sweep_sections(ranked), json_file)
         return ExitCode.FAILED if all(each.refused for each in ranked) else ExitCode.GOOD
     found = simulate(case, on, known=known)
     try:
@@ -205,8 +207,8 @@ def layouts_command(*, case: Case, on: Machine, sweep_it: bool, verify_it: bool,
     except SimulationFailed as error:
         click.echo(f"fp8-harness: error: {error.text}", err=True)
         return ExitCode.INFRA
-    report = SimulationReport(simulation=found, verification=verification)
-    _show(report, simulation_text(report), json_file)
+    report = {"simulation": found, "verification": verification}
+    _show(report, layout_sections(found, verification), json_file)
     differs = verification is not None and verification.differing
     return ExitCode.FAILED if found.refused or differs else ExitCode.GOOD
 
@@ -232,17 +234,13 @@ def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
 def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
     from harness.performance.advice import advise
-    from harness.report.advice import advice_text
+    from harness.performance.plots import plots
+    from harness.report.predict import speedup_page, speedup_sections
 
     found = advise(case, on, eager=eager, known=_known())
 
-    def page() -> bytes:
-        from harness.report.html.advice import advice_page
-
-        return advice_page(found, case, on)
-
-    _show(found, advice_text(found), json_file)
-    write_output(html_file, page)
+    _show(found, speedup_sections(found), json_file)
+    write_output(html_file, lambda: speedup_page(found, plots(case, on)))
 
 
 @predict.command("measure", epilog=_MEASURE_EPILOG)
@@ -273,9 +271,9 @@ def measure_command(  # noqa: PLR0913  one parameter an option
 ) -> int:
     """Time FP8 cases against their BF16 twins of the same layout, alternately."""
     from harness.project import find_project
-    from harness.report.speed import SpeedReport, speed_text
+    from harness.report.predict import speed_sections
     from harness.running.progress import open_progress
-    from harness.studies.speed import measure_speed, timed_case
+    from harness.studies.speed import SpeedReport, measure_speed, timed_case
 
     if len(set(cases)) < len(cases):
         raise HarnessError("a case is given twice.", where="predict measure", fix="give every case once.")
@@ -285,7 +283,7 @@ def measure_command(  # noqa: PLR0913  one parameter an option
         found, result = measure_speed(find_project(root), timed, plan, progress, pairs=pairs, warmup=warmup)
     _tell_failures(result, root)
     report = SpeedReport(gated=plan.device != "cpu", warmup=warmup, cases=found)
-    _show(report, speed_text(report), json_file)
+    _show(report, speed_sections(report), json_file)
     return result.exit_code
 
 
@@ -296,10 +294,10 @@ def _known() -> tuple[KnownFault, ...]:
     return known_here(find_project())
 
 
-def _show(report: object, text: str, json_file: Path | None) -> None:
-    """Print the text, and write the report as JSON; with `--json -` print that alone."""
+def _show(report: object, sections: Iterable[Section], json_file: Path | None) -> None:
+    """Print the sections, and write the report as JSON; with `--json -` print that alone."""
     if str(json_file) != "-":
-        click.echo(text, nl=False)
+        print_sections(sections)
     write_json(json_file, report)
 
 

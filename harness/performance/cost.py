@@ -6,7 +6,8 @@ the speed rises, and only the weighted one can reach 100 %. All count what train
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from statistics import median
 
 import msgspec
 
@@ -14,9 +15,11 @@ from harness.errors import HarnessError
 from harness.expect.expectations import Expectations
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
-from harness.measured import Multiplied, Sent, sent_by
-from harness.performance.machine import Peak
+from harness.matrix.targets import is_llama
+from harness.measured import Measured, Multiplied, Sent, sent_by
+from harness.performance.machine import Peak, peak_of_device
 from harness.performance.work import Work, executed, flops_per_token_by_precision, work
+from harness.result import CaseResult
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,3 +113,84 @@ def _weighted(tflops: Mapping[str, float], device: Peak) -> float | None:
 def tokens_per_device(case: Case, step_s: float) -> float:
     """Tokens a second and device of a run whose steps take `step_s` seconds: those of all ranks over their number."""
     return case.train.tokens / case.world_size / step_s
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of all ranks and steps: what a run measured, and the formula. None: it says nothing of it."""
+
+    what: str
+    measured: int | None
+    formula: int | None
+
+    @property
+    def differs(self) -> bool:
+        """True where both are known and not equal."""
+        return None not in (self.measured, self.formula) and self.measured != self.formula
+
+    @property
+    def judged(self) -> str:
+        """How both compare; empty where one is not known."""
+        return "" if None in (self.measured, self.formula) else "DIFFERS" if self.differs else "equal"
+
+
+class CostReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `predict cost` answers. `rows` and `step_s` are of a run, if any. `device`: what torch calls it."""
+
+    schema: int = 1
+    formula: Metrics | None
+    rows: tuple[Row, ...] = ()
+    peak_memory_bytes: int | None = None
+    step_s: tuple[float, ...] = ()
+    device: str = ""
+    peak: Peak | None = None
+    speed: Speed | None = None
+
+    @property
+    def differing(self) -> tuple[Row, ...]:
+        """Where the run and the formula disagree."""
+        return tuple(row for row in self.rows if row.differs)
+
+
+def run_report(case: Case, result: CaseResult) -> CostReport:
+    """What a run of the case measured. HarnessError where no rank finished."""
+    found, traces = result.measured, () if result.run is None else result.run.traces
+    if found is None or not traces:
+        raise HarnessError("nothing was measured: no rank finished.", where=result.case_id)
+    device = traces[0].device
+    peak = peak_of_device(device)
+    timed = found.step_s[1:] or found.step_s  # the first step warms up, where there are others
+    rate = tokens_per_device(case, median(timed)) if is_llama(case.target) else None  # FLOPs of others are not known
+    return CostReport(
+        formula=None,
+        rows=_measured_rows(found),
+        peak_memory_bytes=found.peak_memory_bytes,
+        step_s=found.step_s,
+        device=device,
+        peak=peak,
+        speed=None if rate is None else speed(case, rate, peak),
+    )
+
+
+def _measured_rows(found: Measured) -> tuple[Row, ...]:
+    """Every number that formulas predict, as it was measured and as they say."""
+    return (
+        *_counts(found.flops, found.expected_flops, unit="FLOPs", field="flops"),
+        *_counts(found.flops, found.expected_flops, unit="calls", field="calls"),
+        Row(what="casts to float8", measured=found.cast_calls, formula=found.expected_cast_calls),
+        *_counts(found.wire, found.expected_wire, unit="bytes", field="payload_bytes"),
+        *_counts(found.wire, found.expected_wire, unit="calls", field="calls"),
+        Row(what="bytes saved for backward", measured=found.saved_bytes, formula=found.expected_saved_bytes),
+    )
+
+
+def _counts(
+    found: Mapping[str, Multiplied | Sent], wanted: Mapping[str, Multiplied | Sent], *, unit: str, field: str
+) -> Iterator[Row]:
+    for words in sorted({*found, *wanted}):
+        # what a run lacks is 0 where something of its kind was recorded; a formula may leave kinds out
+        missing = 0 if found else None
+        yield Row(
+            what=f"{unit} of {words}",
+            measured=getattr(found[words], field) if words in found else missing,
+            formula=getattr(wanted[words], field) if words in wanted else None,
+        )

@@ -62,6 +62,16 @@ class CaseSpeed(msgspec.Struct, frozen=True, kw_only=True):
     failed: CaseResult | None = None
 
 
+class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `predict measure` answers. `gated`: False on a CPU, whose seconds say nothing of float8."""
+
+    schema: int = 1
+    gated: bool
+    method: str = METHOD
+    warmup: int  # steps of every job that are not timed
+    cases: tuple[CaseSpeed, ...]
+
+
 def timed_case(case: Case, *, warmup: int, steps: int) -> Case:
     """The case with so many steps. Raises `HarnessError` for one that has no twin, or that does not train through."""
     where = case_id(case)

@@ -16,9 +16,10 @@ from harness.measured import CastRange, Curve, Measured, Sent
 from harness.performance.advice import advise
 from harness.performance.machine import machine
 from harness.performance.models import MODELS, training
-from harness.report.html.advice import advice_page
+from harness.performance.plots import plots
 from harness.report.html.gate import gate_front
 from harness.report.html.page import html_report
+from harness.report.predict import speedup_page
 from harness.report.sections import Section, Table
 from harness.result import CaseResult
 from harness.verdict import NotJudged, Verdict
@@ -299,7 +300,7 @@ def test_a_gate_opens_with_its_answer_and_leads_to_the_cases(
 
 def test_the_plots_of_an_advice_are_drawn(opened: Opener, tmp_path: Path) -> None:
     case, path = training(MODELS["debugmodel"], tp=8, vocab_size=2256), tmp_path / "report.html"
-    path.write_bytes(advice_page(advise(case, machine("h100")), case, machine("h100")))
+    path.write_bytes(speedup_page(advise(case, machine("h100")), plots(case, machine("h100"))))
     page = opened(path=path)
     assert page.locator("#plots canvas").count() == 3
     assert "tensorwise" in page.locator("#plots .u-legend").first.inner_text()

@@ -22,8 +22,8 @@ from harness.performance.gains import too_small_for_rowwise
 from harness.performance.machine import machine
 from harness.performance.models import MODELS, training
 from harness.performance.plots import plots
-from harness.report.advice import advice_text, linear_rows
-from harness.report.html.advice import advice_page
+from harness.report.predict import linear_row, speedup_page, speedup_sections
+from harness.report.sections import text_of
 from tests.builders import make_known
 from tests.published import GRAND_TETON
 from tests.strategies import POSSIBLE_CASES
@@ -91,8 +91,8 @@ def test_a_vocabulary_that_float8_refuses() -> None:
     assert {each.refused for each in found.variants} == {"output_alignment"}
     assert found.recommendations[0].startswith("No recipe trains this, by rule output_alignment: ")
     assert said(found, "The output layer cannot be converted. Float8 matmuls refuse its shard of 282 rows.")
-    output = [row for row in linear_rows(found.linears) if row[0] == "output x1"]
-    assert output[0][1] == "refused" and output[0][6] == "refused"
+    assert linear_row(found.linears[-1])[:2] == ("output x1", "refused")
+    assert [each.role for each in found.linears[-1].matmuls if each.refused] == ["forward", "dgrad"]
     assert [each.refused for each in found.vocabulary] == [(282,), (), (), ()]
 
 
@@ -110,7 +110,7 @@ def test_a_recipe_with_a_known_fault_is_not_recommended() -> None:
     assert clean.recommendations[0].startswith("Train with tensorwise, float8 all-gather")
     assert said(warned, "tensorwise, float8 all-gather, 1.2").endswith(f"The scale is wrong. ({fault.link})")
     assert [each.fault for each in warned.variants] == ["", "wrong-scale", "", "", ""]
-    assert "wrong-scale" in advice_text(warned) and "ag" not in warned.case.split("-")
+    assert "wrong-scale" in text_of(speedup_sections(warned)) and "ag" not in warned.case.split("-")
 
 
 def test_rules_of_the_harness_refuse_no_recipe() -> None:
@@ -127,21 +127,21 @@ def test_a_model_that_is_not_known() -> None:
 @given(POSSIBLE_CASES.filter(lambda case: is_llama(case.target)), st.booleans())
 def test_every_case_has_an_advice(case: Case, eager: bool) -> None:
     found = advise(case, H100, eager=eager)
-    assert found.recommendations and advice_text(found)
+    assert found.recommendations and text_of(speedup_sections(found))
     assert json.loads(to_json(found))["float8_step_s"] == found.float8.total_s
     numbers = [found.tokens_s, found.bf16.total_s, found.float8.total_s, *(each.gain for each in found.linears)]
     assert all(math.isfinite(number) and number > 0 for number in numbers)
 
 
 def test_text_says_that_nothing_was_measured() -> None:
-    text = advice_text(advise(ONE_NODE, H100))
-    assert "on h100: predicted, not measured" in text and "assumptions\n" in text
+    text = text_of(speedup_sections(advise(ONE_NODE, H100)))
+    assert "on h100: predicted, not measured" in text and "Assumptions\n" in text
     assert max(map(len, text.splitlines()[:60])) < 250
 
 
 def test_page() -> None:
     found = advise(debug(tp=8), H100)
-    page = Page(advice_page(found, debug(tp=8), H100))
+    page = Page(speedup_page(found, plots(debug(tp=8), H100)))
     told = page.data()["told"]
     assert [len(plot["lines"]) for plot in told] == [3, 1, 3]
     assert all(len(line["values"]) == len(plot["places"]) for plot in told for line in plot["lines"])

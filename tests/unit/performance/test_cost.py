@@ -13,9 +13,10 @@ from harness.jsonform import to_json
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.measured import Measured, Multiplied, Sent
-from harness.performance.cost import metrics
+from harness.performance.cost import CostReport, metrics, run_report
 from harness.performance.models import MODELS, training
-from harness.report.metrics import MetricsReport, metrics_text, run_report
+from harness.report.predict import cost_sections
+from harness.report.sections import text_of
 from harness.result import CaseResult
 from tests.builders import make_case, make_result, make_trace, run_of
 
@@ -30,8 +31,12 @@ def result(case: Case = CASE, *, device: str = "cpu", **changes: Any) -> CaseRes
     return make_result(case_id(case), run=run_of(*traces), measured=measured)
 
 
+def text_of_report(report: CostReport) -> str:
+    return text_of(cost_sections(report))
+
+
 def test_formulas_of_a_case() -> None:
-    text = metrics_text(MetricsReport(formula=metrics(CASE, rank=1)))
+    text = text_of_report(CostReport(formula=metrics(CASE, rank=1)))
     assert "rank 1 of 2, step 2, 256 tokens: by formula, nothing was run" in text
     assert "executed matmuls in float8      42 calls" in text
     assert "casts to float8                 84" in text
@@ -47,7 +52,7 @@ def test_formulas_of_a_case() -> None:
 
 
 def test_a_case_that_torch_refuses_says_so() -> None:
-    text = metrics_text(MetricsReport(formula=metrics(make_case(recipe="rowwise", output_layer=True, vocab_size=2050))))
+    text = text_of_report(CostReport(formula=metrics(make_case(recipe="rowwise", output_layer=True, vocab_size=2050))))
     assert "torch refuses this case: " in text and "multiple of 16" in text
 
 
@@ -57,13 +62,13 @@ def test_what_has_no_formula() -> None:
     with pytest.raises(HarnessError, match="ranks 0 to 1"):
         metrics(CASE, rank=2)
     compiled = metrics(make_case(recipe="tensorwise", compile="graph", dtype="bfloat16"))
-    assert compiled.saved_bytes is None and "as the compiler chooses" in metrics_text(MetricsReport(formula=compiled))
+    assert compiled.saved_bytes is None and "as the compiler chooses" in text_of_report(CostReport(formula=compiled))
 
 
 def test_a_run_as_the_formulas_say() -> None:
     report = run_report(CASE, result())
     assert not report.differing
-    text = metrics_text(report)
+    text = text_of_report(report)
     assert "FLOPs of matmuls in float8     8,400    8,400  equal" in text
     assert "simulated, not gated" in text and "the peaks of cpu are not known" in text
 
@@ -84,7 +89,7 @@ def test_a_run_as_the_formulas_say() -> None:
 def test_numbers_that_differ_are_named(changes: dict[str, Any], differing: list[str]) -> None:
     report = run_report(CASE, result(**changes))
     assert [row.what for row in report.differing] == differing
-    assert metrics_text(report).count("DIFFERS") == len(differing)
+    assert text_of_report(report).count("DIFFERS") == len(differing)
 
 
 def test_mfu_of_a_run_on_a_gpu_by_three_names() -> None:
@@ -99,7 +104,7 @@ def test_mfu_of_a_run_on_a_gpu_by_three_names() -> None:
     assert document["speed"]["mfu_bf16_peak"] == pytest.approx(59.304 / 989, rel=1e-4)
     assert document["speed"]["mfu_fp8_peak"] == pytest.approx(59.304 / 1979, rel=1e-4)
     assert document["speed"]["mfu_weighted"] == pytest.approx(59.304 / 1549.5, rel=1e-3)
-    text = metrics_text(report)
+    text = text_of_report(report)
     assert "simulated" not in text
     assert "all work over 989 TFLOP/s, the BF16 peak of h100" in text and "all work over 1979 TFLOP/s" in text
 
@@ -107,7 +112,7 @@ def test_mfu_of_a_run_on_a_gpu_by_three_names() -> None:
 def test_an_unknown_device_has_no_mfu() -> None:
     report = run_report(CASE, result(device="NVIDIA H20"))
     assert report.speed is not None and report.speed.mfu_weighted is None
-    assert "the peaks of NVIDIA H20 are not known: none is guessed" in metrics_text(report)
+    assert "the peaks of NVIDIA H20 are not known: none is guessed" in text_of_report(report)
 
 
 def test_a_run_in_which_nothing_finished() -> None:

@@ -19,7 +19,8 @@ from harness.performance.machine import machine
 from harness.performance.memory import memory
 from harness.performance.models import MODELS, training
 from harness.performance.wire import crosses_nodes, wire
-from harness.report.simulation import SimulationReport, simulation_text, sweep_text
+from harness.report.predict import layout_sections, sweep_sections
+from harness.report.sections import text_of
 from tests.builders import make_case
 from tests.strategies import POSSIBLE_CASES
 
@@ -49,7 +50,7 @@ def test_8b_on_512_ranks() -> None:
     ]
     embedding = found.shards[0]
     assert (embedding.tp_rows, embedding.fsdp_rows) == ((16032,), (251, 219))
-    text = simulation_text(SimulationReport(simulation=found))
+    text = text_of(layout_sections(found))
     assert "512 ranks on 64 nodes of 8 h100" in text and "between nodes" in text and "REFUSED" not in text
 
 
@@ -76,7 +77,7 @@ def test_refusals_have_reasons() -> None:
     assert {each.role for each in tokens.matmuls if each.refused} == {"wgrad"}
     too_large = of("llama3-405b", dp_shard=64, recipe="tensorwise", checkpointing="full")
     assert names(too_large.refused) == ["memory"] and not too_large.fits
-    text = simulation_text(SimulationReport(simulation=too_large))
+    text = text_of(layout_sections(too_large))
     assert "REFUSED memory: a rank keeps " in text
 
 
@@ -146,7 +147,7 @@ def test_a_sweep_keeps_the_batch_and_ranks_what_is_refused_last() -> None:
     assert [each.step_s for each in good] == sorted(each.step_s for each in good)
     refused = {each.layout.tp for each in found if "heads_divide_tp" in names(each.refused)}
     assert refused == {16, 32, 64}  # 8 heads of keys
-    text = sweep_text(found)
+    text = text_of(sweep_sections(found))
     assert "REFUSED TP 16 with replicas x FSDP 1 x 32, " in text and "heads_divide_tp: TP splits attention" in text
 
 
@@ -154,7 +155,7 @@ def test_a_dtype_without_a_peak_has_no_time_and_all_other_numbers() -> None:
     case = parse_case_id("fsdp2-tp2-rowwise-v2048-s2-f32")
     found, in_bfloat16 = simulate(case, H100), simulate(parse_case_id("fsdp2-tp2-rowwise-v2048-s2-b16"), H100)
     assert (found.step_s, found.tokens_s) == (None, None) and len(found.matmuls) == len(in_bfloat16.matmuls)
-    text = simulation_text(SimulationReport(simulation=found))
+    text = text_of(layout_sections(found))
     assert "no time is predicted: the data sheet of h100 has no peak in the dtype of this case" in text
     best = sweep(case, H100)[0]
     assert (best.refused, best.step_s, best.tokens_s) == ((), 0, 0) and best.peak_bytes > 0

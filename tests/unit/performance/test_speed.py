@@ -19,9 +19,10 @@ from harness.jsonform import to_json
 from harness.matrix.case import Float8
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.measured import Speedup
-from harness.report.speed import SpeedReport, speed_text
+from harness.report.predict import speed_sections
+from harness.report.sections import text_of
 from harness.running.conditions import Conditions, ConditionsMonitor, conditions, worst
-from harness.studies.speed import CaseSpeed, Timed, interval, speedup, t_quantile, timed_case
+from harness.studies.speed import CaseSpeed, SpeedReport, Timed, interval, speedup, t_quantile, timed_case
 from harness.verdict import Verdict
 from tests.builders import make_measured, make_result, make_results
 from tests.nvidia import put_nvidia_smi
@@ -79,7 +80,7 @@ def test_what_cannot_be_timed() -> None:
 
 def test_speeds_of_both_with_mfu_on_a_gpu() -> None:
     found = timed([(0.64, 0.5), (0.65, 0.5), (0.63, 0.5)], "NVIDIA H100 80GB HBM3")
-    text = speed_text(SpeedReport(gated=True, warmup=3, cases=(found,)))
+    text = text_of(speed_sections(SpeedReport(gated=True, warmup=3, cases=(found,))))
     assert "1.280 times as fast as fsdp2-bf16-v2048-b16: 1.2" in text and ", 3 pairs" in text
     assert "simulated" not in text and "mfu_weighted" in text and "Student's t" in text
     tokens = CASE.train.tokens / 2
@@ -89,7 +90,7 @@ def test_speeds_of_both_with_mfu_on_a_gpu() -> None:
 
 def test_seconds_of_a_cpu_are_simulated() -> None:
     report = SpeedReport(gated=False, warmup=3, cases=(timed([(1, 2), (1, 2.1), (1, 1.9)]),))
-    assert "(simulated, not gated: a CPU computes float8 with the virtual device)" in speed_text(report)
+    assert "(simulated, not gated: a CPU computes float8 with the virtual device)" in text_of(speed_sections(report))
     document = json.loads(to_json(report))
     assert document["gated"] is False and document["cases"][0]["pairs"][1]["case_s"] == 2.1
 
@@ -97,9 +98,8 @@ def test_seconds_of_a_cpu_are_simulated() -> None:
 def test_a_job_that_failed_is_no_speed() -> None:
     failed = make_result(case_id(CASE), Verdict.CRASH)
     found = CaseSpeed(case_id=case_id(CASE), twin_id=case_id(TWIN), failed=failed)
-    assert "not timed: fsdp2-tensorwise-v2048-b16 crashed" in speed_text(
-        SpeedReport(gated=False, warmup=1, cases=(found,))
-    )
+    text = text_of(speed_sections(SpeedReport(gated=False, warmup=1, cases=(found,))))
+    assert "not timed: fsdp2-tensorwise-v2048-b16 crashed" in text
 
 
 def fast(ratio: float, low: float, high: float) -> Speedup:
