@@ -28,7 +28,7 @@ from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.trace.tensors import ModuleShard
 
-RENDEZVOUS_PROGRAM = "harness.worker.rendezvous"  # serves the store where ranks of several nodes meet
+RENDEZVOUS_PROGRAM = "harness.worker.process_group"  # serves the store where ranks of several nodes meet
 
 
 class Executor:

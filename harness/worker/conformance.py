@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from harness.trace.operator_checks import Batch, Mesh, Observation, OperatorCheck, Output
 from harness.worker import conformance_operators as operators
 from harness.worker.injection import inject
-from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.process_group import join
 from harness.worker.virtual import device
 from harness.worker.virtual.collectives import FABRIC

@@ -2,16 +2,24 @@
 
 Only raw Philox words and integer or exactly rounded arithmetic are used: numpy guarantees the raw stream of a bit
 generator, not its distributions, and libm differs in the last bit between CPUs.
+
+Weights are written into a built model by the harness. A rank writes the part of the logical parameter that it holds.
+Rows that pad the vocabulary are zero.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import nn
 
-from harness.matrix.case import Case
+from harness.matrix.case import Case, Model
+from harness.worker.probes.places import local_shard, place_of
+from harness.worker.probes.sketches import clean_fqn
 
 Tokens = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float32]
@@ -120,3 +128,36 @@ def digest(arrays: dict[str, npt.NDArray[np.generic]]) -> str:
         state.update(f"{name}{arrays[name].shape}{arrays[name].dtype}".encode())
         state.update(np.ascontiguousarray(arrays[name]).tobytes())
     return state.hexdigest()
+
+
+@torch.no_grad()
+def write_weights(model: nn.Module, case: Case) -> dict[str, Weights]:
+    """Write every parameter of a built model. Returns the full weights by FQN, without the padding of vocabularies."""
+    embeddings = _embeddings(model)
+    written = {}
+    for name, param in model.named_parameters():
+        fqn, place = clean_fqn(name), place_of(param)
+        rows = unpadded_rows(place.shape, case.model)
+        full = make_weight(fqn, (*rows, *place.shape[1:]), seed=case.train.seed, embedding=name in embeddings)
+        local = local_shard(param)
+        local.zero_()
+        mine = full[tuple(slice(at, at + size) for at, size in zip(place.offset, local.shape, strict=True))]
+        local[tuple(slice(size) for size in mine.shape)].copy_(torch.from_numpy(mine))
+        written[fqn] = full
+    return written
+
+
+def unpadded_rows(shape: tuple[int, ...], model: Model) -> tuple[int, ...]:
+    """The number of rows of a parameter as a 1-tuple, without the padding rows of a vocabulary; () for a scalar."""
+    if not shape:
+        return ()
+    padded = model.padded_vocab_size
+    return (model.vocab_size,) if shape[0] == padded else (shape[0],)
+
+
+def _embeddings(model: nn.Module) -> set[str]:
+    """Names of the weights of embeddings that no other module shares."""
+    owners = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    users = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    alone = {name for name, param in model.named_parameters() if users[id(param)] == 1}
+    return alone & {f"{owner}.weight".removeprefix(".") for owner in owners}

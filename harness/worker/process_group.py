@@ -1,21 +1,35 @@
-"""Joins the process group of a job, in the same way over every fabric."""
+"""The process group of a job, joined in the same way over every fabric, and the store where its ranks meet.
+
+`python -m harness.worker.process_group FD` serves a TCP store for jobs on several nodes: it sends its port to the
+socket FD, and exits when that is closed.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # documented, but not listed as exported
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from harness.engine.messages import IN_FOLDER
-from harness.worker.rendezvous import open_store
 from harness.worker.virtual import collectives
 
 if TYPE_CHECKING:
     from harness.engine.program import RankContext
     from harness.request import Fabric
+
 
 # The engine ends a job at its deadline and collects stacks: a gloo that gives up before leaves none.
 AFTER_DEADLINE_S = 60.0
@@ -52,3 +66,24 @@ def join(context: RankContext, fabric: Fabric) -> torch.device:
 def _timeout_s(deadline_s: float, fabric: Fabric) -> float:
     """Timeout of a collective in seconds."""
     return deadline_s * NCCL_GIVES_UP_AFTER if fabric == "nccl" else deadline_s + AFTER_DEADLINE_S
+
+
+def open_store(context: RankContext) -> Store:
+    """The store of all ranks of a job: a file on one node, or a prefix in the TCP store of the run."""
+    url = urlsplit(context.rendezvous)
+    if not url.scheme:
+        return FileStore(str(Path(context.folder) / "rendezvous"), context.world_size)
+    assert url.hostname and url.port, f"{context.rendezvous} is not tcp://HOST:PORT/PREFIX"
+    return PrefixStore(url.path, TCPStore(url.hostname, url.port, is_master=False))
+
+
+def serve(fd: int) -> None:
+    """Serve until the controller closes its end or dies."""
+    controller = socket.socket(fileno=fd)
+    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    controller.sendall(str(store.port).encode())
+    controller.recv(1)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

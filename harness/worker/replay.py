@@ -26,9 +26,9 @@ from harness.matrix.targets import is_llama
 from harness.trace import RankTrace, StepTrace
 from harness.trace.tensors import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
 from harness.worker.discovery import converted_linears
+from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.module_tensors import MODULES, NORMS, is_wide
 from harness.worker.probes.places import local_shard
-from harness.worker.probes.scales import dtype_name
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.train import Prepared, prepare, software
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from harness.trace.model import Resumed, State
 from harness.worker.dispatch_hooks.hook import unobserved
+from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import ordered_digest
-from harness.worker.probes.optimizers import optimizers_of
 from harness.worker.probes.places import local_shard
-from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.probe import optimizers_of
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.targets.target import Resumes, Target
 

@@ -27,14 +27,13 @@ from harness.request import Noise
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import Resumed
 from harness.worker import data, internals
+from harness.worker.data import write_weights
 from harness.worker.discovery import Digests, Discovery, parameter_digests
+from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
 from harness.worker.evaluation import evaluate
 from harness.worker.inputs import InputRecorder
 from harness.worker.noise import add_noise
-from harness.worker.probes.factories import factories
-from harness.worker.probes.matmuls import ScaledMMCounter
-from harness.worker.probes.probe import ProbeSet
-from harness.worker.probes.probe_tensors import mark_owned
+from harness.worker.probes.probe import ProbeSet, mark_owned
 from harness.worker.reduction import gradient_norm, squared_norm_share
 from harness.worker.resuming import hand_over
 from harness.worker.sequential_ranks import SequentialRanks
@@ -42,7 +41,6 @@ from harness.worker.state import STATE
 from harness.worker.targets.contract import build_target, require_process_group, require_result
 from harness.worker.targets.statement import stated_by
 from harness.worker.targets.target import IGNORED, Target, World
-from harness.worker.weights import write_weights
 
 ReportPhase = Callable[[str], None]
 
@@ -85,9 +83,9 @@ def train(  # noqa: PLR0913  what a request may ask for
     steps: list[StepTrace] = []
     resumed = None
     lost = {record: reason for record, reason in internals.lost_records().items() if record in probes}
-    used = factories([name for name in probes if name not in lost], numerics)
+    used = [name for name in probes if name not in lost]
     with (
-        ProbeSet(used, _as_built(case, solo_witness), device) as watching,
+        ProbeSet(used, _as_built(case, solo_witness), device, numerics) as watching,
         ScaledMMCounter() as scaled_mm,
     ):
         prepared = prepare(case, device, solo_witness=solo_witness, digests_built=digests_built)

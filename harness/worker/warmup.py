@@ -19,8 +19,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
 from harness.worker import internals
-from harness.worker.probes.factories import PROBES
 from harness.worker.probes.places import mesh_axes
+from harness.worker.probes.probe import PROBES
 from harness.worker.train import train
 from harness.worker.virtual import collectives
 

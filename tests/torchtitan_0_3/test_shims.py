@@ -19,7 +19,9 @@ def test_torchtitan_imports_arrow() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
 def test_trainer_imports_triton_without_its_shim() -> None:
     code = "try:\n    import torchtitan.trainer\nexcept ModuleNotFoundError as error:\n    print(error.name)"
-    assert run_script(code) == "triton", "torchtitan's Trainer can be imported without Triton: `without_triton` can go"
+    assert run_script(code) == "triton", (
+        "torchtitan.trainer imports no Triton: `without_triton_in_0_3` can go"
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
@@ -72,7 +74,7 @@ def test_trainer_turns_garbage_collection_off() -> None:
 def test_loss_rounds_to_float32_without_its_shim() -> None:
     from torchtitan.components.loss import cross_entropy_loss
 
-    from harness.worker.targets.torchtitan_0_3.shims import float64_kept
+    from harness.worker.targets.torchtitan.shims import float64_kept
 
     logits, labels = torch.zeros(1, 2, 4, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.int64)
     assert cross_entropy_loss(logits, labels).dtype is torch.float32, "`float64_kept` can go"

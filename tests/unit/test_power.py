@@ -93,7 +93,7 @@ _OWN = """\
 Traceback (most recent call last):
   File "/x/harness/worker/train.py", line 1, in prepare
     built()
-  File "/x/harness/worker/faults/parts.py", line 2, in norms
+  File "/x/harness/worker/faults/hooks.py", line 2, in norms
     assert found
 AssertionError: no module has an eps
 

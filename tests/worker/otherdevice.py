@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from harness.worker.dispatch_hooks import collectives
-from harness.worker.probes.cast_meter import CastMeter
+from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
 from harness.worker.probes.cast_numbers import Cast
-from harness.worker.probes.contents import Contents
-from harness.worker.probes.digests import digest, ordered_digest
-from harness.worker.probes.matmuls import ScaledMMCounter
+from harness.worker.probes.casts import CastMeter
+from harness.worker.probes.digests import Contents, digest, ordered_digest
 from harness.worker.virtual import device
 
 _setup_privateuseone_for_python_backend("other")

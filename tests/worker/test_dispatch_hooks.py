@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from harness.matrix.caseid import parse_case_id
 from harness.worker.dispatch_hooks import collectives
 from harness.worker.dispatch_hooks.hook import install_hook, unobserved
-from harness.worker.probes.matmuls import ScaledMMCounter
+from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
 from harness.worker.virtual import device
 from tests.programs import run_script
 

@@ -31,11 +31,11 @@ CASES = (  # more, compiled ones too, are in `test_clean_runs.py` and `test_comp
 CARRIER = "single-rowwise-v2048-s1-f64"
 CHECKPOINTED = "single-tensorwise-ac.layer2-v2048-s1-f64"
 RECOMPUTES_MORE = """
-from harness.worker.targets.reference import build, checkpointing
+from harness.worker.targets.reference import build, parallel
 from harness.matrix.case import Checkpointing
 
 def apply():
-    build.apply_checkpointing = lambda layers, _: checkpointing.apply_checkpointing(layers, Checkpointing(mode="full"))
+    build.apply_checkpointing = lambda layers, _: parallel.apply_checkpointing(layers, Checkpointing(mode="full"))
 """
 
 

@@ -22,12 +22,10 @@ from harness.matrix.linears import gemms
 from harness.trace import Run
 from harness.verdict import Finding
 from harness.worker.dispatch_hooks import scaled_mm
-from harness.worker.probes.cast_meter import CastMeter
-from harness.worker.probes.cast_numbers import Cast, measure_cast
-from harness.worker.probes.contents import Contents
-from harness.worker.probes.digests import digest, ordered_digest
+from harness.worker.probes.cast_numbers import Cast, measure_cast, summarize_scale
+from harness.worker.probes.casts import CastMeter
+from harness.worker.probes.digests import Contents, digest, ordered_digest
 from harness.worker.probes.operands import OperandProbe
-from harness.worker.probes.scales import summarize_scale
 from tests.builders import make_witnesses, rules
 from tests.worker.runs import WHOLE_WEIGHT
 

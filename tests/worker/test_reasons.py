@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config
 import torch.distributed._symmetric_memory as symm_mem
 
-from harness.worker.probes.unfused import ALL_GATHER, REDUCE_SCATTER, reason
+from harness.worker.probes.graphs import ALL_GATHER, REDUCE_SCATTER, reason
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Build = Callable[[torch.fx.Graph], torch.fx.Node]

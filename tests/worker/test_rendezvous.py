@@ -12,11 +12,11 @@ import pytest
 
 from harness.engine.program import RankContext, rank_context
 from harness.engine.storeprocess import StoreProcess
-from harness.worker.rendezvous import open_store
+from harness.worker.process_group import open_store
 from tests.jobs import make_share
 from tests.worker.processes import start_python, wait_until
 
-PROGRAM = "harness.worker.rendezvous"
+PROGRAM = "harness.worker.process_group"
 
 
 @pytest.fixture(scope="module")

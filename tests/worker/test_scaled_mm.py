@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from harness.worker.probes.matmuls import ScaledMMCounter
+from harness.worker.dispatch_hooks.scaled_mm import ScaledMMCounter
 from harness.worker.virtual import device
 from harness.worker.virtual.scaled_mm import scaled_mm
 

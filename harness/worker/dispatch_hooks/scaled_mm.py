@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -22,3 +22,20 @@ def _before(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
 
 for _operator in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm.out):
     install_hook(_operator, before=_before)
+
+
+class ScaledMMCounter:
+    """A context in which `calls` grows by one per executed scaled matmul."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def _observe(self, *_: torch.Tensor) -> None:
+        self.calls += 1
+
+    def __enter__(self) -> Self:
+        observers.append(self._observe)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        observers.remove(self._observe)

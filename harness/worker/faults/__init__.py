@@ -12,16 +12,13 @@ from types import ModuleType
 from harness.matrix.faults import Fault, FaultClass, fault_named
 from harness.worker.faults import (
     amax,
-    bias,
-    clipping,
     communication,
     compiled,
     conversion,
     execution,
     kept,
-    labels,
+    loss,
     parameters,
-    reported,
     resuming,
     shapes,
     stale,
@@ -32,11 +29,11 @@ from harness.worker.faults import (
 FAULT_MODULES: dict[FaultClass, tuple[ModuleType, ...]] = {
     "A": (amax,),
     "B": (stale,),
-    "C": (conversion, bias),
-    "D": (communication, bias),
+    "C": (conversion, parameters),
+    "D": (communication, parameters),
     "E": (execution,),
     "F": (shapes,),
-    "G": (training, reported, clipping, bias, labels, parameters, resuming),
+    "G": (training, loss, parameters, resuming),
     "H": (compiled,),
     "I": (kept,),
 }

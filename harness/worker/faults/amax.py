@@ -29,11 +29,11 @@ from harness.worker.faults.hooks import (
     in_forward_of,
     layout_of_run,
     local,
+    narrowing_linear,
     on_odd_rank,
     wrap,
     wrap_everywhere,
 )
-from harness.worker.faults.parts import narrowing_linear
 from harness.worker.reduction import gathered_copies
 from harness.worker.targets.target import Target
 

@@ -14,8 +14,7 @@ from torchao.float8 import CastConfig, Float8LinearConfig, float8_linear_utils
 from torchao.float8.float8_linear import Float8Linear
 
 from harness.worker.discovery import converted_linears, linears
-from harness.worker.faults.hooks import after_build, on_odd_rank, wrap, wrap_everywhere
-from harness.worker.faults.parts import narrowing_linear
+from harness.worker.faults.hooks import after_build, narrowing_linear, on_odd_rank, wrap, wrap_everywhere
 from harness.worker.targets.target import Target
 
 Filter = Callable[[nn.Module, str], bool]

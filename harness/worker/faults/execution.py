@@ -19,12 +19,13 @@ from harness.worker.faults.hooks import (
     after_build,
     after_casts,
     in_forward_of,
+    last_block,
     local,
+    norms,
     on_last_rank,
     wrap,
     wrap_everywhere,
 )
-from harness.worker.faults.parts import last_block, norms
 from harness.worker.probes.probe import in_backward
 from harness.worker.targets.target import Target
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torchao.float8.float8_training_tensor import GemmInputRole
 
-from harness.worker.faults.hooks import after_all_gather, after_build, after_casts, around_loss
-from harness.worker.faults.parts import blocks
+from harness.worker.faults.hooks import after_all_gather, after_build, after_casts, around_loss, blocks
 
 
 def _after_every_block(keep: Callable[[nn.Module, torch.Tensor], object]) -> None:

@@ -1,14 +1,19 @@
-"""Class G: the dtype of the parameters that FSDP2 shards and the optimizer updates."""
+"""Classes C, D and G: the dtype of sharded parameters, and biases, which TP shards with outputs or holds everywhere."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Partial
+from torchao.float8.float8_linear import Float8Linear
 
-from harness.worker.faults.hooks import wrap
+from harness.worker.discovery import linears
+from harness.worker.faults.hooks import after_backward, after_build, layout_of_run, local, wrap
 
 
 def parameters_kept_in_float32() -> None:
@@ -27,3 +32,74 @@ def _sharded_as(dtype: torch.dtype) -> None:
         stock(sharded, cast, *args, **kwargs)
 
     wrap(FSDPParam, "_init_sharded_param", init)
+
+
+def bias_lost_in_conversion() -> None:
+    """A converted linear has no bias."""
+
+    def from_float(stock: Any, *args: Any, **kwargs: Any) -> Float8Linear:
+        converted: Float8Linear = stock(*args, **kwargs)
+        converted.bias = None
+        return converted
+
+    wrap(Float8Linear, "from_float", from_float)
+
+
+def bias_added_by_every_tp_rank() -> None:
+    """Every TP rank adds the whole bias to its part of a sum."""
+
+    def parts(stock: Any, partial: Partial, tensor: torch.Tensor, *args: Any) -> Any:
+        return tensor if partial.reduce_op == "sum" else stock(partial, tensor, *args)
+
+    wrap(Partial, "_partition_value", parts)
+
+
+def bias_gradient_divided_by_tp() -> None:
+    """The gradient of a bias that every TP rank adds a part of is that of the part."""
+    layout = layout_of_run()
+
+    def change(model: nn.Module, step: int) -> None:
+        for linear in _with_whole_bias(model):
+            _gradient(linear).div_(layout().tp)
+
+    after_backward(change)
+
+
+def bias_gradient_of_own_positions() -> None:
+    """Under sequence parallelism, a bias gets the gradient of the positions of its own rank, and no sum over ranks."""
+    sums: dict[nn.Linear, list[torch.Tensor]] = defaultdict(list)
+
+    def watch(linear: nn.Linear, _: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: sums[linear].append(_of_own_positions(grad)))
+
+    def attach(target: Any) -> None:
+        for linear in _with_whole_bias(target.model):
+            linear.register_forward_hook(watch, prepend=True)
+
+    def change(model: nn.Module, step: int) -> None:
+        for linear, found in sums.items():
+            _gradient(linear).copy_(torch.stack(found).sum(0))
+        sums.clear()
+
+    after_build(attach)
+    after_backward(change)
+
+
+def _of_own_positions(grad: torch.Tensor) -> torch.Tensor:
+    """Of the gradient [batch, positions, features] of a sum over TP ranks, which every rank has whole: [features]."""
+    assert isinstance(grad, DTensor), "the output of the linear is summed over TP ranks"
+    mesh = grad.device_mesh
+    return local(grad).chunk(mesh.size(), dim=1)[mesh.get_local_rank()].sum((0, 1))
+
+
+def _gradient(linear: nn.Linear) -> torch.Tensor:
+    assert linear.bias.grad is not None, "biases are trained"
+    return local(linear.bias.grad)
+
+
+def _with_whole_bias(model: nn.Module) -> Iterator[nn.Linear]:
+    """The linears whose bias every TP rank holds whole."""
+    for linear in linears(model).values():
+        if isinstance(linear.bias, DTensor) and linear.bias.placements[-1].is_replicate():
+            yield linear

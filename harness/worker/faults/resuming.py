@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.worker.faults.hooks import after_build, around, around_load, on_last_rank
-from harness.worker.faults.parts import first_weight
-from harness.worker.probes.optimizers import optimizers_of
+from harness.worker.faults.hooks import after_build, around, around_load, first_weight, on_last_rank
 from harness.worker.probes.places import local_shard
+from harness.worker.probes.probe import optimizers_of
 
 
 def _moments(model: nn.Module) -> Iterator[dict[str, Any]]:

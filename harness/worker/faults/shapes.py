@@ -11,11 +11,11 @@ from torchao.float8 import float8_ops
 from torchao.float8.float8_utils import _get_min_alignment
 
 from harness.matrix.case import Case
+from harness.worker.data import unpadded_rows
 from harness.worker.faults.hooks import after_build, case_of_run, wrap
 from harness.worker.probes.places import local_shard, place_of
 from harness.worker.targets.target import Target
 from harness.worker.virtual import scaled_mm
-from harness.worker.weights import unpadded_rows
 
 
 def padding_not_zeroed() -> None:

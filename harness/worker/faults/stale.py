@@ -19,15 +19,14 @@ from harness.worker.faults.hooks import (
     around_load,
     before_casts,
     counted_steps,
+    first_weight,
     local,
     on_last_rank,
     on_odd_rank,
     wrap_everywhere,
 )
-from harness.worker.faults.parts import first_weight
 from harness.worker.probes.places import local_shard
-from harness.worker.probes.probe import in_backward
-from harness.worker.probes.probe_tensors import mark_owned
+from harness.worker.probes.probe import in_backward, mark_owned
 
 
 def _precompute(change: Callable[[Any, nn.Module, int], None]) -> None:

@@ -23,22 +23,20 @@ from harness.worker.faults.hooks import (
     around_update,
     before_microbatch,
     case_of_run,
+    first_weight,
     in_parameter_groups,
+    last_weight_like_the_first,
     layout_of_run,
     local,
+    norm_weights,
     on_last_rank,
     on_odd_rank,
-    wrap,
-)
-from harness.worker.faults.parts import (
-    first_weight,
-    last_weight_like_the_first,
-    norm_weights,
     two_alike,
     widening_weight,
+    wrap,
 )
-from harness.worker.probes.optimizers import optimizers_of
 from harness.worker.probes.places import local_shard
+from harness.worker.probes.probe import optimizers_of
 from harness.worker.targets.target import Target
 
 

@@ -11,7 +11,7 @@ import torch
 from harness.trace.device import KernelBatch, KernelCheck, KernelObservation
 from harness.worker.injection import inject
 from harness.worker.kernels.operands import Arguments, arguments
-from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.virtual.scaled_mm import require_allowed, scaled_mm
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ class FlopsProbe(Probe):
         self._flops: defaultdict[tuple[int, str, torch.dtype], list[int]] = defaultdict(list)
 
     def install(self) -> None:
-        """Observe every product."""
         self.observe(products.observers, self._observe)
         self.observe(scaled_mm.observers, self._observe_scaled)
 
@@ -34,7 +33,6 @@ class FlopsProbe(Probe):
             self._flops[self._step, product.part, product.dtype].append(product.flops)
 
     def after_update(self, model: nn.Module) -> None:
-        """The step is over."""
         self._step = 0
 
     def result(self) -> tuple[FlopsRecord, ...]:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-FSDPParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
+ManagedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
 
 
-def fsdp_params(model: nn.Module) -> list[FSDPParam]:
+def fsdp_params(model: nn.Module) -> list[ManagedParam]:
     """What FSDP2 knows of every parameter that it manages."""
     return [
         param

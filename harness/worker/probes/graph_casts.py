@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from harness.trace.graphs import GraphCast, Phase, UnknownCast
-from harness.worker.probes.cast_numbers import Cast, measure_cast
+from harness.worker.probes.cast_numbers import Cast, dtype_name, measure_cast, summarize_scale
 from harness.worker.probes.probe import in_backward
-from harness.worker.probes.scales import dtype_name, summarize_scale
 
 _aten = torch.ops.aten
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
@@ -39,11 +38,9 @@ class GraphCastWatcher:
         self._scales: dict[torch.fx.Node, torch.Tensor] = {}
 
     def begin_step(self, step: int) -> None:
-        """From here on casts belong to this step."""
         self._step, self._order = step, 0
 
     def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], result: Any) -> None:
-        """One node was executed."""
         if node.op == "output":
             self._forget()
         if node in _needed(node.graph):

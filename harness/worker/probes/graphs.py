@@ -14,6 +14,7 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed import _symmetric_memory
 
 from harness.matrix.case import Case
 from harness.matrix.layout import axis_of_group
@@ -24,10 +25,95 @@ from harness.worker.dispatch_hooks.hook import unobserved
 from harness.worker.probes.graph_casts import GraphCastWatcher
 from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import Probe, in_backward
-from harness.worker.probes.unfused import ALL_GATHER, REDUCE_SCATTER, group_name, reason
 from harness.worker.reduction import gathered_copies
 from harness.worker.virtual import graph_backend, rng
 from harness.worker.virtual import symm_mem as virtual_symm_mem
+
+_aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+_prims = torch.ops.prims
+
+ALL_GATHER = _c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
+MATMULS = frozenset({_aten.mm.default, _aten._scaled_mm.default})
+_CASTS = frozenset({_aten._to_copy.default, _prims.convert_element_type.default})
+# Operators that move elements and change none.
+_MOVES = frozenset(
+    {
+        _aten.reshape.default,
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.split.Tensor,
+        _aten.split_with_sizes.default,
+        _aten.cat.default,
+        _aten.slice.Tensor,
+        _aten.permute.default,
+        _aten.transpose.int,
+        _aten.t.default,
+        _aten.clone.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+        _aten.select.int,
+        _c10d.wait_tensor.default,
+    }
+)
+
+
+def group_name(node: torch.fx.Node) -> str:
+    """The process group of an all-gather or a reduce-scatter: its last argument."""
+    return str(node.args[-1])
+
+
+def reason(node: torch.fx.Node) -> str:
+    """Why `node`, an all-gather or a reduce-scatter, stands in the graph by itself."""
+    if not torch._inductor.config._micro_pipeline_tp:
+        return "the fusion pass is off"
+    enabled: Any = _symmetric_memory.is_symm_mem_enabled_for_group
+    if not enabled(group_name(node)):
+        return "symmetric memory is not enabled for its process group"
+    return _unfused_scatter(node) if node.target is REDUCE_SCATTER else _unfused_gather(node)
+
+
+def _unfused_scatter(node: torch.fx.Node) -> str:
+    producer = _produced_by(node)
+    if producer.target in _CASTS:
+        return "a cast stands between the matmul and the reduce-scatter"
+    if producer.target is _aten.add.Tensor:
+        return "it sums several matmuls"
+    if producer.target in MATMULS:
+        if len(producer.users) > 1:
+            return "the matmul has another user"
+        if any(user.op == "output" for user in node.users):
+            return "what it scatters is saved for backward before it has arrived"
+        return "the pass does not know this way from matmul to scatter"
+    return f"its input is no matmul, but {producer.target}"
+
+
+def _unfused_gather(node: torch.fx.Node) -> str:
+    consumers = sorted({str(user.target) for user in _consumed_by(node) if user.target not in MATMULS})
+    multiplied = any(user.target in MATMULS for user in _consumed_by(node))
+    if multiplied:
+        return "the pass does not know this way from gather to matmul (local batch 1 takes another one)"
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    return f"it gathers {dtype}, and what it gathers goes into {', '.join(consumers)} before any matmul"
+
+
+def _produced_by(node: torch.fx.Node) -> torch.fx.Node:
+    """The operator whose elements `node` gets."""
+    source = node.all_input_nodes[0]
+    while source.target in _MOVES or getattr(source.target, "__name__", "") == "getitem":
+        source = source.all_input_nodes[0]
+    return source
+
+
+def _consumed_by(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """The operators that get the elements of `node`."""
+    for user in node.users:
+        if user.target in _MOVES or getattr(user.target, "__name__", "") == "getitem":
+            yield from _consumed_by(user)
+        elif user.op != "output":
+            yield user
+
 
 # Rounding of sums in another order, relative to the row: results are rounded once from at least float32.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}
@@ -46,14 +132,13 @@ class GraphProbe(Probe):
 
     def install(self) -> None:
         """Observe graphs, the nodes that they execute and the calls of fused operators."""
-        self._installed.enter_context(self._partitions)
+        self._partitions.install(self.replace)
         self.observe(graph_backend.observers, self._casts)
         self.observe(graph_backend.graph_observers, self._partitions.after_passes)
         self.observe(fused.observers, self._record_call)
         self.replace(torch._inductor.config, "post_grad_custom_post_pass", self._record_graph)
 
     def begin_step(self, step: int) -> None:
-        """From here on executions belong to this step."""
         super().begin_step(step)
         self._casts.begin_step(step)
 
@@ -114,7 +199,8 @@ class GraphProbe(Probe):
 
     def _record_call(self, operator: str, given: dict[str, Any], result: Any) -> None:
         with torch.no_grad():
-            found = _found(result) if symm_mem._is_test_mode else _compared(operator, given, result)
+            # In test mode the reference itself ran: there is nothing to hold it against.
+            found = _Comparison() if symm_mem._is_test_mode else _compared(operator, given, result)
         phase: Phase = "backward" if in_backward() else "forward"
         key = (self._step, phase, operator, given["A"].shape, len(given.get("Bs", [None])))
         before = self._calls.get(key)
@@ -134,11 +220,6 @@ class _Comparison(NamedTuple):
     rows: int = 0
     wrong_rows: int = 0
     example: WrongRow | None = None
-
-
-def _found(_: Any) -> _Comparison:
-    """The reference itself ran: there is nothing to hold it against."""
-    return _Comparison()
 
 
 def _compared(operator: str, given: dict[str, Any], result: Any) -> _Comparison:

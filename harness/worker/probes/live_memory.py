@@ -11,10 +11,8 @@ The census keeps no tensor alive. It never collects garbage: a tensor in a refer
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,11 +23,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.trace.counts import LiveMemory, LiveTensor, Moment
+from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.fsdp_params import fsdp_params
-from harness.worker.probes.optimizers import optimizers_of
 from harness.worker.probes.places import local_part
-from harness.worker.probes.probe_tensors import is_owned
-from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.probe import is_owned, optimizers_of
 from harness.worker.probes.sketches import clean_fqn
 from harness.worker.virtual.collectives import FABRIC
 
@@ -60,17 +57,11 @@ class Census:
         self._model: nn.Module | None = None
         self._optimizers: list[Optimizer] = []
         self._data: list[StorageWeakRef] = []
-        self._installed = ExitStack()
 
-    def __enter__(self) -> Self:
+    def install(self) -> Callable[[], None]:
+        """Watch optimizers from here on. Returns a function that ends it."""
         gc.freeze()  # what was imported before is not searched; every tensor of the run is made later
-        self._installed.callback(register_optimizer_step_post_hook(self._remember).remove)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._installed.close()
+        return register_optimizer_step_post_hook(self._remember).remove
 
     def _remember(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not any(optimizer is known for known in self._optimizers):

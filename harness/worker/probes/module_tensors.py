@@ -18,11 +18,10 @@ from harness.matrix.layout import SAME_BATCH_AXES
 from harness.matrix.numerics import RECORDED_BYTES, VIRTUAL_DEVICE, Numerics, replayed_steps
 from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.evaluation import evaluating
+from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.places import Places, local_shard, local_tensor
-from harness.worker.probes.probe import Probe, in_backward
-from harness.worker.probes.probe_tensors import mark_owned
-from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.probe import Probe, in_backward, mark_owned
 from harness.worker.probes.sketches import clean_fqn
 
 NORMS = (nn.RMSNorm, nn.LayerNorm)

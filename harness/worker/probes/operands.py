@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,20 +19,45 @@ from torch._C import _len_torch_dispatch_stack
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torchao.float8 import float8_linear, float8_scaling_utils, float8_training_tensor, fsdp_utils
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from harness.matrix.case import Case
 from harness.trace.operands import CastPhase, CastRecord, GemmRole, MatmulRecord, OperandTrace, Role
 from harness.worker.dispatch_hooks import scaled_mm
 from harness.worker.evaluation import evaluating
-from harness.worker.probes.cast_meter import CastMeter
-from harness.worker.probes.cast_numbers import Cast
-from harness.worker.probes.contents import Contents
-from harness.worker.probes.gathered import gathered_weights, own_rows
-from harness.worker.probes.pending_records import Distribution, PendingCast, PendingMatmul
-from harness.worker.probes.places import local_part, mesh_axes
+from harness.worker.probes.cast_numbers import Cast, dtype_name, read_scale
+from harness.worker.probes.casts import CastMeter, PendingCast, PendingMatmul
+from harness.worker.probes.digests import Contents
+from harness.worker.probes.fsdp_params import ManagedParam, fsdp_params
+from harness.worker.probes.places import local_part, local_tensor, mesh_axes
 from harness.worker.probes.probe import Probe, in_backward
-from harness.worker.probes.scales import read_scale
 from harness.worker.probes.sketches import clean_fqn
+
+
+def gathered_weights(model: nn.Module) -> dict[nn.Module, ManagedParam]:
+    """For every module whose weight FSDP2 gathers in float8, what FSDP2 knows of that weight."""
+    return {
+        param._module_info.module: param
+        for param in fsdp_params(model)
+        if param._module_info.param_name == "weight"
+        and isinstance(local_tensor(param.sharded_param), WeightWithDynamicFloat8CastTensor)
+    }
+
+
+def own_rows(module: nn.Module, param: ManagedParam) -> Cast | None:
+    """This rank's rows of the weight that `module` is about to use, its master weights taken for the source.
+
+    None while FSDP2 has not gathered it in float8.
+    """
+    weight = local_part(module.get_parameter("weight"))
+    if not isinstance(weight, Float8TrainingTensor):
+        return None
+    dim = param.fsdp_placement.dim
+    begin = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
+    bits = weight._data.narrow(dim, min(begin, weight._data.size(dim)), param.sharded_size[dim])
+    return Cast(local_part(param.sharded_param), bits, weight._scale, weight._axiswise_dim)
+
 
 UNKNOWN = "?"  # the FQN of a cast or matmul outside of every known module
 _CAST = "hp_tensor_and_scale_to_float8"
@@ -209,20 +235,25 @@ class OperandProbe(Probe):
                 self._add_cast(place, "gathered", rows, logical=param.sharded_param, role="weight")
 
     def _add_cast(self, place: _Place, phase: CastPhase, cast: Cast, *, logical: torch.Tensor, role: Role) -> None:
+        sharded = logical if isinstance(logical, DTensor) else None
         self._seen_casts.append(
             PendingCast(
-                order=self._next_index(),
-                step=self._step,
-                fqn=place.fqn,
-                role=role,
-                phase=phase,
-                shape=logical.shape,
-                local_shape=cast.bits.shape,
-                distribution=self._distribution(logical),
-                source_dtype=cast.source.dtype,
-                target_dtype=cast.bits.dtype,
-                axiswise_dim=cast.axiswise_dim,
-                measurement=self._meter.see(cast),
+                partial(
+                    CastRecord,
+                    index=self._next_index(),
+                    step=self._step,
+                    fqn=place.fqn,
+                    role=role,
+                    phase=phase,
+                    shape=tuple(logical.shape),
+                    local_shape=tuple(cast.bits.shape),
+                    mesh_axes=() if sharded is None else mesh_axes(sharded.device_mesh, self._case.layout),
+                    source_dtype=dtype_name(cast.source.dtype),
+                    target_dtype=dtype_name(cast.bits.dtype),
+                    axiswise_dim=cast.axiswise_dim,
+                ),
+                () if sharded is None else sharded.placements,
+                self._meter.see(cast),
             )
         )
 
@@ -231,25 +262,24 @@ class OperandProbe(Probe):
         with _invisible():
             self._seen_matmuls.append(
                 PendingMatmul(
-                    order=self._next_index(),
-                    step=self._step,
-                    fqn=place.fqn,
-                    gemm=place.next_gemm(),
-                    a_shape=a.shape,
-                    b_shape=b.shape,
-                    a_dtype=a.dtype,
-                    b_dtype=b.dtype,
-                    a_scale=read_scale(scale_a),
-                    b_scale=read_scale(scale_b),
-                    a_content=self._contents.read(a),
-                    b_content=self._contents.read(b),
+                    partial(
+                        MatmulRecord,
+                        index=self._next_index(),
+                        step=self._step,
+                        fqn=place.fqn,
+                        gemm=place.next_gemm(),
+                        m=a.shape[0],
+                        k=a.shape[1],
+                        n=b.shape[1],
+                        a_dtype=dtype_name(a.dtype),
+                        b_dtype=dtype_name(b.dtype),
+                    ),
+                    read_scale(scale_a),
+                    read_scale(scale_b),
+                    self._contents.read(a),
+                    self._contents.read(b),
                 )
             )
-
-    def _distribution(self, tensor: torch.Tensor) -> Distribution:
-        if not isinstance(tensor, DTensor):
-            return (), ()
-        return tensor.placements, mesh_axes(tensor.device_mesh, self._case.layout)
 
     def _next_index(self) -> int:
         self._index += 1

@@ -7,18 +7,17 @@ right after the partition, and after all passes except for what these put in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
-from msgspec.structs import replace
+from msgspec import structs
 from torch._functorch.partitioners import must_recompute
 from torch._inductor import compile_fx
 
 from harness.trace.graphs import KeptTensor, PartitionRecord, UnequalNode
-from harness.worker.probes.scales import dtype_name
+from harness.worker.probes.cast_numbers import dtype_name
 from harness.worker.virtual import graph_backend
 
 _PARTITION = "fp8_harness_partition"  # the key of node.meta that says which partition a graph is of
@@ -34,23 +33,18 @@ class _Side(NamedTuple):
 
 
 class PartitionWatcher:
-    """Fills `records` while it is entered, for the backend `graph` and for inductor."""
+    """Fills `records`, for the backend `graph` and for inductor."""
 
     def __init__(self) -> None:
         self.records: list[PartitionRecord] = []
         self._divided: list[tuple[_Side, _Side]] = []  # forward and backward graph of every partition
         self._passed: dict[int, _Side] = {}  # forward graphs that have been through the passes, by partition
-        self._installed = ExitStack()
 
-    def __enter__(self) -> Self:
+    def install(self, replace: Callable[[Any, str, Any], None]) -> None:
+        """Watch the partitioner; `replace` is that of a probe."""
         for owner in (graph_backend, compile_fx):
             stock = owner.min_cut_rematerialization_partition
-            owner.min_cut_rematerialization_partition = self._watched(stock)  # type: ignore[attr-defined]
-            self._installed.callback(setattr, owner, "min_cut_rematerialization_partition", stock)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._installed.close()
+            replace(owner, "min_cut_rematerialization_partition", self._watched(stock))
 
     def _watched(self, stock: Any) -> Any:
         def partition(module: torch.fx.GraphModule, inputs: Any, *rest: Any, **given: Any) -> Any:
@@ -95,7 +89,7 @@ class PartitionWatcher:
             return
         before, after = self._passed.pop(place), _Side(_operators(graph), backward.names)
         record = self.records[place]
-        self.records[place] = replace(
+        self.records[place] = structs.replace(
             record,
             repeated_in_passes=len(_repeated(before, after)),
             unequal=(*record.unequal, *_unequal(before, after, "passes")),

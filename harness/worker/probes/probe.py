@@ -1,15 +1,19 @@
-"""What a probe is, and the set of probes that watch one run. Probes never change a number."""
+"""What a probe is, the probes that watch one run, and what several of them use. Probes never change a number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+import importlib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from harness.matrix.case import Case
+from harness.matrix.numerics import Numerics
 from harness.worker.dispatch_hooks.hook import unobserved
 
 
@@ -60,15 +64,33 @@ class Probe:
         raise NotImplementedError
 
 
-ProbeFactory = Callable[[Case, torch.device], Probe]
+# By the field of `RankTrace` that each fills; its module in this package has the same name.
+PROBES = {
+    "sketches": "SketchProbe",
+    "operands": "OperandProbe",
+    "traffic": "TrafficProbe",
+    "saved_memory": "SavedMemoryProbe",
+    "graphs": "GraphProbe",
+    "flops": "FlopsProbe",
+    "module_tensors": "ModuleTensorProbe",
+}
 
 
 class ProbeSet:
-    """Several probes as one context; `results` are keyed by the names of `factories`."""
+    """Several probes as one context, by their names in PROBES, under which `results` has what they recorded.
 
-    def __init__(self, factories: Mapping[str, ProbeFactory], case: Case, device: torch.device) -> None:
-        self._probes = {name: make(case, device) for name, make in factories.items()}
+    A probe is imported when it is asked for: one that lacks a private part is never imported.
+    """
+
+    def __init__(self, names: Sequence[str], case: Case, device: torch.device, numerics: Numerics) -> None:
+        unknown = sorted(set(names) - set(PROBES))
+        assert not unknown, f"unknown probes {unknown}; there are {sorted(PROBES)}"
+        self._probes: dict[str, Probe] = {}
         self._entered = ExitStack()
+        for name in names:
+            kind = getattr(importlib.import_module(f"{__package__}.{name}"), PROBES[name])
+            options = {"numerics": numerics} if name == "module_tensors" else {}
+            self._probes[name] = kind(case, device, **options)
 
     def __enter__(self) -> Self:
         for probe in self._probes.values():
@@ -79,32 +101,53 @@ class ProbeSet:
         self._entered.close()
 
     def attach(self, model: nn.Module) -> None:
-        """Tell every probe that the model is built."""
         for probe in self._probes.values():
             probe.attach(model)
 
     def begin_step(self, step: int) -> None:
-        """Tell every probe that a step starts."""
         for probe in self._probes.values():
             probe.begin_step(step)
 
     @unobserved()
     def after_backward(self, model: nn.Module) -> None:
-        """Tell every probe that the gradients are there."""
         for probe in self._probes.values():
             probe.after_backward(model)
 
     @unobserved()
     def after_update(self, model: nn.Module) -> None:
-        """Tell every probe that the parameters are updated."""
         for probe in self._probes.values():
             probe.after_update(model)
 
     def results(self) -> dict[str, Any]:
-        """What every probe recorded, by its name."""
         return {name: probe.result() for name, probe in self._probes.items()}
 
 
 def in_backward() -> bool:
     """True while autograd runs backward, including the recomputation of a forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+# Tensors that only probes hold. The census of live memory (`live_memory.py`) leaves them out.
+_MARK = "held_by_a_probe"
+
+
+def mark_owned(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark `tensor` as held by a probe alone, and return it. Its storage may be shared, the tensor object must not."""
+    setattr(tensor, _MARK, True)
+    return tensor
+
+
+def is_owned(tensor: torch.Tensor) -> bool:
+    """True for a tensor that a probe has marked."""
+    return getattr(tensor, _MARK, False)
+
+
+def optimizers_of(model: nn.Module) -> list[Optimizer]:
+    """Every optimizer that has a parameter of the model in its groups."""
+    mine = {id(param) for param in model.parameters()}
+    return [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), Optimizer)
+        and any(id(param) in mine for group in each.param_groups for param in group["params"])
+    ]

@@ -46,11 +46,10 @@ class SavedMemoryProbe(Probe):
         """Watch what selective checkpointing keeps, and take part in the census."""
         cached = torch.utils.checkpoint._VersionWrapper
         self.replace(torch.utils.checkpoint, "_VersionWrapper", _watching(cached, self._note))
-        self._installed.enter_context(self._census)
+        self._installed.callback(self._census.install())
         self._installed.callback(self._hooks.close)
 
     def attach(self, model: nn.Module) -> None:
-        """Remember whose parameters are not counted."""
         self._model = model
         self._census.attach(model)
 
@@ -97,7 +96,6 @@ class SavedMemoryProbe(Probe):
         )
 
     def after_backward(self, model: nn.Module) -> None:
-        """Stop watching."""
         self._hooks.close()
         self._recording = False
 

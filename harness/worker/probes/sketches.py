@@ -13,8 +13,7 @@ from harness.matrix.case import Case
 from harness.trace.tensors import SKETCH_SIZE, TensorSketch
 from harness.worker.probes.digests import bytes_of, ordered_digest
 from harness.worker.probes.places import Place, Places, local_shard, place_of
-from harness.worker.probes.probe import Probe
-from harness.worker.probes.probe_tensors import mark_owned
+from harness.worker.probes.probe import Probe, mark_owned
 from harness.worker.reduction import reduced_gradient
 
 _ROWS_SEED, _COLUMNS_SEED = 1, 2

@@ -38,7 +38,6 @@ class TrafficProbe(Probe):
         self._elements: defaultdict[_Key, list[int]] = defaultdict(list)
 
     def install(self) -> None:
-        """Observe every collective."""
         self.observe(collectives.observers, self._observe)
 
     def _observe(self, exchange: Exchange) -> None:
@@ -47,7 +46,6 @@ class TrafficProbe(Probe):
             self._elements[key].append(exchange.elements)
 
     def after_update(self, model: nn.Module) -> None:
-        """The step is over."""
         self._step = 0
 
     def result(self) -> tuple[TrafficRecord, ...]:

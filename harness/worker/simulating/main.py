@@ -30,8 +30,7 @@ from harness.worker.probes.fsdp_params import fsdp_params
 from harness.worker.probes.live_memory import plain_tensors
 from harness.worker.probes.saved_memory import SavedMemoryProbe
 from harness.worker.probes.traffic import TrafficProbe
-from harness.worker.simulating.fake_tensor_hooks import FakeTensorHooks, silent_propagation
-from harness.worker.simulating.storages import Storages
+from harness.worker.simulating.fake_tensor_hooks import FakeTensorHooks, Storages, silent_propagation
 from harness.worker.targets.reference.build import ReferenceTarget, build_optimizer, distributed_model
 from harness.worker.targets.reference.parallel import build_meshes
 from harness.worker.targets.target import World

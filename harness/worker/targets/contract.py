@@ -13,7 +13,7 @@ from torch import nn
 
 from harness.matrix.case import Case
 from harness.matrix.targets import module_of
-from harness.worker.probes.optimizers import optimizers_of
+from harness.worker.probes.probe import optimizers_of
 from harness.worker.targets.target import Target, World
 
 

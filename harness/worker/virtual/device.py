@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from harness.request import Arithmetic, Fabric
 from harness.worker import internals
-from harness.worker.virtual import collectives, reductions, scaled_mm
+from harness.worker.virtual import collectives, scaled_mm
 
 # torch.library drops an override when its Library object is collected.
 _LIBRARIES: list[torch.library.Library] = []
 _transport: dict[str, torch.library.Library] = {}
-
-
 _installed: set[str] = set()
 
 
@@ -73,7 +73,7 @@ def _install_device() -> None:
         rng.install()
     _without_pretended_gpus()
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
-    reductions.install()
+    _scale_before_reductions()
 
 
 def _install_async_tp() -> None:
@@ -99,3 +99,51 @@ def _override(namespace: str, kernels: Mapping[str, object], key: str = "CPU") -
         for name, kernel in kernels.items():
             library.impl(name, kernel, key, allow_override=True)
     return library
+
+
+def _scale_before_reductions() -> None:
+    """PREMUL_SUM, for which FSDP2 asks wherever a gradient divide factor is set.
+
+    Neither fabric can read the factor of it in a c10d operator, so tensors are scaled before, in the methods of every
+    process group of this process.
+    """
+    group: Any = dist.ProcessGroup
+    group.reduce_scatter_single = _scaled_reduce_scatter(group.reduce_scatter_single)
+    group.allreduce = _scaled_allreduce(group.allreduce)
+
+
+def _factor(op: Any) -> float | None:
+    """The factor of a PREMUL_SUM reduction; None for other reductions."""
+    if op != ReduceOp.PREMUL_SUM:
+        return None
+    _, factor = op.__getstate__()
+    assert isinstance(factor, float), f"PREMUL_SUM by a tensor is not supported, got {factor!r}"
+    return factor
+
+
+def _scaled_reduce_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
+
+    def method(group: Any, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Any:
+        factor = _factor(options.reduceOp)
+        if factor is not None:
+            tensor = tensor if factor == 1.0 else tensor * factor
+            options.reduceOp = ReduceOp.SUM
+        return stock(group, output, tensor, options)
+
+    return method
+
+
+def _scaled_allreduce(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Scales in place, as allreduce does."""
+
+    def method(group: Any, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        if options is None:
+            return stock(group, tensors)
+        factor = _factor(options.reduceOp)
+        if factor is not None:
+            for tensor in tensors:
+                tensor.mul_(factor)
+            options.reduceOp = ReduceOp.SUM
+        return stock(group, tensors, options)
+
+    return method

@@ -2,7 +2,7 @@
 
 Replaces the CPU kernels of the c10d operators that FSDP2, DTensor and async TP call. Each calls what torch's kernel
 calls: the method of the gloo backend. The other operators are left as they are. `PREMUL_SUM`, which gloo lacks too,
-never gets to it: see `reductions.py`.
+never gets to it: see `device.py`.
 
 gloo gets aliases. Its threads hold a tensor for a moment longer than the collective takes, until they get the
 interpreter's lock, and the census of live memory must not take this for a leak of the target.
@@ -25,7 +25,7 @@ from torch.distributed import (
     Work,
 )
 
-from harness.worker.probes.probe_tensors import mark_owned
+from harness.worker.probes.probe import mark_owned
 from harness.worker.virtual.collectives import FLOAT8, Boxed, Tensor
 
 _CPU = torch.device("cpu")

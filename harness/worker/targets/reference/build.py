@@ -15,18 +15,59 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from harness.matrix.case import Case
-from harness.worker.targets.reference.checkpointing import apply_checkpointing
-from harness.worker.targets.reference.checkpoints import load_state, save_state
-from harness.worker.targets.reference.clipping import clip_gradients
 from harness.worker.targets.reference.float8 import after_optimizer_step, convert
 from harness.worker.targets.reference.loss import Batch, forward, forward_backward, global_loss, global_token_count
 from harness.worker.targets.reference.model import Llama
-from harness.worker.targets.reference.parallel import Meshes, apply_fsdp, apply_tp, build_meshes
+from harness.worker.targets.reference.parallel import Meshes, apply_checkpointing, apply_fsdp, apply_tp, build_meshes
 from harness.worker.targets.target import StepResult, World
+
+
+@torch.no_grad()
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    """Scale all gradients of an optimizer down to the norm `max_norm`. Returns their norm before: a scalar.
+
+    The optimizer has a group of parameters for every device mesh. The norm of a group is summed over the axes of its
+    mesh, the norms of groups are of other parameters and add up.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    norms = [get_total_norm([param.grad for param in group if param.grad is not None]) for group in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(whole))
+    for group in groups:
+        clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+# By parameter: the optimizer has a group for every mesh, so another layout may have another number of groups.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Write the state into a new folder, every rank its own shards."""
+    save(_state(model, optimizer), checkpoint_id=folder)
+
+
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Read the state into a model and an optimizer, whatever layout it was written in."""
+    state = _state(model, optimizer)
+    load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
+    )
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=_OPTIONS)
+    return {"model": of_model, "optimizer": of_optimizer}
+
 
 # Llama 2 (arXiv:2307.09288, section 2.2). An eps of 1e-5 instead of torch's 1e-8 also keeps the noise small: a gradient
 # that is only rounding error does not cause a full step.

@@ -1,4 +1,4 @@
-"""The shims: what stands in where torchtitan 0.2.2 expects a GPU, or a process that is never forked.
+"""The shims: what stands in where torchtitan 0.2.2 or 0.3.0 expects a GPU, or a process that is never forked.
 
 Each is one function that says why it is needed and when it can go; `tests/torchtitan/test_shims.py` fails when one can.
 None changes what is computed. Extension points of torchtitan (train spec, loss, metrics) are not shims: `trainer.py`.
@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,16 +26,16 @@ from harness.worker.virtual import collectives
 
 
 @functools.cache
-def import_torchtitan() -> None:
-    """Import torchtitan with every shim that its import needs, once per process."""
-    import_version_of(TORCHTITAN, "torchtitan.train", without_triton)
-
-
-def import_version_of(target: str, trainer: str, without_triton: Callable[[], None]) -> None:
-    """Import the torchtitan of a target with the shims that the import of any version needs, and with its own."""
+def import_torchtitan(target: str) -> None:
+    """Import the torchtitan of a target with every shim that its import needs, once per process."""
     require_version(target)
     without_arrow_thread()
-    without_triton()
+    if target == TORCHTITAN:
+        trainer = "torchtitan.train"
+        without_triton()
+    else:
+        trainer = "torchtitan.trainer"
+        without_triton_in_0_3()
     with device_named("cpu" if on_virtual_device() else "cuda"):
         importlib.import_module(trainer)
         importlib.import_module("torchtitan.models.llama3")
@@ -144,3 +144,40 @@ def garbage_collected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def without_triton_in_0_3() -> None:
+    """Stand in for torchtitan's Triton kernels of expert parallelism where Triton is missing (a CPU torch).
+
+    Importing its Trainer imports them, and a Llama never calls them.
+    Can go when torchtitan's Trainer can be imported without Triton.
+    """
+    if importlib.util.find_spec("triton") is None:
+        kernels: Any = types.ModuleType("torchtitan.distributed.minimal_async_ep.kernels")
+        kernels.__getattr__ = _kernel_of_0_3
+        sys.modules[kernels.__name__] = kernels
+
+
+def _kernel_of_0_3(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def kernel(*_: object, **__: object) -> None:
+        raise NotImplementedError(f"torchtitan's kernel {name} needs Triton, which is not installed")
+
+    return kernel
+
+
+@contextmanager
+def float64_kept() -> Iterator[None]:
+    """While torchtitan computes its loss, `Tensor.float` leaves float64 as it is: float64 is the dtype of proof.
+
+    Can go when torchtitan's loss rounds no float64 to float32.
+    """
+    rounds = torch.Tensor.float
+    tensor: Any = torch.Tensor
+    tensor.float = lambda self: self if self.dtype is torch.float64 else rounds(self)
+    try:
+        yield
+    finally:
+        tensor.float = rounds

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.worker.targets.torchtitan_0_3 import shims
+from harness.matrix.targets import TORCHTITAN_0_3
+from harness.worker.targets.torchtitan.shims import import_torchtitan
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
 def preload() -> None:
     """Import torchtitan, which takes seconds, before ranks are forked. Starts no thread."""
-    shims.import_torchtitan()
+    import_torchtitan(TORCHTITAN_0_3)
 
 
 def build(case: Case, world: World) -> Target:
     """Build the case with torchtitan's own Trainer. Raises ValueError where torchtitan cannot do what a case asks."""
-    shims.import_torchtitan()
+    import_torchtitan(TORCHTITAN_0_3)
     from harness.worker.targets.torchtitan_0_3.trainer import trained
 
     return trained(case, world)

@@ -13,10 +13,9 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.trainer import Trainer
 
 from harness.matrix.linears import OUTPUT_FQN
-from harness.worker.targets.torchtitan.shims import garbage_collected, local_rank
+from harness.worker.targets.torchtitan.shims import float64_kept, garbage_collected, local_rank
 from harness.worker.targets.torchtitan.step import Metrics, TrainedByTorchtitan, register_graph_backend, require_device
 from harness.worker.targets.torchtitan_0_3.config import trainer_config
-from harness.worker.targets.torchtitan_0_3.shims import float64_kept
 
 if TYPE_CHECKING:
     from harness.matrix.case import Case

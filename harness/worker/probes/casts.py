@@ -1,4 +1,4 @@
-"""The cast meter: copies casts in the middle of a step and measures them together.
+"""Casts and matmuls of a step: seen and copied in the middle of it, measured and recorded after it.
 
 Training drives the code and the tables that measure out of the cache: measured at once, a cast would take two to three
 times as long.
@@ -7,15 +7,26 @@ times as long.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import Placement, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from harness.worker.probes.cast_numbers import Cast, CastNumbers, HostCast, host_cast, measure
-from harness.worker.probes.contents import Content, Contents
-from harness.worker.probes.digests import bytes_of
-from harness.worker.probes.probe_tensors import mark_owned
-from harness.worker.probes.scales import Scale, read_scale
+from harness.trace.operands import CastRecord, MatmulRecord
+from harness.worker.probes.cast_numbers import (
+    Cast,
+    CastNumbers,
+    HostCast,
+    Scale,
+    host_cast,
+    measure,
+    read_scale,
+    summary,
+)
+from harness.worker.probes.digests import Content, Contents, bytes_of
+from harness.worker.probes.probe import mark_owned
 
 _COPIED_BYTES = 1 << 22  # of sources, at a time: some dozen casts of a tiny model, still in the cache
 
@@ -97,3 +108,43 @@ class CastMeter:
         """Settle, and forget all casts, so that no later one counts as a repetition."""
         self.settle()
         self._seen.clear()
+
+
+class PendingCast(NamedTuple):
+    """What makes a `CastRecord`, without its tensors: its fields as far as they are known, and what completes them."""
+
+    known: partial[CastRecord]
+    placements: tuple[Placement, ...]
+    measurement: Measurement
+
+    def record(self) -> CastRecord:
+        return self.known(
+            placements=tuple(map(_placement_name, self.placements)),
+            scale=summary(self.measurement.scale),
+            data_digest=self.measurement.content.digest,
+            **self.measurement.numbers._asdict(),
+        )
+
+
+class PendingMatmul(NamedTuple):
+    """What makes a `MatmulRecord`, as `PendingCast`."""
+
+    known: partial[MatmulRecord]
+    a_scale: Scale
+    b_scale: Scale
+    a_content: Content
+    b_content: Content
+
+    def record(self) -> MatmulRecord:
+        return self.known(
+            a_scale=summary(self.a_scale),
+            b_scale=summary(self.b_scale),
+            a_digest=self.a_content.digest,
+            b_digest=self.b_content.digest,
+        )
+
+
+def _placement_name(placement: Placement) -> str:
+    if type(placement) is Shard:
+        return f"Shard({placement.dim})"
+    return repr(placement) if hasattr(placement, "dim") else f"{type(placement).__name__}()"
