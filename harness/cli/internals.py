@@ -8,7 +8,7 @@ import click
 
 from harness.internals import Part, State, read_parts, with_needed
 from harness.jsonform import to_json
-from harness.running.internals import internals_here
+from harness.running.machine import internals_here
 
 
 def print_internals(*, as_json: bool) -> None:

@@ -149,7 +149,6 @@ class _Parts:
         self._end_at_s = math.inf
 
     def run(self) -> list[ShareOutcome]:
-        """The outcomes of all parts."""
         with ThreadPoolExecutor(len(self._shares)) as threads:
             list(threads.map(self._warm, self._shares))
             running = [threads.submit(self._run_part, name) for name in self._shares]
@@ -224,7 +223,6 @@ class SlotTable:
 
     @property
     def waiting(self) -> int:
-        """How many jobs wait for slots."""
         return len(self._waiting)
 
     @contextmanager

@@ -25,7 +25,6 @@ class JobFolder(msgspec.Struct, frozen=True):
 
     @property
     def tmp(self) -> Path:
-        """TMPDIR of the ranks."""
         return self.path / "tmp"
 
     def log(self, rank: int) -> Path:

@@ -28,7 +28,6 @@ _VECTOR = re.compile(r"(avx|amx|sve)\w*|sme\d*|fma|asimd|bf16|i8mm")
 
 
 def host_name() -> str:
-    """The name of this machine."""
     return socket.gethostname() or "localhost"
 
 
@@ -134,12 +133,10 @@ class Capacity(Message, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """Slots of all nodes."""
         return sum(node.slots for node in self.nodes)
 
     @property
     def largest(self) -> int:
-        """Slots of the largest node."""
         return max((node.slots for node in self.nodes), default=0)
 
 

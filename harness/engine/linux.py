@@ -89,7 +89,6 @@ def open_devices() -> tuple[str, ...]:
 
 
 def open_fds() -> frozenset[int]:
-    """File descriptors that are open in this process."""
     listed = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  includes the listing's own fd
     return frozenset(fd for fd in listed if _is_open(fd))
 

@@ -54,7 +54,6 @@ class Share(Message, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> range:
-        """The ranks of this share, as the job numbers them."""
         return range(self.first_rank, self.first_rank + self.count)
 
     @property

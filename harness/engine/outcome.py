@@ -49,7 +49,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> int:
-        """Sort key: lower is closer to the cause."""
         return order_of(self.rank, self.reading)
 
     @property
@@ -151,12 +150,9 @@ def _timeout_message(causes: tuple[Failure, ...]) -> str:
         does = each.reading.what if each.reading.kind == "timeout" else f"{each.rank.status} elsewhere"
         waited.setdefault(does, []).append(each.rank.rank)
     return "; ".join(
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {_listed(ranks)}: {what}" for what, ranks in waited.items()
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: {what}"
+        for what, ranks in waited.items()
     )
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _hang_message(job: Job, ranks: Sequence[RankOutcome], cause: RankOutcome) -> str:

@@ -41,7 +41,6 @@ class RankContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_context(share: Share, rank: int, report_phase: Callable[[str], None]) -> RankContext:
-    """Returns the input of one rank of a share."""
     local_rank = rank - share.first_rank
     return RankContext(
         rank=rank,
@@ -82,7 +81,6 @@ class BrokenProgram:
         """Does nothing."""
 
     def rank_main(self, context: RankContext) -> bytes:
-        """Raises the error of the program."""
         context.report_phase("preload")
         raise self._error
 

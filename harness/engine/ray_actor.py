@@ -111,7 +111,6 @@ class NodeActor(LocalNode):
 
 
 def node_facts(device: Device) -> bytes:
-    """The `NodeFacts` of the machine that this runs on."""
     return msgspec.msgpack.encode(NodeFacts(capacity=capacity_here(device), software=software()))
 
 

@@ -186,10 +186,11 @@ def open_nodes(
     bundles = [bundle(machine, node.device, node.slots) for machine, node in zip(mine, capacity.nodes, strict=True)]
     group = place_group(ray, mine, bundles, note)
     environ = {name: os.environ[name] for name in ARITHMETIC if name in os.environ}
-    nodes = [
-        RayNode(ray, group, index, NodeSpec(program=program, capacity=node, logs=_logs(logs, node), environ=environ))
-        for index, node in enumerate(capacity.nodes)
-    ]
+    nodes = []
+    for index, node in enumerate(capacity.nodes):
+        own_logs = str(logs / node.host) if logs else ""  # nodes may share a file system
+        spec = NodeSpec(program=program, capacity=node, logs=own_logs, environ=environ)
+        nodes.append(RayNode(ray, group, index, spec))
     try:
         for each in nodes:
             each.check_started()
@@ -254,8 +255,3 @@ def _device(capacity: NodeCapacity) -> dict[str, str]:
     if capacity.device == "cpu":
         return {"CPU": capacity.cpu}
     return {"device": capacity.device_name, "architecture": capacity.architecture, "driver": capacity.driver}
-
-
-def _logs(folder: Path | None, node: NodeCapacity) -> str:
-    """A folder of the node's own, because nodes may share a file system."""
-    return str(folder / node.host) if folder else ""

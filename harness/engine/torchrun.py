@@ -109,7 +109,6 @@ class TorchrunEngine:
 
 
 def spec_file(folder: JobFolder) -> Path:
-    """The file with the `LaunchSpec` of a share."""
     return folder.path / "share.msgpack"
 
 

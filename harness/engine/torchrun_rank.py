@@ -30,7 +30,6 @@ class _Program:
         """Does nothing: `rank_main` preloads."""
 
     def rank_main(self, context: RankContext) -> bytes:
-        """Preload and run."""
         context.report_phase("preload")
         program = preload_program(self._spec.program, self._spec.options)
         context.report_phase("start")

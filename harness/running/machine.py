@@ -1,14 +1,21 @@
-"""The machine that a command runs on: its device, and whether ranks can train there. Never imports torch.
+"""The machine that a command runs on: its device, whether ranks can train there, and the private parts of torch there.
 
-Owns the meaning of `--device auto`. Which devices may be used is `engine/hardware.py`'s.
+Never imports torch. Owns the meaning of `--device auto`. Which devices may be used is `engine/hardware.py`'s.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
+
+import msgspec
 
 from harness.engine.hardware import Device, cuda_devices
+from harness.engine.interpreter import child_environ, module_command
 from harness.errors import HarnessError
+from harness.internals import State
+from harness.running.environments import last_line
 
 
 def resolve_device(asked: str) -> Device:
@@ -31,3 +38,27 @@ def check_rank_packages() -> None:
             "without.",
             fix="pip install 'fp8-harness[train]'",
         )
+
+
+_TIMEOUT_S = 300.0  # importing torch and inductor takes 5 s, and much more on a busy machine
+_STATES = msgspec.json.Decoder(State)
+
+
+def internals_here() -> State:
+    """The state of every part. Raises HarnessError where torch or torchao cannot be imported."""
+    check_rank_packages()
+    try:
+        done = subprocess.run(
+            module_command(sys.executable, "harness.worker.internals", []),
+            env=child_environ({}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise HarnessError(f"torch was not imported within {_TIMEOUT_S:g} s.", where="explain --internals") from None
+    except subprocess.CalledProcessError as error:
+        last = last_line(error.stderr.decode(errors="replace"))
+        raise HarnessError(f"torch and torchao cannot be asked: {last}", where="explain --internals") from error
+    return _STATES.decode(done.stdout)

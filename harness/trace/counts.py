@@ -63,7 +63,6 @@ class TrafficRecord(Record, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """What they are counted by, in words."""
         return collective_words(axis=self.axis, kind=self.kind, op=self.op, dtype=self.dtype)
 
 

@@ -77,7 +77,6 @@ class CastShare(Record, frozen=True, kw_only=True):
 
     @property
     def operand(self) -> tuple[int, str, Role, int | None, str]:
-        """What it is of."""
         return self.step, self.fqn, self.role, self.axiswise_dim, self.target_dtype
 
 

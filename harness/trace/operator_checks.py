@@ -52,7 +52,6 @@ class OperatorCheck(Record, frozen=True, kw_only=True):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Sizes of the mesh axes."""
         return MESHES[self.mesh]
 
     def _op_with_arguments(self) -> str:
@@ -111,7 +110,6 @@ def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
 def local_shape(
     shape: Sequence[int], placements: Placements, axes: Sequence[int], coordinates: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape of the shard that the rank at `coordinates` holds."""
     local = list(shape)
     for axis in axis_order(placements):
         dim = shard_dim(placements[axis])

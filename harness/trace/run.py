@@ -104,7 +104,6 @@ class Run(Record, frozen=True, kw_only=True):
 
     @property
     def without_records(self) -> Run:
-        """The run without the records that only checks need."""
         return msgspec.structs.replace(self, traces=tuple(trace.without_records for trace in self.traces))
 
     @property

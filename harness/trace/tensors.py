@@ -33,12 +33,12 @@ class ModuleShard(Record, frozen=True, kw_only=True):
     call: int = 0  # of the module in this step, from 0
     kind: ModuleTensorKind
     dtype: str
-    shape: tuple[int, ...]  # of the logical tensor
-    offset: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    summed: bool
-    digest: str
-    data: bytes | None
+    shape: tuple[int, ...] = ()  # of the logical tensor; it and the others stay empty for FLOAT8
+    offset: tuple[int, ...] = ()
+    local_shape: tuple[int, ...] = ()
+    summed: bool = False
+    digest: str = ""
+    data: bytes | None = None
 
 
 class ModuleDistance(Record, frozen=True, kw_only=True):

@@ -23,12 +23,10 @@ from harness.worker.probes.sketches import clean_fqn
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear of `model` by FQN, converted or not."""
     return {clean_fqn(fqn): module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 def converted_linears(model: nn.Module) -> dict[str, Float8Linear]:
-    """Every Float8Linear of `model` by FQN."""
     return {fqn: module for fqn, module in linears(model).items() if isinstance(module, Float8Linear)}
 
 
@@ -65,12 +63,10 @@ class Discovery:
         return count
 
     def end_step(self) -> None:
-        """A step is over."""
         self._calls.end_step()
         self._recomputed.end_step()
 
     def record(self) -> ModelRecord:
-        """What was found."""
         others = _parameters_of_others(self._model)
         return ModelRecord(
             linears=tuple(
@@ -107,7 +103,6 @@ class Discovery:
 
 
 def _parameters_of_others(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of modules that are no linears."""
     modules = (module for module in model.modules() if not isinstance(module, nn.Linear))
     return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 

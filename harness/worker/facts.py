@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 
 def preload(options: Mapping[str, str]) -> None:
-    """Leave the process with one thread."""
     torch.set_num_threads(1)
 
 
 def rank_main(context: RankContext) -> bytes:
-    """Returns the encoded `TorchFacts`."""
     facts = TorchFacts(torch=str(torch.__version__), cuda=torch.version.cuda or "", nccl=_nccl())
     try:
         if facts.cuda:

@@ -34,11 +34,9 @@ class _SourceOf(SourceLoader):
         self._patch = patch
 
     def get_filename(self, fullname: str) -> str:
-        """The path on the machine of the user."""
         return self._patch.text.rpartition(":")[0]
 
     def get_data(self, path: str | bytes) -> bytes:
-        """The source."""
         return self._patch.source
 
 

@@ -55,7 +55,6 @@ class InputRecorder:
         self._now.append(tensor.detach().cpu().long().numpy().copy())
 
     def end_step(self, step: int) -> None:
-        """A step is over."""
         self._called = self._called and bool(self._now)
         if self._called:
             self._steps.append(_found(step, self._now, self._tokens[step - 1], self._mine))

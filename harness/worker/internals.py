@@ -51,7 +51,6 @@ def gaps(part: str) -> tuple[Gap, ...]:
 
 @functools.cache
 def own_gaps(part: str) -> tuple[Gap, ...]:
-    """What is not as declared of the names that a part declares itself."""
     declared = read_parts()[part]
     problems = {name: problem_of(name, declared.use(name)) for name in declared.uses}
     return tuple(Gap(name, problem) for name, problem in problems.items() if problem)
@@ -159,7 +158,6 @@ def _sets(kind: type, name: str) -> bool:
 
 
 def _assigns(function: object, name: str) -> bool:
-    """True for a function that assigns an attribute of this name."""
     function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
     return (
         isinstance(function, types.FunctionType)
@@ -169,12 +167,10 @@ def _assigns(function: object, name: str) -> bool:
 
 
 def _is_read_only(found: Any) -> bool:
-    """True for a property that objects cannot be given."""
     return isinstance(found, property) and found.fset is None
 
 
 def _is_immutable(owner: Any) -> bool:
-    """True for a class that nothing can be put into."""
     return isinstance(owner, type) and bool(owner.__flags__ & _IMMUTABLE_TYPE)
 
 
@@ -184,7 +180,6 @@ def _parameters(function: Any) -> Collection[str]:
 
 
 def state() -> State:
-    """What all parts are here."""
     parts = read_parts()
     for name in parts:
         gaps(name)

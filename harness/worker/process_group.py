@@ -64,7 +64,6 @@ def join(context: RankContext, fabric: Fabric) -> torch.device:
 
 
 def _timeout_s(deadline_s: float, fabric: Fabric) -> float:
-    """Timeout of a collective in seconds."""
     return deadline_s * NCCL_GIVES_UP_AFTER if fabric == "nccl" else deadline_s + AFTER_DEADLINE_S
 
 

@@ -73,7 +73,6 @@ def _check_source(name: str, options: Mapping[str, str]) -> None:
 
 
 def rank_main(context: RankContext) -> bytes:
-    """Run one request on this rank. Returns the encoded `RankTrace`."""
     request = msgspec.msgpack.decode(context.payload, type=RunRequest)
     torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
     context.report_phase("start")

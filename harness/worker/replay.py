@@ -121,7 +121,6 @@ class Replay:
         self.distances: list[ModuleDistance] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Hook every module, to compare and replace its inputs and outputs."""
         calls = Counter(key.fqn for key in self._recorded if key[:2] == (1, 0) and key.kind == "output")
         for name, module in model.named_modules():
             if isinstance(module, MODULES):
@@ -132,7 +131,6 @@ class Replay:
                 module.register_forward_hook(boundary.after)
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to this step."""
         self._step = step
         for boundary in self._boundaries:
             boundary.calls = 0

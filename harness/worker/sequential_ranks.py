@@ -75,13 +75,10 @@ class SequentialRanks:
                 seen = leaf.detach().cpu().long().numpy()
                 ranks = [rank for rank, batch in enumerate(self._batches) if sequences_in(seen, batch)]
                 if len(ranks) == 1:
-                    self._begin_rank(ranks[0])
+                    if ranks[0] > self._rank:
+                        self._reduced.clear()
+                        self._rank = ranks[0]
                     self._syncing.apply(last=sequences_in(seen, self._batches[ranks[0]][-1:]))
-
-    def _begin_rank(self, rank: int) -> None:
-        if rank > self._rank:
-            self._reduced.clear()
-            self._rank = rank
 
     def _take_reduced(self, reduced: torch.Tensor) -> None:
         self._flat = reduced.detach().clone()
@@ -146,7 +143,6 @@ class _Sum:
         self._replicas: dict[int, torch.Tensor] = {}
 
     def add(self, grad: torch.Tensor, replica: int) -> None:
-        """Add what the next rank contributes."""
         part = grad.detach().to(self._dtype).to(_WIDE.get(self._dtype, self._dtype))
         if replica in self._replicas:
             self._replicas[replica] += part

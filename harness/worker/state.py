@@ -32,7 +32,6 @@ class GlobalState:
         self._last = _now()
 
     def record_changes(self, phase: str) -> None:
-        """Keep what the target has changed in this phase."""
         now = _now()
         self._changes += [
             StateChange(name=name, phase=phase, before=self._last[name], after=value)
@@ -42,12 +41,10 @@ class GlobalState:
         self._last = now
 
     def add(self, change: StateChange) -> None:
-        """Keep a change that was found elsewhere."""
         self._changes.append(change)
 
     @property
     def changes(self) -> tuple[StateChange, ...]:
-        """Everything that was found changed, in order."""
         return tuple(self._changes)
 
 

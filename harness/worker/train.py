@@ -180,7 +180,6 @@ def prepare(case: Case, device: torch.device, *, solo_witness: bool = False, dig
 
 
 def tokens_of_rank(tokens: data.Tokens, device: torch.device) -> torch.Tensor:
-    """The tokens that this rank trains on, on its device."""
     return torch.from_numpy(tokens).to(device)
 
 

@@ -24,7 +24,7 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.trace import Run
 from harness.verdict import Finding
-from harness.worker.virtual import rng
+from harness.worker.virtual import graph_backend
 from tests.builders import make_witnesses, rules
 from tests.jobs import make_share, run_alone
 from tests.worker.runs import sweep
@@ -106,7 +106,7 @@ def assert_as_stated(case: Case, run: Run) -> None:
     assert found.cast_calls == found.expected_cast_calls
     checkpointed = case.checkpointing.mode != "none"
     for trace in run.traces:
-        assert trace.graphs.workarounds == ((rng.NAME,) if checkpointed else ())
+        assert trace.graphs.workarounds == ((graph_backend.WORKAROUND,) if checkpointed else ())
         assert len(trace.graphs.partitions) == (2 if case.checkpointing.mode == "selective_layer" else 1)
         assert all(0 < each.repeated_in_passes <= each.repeated for each in trace.graphs.partitions)
 
@@ -201,8 +201,8 @@ def test_random_numbers_are_left_alone_only_where_none_are_drawn(monkeypatch, dr
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     graph.output(graph.call_function(attention, (query, query, query, dropout)))
     module = torch.fx.GraphModule({}, graph)
-    monkeypatch.setattr(rng, "workarounds", [])
+    monkeypatch.setattr(graph_backend, "workarounds", [])
     assert torch.Tag.nondeterministic_seeded in attention.tags
-    assert rng._only_if_any_op_draws(lambda _: True)(module) is saves_state
-    assert rng.workarounds == ([] if saves_state else [rng.NAME])
-    assert rng._only_if_any_op_draws(lambda _: False)(module) is False
+    assert graph_backend._only_if_any_op_draws(lambda _: True)(module) is saves_state
+    assert graph_backend.workarounds == ([] if saves_state else [graph_backend.WORKAROUND])
+    assert graph_backend._only_if_any_op_draws(lambda _: False)(module) is False

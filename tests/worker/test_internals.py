@@ -13,7 +13,7 @@ from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
 from harness.internals import State, read_parts
 from harness.matrix.caseid import parse_case_id
-from harness.running.internals import internals_here
+from harness.running.machine import internals_here
 from harness.sources import installed_versions
 from tests.builders import probes_for
 from tests.jobs import run_request

@@ -59,7 +59,6 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def notify(kind: str, op: str, dtype: torch.dtype, elements: int, group: dist.ProcessGroup) -> None:
-    """Notify every observer of an exchange."""
     exchange = Exchange(kind, op, dtype, elements, tuple(dist.get_process_group_ranks(group)))
     for observe in observers:
         observe(exchange)

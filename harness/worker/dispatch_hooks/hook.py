@@ -38,7 +38,6 @@ HOOKS: dict[torch._ops.OpOverload, Callable[..., None]] = {}
 
 
 def observed() -> bool:
-    """False inside of `unobserved`."""
     return not _paused[0]
 
 

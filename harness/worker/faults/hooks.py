@@ -274,11 +274,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks as they are wrapped: the children of the container with most parameters; without one, the model."""
     containers = [module for module in model.modules() if isinstance(module, _CONTAINERS) and len(module)]
-    return list(max(containers, key=_parameter_count).children()) if containers else [model]
-
-
-def _parameter_count(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
+    largest = max(containers, key=lambda each: sum(param.numel() for param in each.parameters()), default=None)
+    return [model] if largest is None else list(largest.children())
 
 
 def last_block(model: nn.Module) -> nn.Module:

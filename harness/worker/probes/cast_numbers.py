@@ -26,7 +26,6 @@ _NOT_EXPONENT, _EXPONENT_AT, _EXPONENT_BIAS, _INFINITY = np.uint32(0x807F_FFFF),
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -38,14 +37,12 @@ class Scale(NamedTuple):
     data: bytes  # in the order of the indices
 
     def tensor(self) -> torch.Tensor:
-        """The scale as a tensor on the host."""
         if not self.data:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.data), dtype=self.dtype).view(self.shape)
 
 
 def read_scale(scale: torch.Tensor) -> Scale:
-    """The scale as it is now."""
     return Scale(tuple(scale.shape), scale.dtype, bytes_of(scale, transposed=False))
 
 
@@ -168,7 +165,6 @@ class _Products(NamedTuple):
 
 
 def measure_cast(cast: Cast) -> CastNumbers:
-    """The numbers of a cast, now."""
     return measure(host_cast(cast, on_host(cast.source), read_scale(cast.scale), Content(bytes_of(cast.bits))))
 
 

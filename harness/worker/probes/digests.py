@@ -91,7 +91,6 @@ class Content:
         return self._digest
 
     def release(self) -> None:
-        """Keep the digest alone."""
         self._digest, self.data = self.digest, b""
 
 
@@ -113,7 +112,6 @@ class Contents:
         return known if known is not None and known.data == data else self.add(tensor, data)
 
     def add(self, tensor: torch.Tensor, data: bytes) -> Content:
-        """Remember that these are the bytes of `tensor`."""
         self._held_bytes += len(data)
         if self._held_bytes > _HELD_BYTES:
             self.release()

@@ -11,7 +11,6 @@ ManagedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
 
 
 def fsdp_params(model: nn.Module) -> list[ManagedParam]:
-    """What FSDP2 knows of every parameter that it manages."""
     return [
         param
         for module in model.modules()

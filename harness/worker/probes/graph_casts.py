@@ -83,13 +83,7 @@ class GraphCastWatcher:
                 **seen,
                 is_weight=_is_parameter(chain.widened),
                 scale=summary,
-                amax=measured.amax,
-                scaled_amax_minimum=measured.scaled_amax_minimum,
-                scaled_amax_maximum=measured.scaled_amax_maximum,
-                saturated=measured.saturated,
-                nonfinite=measured.nonfinite,
-                mismatched=measured.mismatched,
-                elements=measured.elements,
+                **{name: value for name, value in measured._asdict().items() if name in GraphCast.__struct_fields__},
             )
         )
 

@@ -26,7 +26,7 @@ from harness.worker.probes.graph_casts import GraphCastWatcher
 from harness.worker.probes.partitions import PartitionWatcher
 from harness.worker.probes.probe import Probe, in_backward
 from harness.worker.reduction import gathered_copies
-from harness.worker.virtual import graph_backend, rng
+from harness.worker.virtual import graph_backend
 from harness.worker.virtual import symm_mem as virtual_symm_mem
 
 _aten = torch.ops.aten
@@ -131,7 +131,6 @@ class GraphProbe(Probe):
         self._partitions = PartitionWatcher()
 
     def install(self) -> None:
-        """Observe graphs, the nodes that they execute and the calls of fused operators."""
         self._partitions.install(self.replace)
         self.observe(graph_backend.observers, self._casts)
         self.observe(graph_backend.graph_observers, self._partitions.after_passes)
@@ -152,7 +151,7 @@ class GraphProbe(Probe):
             casts=tuple(self._casts.casts) if self._case.compile == "graph" else None,
             unknown_casts=tuple(self._casts.unknown),
             partitions=tuple(self._partitions.records),
-            workarounds=tuple(sorted(rng.workarounds)),
+            workarounds=tuple(sorted(graph_backend.workarounds)),
         )
 
     # Graphs.
@@ -230,13 +229,15 @@ def _compared(operator: str, given: dict[str, Any], result: Any) -> _Comparison:
         scattered = "gather_dim" not in given
         pairs = list(zip(_tensors(result), _tensors(expected), strict=True))
         gathered = [gathered_copies(right, group) if scattered else [right] for _, right in pairs]
-    total = _Comparison()
-    for (left, right), candidates in zip(pairs, gathered, strict=True):
-        total = _sum(total, _compare_rows(left, right, candidates, own=0 if not scattered else group.rank()))
-    return total
+    found = [_compare_rows(left, right, candidates) for (left, right), candidates in zip(pairs, gathered, strict=True)]
+    return _Comparison(
+        rows=sum(each.rows for each in found),
+        wrong_rows=sum(each.wrong_rows for each in found),
+        example=next((each.example for each in found if each.example), None),
+    )
 
 
-def _compare_rows(left: torch.Tensor, right: torch.Tensor, candidates: list[torch.Tensor], own: int) -> _Comparison:
+def _compare_rows(left: torch.Tensor, right: torch.Tensor, candidates: list[torch.Tensor]) -> _Comparison:
     distances = _row_distances(left, right)
     allowed = _ROUNDING.get(right.dtype, 0.0)
     wrong = (~(distances <= allowed)).nonzero().flatten().tolist()  # NaN is wrong
@@ -280,10 +281,6 @@ def _index(flat: int, tensor: torch.Tensor) -> tuple[int, ...]:
         flat, place = divmod(flat, size)
         index.append(place)
     return tuple(reversed(index))
-
-
-def _sum(one: _Comparison, other: _Comparison) -> _Comparison:
-    return _Comparison(one.rows + other.rows, one.wrong_rows + other.wrong_rows, one.example or other.example)
 
 
 def _tensors(result: Any) -> Iterator[torch.Tensor]:

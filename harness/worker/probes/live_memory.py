@@ -71,8 +71,9 @@ class Census:
         """The model is built. Tensors of integers that exist now are data: tokens, and the ranks of meshes."""
         self._model = model
         self._optimizers = optimizers_of(model)
-        found = _alive(explained=())
-        self._data = [StorageWeakRef(live.tensor.untyped_storage()) for live in found if _is_integer(live.tensor)]
+        tensors = [live.tensor for live in _alive(explained=())]
+        integers = [each for each in tensors if not (each.is_floating_point() or each.is_complex())]
+        self._data = [StorageWeakRef(each.untyped_storage()) for each in integers]
 
     def take(self, moment: Moment, saved: Iterable[StorageWeakRef] = ()) -> LiveMemory:
         """What is alive now and not explained; `saved`: storages that autograd keeps at this moment."""
@@ -149,10 +150,6 @@ def _alive(explained: Collection[int]) -> list[_Live]:
 
 def _form(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor.dim(), tuple(tensor.shape)
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _holders(model: nn.Module) -> dict[int, str]:

@@ -67,7 +67,6 @@ class ModuleTensorProbe(Probe):
 
     @torch.no_grad()
     def after_backward(self, model: nn.Module) -> None:
-        """Copy the tensors seen in this step, and the gradients."""
         if self._recording:
             for seen in self._seen:
                 self._add(seen.fqn, seen.kind, seen.tensor, self._activations, seen.call)
@@ -80,7 +79,6 @@ class ModuleTensorProbe(Probe):
 
     @torch.no_grad()
     def after_update(self, model: nn.Module) -> None:
-        """Copy the parameters."""
         if self._recording:
             for name, param in model.named_parameters():
                 self._add(clean_fqn(name), "param", param, self._parameters)
@@ -97,7 +95,7 @@ class ModuleTensorProbe(Probe):
         self, fqn: str, kind: ModuleTensorKind, tensor: torch.Tensor | None, places: Places, call: int = 0
     ) -> None:
         if tensor is None or not is_wide(tensor):
-            self._shards.append(_cast_before(self._step, fqn, kind, call))
+            self._shards.append(ModuleShard(step=self._step, fqn=fqn, call=call, kind=kind, dtype=FLOAT8))
             return
         place, local = places(tensor), local_shard(tensor).contiguous()
         summed = isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
@@ -120,24 +118,6 @@ class ModuleTensorProbe(Probe):
     def result(self) -> tuple[ModuleShard, ...] | None:
         """All shards in the order they were recorded; None where the case is not replayed."""
         return tuple(self._shards) if self._steps else None
-
-
-def _cast_before(step: int, fqn: str, kind: ModuleTensorKind, call: int) -> ModuleShard:
-    """Says that the module got this tensor in float8, so that it cast nothing itself."""
-    nothing: tuple[int, ...] = ()
-    return ModuleShard(
-        step=step,
-        fqn=fqn,
-        call=call,
-        kind=kind,
-        dtype=FLOAT8,
-        shape=nothing,
-        offset=nothing,
-        local_shape=nothing,
-        summed=False,
-        digest="",
-        data=None,
-    )
 
 
 class _Hooks:

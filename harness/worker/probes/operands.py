@@ -101,7 +101,6 @@ class OperandProbe(Probe):
         self._gathered: dict[str, tuple[nn.Module, Any]] = {}
 
     def install(self) -> None:
-        """Watch the functions that cast, multiply and gather."""
         for module in _CASTING_MODULES:
             self.replace(module, _CAST, self._watch_cast(getattr(module, _CAST)))
         linear, matmul = float8_linear.Float8Linear, float8_linear.matmul_with_hp_or_float8_args
@@ -128,7 +127,6 @@ class OperandProbe(Probe):
         super().begin_step(step)
 
     def result(self) -> OperandTrace:
-        """Everything recorded, in execution order."""
         self._record_seen()
         return OperandTrace(casts=tuple(self._casts), matmuls=tuple(self._matmuls))
 

@@ -58,7 +58,7 @@ class PartitionWatcher:
     def _record(
         self, forward: torch.fx.Graph, backward: torch.fx.Graph, marked: AbstractSet[str], outputs: int
     ) -> None:
-        before, after = (_Side(_operators(graph), _names(graph)) for graph in (forward, backward))
+        before, after = (_Side(_operators(graph), {node.name for node in graph.nodes}) for graph in (forward, backward))
         for graph in (forward, backward):
             graph.find_nodes(op="placeholder")[0].meta[_PARTITION] = len(self._divided)
         self._divided.append((before, after))
@@ -98,10 +98,6 @@ class PartitionWatcher:
 
 def _operators(graph: torch.fx.Graph) -> Nodes:
     return {node.name: node for node in graph.nodes if node.op == "call_function"}
-
-
-def _names(graph: torch.fx.Graph) -> AbstractSet[str]:
-    return frozenset(node.name for node in graph.nodes)
 
 
 def _is_intermediate(node: Any) -> bool:

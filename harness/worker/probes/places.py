@@ -38,7 +38,6 @@ class Places:
         self._found: dict[Hashable, Place] = {}
 
     def __call__(self, tensor: torch.Tensor) -> Place:
-        """The place of what this rank holds of `tensor`."""
         distribution = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
         key = tensor.shape, distribution
         place = self._found.get(key)
@@ -82,7 +81,6 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """`local_part`, detached."""
     shard: torch.Tensor = local_part(tensor).detach()
     return shard
 

@@ -36,7 +36,6 @@ class Probe:
         """Install observers; `_installed` removes them."""
 
     def observe(self, observers: list[Any], observer: Any) -> None:
-        """Add an observer, which `_installed` removes."""
         observers.append(observer)
         self._installed.callback(observers.remove, observer)
 
@@ -138,7 +137,6 @@ def mark_owned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_owned(tensor: torch.Tensor) -> bool:
-    """True for a tensor that a probe has marked."""
     return getattr(tensor, _MARK, False)
 
 

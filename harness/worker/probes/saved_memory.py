@@ -13,8 +13,9 @@ What is kept in other ways is in the census (`live_memory.py`), taken at that mo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,7 +55,6 @@ class SavedMemoryProbe(Probe):
         self._census.attach(model)
 
     def begin_step(self, step: int) -> None:
-        """Watch from here on what is saved."""
         super().begin_step(step)
         self._recording = True
         self._hooks.enter_context(saved_tensors_hooks(self._pack, self._unpack))
@@ -78,11 +78,13 @@ class SavedMemoryProbe(Probe):
     def _measure(self) -> None:
         self._recording = False
         assert self._model is not None, "attach comes before the first step"
-        kept = {plain.untyped_storage()._cdata for tensor in _state(self._model) for plain in plain_tensors(tensor)}
+        state = chain(self._model.parameters(), self._model.buffers())
+        kept = {plain.untyped_storage()._cdata for tensor in state for plain in plain_tensors(tensor)}
         by_dtype: Counter[str] = Counter()
         for pointer, (weak, dtype) in self._seen.items():
             if dtype.is_floating_point and pointer not in kept and not weak.expired():
-                by_dtype[str(dtype).removeprefix("torch.")] += _nbytes(weak)
+                storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+                by_dtype[str(dtype).removeprefix("torch.")] += storage.nbytes()
         live = self._census.take("forward", saved=(weak for weak, _ in self._seen.values()))
         self._seen.clear()
         self._weighed.append(
@@ -100,7 +102,6 @@ class SavedMemoryProbe(Probe):
         self._recording = False
 
     def after_update(self, model: nn.Module) -> None:
-        """Take the census of what outlives the step."""
         if self._weighed and self._weighed[-1].step == self._step:
             weighed = self._weighed[-1]
             self._weighed[-1] = replace(weighed, live=(*weighed.live, self._census.take("step")))
@@ -120,12 +121,3 @@ def _watching(cached: type[Any], note: Callable[[torch.Tensor], None]) -> type[A
                 note(value)
 
     return Watched
-
-
-def _state(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _nbytes(weak: StorageWeakRef) -> int:
-    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata).nbytes()

@@ -38,7 +38,6 @@ class SketchProbe(Probe):
 
     @torch.no_grad()
     def after_update(self, model: nn.Module) -> None:
-        """Sketch every parameter after the last step."""
         if self._step == self._last_step:
             for fqn, param in model.named_parameters():
                 self._add(fqn, "param", param)
@@ -47,7 +46,6 @@ class SketchProbe(Probe):
         self._sketches.append(_sketch(clean_fqn(fqn), kind, self._step, tensor, self._places(tensor)))
 
     def result(self) -> tuple[TensorSketch, ...]:
-        """All sketches in the order they were made."""
         return tuple(self._sketches)
 
 

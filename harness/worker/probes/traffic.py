@@ -50,7 +50,8 @@ class TrafficProbe(Probe):
 
     def result(self) -> tuple[TrafficRecord, ...]:
         """One record for every step, axis, kind, reduction and dtype that occurred, in that order."""
-        return tuple(sorted((self._record(key, elements) for key, elements in self._elements.items()), key=_order))
+        found = (self._record(key, elements) for key, elements in self._elements.items())
+        return tuple(sorted(found, key=lambda each: (each.step, each.axis, each.kind, each.op, each.dtype)))
 
     def _record(self, key: _Key, elements: list[int]) -> TrafficRecord:
         return TrafficRecord(
@@ -62,7 +63,3 @@ class TrafficProbe(Probe):
             payload_bytes=sum(elements) * key.dtype.itemsize,
             sizes=dict(sorted(Counter(elements).items())),
         )
-
-
-def _order(record: TrafficRecord) -> tuple[int, str, str, str, str]:
-    return record.step, record.axis, record.kind, record.op, record.dtype

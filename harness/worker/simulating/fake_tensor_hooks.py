@@ -34,13 +34,11 @@ class Storages:
         self.peak = 0
 
     def start(self) -> None:
-        """A step begins."""
         self.peak = self.alive()
 
     def note(self, results: Any) -> None:
-        """Results of an operator."""
         for tensor in tree_iter(results):
-            if isinstance(tensor, torch.Tensor) and _counts(tensor):
+            if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
                 self.note_storage(tensor.untyped_storage())
 
     def note_storage(self, storage: torch.UntypedStorage) -> None:
@@ -55,14 +53,9 @@ class Storages:
             self.peak = max(self.peak, self.alive())
 
     def alive(self) -> int:
-        """Bytes of all that is alive now."""
         self._known = {at: known for at, known in self._known.items() if not known[0].expired()}
         self._sum = sum(size for _, size in self._known.values())
         return self._sum
-
-
-def _counts(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.dtype == torch.uint8
 
 
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
@@ -117,7 +110,6 @@ class FakeTensorHooks(TorchDispatchMode):
         self._matmuls.clear()
 
     def matmuls(self) -> tuple[SimulatedMatmul, ...]:
-        """Those that were counted, sorted."""
         return tuple(
             SimulatedMatmul(precision=precision, m=m, n=n, k=k, calls=calls)
             for (precision, m, n, k), calls in sorted(self._matmuls.items())

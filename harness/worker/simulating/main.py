@@ -83,10 +83,11 @@ def simulate(case: Case, rank: int) -> SimulatedRank:
         saved.attach(model)
         target.optimizer.register_step_pre_hook(saved.before_update)
         for step in range(1, _STEPS + 1):
+            tokens = torch.zeros((case.microbatch, case.train.seq_len + 1), dtype=torch.int64)
             hooks.start()
             for probe in (traffic, flops, saved):
                 probe.begin_step(step)
-            target.step([_tokens(case) for _ in range(case.train.accumulation)])
+            target.step([tokens] * case.train.accumulation)
             for probe in (traffic, flops):
                 probe.after_update(model)
             saved.after_backward(model)
@@ -109,7 +110,6 @@ class _SimulatedMemoryProbe(SavedMemoryProbe):
         self.gradients = 0
 
     def begin_step(self, step: int) -> None:
-        """Look for the peak of this step."""
         super().begin_step(step)
         self._storages.start()
 
@@ -118,7 +118,6 @@ class _SimulatedMemoryProbe(SavedMemoryProbe):
         super()._measure()
 
     def before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """All gradients are there."""
         params = (param for group in optimizer.param_groups for param in group["params"])
         self.gradients = _bytes(param.grad for param in params if param.grad is not None)
 
@@ -135,10 +134,6 @@ def _noting(resize: Any, storages: Storages) -> Any:
         storages.note_storage(tensor.untyped_storage())
 
     return noting
-
-
-def _tokens(case: Case) -> torch.Tensor:
-    return torch.zeros((case.microbatch, case.train.seq_len + 1), dtype=torch.int64)
 
 
 def _memory(target: ReferenceTarget, probe: _SimulatedMemoryProbe, peak: int) -> dict[str, int]:

@@ -78,10 +78,6 @@ def _allgather_(
     return outputs, _done()
 
 
-def _allgather_coalesced_(outputs: list[list[Tensor]], tensors: list[Tensor], group: Boxed, *_: Any) -> Boxed:
-    return _allgather_(outputs, tensors, group)[1]
-
-
 def _reduce(parts: Sequence[Tensor], op: Any) -> Tensor:
     """Reduces in rank order; returns a new tensor of the dtype of `parts`."""
     dtype = parts[0].dtype
@@ -111,10 +107,6 @@ def _allreduce_(tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> tupl
     for tensor in tensors:
         _write(tensor, _reduce(_exchange(_group(group), "all_reduce", tensor), op.op()))
     return tensors, _done()
-
-
-def _allreduce_coalesced_(tensors: list[Tensor], group: Boxed, op: Boxed, *_: Any) -> Boxed:
-    return _allreduce_(tensors, group, op)[1]
 
 
 def _reduce_(tensors: list[Tensor], group: Boxed, op: Boxed, root_rank: int, *_: Any) -> Boxed:
@@ -215,10 +207,10 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "_allgather_base_": _allgather_base_,
     "_reduce_scatter_base_": _reduce_scatter_base_,
     "allgather_": _allgather_,
-    "allgather_coalesced_": _allgather_coalesced_,
+    "allgather_coalesced_": lambda *args: _allgather_(*args)[1],
     "allgather_into_tensor_coalesced_": _allgather_into_tensor_coalesced_,
     "allreduce_": _allreduce_,
-    "allreduce_coalesced_": _allreduce_coalesced_,
+    "allreduce_coalesced_": lambda *args: _allreduce_(*args)[1],
     "alltoall_": _alltoall_,
     "alltoall_base_": _alltoall_base_,
     "barrier": _barrier,

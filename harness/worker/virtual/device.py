@@ -68,9 +68,9 @@ def _install_device() -> None:
     if not internals.gaps(internals.ASYNC_TP):
         _install_async_tp()
     if not internals.gaps(internals.COMPILED):
-        from harness.worker.virtual import rng
+        from harness.worker.virtual import graph_backend
 
-        rng.install()
+        graph_backend.install()
     _without_pretended_gpus()
     dist.Backend.register_backend(collectives.BACKEND, collectives.create_backend, extended_api=True, devices=["cpu"])
     _scale_before_reductions()

@@ -167,7 +167,6 @@ class Fabric:
         self._open = None
 
     def buffers(self) -> list[torch.Tensor]:
-        """The shared memory of all open groups."""
         groups = [group for group in self._groups.values() if isinstance(group, Group)]
         return [memory for group in groups for memory in (group._headers, group._slots)]
 

@@ -37,7 +37,6 @@ class Signature(NamedTuple):
 
 
 def operand(tensor: torch.Tensor) -> Operand:
-    """The properties of `tensor` that the checks read."""
     return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 

@@ -51,7 +51,6 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write the state into a new folder, every rank its own shards."""
     save(_state(model, optimizer), checkpoint_id=folder)
 
 
@@ -120,7 +119,6 @@ class ReferenceTarget:
         return batches, global_token_count(batches, self._meshes.dp, self._case)
 
     def save(self, folder: Path) -> None:
-        """Write the state of model and optimizer."""
         save_state(self.model, self.optimizer, folder)
 
     def load(self, folder: Path) -> None:
@@ -134,7 +132,6 @@ class ReferenceTarget:
 
 
 def build(case: Case, world: World) -> ReferenceTarget:
-    """Build model, parallelism and optimizer."""
     meshes = build_meshes(case.layout, world)
     model = distributed_model(case, meshes, world.device)
     return ReferenceTarget(case, model, build_optimizer(model, case), meshes)

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.matrix.case import Case
 from harness.worker.targets.reference.model import Llama
-from harness.worker.virtual import rng
-from harness.worker.virtual.graph_backend import graph_backend
+from harness.worker.virtual.graph_backend import graph_backend, workarounds
 
 
 def apply_compile(model: Llama, tp: DeviceMesh | None, case: Case) -> None:
@@ -39,7 +38,7 @@ def apply_compile(model: Llama, tp: DeviceMesh | None, case: Case) -> None:
 def forget() -> None:
     """Drop everything that was compiled in this process."""
     torch.compiler.reset()
-    rng.workarounds.clear()
+    workarounds.clear()
 
 
 def _configure(case: Case) -> None:

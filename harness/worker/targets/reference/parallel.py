@@ -145,17 +145,17 @@ SAVED_OPS = frozenset(
 
 def apply_checkpointing(layers: nn.ModuleDict, checkpointing: Checkpointing) -> None:
     """Wrap the blocks in place, before FSDP is applied, as in torchtitan."""
+
+    def selective_contexts() -> Any:
+        return create_selective_checkpoint_contexts(_policy(defaultdict(int)))
+
     for index, (name, block) in enumerate(list(layers.items()), start=1):
         if checkpointing.mode == "selective_op":
-            layers[name] = checkpoint_wrapper(block, context_fn=_selective_contexts)
+            layers[name] = checkpoint_wrapper(block, context_fn=selective_contexts)
         elif checkpointing.mode == "full" or (
             checkpointing.mode == "selective_layer" and index % checkpointing.every == 0
         ):
             layers[name] = checkpoint_wrapper(block)
-
-
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy(defaultdict(int)))
 
 
 def _policy(mm_count: defaultdict[bool, int]) -> Callable[..., CheckpointPolicy]:

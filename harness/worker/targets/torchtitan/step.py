@@ -79,5 +79,4 @@ class Metrics:
         return True
 
     def log(self, _: int, loss: float, __: float, grad_norm: float, **___: object) -> None:
-        """Keep what is logged of a step."""
         self.logged = Logged(loss, grad_norm)

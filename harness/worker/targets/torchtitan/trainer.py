@@ -46,7 +46,6 @@ class _StepTrainer(Trainer):  # type: ignore[misc]  # torchtitan is not installe
         super().__init__(config)
 
     def init_distributed(self) -> ParallelDims:
-        """torchtitan's meshes."""
         dims = super().init_distributed()
         return _OneRankFsdp(**_degrees(dims)) if self._one_rank_fsdp else dims
 
