@@ -31,17 +31,8 @@ class Reservation(Message, frozen=True, kw_only=True):
     folder: str
 
 
-class Node(Protocol):
-    """One machine. Methods are called from several threads; each may raise NodeLost. Ids of running jobs differ."""
-
-    name: str
-    capacity: NodeCapacity
-
-    def reserve(self, job_id: str, count: int) -> Reservation:
-        """Hold slots and a folder until `free`. Waits for slots that other processes hold. Raises OSError."""
-
-    def warm(self, preload: Mapping[str, str]) -> None:
-        """Warm up for ranks with these options. `run` reports a failure to do so."""
+class RunsShares(Protocol):
+    """What a node and a runner have in common. Methods are called from several threads. Ids of running jobs differ."""
 
     def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
         """Run a share and return its outcome. `report` gets the events that other nodes need, in any thread."""
@@ -52,30 +43,31 @@ class Node(Protocol):
     def release(self, job_id: str) -> None:
         """Let the ranks of this job exit: all of them have returned, on all nodes."""
 
-    def free(self, job_id: str) -> None:
-        """Give back the slots of a job, and remove its folder unless logs are kept."""
-
     def close(self) -> None:
-        """Kill every rank and every zygote."""
+        """Kill every rank and what it is forked from."""
 
 
-class Runner(Protocol):
-    """Starts ranks on this machine: `ZygoteEngine`, `TorchrunEngine`. As the methods of `Node`."""
+class Runner(RunsShares, Protocol):
+    """Starts ranks on this machine: `ZygoteEngine`, `TorchrunEngine`."""
 
     def warm(self) -> None:
-        """Warm up, so that ranks start at once."""
+        """Warm up, so that ranks start at once. `run` reports a failure to do so."""
 
-    def run(self, share: Share, report: Callable[[ShareEvent], None]) -> ShareOutcome:
-        """Run a share to its end."""
 
-    def end(self, job_id: str) -> None:
-        """End the share of this job at once."""
+class Node(RunsShares, Protocol):
+    """One machine. Each method may raise NodeLost."""
 
-    def release(self, job_id: str) -> None:
-        """Let the ranks of this job exit."""
+    name: str
+    capacity: NodeCapacity
 
-    def close(self) -> None:
-        """Kill all ranks and what they are forked from."""
+    def reserve(self, job_id: str, count: int) -> Reservation:
+        """Hold slots and a folder until `free`. Waits for slots that other processes hold. Raises OSError."""
+
+    def warm(self, preload: Mapping[str, str]) -> None:
+        """`Runner.warm`, for ranks with these options."""
+
+    def free(self, job_id: str) -> None:
+        """Give back the slots of a job, and remove its folder unless logs are kept."""
 
 
 class LocalNode:

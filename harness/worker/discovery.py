@@ -50,21 +50,22 @@ class Discovery:
         self._initial = parameter_digests(model)
         self._buffers = tuple(_buffer(fqn, buffer) for fqn, buffer in model.named_buffers())
         self._layout = case.layout
-        self._calls = _Calls()
-        self._recomputed = _Calls()
+        # By FQN, of forward and of recomputation: in the current step, and the maximum over finished steps.
+        self._calls: list[Counter[str]] = [Counter(), Counter()]
+        self._most: list[Counter[str]] = [Counter(), Counter()]
         for fqn, linear in linears(model).items() if case.compile == "none" else ():
             linear.register_forward_pre_hook(self._counting(fqn))
 
     def _counting(self, fqn: str) -> Any:
         def count(*_: Any) -> None:
             if not evaluating():
-                (self._recomputed if in_backward() else self._calls).now[fqn] += 1
+                self._calls[in_backward()][fqn] += 1
 
         return count
 
     def end_step(self) -> None:
-        self._calls.end_step()
-        self._recomputed.end_step()
+        self._most = [most | calls for most, calls in zip(self._most, self._calls, strict=True)]
+        self._calls = [Counter(), Counter()]
 
     def record(self) -> ModelRecord:
         others = _parameters_of_others(self._model)
@@ -82,8 +83,8 @@ class Discovery:
             parameters=tuple(self._parameter(fqn, param) for fqn, param in self._model.named_parameters()),
             checkpointed=_names(self._model, CheckpointWrapper),
             compiled=_names(self._model, OptimizedModule),
-            calls=dict(sorted(self._calls.most.items())),
-            recomputed=dict(sorted(self._recomputed.most.items())),
+            calls=dict(sorted(self._most[0].items())),
+            recomputed=dict(sorted(self._most[1].items())),
             buffers=self._buffers,
         )
 
@@ -112,18 +113,6 @@ def _buffer(fqn: str, buffer: torch.Tensor) -> Buffer:
     return Buffer(
         fqn=clean_fqn(fqn), shape=tuple(local.shape), dtype=dtype_name(local.dtype), digest=ordered_digest(local)
     )
-
-
-class _Calls:
-    """Calls by FQN: in the current step, and the maximum over finished steps."""
-
-    def __init__(self) -> None:
-        self.now: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
-
-    def end_step(self) -> None:
-        self.most |= self.now
-        self.now.clear()
 
 
 def _names(model: nn.Module, kind: type[nn.Module]) -> tuple[str, ...]:

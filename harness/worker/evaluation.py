@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -27,22 +26,16 @@ def evaluate(target: Target, batches: Sequence[Sequence[torch.Tensor]], step: in
     Keeps what of torch's state the target left changed by it.
     """
     modes = {fqn: module.training for fqn, module in target.model.named_modules()}
-    with _while_running(target):
+    _running.append(target)
+    try:
         loss = require_loss(cast("Evaluates", target).evaluate(*batches))
+    finally:
+        _running.pop()
     phase = f"the evaluation of step {step}"
     STATE.record_changes(phase)
     changed = [fqn for fqn, module in target.model.named_modules() if module.training != modes.get(fqn)]
     if changed:
         before, after = ("on", "off") if modes[changed[0]] else ("off", "on")
         after += f" in {len(changed)} of {len(modes)} modules"
-        STATE.add(StateChange(name="training mode", phase=phase, before=before, after=after))
+        STATE.changes.append(StateChange(name="training mode", phase=phase, before=before, after=after))
     return loss
-
-
-@contextmanager
-def _while_running(target: Target) -> Iterator[None]:
-    _running.append(target)
-    try:
-        yield
-    finally:
-        _running.pop()

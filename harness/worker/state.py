@@ -25,7 +25,7 @@ class GlobalState:
 
     def __init__(self) -> None:
         self._last = _now()
-        self._changes: list[StateChange] = []
+        self.changes: list[StateChange] = []  # in the order in which they were found
 
     def restart(self) -> None:
         """Ignore what changed since the last call: the harness changed it."""
@@ -33,19 +33,12 @@ class GlobalState:
 
     def record_changes(self, phase: str) -> None:
         now = _now()
-        self._changes += [
+        self.changes += [
             StateChange(name=name, phase=phase, before=self._last[name], after=value)
             for name, value in now.items()
             if value != self._last[name]
         ]
         self._last = now
-
-    def add(self, change: StateChange) -> None:
-        self._changes.append(change)
-
-    @property
-    def changes(self) -> tuple[StateChange, ...]:
-        return tuple(self._changes)
 
 
 def _now() -> dict[str, str]:

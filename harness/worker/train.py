@@ -7,9 +7,10 @@ import platform
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -122,7 +123,7 @@ def train(  # noqa: PLR0913  what a request may ask for
         virtual=virtual,
         model=found,
         inputs=prepared.inputs.record(),
-        state=STATE.changes,
+        state=tuple(STATE.changes),
         resumed=resumed,
         stated=stated,
         not_recorded=lost,
@@ -201,7 +202,7 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
         watching.after_backward(target.model)
         shares.append(mark_owned(squared_norm_share(target.model)))
 
-    with _BeforeFirstUpdate(see_gradients) as updates:
+    with _before_first_update(see_gradients) as updates:
         result = target.step(*batches)
     require_process_group("step")
     loss, norm = require_result(result)
@@ -215,34 +216,26 @@ def train_step(prepared: Prepared, step: int, scaled_mm: ScaledMMCounter, watchi
         reported_grad_norm=None if norm is None else _number(norm),
         evaluation_loss=evaluation_loss,
         scaled_mm_calls=scaled_mm.calls - calls_before,
-        optimizer_steps=updates.most,
+        optimizer_steps=max(updates.values(), default=0),
         seconds=time.perf_counter() - started,
     )
 
 
-class _BeforeFirstUpdate:
-    """Calls a function when an optimizer takes its first step inside of this context; counts the steps of each."""
+@contextmanager
+def _before_first_update(call: Callable[[], None]) -> Iterator[Counter[int]]:
+    """Call a function when an optimizer takes its first step in here. Yields the number of steps of each, by its id."""
+    steps: Counter[int] = Counter()
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self._steps: Counter[int] = Counter()
+    def before(optimizer: Optimizer, *_: object) -> None:
+        if not steps:
+            call()
+        steps[id(optimizer)] += 1
 
-    def __enter__(self) -> Self:
-        self._handle = register_optimizer_step_pre_hook(self._before)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _before(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not self._steps:
-            self._call()
-        self._steps[id(optimizer)] += 1
-
-    @property
-    def most(self) -> int:
-        """The steps of the optimizer that took most of them."""
-        return max(self._steps.values(), default=0)
+    handle = register_optimizer_step_pre_hook(before)
+    try:
+        yield steps
+    finally:
+        handle.remove()
 
 
 def _batch_digests(case: Case, tokens: torch.Tensor) -> tuple[str, ...]:

@@ -66,11 +66,7 @@ def _scale(change: Callable[[Any, torch.Tensor, torch.dtype, bool], torch.Tensor
 
 def amax_not_reduced_over_tp() -> None:
     """The amax of the local shard is used as that of the whole tensor."""
-
-    def change(stock: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return _unreduced(stock(x, *rest))
-
-    _amax(change)
+    _amax(lambda stock, x, *rest: _unreduced(stock(x, *rest)))
 
 
 def _unreduced(amax: torch.Tensor) -> torch.Tensor:
@@ -111,11 +107,7 @@ def amax_reduced_over_dp() -> None:
 
 def weight_amax_over_world() -> None:
     """The amax for the fp8 all-gather is reduced over the world, including the other TP shards."""
-
-    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, device_mesh: Any, *rest: Any) -> torch.Tensor:
-        return stock(x, reduce_amax, None if reduce_amax else device_mesh, *rest)
-
-    _amax(change)
+    _amax(lambda stock, x, reduce_amax, mesh, *rest: stock(x, reduce_amax, None if reduce_amax else mesh, *rest))
 
 
 def weight_amax_over_replicas() -> None:
@@ -137,20 +129,16 @@ def weight_amax_over_replicas() -> None:
 
 def weight_amax_over_two_mesh_dims() -> None:
     """The amax for the fp8 all-gather of HSDP is reduced over the mesh of replicas and shards, which has no group."""
-
-    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, device_mesh: Any, *rest: Any) -> torch.Tensor:
-        return stock(x, reduce_amax, device_mesh._get_root_mesh() if reduce_amax else device_mesh, *rest)
-
-    _amax(change)
+    _amax(
+        lambda stock, x, reduce_amax, mesh, *rest: stock(
+            x, reduce_amax, mesh._get_root_mesh() if reduce_amax else mesh, *rest
+        )
+    )
 
 
 def weight_amax_not_reduced_over_shards() -> None:
     """Every FSDP rank quantizes its shard with its own scale, but one scale dequantizes all shards."""
-
-    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
-        return stock(x, False, *rest)
-
-    _amax(change)
+    _amax(lambda stock, x, reduce_amax, *rest: stock(x, False, *rest))
 
 
 def precomputed_amax_not_reduced() -> None:
@@ -168,11 +156,7 @@ def precomputed_amax_not_reduced() -> None:
 
 def amax_reduction_missing_on_one_rank() -> None:
     """One rank skips the amax reduction that its peers call."""
-
-    def change(stock: Any, x: torch.Tensor, reduce_amax: bool, *rest: Any) -> torch.Tensor:
-        return stock(x, reduce_amax and not on_odd_rank(), *rest)
-
-    _amax(change)
+    _amax(lambda stock, x, reduce_amax, *rest: stock(x, reduce_amax and not on_odd_rank(), *rest))
 
 
 def amax_without_abs() -> None:

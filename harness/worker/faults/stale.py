@@ -47,12 +47,7 @@ def _weight_shards(model: nn.Module) -> list[Any]:
 
 def precomputed_scale_never_refreshed() -> None:
     """Scales are precomputed after the first optimizer step and never again."""
-
-    def change(stock: Any, model: nn.Module, call: int) -> None:
-        if call == 1:
-            stock(model)
-
-    _precompute(change)
+    _precompute(lambda stock, model, call: stock(model) if call == 1 else None)
 
 
 def precomputed_scale_one_step_late() -> None:
@@ -71,12 +66,7 @@ def precomputed_scale_one_step_late() -> None:
 
 def precomputed_scale_stale_in_one_step() -> None:
     """Scales are not precomputed after the second step alone, so that the third uses those of the second."""
-
-    def change(stock: Any, model: nn.Module, call: int) -> None:
-        if call != 2:
-            stock(model)
-
-    _precompute(change)
+    _precompute(lambda stock, model, call: stock(model) if call != 2 else None)
 
 
 def precomputed_scale_stale_in_evaluation() -> None:
