@@ -1,6 +1,6 @@
 """The zygote: imports and warms up a rank program once, then forks fresh ranks for every share of a job.
 
-`python -m harness.engine.zygote --fd N PROGRAM [KEY=VALUE ...]`; `zygote_client.py` passes it one end of a socket.
+`python -m harness.engine.zygote --fd N PROGRAM [KEY=VALUE ...]`; `zygote_engine.py` passes it one end of a socket.
 One thread, one selector loop, several shares at a time. When the controller exits, it kills every rank and exits too.
 """
 
