@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from harness.engine.linux import read_text
 from harness.errors import HarnessError
 from harness.plural import binary_bytes, counted
 
@@ -54,10 +55,7 @@ def _from_proc(proc: Path) -> Iterator[Gpu]:
 
 
 def _facts(file: Path) -> Mapping[str, str]:
-    try:
-        lines = file.read_text(errors="replace").splitlines()
-    except OSError:
-        return {}
+    lines = read_text(file).splitlines()
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 

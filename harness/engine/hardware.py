@@ -15,6 +15,7 @@ from typing import Literal
 
 from harness.engine.gpus import Gpu, architecture_of, in_use, installed_gpus, kind_of, visible_gpus
 from harness.engine.leases import Leases
+from harness.engine.linux import read_text
 from harness.engine.messages import Message
 
 Device = Literal["cpu", "cuda"]
@@ -33,19 +34,19 @@ def host_name() -> str:
 
 def driver_version() -> str:
     """The version of the NVIDIA driver; empty where the kernel names none."""
-    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _read(_DRIVER_VERSION))
+    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", read_text(_DRIVER_VERSION))
     return found[1] if found else ""
 
 
 def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
     """Model and instruction sets of the first CPU, as the kernel lists them; empty where it lists none."""
-    first = _read(cpuinfo).partition("\n\n")[0]
+    first = read_text(cpuinfo).partition("\n\n")[0]
     return "; ".join(re.findall(_KIND, first, flags=re.MULTILINE))
 
 
 def cpu_extensions(cpuinfo: Path = CPUINFO) -> str:
     """Model name of the CPU and its extensions for vectors and matrices; empty where the kernel names none."""
-    text = _read(cpuinfo).partition("\n\n")[0]
+    text = read_text(cpuinfo).partition("\n\n")[0]
     name = re.search(r"^(?:model name|CPU part)\s*:\s*(.+)$", text, flags=re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, flags=re.MULTILINE)
     wide = [flag for flag in flags[1].split() if _VECTOR.fullmatch(flag)] if flags else []
@@ -54,15 +55,8 @@ def cpu_extensions(cpuinfo: Path = CPUINFO) -> str:
 
 def cpu_name() -> str:
     """Model name of the CPU and how many of its threads this process may use."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _read(CPUINFO), flags=re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", read_text(CPUINFO), flags=re.MULTILINE)
     return f"{found[1] if found else 'unknown CPU'}, {len(os.sched_getaffinity(0))} threads"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 # What makes the same machine compute differently.

@@ -1,7 +1,7 @@
 """Leases: hand out the slots of this machine (device indices, or CPU ranks) across processes.
 
 A slot is a file and a lease is an flock on it, so the kernel frees the slots of a killed holder and leftover files do
-no harm. Works across threads, pytest-xdist workers and all jobs that use the same folder. `hardware.py` names the slots.
+no harm. Works across threads, pytest-xdist workers and all jobs that use the same folder.
 
 Not the filelock package: where flock is missing it falls back to lock files that outlive their holder.
 """

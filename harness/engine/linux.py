@@ -27,6 +27,14 @@ _PROC = Path("/proc")
 _DEVICES = re.compile(r"/dev/(nvidia-uvm|kfd|dxg)$")
 
 
+def read_text(path: Path) -> str:
+    """The content of a file; empty where it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
@@ -109,10 +117,7 @@ def state(pid: int) -> str:
 
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/<pid>/stat after the name: state, parent, group, session, ...; empty when it is gone."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return []
+    text = read_text(_PROC / str(pid) / "stat")
     return text.rpartition(")")[2].split()  # the process name may hold spaces and parentheses
 
 
@@ -159,14 +164,12 @@ def kill_marked(variable: str, value: str, timeout_s: float) -> None:
     Descendants inherit the variable, so this reaches every process that an engine started.
     """
     give_up_s = time.monotonic() + timeout_s
-    while _kill_marked_once(variable, value) and time.monotonic() < give_up_s:
+    while time.monotonic() < give_up_s:
+        others = [pid for pid in _pids() if pid != os.getpid() and _is_marked(pid, variable, value)]
+        killed = [signal_marked(pid, signal.SIGKILL, variable, value) for pid in others]
+        if not any(killed):
+            return
         time.sleep(0.005)
-
-
-def _kill_marked_once(variable: str, value: str) -> bool:
-    others = [pid for pid in _pids() if pid != os.getpid() and _is_marked(pid, variable, value)]
-    killed = [signal_marked(pid, signal.SIGKILL, variable, value) for pid in others]
-    return any(killed)
 
 
 def signal_marked(pid: int, number: signal.Signals, variable: str, value: str) -> bool:
@@ -199,12 +202,8 @@ def _is_marked(pid: int, variable: str, value: str) -> bool:
 
 def oom_kills() -> int:
     """How many processes the kernel's OOM killer has ended since boot; 0 where the kernel does not count them."""
-    with suppress(OSError):
-        for line in (_PROC / "vmstat").read_text().splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    return 0
+    found = re.search(r"^oom_kill (\d+)$", read_text(_PROC / "vmstat"), flags=re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 _SHM = Path("/dev/shm")
@@ -224,11 +223,10 @@ def shm_files_used_by(pids: Iterable[int], candidates: frozenset[str]) -> frozen
 
 
 def _files_of(process: Path) -> Iterator[str]:
-    with suppress(OSError):
-        for line in (process / "maps").read_text(errors="replace").splitlines():
-            fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
-            if len(fields) == 6:
-                yield fields[5]
+    for line in read_text(process / "maps").splitlines():
+        fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
+        if len(fields) == 6:
+            yield fields[5]
     with suppress(OSError):
         for entry in (process / "fd").iterdir():
             with suppress(OSError):

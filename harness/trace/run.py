@@ -68,21 +68,8 @@ class RankTrace(Record, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **dict.fromkeys(_RECORDS))
 
 
-_RECORDS = (
-    "model",
-    "inputs",
-    "resumed",
-    "stated",
-    "sketches",
-    "operands",
-    "cast_shares",
-    "traffic",
-    "saved_memory",
-    "graphs",
-    "flops",
-    "module_tensors",
-    "module_distances",
-)
+# Every one that may not have been recorded.
+_RECORDS = tuple(field.name for field in msgspec.structs.fields(RankTrace) if field.default is None)
 
 
 class RankFailure(Record, frozen=True, kw_only=True):

@@ -88,20 +88,8 @@ def rank_main(context: RankContext) -> bytes:
     if request.replayed:
         from harness.worker.replay import replay
 
-        return msgspec.msgpack.encode(replay(request.case, device, request.replayed, request.numerics))
-    trace = train(
-        request.case,
-        device,
-        context.report_phase,
-        virtual,
-        probes=request.probes,
-        solo_witness=request.solo,
-        noise=request.noise,
-        numerics=request.numerics,
-        digests_built=request.digests_built,
-        folder=context.folder,
-    )
-    return msgspec.msgpack.encode(msgspec.structs.replace(trace, arithmetic=request.arithmetic))
+        return msgspec.msgpack.encode(replay(request, device))
+    return msgspec.msgpack.encode(train(request, device, context.report_phase, virtual, context.folder))
 
 
 def _parts_of(request: RunRequest) -> tuple[str, ...]:

@@ -21,8 +21,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from harness.matrix.case import Case, Checkpointing
 from harness.matrix.layout import dp_rank
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics, replayed_steps
+from harness.matrix.numerics import replayed_steps
 from harness.matrix.targets import is_llama
+from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.tensors import FLOAT8, ModuleDistance, ModuleShard, ModuleTensorKind
 from harness.worker.discovery import converted_linears
@@ -189,17 +190,16 @@ class Replay:
         )
 
 
-def replay(
-    case: Case, device: torch.device, ranks: Sequence[Sequence[ModuleShard]], numerics: Numerics = VIRTUAL_DEVICE
-) -> RankTrace:
+def replay(request: RunRequest, device: torch.device) -> RankTrace:
     """The distances of a recorded run, and the loss and gradient norm of its own logits and gradients at every step."""
     # Recomputation repeats what forward computed, and would be taken for another call of a module.
-    case = msgspec.structs.replace(case, checkpointing=Checkpointing())
+    case = msgspec.structs.replace(request.case, checkpointing=Checkpointing())
     prepared = prepare(case, device, solo_witness=True)
     model = prepared.target.model
-    watching = Replay(assembled(case, ranks, device), 1 if is_llama(case.target) else case.layout.dp)
+    watching = Replay(assembled(case, request.replayed, device), 1 if is_llama(case.target) else case.layout.dp)
     watching.attach(model)
-    steps = tuple(_replay_step(prepared, watching, step) for step in range(1, replayed_steps(case, numerics) + 1))
+    last = replayed_steps(case, request.numerics)
+    steps = tuple(_replay_step(prepared, watching, step) for step in range(1, last + 1))
     watching.finish()
     return RankTrace(
         rank=dist.get_rank(),

@@ -22,9 +22,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from harness.matrix.case import Case, Layout
 from harness.matrix.layout import dp_rank
-from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.resumed import resumed_in
-from harness.request import Noise
+from harness.request import RunRequest
 from harness.trace import RankTrace, StepTrace
 from harness.trace.model import Resumed
 from harness.worker import data, internals
@@ -64,35 +63,33 @@ class Prepared(NamedTuple):
         return tuple(tuple(each[step - 1]) for each in given)
 
 
-def train(  # noqa: PLR0913  what a request may ask for
-    case: Case,
+def train(
+    request: RunRequest,
     device: torch.device,
     report_phase: ReportPhase,
-    virtual: tuple[str, ...],
-    *,
-    probes: Sequence[str] = (),
-    solo_witness: bool = False,
-    noise: Noise | None = None,
-    numerics: Numerics = VIRTUAL_DEVICE,
-    digests_built: bool = False,
+    virtual: tuple[str, ...] = (),
     folder: Path | None = None,
 ) -> RankTrace:
-    """Build and train one case on this rank; `folder` is that of its job. Returns its trace."""
+    """Build and train the case of a request on this rank. Returns its trace.
+
+    `virtual`: parts of the virtual FP8 device that are installed; `folder` is that of the job.
+    """
+    case = request.case
     base_memory = _peak_memory_bytes(device)
     STATE.restart()
     report_phase("build")
     steps: list[StepTrace] = []
     resumed = None
-    lost = {record: reason for record, reason in internals.lost_records().items() if record in probes}
-    used = [name for name in probes if name not in lost]
+    lost = {record: reason for record, reason in internals.lost_records().items() if record in request.probes}
+    used = [name for name in request.probes if name not in lost]
     with (
-        ProbeSet(used, _as_built(case, solo_witness), device, numerics) as watching,
+        ProbeSet(used, _as_built(case, request.solo), device, request.numerics) as watching,
         ScaledMMCounter() as scaled_mm,
     ):
-        prepared = prepare(case, device, solo_witness=solo_witness, digests_built=digests_built)
-        stated = stated_by(prepared.case, prepared.world) if "traffic" in probes else None
-        if noise is not None:
-            add_noise(prepared.target.model, noise)
+        prepared = prepare(case, device, solo_witness=request.solo, digests_built=request.digests_built)
+        stated = stated_by(prepared.case, prepared.world) if "traffic" in request.probes else None
+        if request.noise is not None:
+            add_noise(prepared.target.model, request.noise)
         STATE.record_changes("build")
         discovery = _watch(prepared, watching)
         for step in range(1, len(prepared.tokens) + 1):
@@ -121,6 +118,7 @@ def train(  # noqa: PLR0913  what a request may ask for
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         architecture="" if device.type == "cpu" else _architecture(device),
         virtual=virtual,
+        arithmetic=request.arithmetic,
         model=found,
         inputs=prepared.inputs.record(),
         state=tuple(STATE.changes),

@@ -18,6 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # documen
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.matrix.case import Case, Checkpointing, Float8, Layout, Train
+from harness.request import RunRequest
 from harness.worker import internals
 from harness.worker.probes.places import mesh_axes
 from harness.worker.probes.probe import PROBES
@@ -74,7 +75,7 @@ def warm_up(*, compiled: bool = False) -> None:
             dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=case.world_size)
             probes = tuple(PROBES) if case.compile == "none" else ()  # the graph probe compares ranks
             try:
-                train(case, torch.device("cpu"), lambda _: None, (), probes=probes)
+                train(RunRequest(case=case, probes=probes), torch.device("cpu"), lambda _: None)
             except Exception:
                 continue  # the cases that run into it fail with it, the others pass
             finally:

@@ -15,7 +15,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
 from harness.matrix.layout import SAME_BATCH_AXES
-from harness.matrix.numerics import RECORDED_BYTES, VIRTUAL_DEVICE, Numerics, replayed_steps
+from harness.matrix.numerics import RECORDED_BYTES, Numerics, replayed_steps
 from harness.trace.tensors import FLOAT8, ModuleShard, ModuleTensorKind
 from harness.worker.evaluation import evaluating
 from harness.worker.probes.cast_numbers import dtype_name
@@ -41,7 +41,7 @@ class ModuleTensorProbe(Probe):
     How large a model is that is not known shows in the first step: if a replay cannot be given it, nothing is kept.
     """
 
-    def __init__(self, case: Case, device: torch.device, numerics: Numerics = VIRTUAL_DEVICE) -> None:
+    def __init__(self, case: Case, device: torch.device, numerics: Numerics) -> None:
         super().__init__(case, device)
         self._steps = replayed_steps(case, numerics)
         self._seen: list[_Seen] = []
