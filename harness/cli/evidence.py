@@ -14,22 +14,22 @@ from harness.cli.golden import check_committed, require_reason
 from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
-from harness.evidence.ring import RINGS, Ring
+from harness.evidence.level import LEVELS, Level
 from harness.project import Project, find_project
 from harness.running.progress import open_progress
 from harness.verdict import ExitCode
 
 if TYPE_CHECKING:
-    from harness.evidence.ring import RingReport
+    from harness.evidence.level import LevelReport
     from harness.running.plan import Plan
     from harness.running.selection import Query
-    from harness.studies.rings.work import Work
+    from harness.studies.levels import Work
     from harness.trace.device import TorchFacts
 
 _CODES = """
 \b
 Exit codes: 0 all good, 1 something is not as it must be, 2 usage error, or devices that cannot prove this,
-3 nothing to try, 4 infrastructure, 130 interrupted, and nothing stored of that ring.
+3 nothing to try, 4 infrastructure, 130 interrupted, and nothing stored of that level.
 """
 _EPILOGS = {
     "kernel": """\b
@@ -51,7 +51,7 @@ Examples:
 """,
     "all": """\b
 Examples:
-  fp8-harness evidence all --device cuda        all rings that these GPUs support; lists the rest
+  fp8-harness evidence all --device cuda        all levels that these GPUs support; lists the rest
   fp8-harness evidence all smoke --device cpu   a rehearsal of all three
 """,
 }
@@ -79,8 +79,8 @@ def evidence() -> None:
     """
 
 
-def _add(name: str, rings: tuple[Ring, ...], text: str) -> None:
-    """Add the command of these rings to the group."""
+def _add(name: str, levels: tuple[Level, ...], text: str) -> None:
+    """Add the command of these levels to the group."""
 
     @evidence.command(name, epilog=_EPILOGS[name] + _CODES, help=text)
     @options.query_parameter
@@ -93,7 +93,7 @@ def _add(name: str, rings: tuple[Ring, ...], text: str) -> None:
     @options.plan_parameter
     @options.root_option
     def command(**given: Any) -> int:
-        return _make(rings, **given)
+        return _make(levels, **given)
 
 
 _add(
@@ -101,11 +101,11 @@ _add(
 )
 _add("proof", ("proof",), "Train float64 cases with the exact matmul, clean and with every planted fault.")
 _add("native", ("native",), "Judge bfloat16 cases on real kernels; store their goldens and noise.")
-_add("all", RINGS, "Collect the evidence of every ring that these devices support, and list the remaining rings.")
+_add("all", LEVELS, "Collect the evidence of every level that these devices support, and list the remaining levels.")
 
 
 def _make(  # noqa: PLR0913  one parameter per option
-    rings: tuple[Ring, ...],
+    levels: tuple[Level, ...],
     *,
     query: Query,
     faults: tuple[str, ...],
@@ -116,33 +116,32 @@ def _make(  # noqa: PLR0913  one parameter per option
     root: str | None,
 ) -> int:
     from harness.matrix.faults import fault_named
-    from harness.studies.rings.possible import ask_torch
-    from harness.studies.rings.work import Work
+    from harness.studies.levels import Work, ask_torch
 
     if getattr(plan_for, "keywords", {}).get("arithmetic"):
-        raise HarnessError("each ring has its own.", where="--arithmetic", fix="leave it out.")
+        raise HarnessError("each level has its own.", where="--arithmetic", fix="leave it out.")
     project = find_project(root)
     project.check_writable()
     check_committed(project, "goldens", allowed=allow_dirty)
     plan = plan_for()
     facts = ask_torch() if plan.device == "cuda" else None
-    possible = possible_rings(rings, facts, plan.capacity.largest)
+    possible = possible_levels(levels, facts, plan.capacity.largest)
     with open_progress() as progress:
         work = Work(project, plan, progress, facts, tuple(map(fault_named, faults)), seeds, options.typed_command())
         reports, code = _collect(possible, work, query, to_stderr=str(json_file) == "-")
-    options.write_json(json_file, {"schema": 1, "good": all(each.good for each in reports), "rings": reports})
-    left = [ring for ring in rings if ring not in [report.ring for report in reports]]
+    options.write_json(json_file, {"schema": 1, "good": all(each.good for each in reports), "levels": reports})
+    left = [level for level in levels if level not in [report.level for report in reports]]
     if left:
         click.echo(f"left: {', '.join(left)}", err=str(json_file) == "-")
     return code
 
 
-def possible_rings(rings: tuple[Ring, ...], facts: TorchFacts | None, visible: int) -> list[Ring]:
-    """The rings that the devices can prove. Of several the others are named; HarnessError where none is left."""
-    from harness.studies.rings.possible import obstacle
+def possible_levels(levels: tuple[Level, ...], facts: TorchFacts | None, visible: int) -> list[Level]:
+    """The levels that the devices can prove. Of several the others are named; HarnessError where none is left."""
+    from harness.studies.levels import obstacle
 
-    against = {ring: None if facts is None else obstacle(ring, facts, visible) for ring in rings}
-    found = [ring for ring, error in against.items() if error is None]
+    against = {level: None if facts is None else obstacle(level, facts, visible) for level in levels}
+    found = [level for level, error in against.items() if error is None]
     errors = [error for error in against.values() if error is not None]
     if not found:
         raise errors[0]
@@ -151,21 +150,20 @@ def possible_rings(rings: tuple[Ring, ...], facts: TorchFacts | None, visible: i
     return found
 
 
-def _collect(rings: list[Ring], work: Work, query: Query, *, to_stderr: bool) -> tuple[list[RingReport], int]:
-    """The evidence of these rings, each stored as soon as it is there, and the exit code."""
+def _collect(levels: list[Level], work: Work, query: Query, *, to_stderr: bool) -> tuple[list[LevelReport], int]:
+    """The evidence of these levels, each stored as soon as it is there, and the exit code."""
     from harness.running.selection import NothingSelected
-    from harness.studies.rings.collect import collect
-    from harness.studies.rings.work import Interrupted
+    from harness.studies.levels import Interrupted, collect
     from harness.studies.surviving import RanksFailed
 
-    made: list[RingReport] = []
-    for ring in rings:
+    made: list[LevelReport] = []
+    for level in levels:
         try:
-            report = collect(ring, work, query)
+            report = collect(level, work, query)
         except Interrupted:
             return made, ExitCode.INTERRUPTED
         except NothingSelected as error:
-            if len(rings) == 1:
+            if len(levels) == 1:
                 raise
             click.echo(f"fp8-harness: note: {error.text}", err=True)
             continue
@@ -177,15 +175,15 @@ def _collect(rings: list[Ring], work: Work, query: Query, *, to_stderr: bool) ->
     return made, ExitCode.GOOD if all(report.good for report in made) else ExitCode.FAILED
 
 
-def _stored(project: Project, report: RingReport) -> str:
+def _stored(project: Project, report: LevelReport) -> str:
     """Store the evidence with its summary, which is returned, with where it is."""
-    from harness.evidence.ring import changes, read_ring, write_ring
-    from harness.report.evidence import ring_section
+    from harness.evidence.level import changes, read_level, write_level
+    from harness.report.evidence import level_section
     from harness.report.sections import markdown
 
-    before = read_ring(project.root, report.hardware, report.ring)
-    text = markdown([ring_section(report, None if before is None else changes(before, report))], level=1)
-    path = write_ring(project.root, report)
+    before = read_level(project.root, report.hardware, report.level)
+    text = markdown([level_section(report, None if before is None else changes(before, report))], level=1)
+    path = write_level(project.root, report)
     write_whole(path.with_suffix(".md"), text.encode())
     return f"{text}stored in {path} and {path.with_suffix('.md').name}\n"
 
@@ -237,17 +235,17 @@ def formulas_command(
 @evidence.command("show", epilog="\b\nExample:\n  fp8-harness evidence show --root ../release-1")
 @options.root_option
 def show_command(root: str | None) -> int:
-    """List the stored evidence: versions with verified formulas, and the rings by hardware class."""
+    """List the stored evidence: versions with verified formulas, and the levels by hardware class."""
     from harness.evidence.formulas import read_verified
-    from harness.evidence.ring import list_rings, read_ring
-    from harness.report.evidence import ring_line, verified_line
+    from harness.evidence.level import list_levels, read_level
+    from harness.report.evidence import level_line, verified_line
 
     project = find_project(root)
-    reports = [read_ring(project.root, hardware, ring) for hardware, ring in list_rings(project.root)]
+    reports = [read_level(project.root, hardware, level) for hardware, level in list_levels(project.root)]
     for report in reports:
         if report is not None:
             torch = report.environment.packages.get("torch", "unknown")
-            click.echo(f"{ring_line(report)}; torch {torch}, {report.created}")
+            click.echo(f"{level_line(report)}; torch {torch}, {report.created}")
     verified = read_verified((project.shipped, project.root))
     for each in verified:
         click.echo(verified_line(each))

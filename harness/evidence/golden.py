@@ -27,7 +27,7 @@ from harness.timestamp import timestamp
 from harness.trace import RankTrace, Run
 
 SCHEMA = 1
-EVIDENCE_OF_A_DEVICE = "evidence-"  # begins the names of the other files beside goldens (`ring.py`)
+EVIDENCE_OF_A_DEVICE = "evidence-"  # begins the names of the other files beside goldens (`level.py`)
 
 _VENDORS = {"sm": "nvidia", "gfx": "amd"}  # by what the name of an architecture begins with
 

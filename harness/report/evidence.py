@@ -1,4 +1,4 @@
-"""The evidence: what a ring found on some hardware, what is known about the formulas, and which goldens change."""
+"""The evidence: what a level found on some hardware, what is known about the formulas, and which goldens change."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from harness.environment import changed_facts
 from harness.evidence.formulas import VerifiedWith
 from harness.evidence.golden import GoldenChange, GoldenKey, LargestChange, Provenance, compare_goldens, largest_change
-from harness.evidence.ring import Ring, RingItem, RingReport
+from harness.evidence.level import Level, LevelItem, LevelReport
 from harness.expect.expectations import FORMULAS
 from harness.plural import counted
 from harness.report.case import case_section
 from harness.report.sections import Facts, Items, Section, Table
 from harness.studies.formulas import Verification
 
-_SHOWS: dict[Ring, str] = {
+_SHOWS: dict[Level, str] = {
     "kernel": "The float8 matmul of the device, beside the exact one",
     "proof": "The exact matmul with the collectives, sharding and compiler of the device",
     "native": "The kernels and collectives of the device in bfloat16",
@@ -26,16 +26,16 @@ _MOST_CHANGES = 40
 _NAMED = 3  # of the cases that disagree with one formula
 
 
-def ring_line(report: RingReport) -> str:
-    """Ring, class, whether all is good, how many of what."""
+def level_line(report: LevelReport) -> str:
+    """Level, class, whether all is good, how many of what."""
     verdicts = Counter(item.verdict for item in report.items)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
     kind = "rehearsal of " if report.rehearsed else ""
     result = "good" if report.good else "NOT GOOD"
-    return f"{kind}{report.ring} on {report.hardware}: {result}; {counts}; {report.seconds:g} s"
+    return f"{kind}{report.level} on {report.hardware}: {result}; {counts}; {report.seconds:g} s"
 
 
-def ring_section(report: RingReport, changed: Sequence[str] | None) -> Section:
+def level_section(report: LevelReport, changed: Sequence[str] | None) -> Section:
     """The summary. `changed` since the evidence that it replaces; None where there was none."""
     rehearsed = "**A rehearsal on a CPU.** It shows that the command works, and nothing about a GPU."
     bad = [item for item in report.items if not item.good]
@@ -43,10 +43,10 @@ def ring_section(report: RingReport, changed: Sequence[str] | None) -> Section:
     moved = list(changed or ())
     shown = (*moved[:_MOST_CHANGES], *([f"and {len(moved) - _MOST_CHANGES} more"] * (len(moved) > _MOST_CHANGES)))
     return Section(
-        title=_SHOWS[report.ring],
+        title=_SHOWS[report.level],
         blocks=(
             *([rehearsed] if report.rehearsed else []),
-            f"{ring_line(report)}.",
+            f"{level_line(report)}.",
             Section(title=counted(len(bad), "problem"), blocks=(Items(wrong),)),
             Section(title="Largest numbers", blocks=(Items(tuple(_largest(report.items))),)),
             Section(title="Left out, and doubts", blocks=(Items(report.notes),)),
@@ -56,7 +56,7 @@ def ring_section(report: RingReport, changed: Sequence[str] | None) -> Section:
     )
 
 
-def _largest(items: Sequence[RingItem]) -> Iterator[str]:
+def _largest(items: Sequence[LevelItem]) -> Iterator[str]:
     """The largest value of every number that was measured, what was allowed there, and where that was."""
     for name in dict.fromkeys(name for item in items for name in item.numbers if name != "allowed"):
         item = max((each for each in items if name in each.numbers), key=lambda each: each.numbers[name])
@@ -64,7 +64,7 @@ def _largest(items: Sequence[RingItem]) -> Iterator[str]:
         yield f"{name}: {item.numbers[name]:.3g}{allowed}, {item.name}"
 
 
-def _origin(report: RingReport) -> Facts:
+def _origin(report: LevelReport) -> Facts:
     here = report.environment
     facts = {
         "command": f"`{report.command}`",

@@ -1,4 +1,4 @@
-"""`fp8-harness evidence` on a CPU: the rehearsal of each ring stores what it found, and says what is left."""
+"""`fp8-harness evidence` on a CPU: the rehearsal of each level stores what it found, and says what is left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence.ring import RINGS
+from harness.evidence.level import LEVELS
 from tests.acceptance.conftest import REPOSITORY, Command, empty_project
 from tests.acceptance.documents import steps
 from tests.commands import understood
@@ -35,7 +35,7 @@ def test_the_kernel_of_this_machine(tmp_path: Path) -> None:
     done = project.call("evidence", "kernel", "--device", "cpu", "--json", "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
     stored = json.loads((tmp_path / "golden" / "cpu" / "evidence-kernel.json").read_text())
-    (told,) = json.loads((tmp_path / "found.json").read_text())["rings"]
+    (told,) = json.loads((tmp_path / "found.json").read_text())["levels"]
     assert len(stored["items"]) == len(told["items"]) > 250 and stored["environment"]["device"] == "cpu"
     summary = (tmp_path / "golden" / "cpu" / "evidence-kernel.md").read_text()
     assert "nothing about a GPU" in summary and summary in done.stdout and "none is compared" in summary
@@ -51,7 +51,7 @@ def test_a_planted_fault_is_found_over_gloo_with_the_exact_matmul(tmp_path: Path
     options = (*asked, "--device", "cpu", "--fabric", "gloo", "--json", "-")
     done = project.run("evidence", "proof", *options, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    (told,) = json.loads(done.stdout)["rings"]
+    (told,) = json.loads(done.stdout)["levels"]
     assert told["environment"]["fabric"] == "gloo" and told["environment"].get("arithmetic", "") == ""
     assert {item["verdict"] for item in told["items"]} == {"passed", "detected"}
     assert "# The exact matmul" in done.stderr
@@ -80,7 +80,7 @@ def test_goldens_of_a_class_are_made_before_anything_is_judged(project: Command)
 def test_every_command_of_the_page_is_understood() -> None:
     commands = [text for kind, text in steps(PAGE.read_text()) if kind == "sh"]
     ours = [text[text.index("fp8-harness ") :] for text in commands if "fp8-harness " in text]
-    assert len(ours) > 6 and {text.split()[2] for text in ours if " evidence " in text} == {*RINGS, "all"}
+    assert len(ours) > 6 and {text.split()[2] for text in ours if " evidence " in text} == {*LEVELS, "all"}
     for text in ours:
         understood(text)
 
@@ -89,7 +89,7 @@ def test_every_command_of_the_page_is_understood() -> None:
     ("words", "code", "said"),
     [
         (("kernel", "--device", "cuda"), 2, "there is no CUDA device here"),
-        (("proof", "--device", "cpu", "--arithmetic", "kernel"), 2, "each ring has its own"),
+        (("proof", "--device", "cpu", "--arithmetic", "kernel"), 2, "each level has its own"),
         (("native", "smoke", "--device", "cpu", "--select", "dtype=float32"), 3, "no selected case is in bfloat16"),
         (("proof", "--device", "cpu", "--fault", "no_such_fault"), 2, "no_such_fault"),
     ],

@@ -11,7 +11,7 @@ from harness.engine.zygote_engine import ZygoteEngine
 from harness.expect.expectations import Expectations
 from harness.matrix.caseid import parse_case_id
 from harness.request import RunRequest
-from harness.studies.rings.possible import ask_torch
+from harness.studies.levels import ask_torch
 from harness.trace import RankTrace
 from harness.verdict import Finding
 from harness.worker.virtual import device

@@ -13,13 +13,18 @@ import torch
 
 from harness.engine.cluster import unleased_cluster
 from harness.running.injection import parse_injection
-from harness.studies.kernels.bound import Accumulator
-from harness.studies.kernels.fixed import refusal_checks, value_checks
-from harness.studies.kernels.judge import KernelConclusion, reason_of
-from harness.studies.kernels.runner import PROGRAM, run_kernel_checks
+from harness.studies.kernels import (
+    PROGRAM,
+    Accumulator,
+    KernelConclusion,
+    reason_of,
+    refusal_checks,
+    run_checks,
+    value_checks,
+)
 from harness.studies.surviving import RanksFailed
 from harness.trace.device import KernelCheck
-from harness.worker.kernels.main import observe
+from harness.worker.kernels import observe
 
 FAULTS = Path(__file__).with_name("kernelfaults.py")
 FEW = tuple(check for check in value_checks() if check.k in (0, 64, 96, 1024) or check.m == 0)
@@ -35,7 +40,7 @@ def run() -> Iterator[Run]:
             checks: tuple[KernelCheck, ...], accumulator: Accumulator = "tensor_core", *, fault: str = ""
         ) -> dict[str, KernelConclusion]:
             planted = [parse_injection(f"{FAULTS}:{fault}").patch] if fault else []
-            found = run_kernel_checks(cluster, checks, device="cpu", accumulator=accumulator, injections=planted)
+            found = run_checks(cluster, checks, device="cpu", accumulator=accumulator, injections=planted)
             return {each.check.id: each for each in found}
 
         yield ask

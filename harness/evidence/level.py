@@ -1,6 +1,6 @@
-"""The evidence of one ring on one class of hardware: what was tried, with what result, on which devices.
+"""The evidence of one level on one class of hardware: what was tried, with what result, on which devices.
 
-Sealed JSON, `golden/<class>/evidence-<ring>.json`, beside the goldens of that class. Also says what changed.
+Sealed JSON, `golden/<class>/evidence-<level>.json`, beside the goldens of that class. Also says what changed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from harness.evidence.golden import EVIDENCE_OF_A_DEVICE
 from harness.evidence.sealed import Sealed, read_sealed, write_sealed
 
 SCHEMA = 1
-Ring = Literal["kernel", "proof", "native"]
-RINGS: tuple[Ring, ...] = ("kernel", "proof", "native")
+Level = Literal["kernel", "proof", "native"]
+LEVELS: tuple[Level, ...] = ("kernel", "proof", "native")
 # Changes of a number by more than this factor are reported; smaller ones come from other schedules and algorithms.
 REPORTED_FROM = 2.0
 _NAMED = 8  # of many items of one kind
 
 
-class RingDamaged(HarnessError):
+class LevelDamaged(HarnessError):
     """A file of evidence was edited by hand, truncated, or written by another version."""
 
 
-class RingItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LevelItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that was tried: a check of a kernel, a case, a planted fault, a golden.
 
     `numbers` are finite, such as "error_of_sum"; `says` are the problems, or what a fault was detected by.
@@ -41,12 +41,12 @@ class RingItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     says: tuple[str, ...] = ()
 
 
-class RingReport(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one ring found. `notes`: what was left out and why, and what makes its numbers less certain."""
+class LevelReport(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one level found. `notes`: what was left out and why, and what makes its numbers less certain."""
 
-    ring: Ring
+    level: Level
     hardware: str  # class
-    items: tuple[RingItem, ...]
+    items: tuple[LevelItem, ...]
     notes: tuple[str, ...]
     environment: Environment
     devices: int  # of the run: CUDA devices, or ranks of a CPU
@@ -67,37 +67,37 @@ class RingReport(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.environment.device == "cpu"
 
 
-def ring_path(root: Path, hardware: str, ring: Ring) -> Path:
-    """The path of the evidence of a ring; the summary for people is beside it, with the suffix .md."""
-    return root / "golden" / hardware / f"{EVIDENCE_OF_A_DEVICE}{ring}.json"
+def level_path(root: Path, hardware: str, level: Level) -> Path:
+    """The path of the evidence of a level; the summary for people is beside it, with the suffix .md."""
+    return root / "golden" / hardware / f"{EVIDENCE_OF_A_DEVICE}{level}.json"
 
 
-def read_ring(root: Path, hardware: str, ring: Ring) -> RingReport | None:
-    """The stored evidence; None where there is none. Raises `RingDamaged`."""
-    path = ring_path(root, hardware, ring)
+def read_level(root: Path, hardware: str, level: Level) -> LevelReport | None:
+    """The stored evidence; None where there is none. Raises `LevelDamaged`."""
+    path = level_path(root, hardware, level)
     fix = "restore it, or remove it and make it again."
     try:
-        return read_sealed(path, RingReport, schema=SCHEMA, damaged=RingDamaged, fix=fix)
+        return read_sealed(path, LevelReport, schema=SCHEMA, damaged=LevelDamaged, fix=fix)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise RingDamaged(f"cannot be read: {error.strerror}.", where=str(path), fix=fix) from error
+        raise LevelDamaged(f"cannot be read: {error.strerror}.", where=str(path), fix=fix) from error
 
 
-def write_ring(root: Path, report: RingReport) -> Path:
+def write_level(root: Path, report: LevelReport) -> Path:
     """Store the evidence, and return its path."""
-    path = ring_path(root, report.hardware, report.ring)
+    path = level_path(root, report.hardware, report.level)
     write_sealed(path, report)
     return path
 
 
-def list_rings(root: Path) -> tuple[tuple[str, Ring], ...]:
-    """The hardware class and the ring of all stored evidence, sorted."""
-    files = ((ring, path) for ring in RINGS for path in (root / "golden").glob(f"*/{EVIDENCE_OF_A_DEVICE}{ring}.json"))
-    return tuple(sorted((path.parent.name, ring) for ring, path in files))
+def list_levels(root: Path) -> tuple[tuple[str, Level], ...]:
+    """The hardware class and the level of all stored evidence, sorted."""
+    found = [(path.parent.name, level) for level in LEVELS for path in root.glob(str(level_path(Path(), "*", level)))]
+    return tuple(sorted(found))
 
 
-def changes(before: RingReport, now: RingReport) -> tuple[str, ...]:
+def changes(before: LevelReport, now: LevelReport) -> tuple[str, ...]:
     """What differs, each as a line: the environment, items that are new or gone, verdicts, numbers."""
     variables = sorted({*before.variables, *now.variables})
     old, new = ({item.name: item for item in report.items} for report in (before, now))
@@ -116,7 +116,7 @@ def _counted(what: str, names: list[str]) -> Iterator[str]:
         yield f"{what}: {', '.join(names[:_NAMED])}{more}"
 
 
-def _changed_item(before: RingItem, now: RingItem) -> Iterator[str]:
+def _changed_item(before: LevelItem, now: LevelItem) -> Iterator[str]:
     if before.verdict != now.verdict:
         yield f"{now.name}: {before.verdict} -> {now.verdict}"
     for name in before.numbers.keys() & now.numbers.keys():

@@ -1,4 +1,4 @@
-"""The rings of evidence: what devices can prove, by fake facts; what is stored, told, and found to have changed."""
+"""The levels of evidence: what devices can prove, by fake facts; what is stored, told, and found to have changed."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.cli.evidence import possible_rings
+from harness.cli.evidence import possible_levels
 from harness.engine.leases import Leases
 from harness.environment import Environment
 from harness.errors import HarnessError
 from harness.evidence.golden import list_goldens
-from harness.evidence.ring import (
-    RINGS,
+from harness.evidence.level import (
+    LEVELS,
     SCHEMA,
-    Ring,
-    RingDamaged,
-    RingItem,
-    RingReport,
+    Level,
+    LevelDamaged,
+    LevelItem,
+    LevelReport,
     changes,
-    list_rings,
-    read_ring,
-    ring_path,
-    write_ring,
+    level_path,
+    list_levels,
+    read_level,
+    write_level,
 )
 from harness.matrix.faults import all_faults
-from harness.report.evidence import ring_line, ring_section
+from harness.report.evidence import level_line, level_section
 from harness.report.sections import markdown
 from harness.studies.kill_matrix import Power
-from harness.studies.rings.possible import doubts, memory_words, obstacle
-from harness.studies.rings.proof import default_faults, items_of
+from harness.studies.levels import default_faults, doubts, items_of, memory_words, obstacle
 from harness.trace.device import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
 from tests.builders import make_trial
@@ -53,7 +52,7 @@ OLD = facts(device(0, capability=(8, 0), name="A100"), device(1, capability=(8, 
 
 
 @pytest.mark.parametrize(
-    ("ring", "here", "visible", "words"),
+    ("level", "here", "visible", "words"),
     [
         ("kernel", facts(device()), 1, ""),
         ("native", facts(device()), 1, ""),
@@ -72,12 +71,12 @@ OLD = facts(device(0, capability=(8, 0), name="A100"), device(1, capability=(8, 
         ("kernel", facts(device(), nccl=""), 1, ""),  # one process, no collectives
     ],
 )
-def test_what_stands_against_a_ring(ring: Ring, here: TorchFacts, visible: int, words: str) -> None:
-    error = obstacle(ring, here, visible)
+def test_what_stands_against_a_level(level: Level, here: TorchFacts, visible: int, words: str) -> None:
+    error = obstacle(level, here, visible)
     if not words:
         assert error is None
         return
-    assert error is not None and error.fix and error.where == f"evidence {ring}"
+    assert error is not None and error.fix and error.where == f"evidence {level}"
     with pytest.raises(type(error), match=words):
         raise error
 
@@ -91,14 +90,14 @@ def test_what_stands_against_a_ring(ring: Ring, here: TorchFacts, visible: int, 
         (None, 1, ["kernel", "proof", "native"], ""),
     ],
 )
-def test_of_all_rings_those_that_can_be_are_tried_and_the_others_named(
-    capsys: pytest.CaptureFixture[str], here: TorchFacts | None, visible: int, possible: list[Ring], said: str
+def test_of_all_levels_those_that_can_be_are_tried_and_the_others_named(
+    capsys: pytest.CaptureFixture[str], here: TorchFacts | None, visible: int, possible: list[Level], said: str
 ) -> None:
-    assert possible_rings(RINGS, here, visible) == possible
+    assert possible_levels(LEVELS, here, visible) == possible
     told = capsys.readouterr().err
     assert said in told and told.count("note:") == 3 - len(possible)
     with pytest.raises(HarnessError, match="without CUDA"):
-        possible_rings(RINGS, TorchFacts(torch="2.13.0+cpu"), 1)
+        possible_levels(LEVELS, TorchFacts(torch="2.13.0+cpu"), 1)
 
 
 def test_what_makes_numbers_less_certain_is_told() -> None:
@@ -118,13 +117,13 @@ def test_slots_that_a_job_holds_are_seen(tmp_path: Path) -> None:
     assert leases.held_slots() == ()
 
 
-REPORT = RingReport(
+REPORT = LevelReport(
     schema=SCHEMA,
-    ring="kernel",
+    level="kernel",
     hardware="nvidia-h100",
     items=(
-        RingItem(name="a", verdict="passed", good=True, numbers={"error_of_sum": 2e-5, "allowed": 1e-2}),
-        RingItem(name="b", verdict="passed", good=True, numbers={"error_of_sum": 1e-7, "allowed": 1e-3}),
+        LevelItem(name="a", verdict="passed", good=True, numbers={"error_of_sum": 2e-5, "allowed": 1e-2}),
+        LevelItem(name="b", verdict="passed", good=True, numbers={"error_of_sum": 1e-7, "allowed": 1e-3}),
     ),
     notes=("refusals: none",),
     environment=Environment(packages={"torch": "2.13.0"}, device="NVIDIA H100", driver="580.1", commit="abc"),
@@ -139,23 +138,23 @@ REPORT = RingReport(
 
 def test_what_is_stored_is_read_and_is_no_golden(tmp_path: Path) -> None:
     (tmp_path / "golden").mkdir()
-    assert read_ring(tmp_path, "nvidia-h100", "kernel") is None and list_rings(tmp_path) == ()
-    path = write_ring(tmp_path, REPORT)
-    found = read_ring(tmp_path, "nvidia-h100", "kernel")
+    assert read_level(tmp_path, "nvidia-h100", "kernel") is None and list_levels(tmp_path) == ()
+    path = write_level(tmp_path, REPORT)
+    found = read_level(tmp_path, "nvidia-h100", "kernel")
     assert found is not None and changes(found, REPORT) == ()
-    assert list_rings(tmp_path) == (("nvidia-h100", "kernel"),) and list_goldens(tmp_path) == ()
+    assert list_levels(tmp_path) == (("nvidia-h100", "kernel"),) and list_goldens(tmp_path) == ()
     path.write_text(path.read_text().replace('"NCCL_ALGO": "Ring"', '"NCCL_ALGO": "Tree"'))
-    with pytest.raises(RingDamaged, match="was changed after"):
-        read_ring(tmp_path, "nvidia-h100", "kernel")
-    ring_path(tmp_path, "nvidia-h100", "kernel").write_text("{")
-    with pytest.raises(RingDamaged, match="not readable"):
-        read_ring(tmp_path, "nvidia-h100", "kernel")
+    with pytest.raises(LevelDamaged, match="was changed after"):
+        read_level(tmp_path, "nvidia-h100", "kernel")
+    level_path(tmp_path, "nvidia-h100", "kernel").write_text("{")
+    with pytest.raises(LevelDamaged, match="not readable"):
+        read_level(tmp_path, "nvidia-h100", "kernel")
 
 
 def test_what_changed_is_told_and_nothing_else() -> None:
-    worse = RingItem(name="a", verdict="failed", good=False, numbers={"error_of_sum": 5e-5}, says=("error: …",))
-    close = RingItem(name="b", verdict="passed", good=True, numbers={"error_of_sum": 1.9e-7})
-    more = RingItem(name="c", verdict="passed", good=True)
+    worse = LevelItem(name="a", verdict="failed", good=False, numbers={"error_of_sum": 5e-5}, says=("error: …",))
+    close = LevelItem(name="b", verdict="passed", good=True, numbers={"error_of_sum": 1.9e-7})
+    more = LevelItem(name="c", verdict="passed", good=True)
     newer = replace(REPORT.environment, packages={"torch": "2.14.0"})
     now = replace(REPORT, items=(worse, close, more), environment=newer, variables={}, seconds=99.0)
     assert changes(REPORT, now) == (
@@ -172,16 +171,16 @@ def test_what_changed_is_told_and_nothing_else() -> None:
 
 def test_a_report_is_good_when_something_was_tried_and_all_is_good() -> None:
     assert REPORT.good and not replace(REPORT, items=()).good
-    assert not replace(REPORT, items=(*REPORT.items, RingItem(name="x", verdict="failed", good=False))).good
+    assert not replace(REPORT, items=(*REPORT.items, LevelItem(name="x", verdict="failed", good=False))).good
 
 
-def ring_markdown(report: RingReport, changed: tuple[str, ...] | None) -> str:
-    return markdown([ring_section(report, changed)], level=1)
+def level_markdown(report: LevelReport, changed: tuple[str, ...] | None) -> str:
+    return markdown([level_section(report, changed)], level=1)
 
 
 def test_the_summary_says_what_is_wrong_first_and_where_it_was_made() -> None:
-    bad = RingItem(name="x", verdict="failed", good=False, says=("bits: expected …",))
-    text = ring_markdown(replace(REPORT, items=(*REPORT.items, bad)), ("torch 2.13.0 -> 2.14.0",))
+    bad = LevelItem(name="x", verdict="failed", good=False, says=("bits: expected …",))
+    text = level_markdown(replace(REPORT, items=(*REPORT.items, bad)), ("torch 2.13.0 -> 2.14.0",))
     order = [
         "NOT GOOD",
         "1 problem",
@@ -194,8 +193,8 @@ def test_the_summary_says_what_is_wrong_first_and_where_it_was_made() -> None:
     assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
     assert "driver: 580.1" in text and "NCCL_ALGO=Ring" in text and "rehearsal" not in text.lower()
     on_cpu = replace(REPORT, environment=replace(REPORT.environment, device="cpu"))
-    assert "rehearsal" in ring_line(on_cpu) and "nothing about a GPU" in ring_markdown(on_cpu, None)
-    assert "## Changed\n\n- nothing" in ring_markdown(REPORT, ())
+    assert "rehearsal" in level_line(on_cpu) and "nothing about a GPU" in level_markdown(on_cpu, None)
+    assert "## Changed\n\n- nothing" in level_markdown(REPORT, ())
 
 
 def test_a_fault_must_be_found_where_it_can_be_and_clean_runs_must_pass() -> None:

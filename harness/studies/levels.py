@@ -1,0 +1,426 @@
+"""Evidence about GPUs, level by level: what can be tried on these devices, trying it, and the report of one level.
+
+- kernel: the float8 matmul of one device beside the exact one. Needs one device and no cases.
+- proof: the exact matmul with everything else real. Clean cases pass, and every planted fault is found.
+- native: the kernels and collectives of the device in bfloat16, as users run them. Makes the goldens of this class of
+  hardware that are missing, judges every case by every check, measures the noise over seeds, and looks whether probes
+  or a second run change a bit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from harness.engine.cluster import Cluster, unleased_cluster
+from harness.engine.hardware import cuda_devices, open_leases
+from harness.engine.leases import Leases
+from harness.engine.messages import Job
+from harness.errors import HarnessError
+from harness.evidence.golden import list_goldens, write_golden
+from harness.evidence.level import SCHEMA, Level, LevelItem, LevelReport
+from harness.evidence.tolerance import Evidence, write_evidence
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, family_id
+from harness.matrix.faults import Fault, all_faults, carriers_of
+from harness.matrix.rules import expected_refusal
+from harness.plural import binary_bytes, counted
+from harness.project import Project
+from harness.request import Arithmetic
+from harness.result import CaseResult
+from harness.running.case_judge import known_here
+from harness.running.executor import local_node
+from harness.running.identity import environment
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.selection import NothingSelected, Query, select_cases
+from harness.studies import kernels, noise
+from harness.studies.kill_matrix import Power, Trial
+from harness.studies.power import carriers_among, run_power
+from harness.studies.references import SanityJudge, make_goldens, needed_references
+from harness.timestamp import timestamp
+from harness.trace.device import TorchFacts
+from harness.workflow import run, run_cases
+
+_FACTS_PROGRAM = "harness.worker.facts"
+_FACTS_DEADLINE_S = 120.0
+FLOAT8_FROM = (8, 9)  # compute capability with float8 matmuls
+LEAST_DEVICES: Mapping[Level, int] = {"kernel": 1, "proof": 2, "native": 1}
+_IN_USE_BYTES = 1 << 30  # what a driver and an idle context hold is less
+ARITHMETIC: Mapping[Level, Arithmetic] = {"kernel": "kernel", "proof": "exact", "native": "kernel"}
+DTYPE: Mapping[Level, str] = {"proof": "float64", "native": "bfloat16"}
+_TIERS = {"cpu": ("smoke",), "cuda": ("smoke", "pr")}
+_READ_BY_DEVICES = ("NCCL_", "CUBLAS", "NVIDIA_TF32", "TORCH_NCCL", "CUDA_DEVICE")
+NO_REFUSALS = "refusals: torch's kernel of a CPU refuses less than that of a GPU, so none is compared"
+_ALL = 99  # carriers of a fault
+_SMALL = 2  # ranks of the cases of a rehearsal
+REASON = "first goldens of this class of hardware"
+_REPEATED = 2  # cases that are run twice without probes
+
+
+class Work(NamedTuple):
+    """What a level works with. `facts`: None on a CPU. `faults`: none for the usual ones. `seeds`: of the noise."""
+
+    project: Project
+    plan: Plan
+    progress: Progress
+    facts: TorchFacts | None
+    faults: tuple[Fault, ...]
+    seeds: int
+    command: str  # as it was given
+
+    @property
+    def slots(self) -> int:
+        """Ranks that run at the same time: devices of this machine, or slots of its CPU."""
+        return self.plan.capacity.largest
+
+    @property
+    def leases(self) -> Leases:
+        """The slots of this machine that cases of this plan run on."""
+        return open_leases(self.project.lease_folder(), self.plan.device, self.slots)
+
+
+class Found(NamedTuple):
+    """What a level found, and notes on what it left out."""
+
+    items: tuple[LevelItem, ...]
+    notes: tuple[str, ...] = ()
+
+
+class Interrupted(Exception):
+    """Ctrl-C ended a level early: what is known of it must not replace what is stored."""
+
+
+def ask_torch() -> TorchFacts:
+    """What torch says of this machine. HarnessError where the process that asks it fails."""
+    with unleased_cluster(_FACTS_PROGRAM, 1) as cluster:
+        outcome = cluster.run(Job(job_id="facts", world_size=1, payload=b"", deadline_s=_FACTS_DEADLINE_S))
+    if outcome.status != "ok":
+        raise HarnessError(
+            f"torch cannot be asked about devices: {outcome.message}", fix='see why `python -c "import torch"` fails.'
+        )
+    return msgspec.msgpack.Decoder(TorchFacts).decode(outcome.ranks[0].payload or b"")
+
+
+def obstacle(level: Level, facts: TorchFacts, visible: int) -> HarnessError | None:
+    """Why the CUDA devices here cannot prove this level; None where they can. `visible`: how many may be used."""
+    return next(_obstacles(level, facts, visible), None)
+
+
+def _obstacles(level: Level, facts: TorchFacts, visible: int) -> Iterator[HarnessError]:
+    where = f"evidence {level}"
+    if not facts.cuda:
+        fix = "install a build for CUDA, from https://pytorch.org/get-started/locally/."
+        yield HarnessError(f"torch {facts.torch} was built without CUDA.", where=where, fix=fix)
+    if facts.error or not facts.devices:
+        what = f"torch {facts.torch} for CUDA {facts.cuda} shows no device: {facts.error or 'it counts none'}."
+        fix = "compare the version of CUDA with that of the driver, which nvidia-smi shows, and CUDA_VISIBLE_DEVICES."
+        yield HarnessError(what, where=where, fix=fix)
+    least = LEAST_DEVICES[level]
+    if min(len(facts.devices), visible) < least:
+        there = min(len(facts.devices), visible)
+        fix = "make more visible by CUDA_VISIBLE_DEVICES, or run the levels that need fewer."
+        yield HarnessError(f"it needs {counted(least, 'GPU')}, and {there} can be used.", where=where, fix=fix)
+    old = [each for each in facts.devices if each.capability < FLOAT8_FROM]
+    if old and level != "proof":
+        named = ", ".join(f"GPU {each.index} ({each.name}, {_dotted(each.capability)})" for each in old)
+        what = f"float8 matmuls need compute capability {_dotted(FLOAT8_FROM)}; too old: {named}."
+        fix = "leave these out of CUDA_VISIBLE_DEVICES; `evidence proof` multiplies exactly, on older ones too."
+        yield HarnessError(what, where=where, fix=fix)
+    if level != "kernel" and not facts.nccl:
+        yield HarnessError(f"torch {facts.torch} was built without NCCL.", where=where, fix="install a build with it.")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def memory_words(facts: TorchFacts) -> tuple[str, ...]:
+    """The devices and their memory, in words."""
+    return tuple(f"GPU {each.index} {each.name}, {binary_bytes(each.total_bytes)}" for each in facts.devices)
+
+
+def doubts(facts: TorchFacts, held: Sequence[str]) -> tuple[str, ...]:
+    """Caveats about numbers of these devices: memory in use by others, leases of other jobs, mixed GPUs."""
+    held_bytes = {each: each.total_bytes - each.free_bytes for each in facts.devices}
+    used = [
+        f"GPU {each.index}: {binary_bytes(held_bytes[each])} of {binary_bytes(each.total_bytes)} are in use by others; "
+        "cases may find too little memory, and their seconds say little"
+        for each in facts.devices
+        if held_bytes[each] > _IN_USE_BYTES
+    ]
+    leased = [f"GPU {name} is leased by another job of the harness: cases wait for it" for name in held]
+    names = sorted({each.name for each in facts.devices})
+    mixed = [f"different GPUs side by side: {', '.join(names)}; the class is that of the first"]
+    return (*used, *leased, *(mixed if len(names) > 1 else ()))
+
+
+def collect(level: Level, work: Work, query: Query) -> LevelReport:
+    """The evidence of this level, not stored; goldens and noise of the level `native` are.
+
+    Raises `Interrupted` after Ctrl-C, RanksFailed, and HarnessError for bad input.
+    """
+    started_s = time.monotonic()
+    work = work._replace(plan=msgspec.structs.replace(work.plan, arithmetic=ARITHMETIC[level]))
+    plan, facts = work.plan, work.facts
+    cases, left_out = chosen_cases(level, work.project, query, plan)
+    uncertain = () if facts is None else doubts(facts, _held(work))
+    for note in (*uncertain, *left_out):
+        work.progress.note(f"{note}.")
+    found = {
+        "kernel": lambda: kernel_level(work),
+        "proof": lambda: proof_level(work, cases),
+        "native": lambda: native_level(work, cases),
+    }[level]()
+    return LevelReport(
+        schema=SCHEMA,
+        level=level,
+        hardware=plan.hardware[0],
+        items=found.items,
+        notes=(*uncertain, *left_out, *found.notes),
+        environment=environment(plan, work.project.root, {case.target for case in cases}),
+        devices=1 if level == "kernel" else work.slots,
+        memory=() if facts is None else memory_words(facts),
+        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(_READ_BY_DEVICES)},
+        command=work.command,
+        created=timestamp(),
+        seconds=round(time.monotonic() - started_s, 1),
+    )
+
+
+def chosen_cases(level: Level, project: Project, query: Query, plan: Plan) -> tuple[tuple[Case, ...], tuple[str, ...]]:
+    """The cases of this level among those that are asked for, by default those of small tiers, and what is left out.
+
+    Raises `NothingSelected` where none is left.
+    """
+    if level == "kernel":
+        return (), ()
+    if not query.sources and not query.case_ids:
+        tiers = tuple(name for name in _TIERS[plan.device] if name in project.tiers)
+        query = msgspec.structs.replace(query, sources=tiers)
+    of_dtype = [case for case in select_cases(project, query) if case.train.dtype == DTYPE[level]]
+    fitting = [case for case in of_dtype if case.world_size <= plan.capacity.largest]
+    # torch's kernel of a CPU refuses less than that of a GPU.
+    unrefused = level == "native" and plan.device == "cpu"
+    cases = [case for case in fitting if not (unrefused and expected_refusal(case) is not None)]
+    if not cases:
+        what = f"no selected case is in {DTYPE[level]} and has at most {counted(plan.capacity.largest, 'rank')}."
+        raise NothingSelected(what, where=f"evidence {level}", fix="select others, or leave the selection out.")
+    left = (
+        (len(of_dtype) - len(fitting), f"need more than {counted(plan.capacity.largest, 'device')}"),
+        (len(fitting) - len(cases), "must be refused, which torch's kernel of a CPU does not do"),
+    )
+    return tuple(cases), tuple(f"{counted(count, 'case')} left out that {why}" for count, why in left if count)
+
+
+def _held(work: Work) -> tuple[str, ...]:
+    """Names of the devices that other jobs of the harness lease now."""
+    devices = cuda_devices(work.slots)
+    return tuple(devices[slot].uuid for slot in work.leases.held_slots())
+
+
+def kernel_level(work: Work) -> Found:
+    """What this level finds on a device that is free. Raises RanksFailed where the rank fails outside of any check."""
+    facts, plan = work.facts, work.plan
+    refusals = () if facts is None else kernels.refusal_checks(facts.devices[0].capability)
+    checks = (*kernels.value_checks(), *refusals)
+    accumulator: kernels.Accumulator = "float32" if plan.device == "cpu" else "tensor_core"
+    plan = msgspec.structs.replace(plan, program=kernels.PROGRAM, engine="zygote")
+    node = local_node(plan, work.project, work.progress.note)
+    with Cluster([node]) as cluster:
+        found = kernels.run_checks(cluster, checks, device=plan.device, accumulator=accumulator)
+    return Found(tuple(map(_kernel_item, found)), () if refusals else (NO_REFUSALS,))
+
+
+def _kernel_item(found: kernels.KernelConclusion) -> LevelItem:
+    compared = {"error_of_sum": found.error_of_sum, "allowed": found.allowed} if found.allowed else {}
+    return LevelItem(
+        name=found.check.id,
+        verdict="passed" if found.good else "failed",
+        good=found.good,
+        numbers={name: value for name, value in compared.items() if math.isfinite(value)},
+        says=tuple(map(str, found.problems)),
+    )
+
+
+def proof_level(work: Work, cases: Sequence[Case]) -> Found:
+    """What this level finds: the clean cases, and each fault in a case of the catalogue that fits on these devices."""
+    slots, faults = work.slots, work.faults or default_faults(work.plan.device)
+    of_catalogue = carriers_among(work.project, faults, Query(), at_most=_ALL)
+    carriers = {name: _carrier(found, slots) for name, found in of_catalogue.items()}
+    plantable = [fault for fault in faults if carriers[fault.name]]
+    power = run_power(work.project, plantable, carriers, work.plan, work.progress, others=cases)
+    if power.interrupted:
+        raise Interrupted
+    left = [fault.name for fault in faults if not carriers[fault.name]]
+    more = f"{counted(len(left), 'fault')} left out, whose cases need more than {counted(slots, 'device')}"
+    return Found(items_of(power), (f"{more}: {', '.join(left)}",) if left else ())
+
+
+def _carrier(of_catalogue: Sequence[Case], slots: int) -> list[Case]:
+    """The first case that fits, one with several ranks before one with a single rank; empty if none fits."""
+    fitting = [case for case in of_catalogue if case.world_size <= slots]
+    return sorted(fitting, key=lambda case: case.world_size == 1)[:1]
+
+
+def default_faults(device: str) -> tuple[Fault, ...]:
+    """All planted faults; in a rehearsal one of each class, in a small case."""
+    faults = tuple(all_faults().values())
+    if device != "cpu":
+        return faults
+    small = [fault for fault in faults if any(case.world_size <= _SMALL for case in carriers_of(fault, at_most=_ALL))]
+    return tuple({fault.group: fault for fault in reversed(small)}.values())[::-1]
+
+
+def items_of(power: Power) -> tuple[LevelItem, ...]:
+    """The clean runs and the trials as items of a report."""
+    return (*map(_clean, power.clean), *map(_planted, power.trials))
+
+
+def _clean(trial: Trial) -> LevelItem:
+    says = (trial.message,) if trial.message and not trial.verdict.good else ()
+    measured = trial.parity is not None and math.isfinite(trial.parity)
+    return LevelItem(
+        name=trial.case_id,
+        verdict=trial.verdict.value,
+        good=trial.verdict.good,
+        numbers={"parity": trial.parity or 0.0} if measured else {},
+        says=says,
+    )
+
+
+def _planted(trial: Trial) -> LevelItem:
+    """A fault without an effect must not be found, and one that breaks when planted proves nothing."""
+    found = "detected" if trial.detected else "not reached" if trial.not_reached else "not detected"
+    says = tuple(filter(None, [trial.not_reached, ", ".join(trial.checks)]))
+    good = trial.detected != trial.equivalent and not trial.not_reached
+    return LevelItem(name=f"{trial.fault} in {trial.case_id}", verdict=found, good=good, says=says)
+
+
+def native_level(work: Work, cases: Sequence[Case]) -> Found:
+    """What this level finds. Stores goldens, before the cases are judged by them, and the noise of this class."""
+    made = _missing_goldens(work, cases)
+    judged = _judged(work, cases)
+    measured = _noise(work, cases)
+    items = (*made, *map(_case_item, judged), *measured.items, *_bits(work, cases, judged))
+    return Found(items, measured.notes)
+
+
+def _missing_goldens(work: Work, cases: Sequence[Case]) -> tuple[LevelItem, ...]:
+    """Stores a golden of every family that no class of this device has one of."""
+    classes = work.plan.hardware
+    stored = {key.family for key in list_goldens(work.project.root) if key.hardware in classes}
+    wanted = [each for each in needed_references(cases) if family_id(each) not in stored]
+    if not wanted:
+        return ()
+    made = make_goldens(work.project, wanted, work.plan, work.progress, reason=REASON, command=work.command)
+    _unless(made.interrupted)
+    for golden in made.goldens:
+        write_golden(work.project.root, golden)
+    good = [LevelItem(name=f"golden {each.family}", verdict="made", good=True) for each in made.goldens]
+    return (*good, *(_case_item(each, prefix="golden of ") for each in made.failed))
+
+
+def _judged(work: Work, cases: Sequence[Case]) -> tuple[CaseResult, ...]:
+    """Every case, judged by every check. The run is stored like any other."""
+    query = Query(case_ids=tuple(map(case_id, cases)))
+    result, _ = run(work.project, query, work.plan, work.progress)
+    _unless(result.end.interrupted)
+    return result.results
+
+
+def _noise(work: Work, cases: Sequence[Case]) -> Found:
+    """The distances to BF16 over seeds, of up to two layouts of every kind of case that has no recorded fault."""
+    chosen = noise.over_seeds(noise.measured_cases(cases, layouts=2, known=known_here(work.project)), work.seeds)
+    if not chosen:
+        return Found((), ("noise: not measured, without seeds or without a case to measure",))
+    done = noise.measure(work.project, chosen, work.plan, work.progress, command=work.command, fresh=True)
+    _unless(done.interrupted)
+    names, items = set(map(case_id, chosen)), []
+    for check, evidence in done.evidence.items():
+        new = _only(evidence, names)
+        write_evidence(work.project.root, new, check, work.plan.hardware[0])
+        items += _noise_items(check, new)
+    return Found((*items, *(_case_item(each, prefix="noise of ") for each in done.failed)))
+
+
+def _only(evidence: Evidence, names: set[str]) -> Evidence:
+    """The new samples: those of other machines stay where they are."""
+    samples = (each for each in evidence.samples if each.case_id in names and each.environment == noise.environment())
+    return msgspec.structs.replace(evidence, samples=tuple(samples))
+
+
+def _noise_items(check: str, evidence: Evidence) -> list[LevelItem]:
+    keys = sorted({sample.key for sample in evidence.samples})
+    of = {key: [max(each.per_step) for each in evidence.samples if each.key == key] for key in keys}
+    return [
+        LevelItem(
+            name=f"noise of {check}, {key}",
+            verdict="measured",
+            good=True,
+            numbers={"largest": max(found)},
+            says=(counted(len(found), "sample"),),
+        )
+        for key, found in of.items()
+    ]
+
+
+def _bits(work: Work, cases: Sequence[Case], judged: Sequence[CaseResult]) -> list[LevelItem]:
+    """Whether a second run, and one without probes, has the same losses and norms to the bit, of the first cases."""
+    few = [case for case in cases if case.float8.enabled and expected_refusal(case) is None][:_REPEATED]
+    if not few:
+        return []
+    plain = msgspec.structs.replace(work.plan, probed=False)
+    twice = run_cases(work.project, [*few, *few], plain, SanityJudge(), work.progress)
+    _unless(twice.end.interrupted)
+    probed = {result.case_id: _curve(result) for result in judged}
+    firsts, seconds = twice.results[: len(few)], twice.results[len(few) :]
+    items: list[LevelItem] = []
+    for first, second in zip(firsts, seconds, strict=True):
+        name, one, other = first.case_id, _curve(first), _curve(second)
+        items.append(_same(f"a second run of {name}", one, other, must=False))
+        # Where the device itself does not repeat its bits, a difference says nothing of probes.
+        items.append(_same(f"probes in {name}", probed[name], one, must=one == other))
+    return items
+
+
+def _curve(result: CaseResult) -> tuple[tuple[float, float], ...]:
+    """Loss and gradient norm of every step of every rank; empty where a rank did not finish."""
+    traces = result.run.traces if result.run is not None and result.run.complete else ()
+    return tuple((step.loss, step.grad_norm) for trace in traces for step in trace.steps)
+
+
+def _same(name: str, one: Sequence[object], other: Sequence[object], *, must: bool) -> LevelItem:
+    """Whether two runs have the same numbers; a run that did not finish has none, which is never good."""
+    if not one or not other:
+        return LevelItem(name=name, verdict="did not finish", good=False)
+    same = one == other
+    says = () if same else (f"{sum(a != b for a, b in zip(one, other, strict=True))} of {len(one)} steps differ",)
+    return LevelItem(name=name, verdict="no bit differs" if same else "bits differ", good=same or not must, says=says)
+
+
+def _case_item(result: CaseResult, prefix: str = "") -> LevelItem:
+    found = result.measured
+    numbers = {
+        "loss_distance": found.loss_distance if found else None,
+        "parity": found.parity if found else None,
+        "local_parity": found.local_parity if found else None,
+    }
+    unjudged = [f"not judged: {each.check}: {each.reason}" for each in result.not_judged]
+    return LevelItem(
+        name=f"{prefix}{result.case_id}",
+        verdict=result.verdict.value,
+        good=result.verdict.good or result.excused,
+        numbers={name: value for name, value in numbers.items() if value is not None and abs(value) < float("inf")},
+        says=(*(finding.message for finding in result.findings), *unjudged),
+    )
+
+
+def _unless(interrupted: bool) -> None:
+    if interrupted:
+        raise Interrupted

@@ -1,0 +1,209 @@
+"""The rank program of the kernel study: `torch._scaled_mm` of the device beside the exact one, check by check.
+
+Operands and scales are drawn from a seed of the id of a check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from harness.trace.device import KernelBatch, KernelCheck, KernelObservation, Misfit
+from harness.worker.injection import inject
+from harness.worker.probes.cast_numbers import dtype_name
+from harness.worker.virtual.scaled_mm import require_allowed, scaled_mm
+
+if TYPE_CHECKING:
+    from harness.engine.program import RankContext
+
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+OUT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def preload(options: Mapping[str, str]) -> None:
+    """Leave the process with one thread. Nothing is installed: `torch._scaled_mm` stays that of the device."""
+    torch.set_num_threads(1)
+
+
+def rank_main(context: RankContext) -> bytes:
+    """Run the checks of the payload (`KernelBatch`). Returns an encoded list, one `KernelObservation` per check."""
+    batch = msgspec.msgpack.decode(context.payload, type=KernelBatch)
+    device = torch.device("cpu")
+    if batch.device == "cuda":
+        device = torch.device("cuda", context.device or 0)
+        torch.cuda.set_device(device)
+    for spec in batch.injections:
+        inject(spec)
+    observations = []
+    for check in batch.checks:
+        context.report_phase(check.id)
+        observations.append(observe(check, device))
+    return msgspec.msgpack.encode(observations)
+
+
+def observe(check: KernelCheck, device: torch.device) -> KernelObservation:
+    """Run both kernels. What either raises becomes part of the observation."""
+    given = arguments(check).on(device)
+    exact, refusal = _attempt(lambda: _exact(given))
+    found, raised = _attempt(lambda: _of_device(given))
+    if exact is None or found is None:
+        return KernelObservation(raised=raised, refusal=refusal)
+    rounded = exact.to(given.out_dtype)
+    observation = KernelObservation(
+        shape=tuple(found.shape),
+        dtype=dtype_name(found.dtype),
+        expected_shape=tuple(exact.shape),
+        expected_dtype=dtype_name(given.out_dtype),
+    )
+    if found.shape != exact.shape or found.dtype != rounded.dtype or not found.numel():
+        return observation
+    return _compared(observation, given, found, exact)
+
+
+def _of_device(given: Arguments) -> torch.Tensor:
+    return torch._scaled_mm(
+        given.a,
+        given.b,
+        scale_a=given.scale_a,
+        scale_b=given.scale_b,
+        bias=given.bias,
+        out_dtype=given.out_dtype,
+        use_fast_accum=given.use_fast_accum,
+    )
+
+
+def _exact(given: Arguments) -> torch.Tensor:
+    """The result in float64, for arguments that the contract allows with their real output dtype."""
+    require_allowed(*given[:5], out_dtype=given.out_dtype)
+    return scaled_mm(*given[:5], out_dtype=torch.float64)
+
+
+def _attempt(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:
+    try:
+        return call(), ""
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return None, " ".join(str(error).split())[:400] or type(error).__name__
+
+
+def _compared(
+    observation: KernelObservation, given: Arguments, found: torch.Tensor, exact: torch.Tensor
+) -> KernelObservation:
+    mine, right = found.double(), exact.to(found.dtype).double()
+    same = (mine == right) | (mine.isnan() & right.isnan())
+    finite = mine.isfinite() & right.isfinite()
+    beyond = ((mine - exact).abs() - _rounding(exact, found.dtype)).clamp(min=0.0)
+    share = torch.where(finite & (beyond > 0), beyond / _sum_of_magnitudes(given), 0.0).nan_to_num(float("inf"))
+    worst = (torch.where(finite, share, float("inf")) if (~finite & ~same).any() else share).masked_fill(same, -1.0)
+    at = divmod(int(worst.argmax()), mine.shape[1])
+    return msgspec.structs.replace(
+        observation,
+        unequal=int((~same).sum()),
+        nonfinite=int((~finite & ~same).sum()),
+        error_of_sum=float(share.max()),
+        example="" if same.all() else f"{list(at)} = {mine[at].item():.9g}, expected {right[at].item():.9g}",
+    )
+
+
+def _rounding(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The largest error of rounding to the nearest value of `dtype`: half a unit in the last place."""
+    kind = torch.finfo(dtype)
+    return (exact.abs() * (kind.eps / 2)).clamp(min=kind.smallest_normal * kind.eps / 2)
+
+
+def _sum_of_magnitudes(given: Arguments) -> torch.Tensor:
+    """What errors of the accumulation are measured by: the sum of |a| |b|, scaled, with the bias."""
+    products = given.a.double().abs() @ given.b.double().abs()
+    scaled = products * (given.scale_a.double() * given.scale_b.double()).abs()
+    return scaled if given.bias is None else scaled + given.bias.double().abs()
+
+
+class Arguments(NamedTuple):
+    """The arguments of `_scaled_mm`: `a` is [m, k] row-major, `b` [k, n] column-major, unless the check breaks that."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_a: torch.Tensor
+    scale_b: torch.Tensor
+    bias: torch.Tensor | None
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+
+    def on(self, device: torch.device) -> Arguments:
+        """The same on a device, with the same strides."""
+        return Arguments._make(each.to(device) if isinstance(each, torch.Tensor) else each for each in self)
+
+
+def arguments(check: KernelCheck) -> Arguments:
+    """The arguments, on the CPU: the same on every machine."""
+    draw = torch.Generator().manual_seed(int(hashlib.sha256(check.id.encode()).hexdigest()[:12], 16))
+    rowwise = check.scaling == "rowwise"
+
+    def made(shape: tuple[int, int], dtype: torch.dtype, *, low: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if check.values == "integers":
+            return _integers(shape, dtype, draw, low=low, rowwise=rowwise)
+        return _as_torchao_casts(shape, dtype, draw, rowwise=rowwise, positive=check.values == "positive")
+
+    a, scale_a = made((check.m, check.k), FLOAT8[check.a], low=-1)
+    b, scale_b = made((check.n, check.k), FLOAT8[check.b], low=0)
+    bias = torch.randint(-8, 9, (check.n,), generator=draw).to(OUT[check.out]) if check.bias else None
+    _special(check, a, b, scale_a)
+    whole = Arguments(a, b.t(), scale_a, scale_b.t() if rowwise else scale_b, bias, OUT[check.out], check.fast)
+    return _misfitting(whole, check.misfit)
+
+
+def _integers(
+    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, low: int, rowwise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers from `low` to 1 or 2, mostly positive so that sums grow, with scales that are powers of two."""
+    values = torch.randint(low, 3, shape, generator=draw).clamp(max=2 + low).float()
+    exponents = torch.randint(-3, 4, (shape[0], 1) if rowwise else (), generator=draw)
+    return values.to(dtype), torch.exp2(exponents.float())
+
+
+def _as_torchao_casts(
+    shape: tuple[int, int], dtype: torch.dtype, draw: torch.Generator, *, rowwise: bool, positive: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normal values scaled so that the largest, of a row or of all, is the largest of the dtype; inverse scales."""
+    values = torch.randn(shape, generator=draw)
+    values = values.abs() if positive else values
+    if not values.numel():
+        return values.to(dtype), torch.ones((shape[0], 1) if rowwise else ())
+    amax = values.abs().amax(dim=1, keepdim=True) if rowwise else values.abs().max()
+    largest = torch.finfo(dtype).max
+    return (values * (largest / amax)).clamp(-largest, largest).to(dtype), amax / largest
+
+
+def _special(check: KernelCheck, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor) -> None:
+    """Put into the operands what the check is about."""
+    if check.values == "nan":
+        a.view(torch.uint8)[1, 2] = 0x7F  # NaN in both dtypes
+        b.view(torch.uint8)[3, 0] = 0xFF
+    if check.values == "inf":
+        a.view(torch.uint8)[1, 2] = 0x7C  # e5m2: infinity
+        a.view(torch.uint8)[2, 0] = 0xFC
+    if check.values == "zero_scale":
+        scale_a.view(-1)[0] = 0.0
+
+
+def _misfitting(fitting: Arguments, misfit: Misfit) -> Arguments:
+    a, b, scale_a, scale_b, bias = fitting[:5]
+    wrong: dict[str, Any] = {}
+    match misfit:
+        case "a_column_major":
+            wrong = {"a": a.t().contiguous().t()}
+        case "b_row_major":
+            wrong = {"b": b.contiguous()}
+        case "scale_float64":
+            wrong = {"scale_a": scale_a.double(), "scale_b": scale_b.double()}
+        case "scale_shape":
+            wrong = {"scale_a": scale_a[: a.shape[0] // 2]}
+        case "scale_strided":
+            wrong = {"scale_a": scale_a.expand(-1, 2).contiguous()[:, :1]}
+        case "bias_dtype":
+            assert bias is not None, "this check has a bias"
+            wrong = {"bias": bias.to(torch.float16)}
+    return fitting._replace(**wrong)
