@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from harness.cli import options
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.verdict import ExitCode
 
@@ -95,7 +95,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     from harness.matrix.known import known_with_shipped
     from harness.matrix.records import read_quarantine, read_required
     from harness.project import find_project
-    from harness.report.gate import gate_markdown, gate_text
+    from harness.report.gate import gate_markdown, gate_sections
 
     project = find_project(root)
     terms = GatePolicy(
@@ -115,8 +115,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
     )
     words = given_words(_OF_THE_VERSIONS)
     found = gate(before, after, terms, names=names, goldens=_goldens(project, after), words=words)
-    width = shutil.get_terminal_size().columns
-    click.echo(gate_text(found, width=width), nl=False, err=str(json_file) == "-")
+    print_sections(gate_sections(found), err=str(json_file) == "-")
     options.write_json(json_file, found)
     options.write_output(markdown_file, lambda: gate_markdown(found).encode())
     options.write_output(html_file, lambda: _page(project, found, after))
@@ -125,7 +124,7 @@ def gate_command(  # noqa: PLR0913  one parameter an option
 
 def _page(project: Project, found: Gate, candidate: RunResult) -> bytes:
     from harness.cli.report import page_of
-    from harness.report.html.gate import gate_front
+    from harness.report.gate import gate_front
 
     return page_of(project, candidate, front=gate_front(found, candidate))
 

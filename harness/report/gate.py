@@ -1,73 +1,73 @@
-"""The answer of a gate: the decision and the kinds of reasons first, then every reason, then what is worth knowing."""
+"""The answer of a gate: the decision and the kinds of reasons first, then every reason, then what moved by cause."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
-from harness.gate.gate import Gate, Note
-from harness.gate.reason import Kind, Reason
+from harness.gate.causes import Group, Origin
+from harness.gate.gate import Gate
+from harness.gate.reason import Reason, Topic
 from harness.plural import counted
-from harness.report.grouping import groups_text, origins_text, summary_rows, what_moved
-from harness.report.sections import printable, wrapped
+from harness.report.html.page import Front
+from harness.report.sections import Block, Entry, Items, Section, Table, markdown
+from harness.result import RunResult
 
-SHOWN = 5  # reasons of one kind in full; the others by id. JSON has all
+SHOWN = 5  # reasons of one kind in full; the others by id. JSON and the page have all
 SHOWN_DETAILS = 4  # lines of a reason
-NARROWEST, WIDEST = 60, 100
-_DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{4,}\b")  # told by its first digits
+_DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{4,}\b")  # shown by its first digits
+_PACKAGES = ("torch", "torchao", "torchtitan", "numpy")
+_ORIGINS = {
+    Origin.TORCH: "torch: changed on purpose, or a fault on record",
+    Origin.OURS: "ours: what the candidate was not judged by",
+    Origin.UNEXPLAINED: "unexplained: nothing on record accounts for it",
+}
 
 
-def gate_text(found: Gate, *, width: int) -> str:
-    """The answer for a terminal of this width: the first lines decide."""
-    width = min(max(width, NARROWEST), WIDEST)
-    parts = [_head(found, width), _kinds("gates:", found.gating, width), _kinds("does not gate:", found.others, width)]
-    parts += [_details(each, width) for each in (found.gating, found.others)]
-    parts += ["\n".join(line for note in found.notes for line in _note(note, width)), groups_text(found, width)]
-    return printable("\n\n".join(filter(None, parts))) + "\n"
+def gate_sections(found: Gate) -> list[Section]:
+    """The answer for a terminal: the first lines decide."""
+    return [Section(blocks=(f"{_answer(found)}: {_sides(found)}", Items(tuple(_facts(found))))), *_body(found)]
 
 
 def gate_markdown(found: Gate) -> str:
     """The answer for a pull request or a summary page of CI."""
-    parts = [f"## {answer(found)}: {sides_text(found)}", "\n".join(f"- {_code(line)}" for line in _facts(found))]
-    if found.groups:
-        parts += [f"### {what_moved(found)}", _cells(summary_rows(found)), _fenced(origins_text(found, WIDEST))]
-    for title, reasons in (("gates", found.gating), ("does not gate", found.others)):
-        if reasons:
-            parts += [f"### {title}", _table(reasons)]
-            parts.append(_fenced(_details(reasons, WIDEST)))
-    if found.notes:
-        parts.append("\n".join(f"- {_code(each.text)}{_command(each)}" for each in found.notes))
-    return printable("\n\n".join(parts)) + "\n"
+    blocks: tuple[Block, ...] = (Items(tuple(_facts(found))), *_body(found))
+    return markdown([Section(title=f"{_answer(found)}: {_sides(found)}", blocks=blocks)])
 
 
-def answer(found: Gate) -> str:
-    """The decision in one word."""
+def gate_front(found: Gate, candidate: RunResult) -> Front:
+    """What the page of the candidate shows first. A reason leads to its case where the candidate has one."""
+    line, *more = _facts(found)
+    ids = {case.case_id for case in candidate.results}
+    blocks: tuple[Block, ...] = (
+        *more,
+        "All other parts of this page are about the candidate.",
+        *_reasons(found.reasons, ids, most=None),
+        *_notes(found),
+        *_causes(found, ids),
+        Table(title="the two sides", columns=("", "baseline", "candidate"), rows=tuple(_side_rows(found))),
+    )
+    section = Section(name="gate", title="Gate", blocks=blocks)
+    return Front(title=_sides(found), state=_answer(found), good=found.go, line=line, section=section)
+
+
+def _answer(found: Gate) -> str:
     return "GO" if found.go else "NO-GO"
 
 
-def sides_text(found: Gate) -> str:
-    """What was compared with what."""
+def _sides(found: Gate) -> str:
     return f"{found.candidate.name} against {found.baseline.name}"
 
 
-def _head(found: Gate, width: int) -> str:
-    return "\n".join(
-        [f"{answer(found)}: {sides_text(found)}", *(_wrapped(line, width, "", "  ") for line in _facts(found))]
-    )
+def _side_rows(found: Gate) -> Iterator[tuple[str, str, str]]:
+    for name in found.baseline.__struct_fields__:
+        before, after = (str(getattr(side, name)) or "unknown" for side in (found.baseline, found.candidate))
+        yield name, before, after
 
 
 def _facts(found: Gate) -> Iterator[str]:
-    """How much was compared, how exactly, and what differs besides the results."""
-    *compared, times = facts(found)
-    yield from compared
-    if found.differences:
-        yield short_digests(f"differs: {', '.join(found.differences)}")
-    yield times
-
-
-def facts(found: Gate) -> Iterator[str]:
-    """How many reasons there are, how much was compared and how exactly, and the times."""
+    """How many reasons there are, how much was compared and how exactly, what else differs, and the times."""
     gating, others = len(found.gating), len(found.others)
     gates = f"{counted(gating, 'reason')} {'gates' if gating == 1 else 'gate'}" if gating else "no reason gates"
     yield gates + (f", {others} {'does' if others == 1 else 'do'} not" if others else "")
@@ -78,11 +78,12 @@ def facts(found: Gate) -> Iterator[str]:
     )
     if found.inexact:
         yield f"compared by tolerance only, not to the bit: {'; '.join(found.inexact)}"
+    if found.differences:
+        yield _DIGEST.sub(r"\1", f"differs: {', '.join(found.differences)}")
     yield f"times: {_times(found)}"
 
 
 def _times(found: Gate) -> str:
-    """What became of the times, or why they were not compared."""
     if found.times is not None:
         return found.times.text
     if not found.compared:
@@ -90,95 +91,96 @@ def _times(found: Gate) -> str:
     return f"not compared, {'other hardware' if found.inexact else 'no case was good at its first attempt'}"
 
 
-def short_digests(text: str) -> str:
-    """The text with the first digits of every digest."""
-    return _DIGEST.sub(r"\1", text)
+def _body(found: Gate) -> Iterator[Section]:
+    for title, reasons in (("gates", found.gating), ("does not gate", found.others)):
+        yield Section(title=title, blocks=(Table(rows=tuple(_kinds(reasons)), right=(0,), code=(2,)),))
+    yield from _reasons(found.reasons, {reason.case for reason in found.reasons if reason.case}, most=SHOWN)
+    yield from _notes(found)
+    yield from _causes(found, ())
 
 
-def _kinds(title: str, reasons: Sequence[Reason], width: int) -> str:
-    """One line for every kind of reason."""
-    if not reasons:
-        return ""
-    lines = []
+def _kinds(reasons: Iterable[Reason]) -> Iterator[tuple[str, str, str]]:
+    """How many reasons of every kind there are."""
     for kind, group in groupby(reasons, key=lambda reason: reason.kind):
         same = list(group)
         waived = sum(bool(reason.waiver) for reason in same)
-        note = f" ({waived} of them waived)" if waived else ""
-        lines.append(_wrapped(f"{len(same):>4}x {kind.phrase}{note} [{kind.value}]", width, "", "      "))
-    return "\n".join([title, *lines])
+        yield f"{len(same)}x", kind.phrase + (f" ({waived} of them waived)" if waived else ""), kind.value
 
 
-def _details(reasons: Sequence[Reason], width: int) -> str:
-    blocks = []
-    for kind, group in groupby(reasons, key=lambda reason: reason.kind):
+def _reasons(reasons: Sequence[Reason], linked: Collection[str], *, most: int | None) -> Iterator[Section]:
+    """The reasons of one kind together, `most` of them in full; failures of one signature once."""
+    for (gates, kind), group in groupby(reasons, key=lambda reason: (reason.gates, reason.kind)):
         same = list(group)
-        blocks.append("\n".join([f"{kind.phrase}:", *_reasons(same, width)]))
-    return "\n\n".join(blocks)
+        alike: dict[str, list[Reason]] = {}
+        for reason in same:
+            key = reason.case or reason.what if most is None else reason.signature or reason.case or reason.what
+            alike.setdefault(key, []).append(reason)
+        groups = list(alike.values())
+        rest = [reason.case or reason.what for each in groups[most:] for reason in each] if most is not None else []
+        title = f"{'gates' if gates else 'does not gate'}: {kind.phrase} ({len(same)}) [{kind.value}]"
+        entries = [_entry(each, linked, SHOWN_DETAILS if most else None) for each in groups[:most]]
+        yield Section(title=title, blocks=(*entries, *([Items(tuple(rest))] if rest else [])), folded=not gates)
 
 
-def _reasons(same: Sequence[Reason], width: int) -> Iterator[str]:
-    alike: dict[str, list[Reason]] = {}
-    for reason in same:
-        alike.setdefault(reason.signature or reason.case or reason.what, []).append(reason)
-    groups = list(alike.values())
-    for first, *others in groups[:SHOWN]:
-        yield from _reason(first, width)
-        if others:
-            yield _wrapped(f"the same in {', '.join(each.case or each.what for each in others)}", width, "  ", "    ")
-    for reason in (reason for group in groups[SHOWN:] for reason in group):
-        yield f"  {reason.case or reason.what}"
+def _entry(alike: Sequence[Reason], linked: Collection[str], details: int | None) -> Entry:
+    """The case, what is wrong, the first `details`, and how to see it again."""
+    reason, *others = alike
+    name, is_linked = reason.case or "the run", reason.case in linked
+    values = f"{reason.baseline} -> {reason.candidate}" if reason.baseline or reason.candidate else ""
+    hidden = len(reason.details) - len(reason.details[:details])
+    more = (
+        f"and {hidden} more of this kind" if hidden else "",
+        f"the same in {', '.join(each.case or each.what for each in others)}" if others else "",
+    )
+    return Entry(
+        title=" ".join(filter(None, ("" if is_linked else name, "" if values in reason.what else values))),
+        case=name if is_linked else "",
+        lines=tuple(filter(None, (reason.waiver, reason.what, *reason.details[:details], *more))),
+        command=reason.command if reason.gates or details is None else "",
+    )
 
 
-def _reason(reason: Reason, width: int) -> Iterator[str]:
-    """The case, what is wrong, the details, and how to see it again."""
-    values = f": {reason.baseline} -> {reason.candidate}" if reason.kind in _VERDICTS else ""
-    yield f"  {reason.case or 'the run'}{values}"
-    hidden = len(reason.details) - SHOWN_DETAILS
-    more = f"and {hidden} more of this kind" if hidden > 0 else ""
-    for line in (reason.waiver, reason.what, *reason.details[:SHOWN_DETAILS], more):
-        if line:
-            yield _wrapped(line, width, "    ", "      ")
-    if reason.command and reason.gates:
-        yield f"    $ {reason.command}"
+def _notes(found: Gate) -> Iterator[Section]:
+    yield Section(title="notes", blocks=tuple(Entry(title=note.text, command=note.command) for note in found.notes))
 
 
-def _note(note: Note, width: int) -> Iterator[str]:
-    yield _wrapped(f"note: {note.text}", width, "", "  ")
-    if note.command:
-        yield f"    $ {note.command}"
+# What moved, by cause
 
 
-def _command(note: Note) -> str:
-    return f": `{note.command}`" if note.command else ""
+def _causes(found: Gate, linked: Collection[str]) -> Iterator[Section]:
+    """In how many cases what moved by origin, then every cause under its origin."""
+    if not found.groups:
+        return
+    differ = ", ".join(each for each in found.differences if each.split(" ")[0] in _PACKAGES)
+    columns, *rows = _summary(found)
+    table = Table(columns=columns, rows=tuple(rows), right=tuple(range(1, len(columns))))
+    yield Section(title=f"what moved, by cause ({differ})" if differ else "what moved, by cause", blocks=(table,))
+    for origin, same in groupby(found.groups, key=lambda group: group.origin):
+        entries = tuple(_cause(group, linked) for group in same)
+        yield Section(title=f"moved, {_ORIGINS[origin]} ({len(entries)})", blocks=entries)
 
 
-_VERDICTS = (
-    Kind.NEW_FAILURE, Kind.OTHER_FAILURE, Kind.KNOWN_FAULT, Kind.UNEXPECTED_PASS, Kind.STILL_FAILING, Kind.FAULT_GONE,
-    Kind.EXPLAINED, Kind.FIXED, Kind.REQUIRED,
-)  # fmt: skip
+def _summary(found: Gate) -> Iterator[tuple[str, ...]]:
+    """The origins as columns; then in how many cases something moved, and what."""
+    groups = [[group for group in found.groups if group.origin is origin] for origin in Origin]
+    yield ("", *(origin.value for origin in Origin))
+    yield ("causes", *(str(len(each)) for each in groups))
+    yield ("cases", *(str(len({case for group in each for case in group.cases})) for each in groups))
+    for topic in Topic:
+        counts = [len({case for group in each for case in group.moved.get(topic, ())}) for each in groups]
+        if any(counts):
+            yield (topic.value, *map(str, counts))
 
 
-def _table(reasons: Iterable[Reason]) -> str:
-    rows = []
-    for kind, group in groupby(reasons, key=lambda reason: reason.kind):
-        same = list(group)
-        rows.append(f"| {len(same)} | {kind.phrase} | `{same[0].case or 'the run'}` | {_code(same[0].what)} |")
-    return "\n".join(["| | what | first | |", "|---:|---|---|---|", *rows])
-
-
-def _cells(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first row has its columns; all but the first are numbers."""
-    first, *others = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([first, f"|---|{'---:|' * (len(rows[0]) - 1)}", *others])
-
-
-def _fenced(text: str) -> str:
-    return "```text\n" + text.replace("```", "'''") + "\n```"
-
-
-def _code(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
-
-
-def _wrapped(text: str, width: int, first: str, later: str) -> str:
-    return "\n".join(wrapped(text, width, first, later))
+def _cause(group: Group, linked: Collection[str]) -> Entry:
+    """The cause, whether it came or went, what moved in how many cases, and an example."""
+    came = {"candidate": ", new", "baseline": ", gone", "": ""}[group.side]
+    moved = ", ".join(f"{topic.value} {len(cases)}" for topic, cases in group.moved.items())
+    before, after = group.verdicts
+    example = f"{group.example}: {before} -> {after}" if before != after else group.example
+    return Entry(
+        title=f"{group.name}{came}: {counted(len(group.cases), 'case')}",
+        case=group.example if group.example in linked else "",
+        lines=tuple(filter(None, (group.what, group.link, f"moved: {moved}", example, group.first))),
+        command=group.command,
+    )

@@ -17,7 +17,7 @@ from harness.performance.advice import advise
 from harness.performance.machine import machine
 from harness.performance.models import MODELS, training
 from harness.performance.plots import plots
-from harness.report.html.gate import gate_front
+from harness.report.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.predict import speedup_page
 from harness.report.sections import Section, Table
@@ -281,7 +281,7 @@ def test_a_gate_opens_with_its_answer_and_leads_to_the_cases(
     assert page.locator("h1 .state.bad").inner_text() == "NO-GO"
     assert page.locator("#section-gate").is_visible() and not page.locator("#cases").is_visible()
     groups = page.locator("#section-gate details[open] summary").all_inner_texts()
-    assert [text.partition(" ")[0] for text in groups] == ["gates:", "gates:", "moved,", "moved,"]
+    assert [text.partition(" ")[0] for text in groups] == ["gates:", "gates:", "what", "moved,", "moved,"]
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="copy").first.click()
     page.wait_for_selector("text=copied")

@@ -17,9 +17,8 @@ from harness.gate.reason import Kind, Topic
 from harness.jsonform import to_json
 from harness.matrix.known import KnownFault, Symptom
 from harness.measured import Curve, Sent
-from harness.report.gate import gate_markdown, gate_text
-from harness.report.html.gate import gate_front
-from harness.report.sections import Entry, Section, Table
+from harness.report.gate import gate_front, gate_markdown, gate_sections
+from harness.report.sections import Entry, Section, Table, text_of
 from harness.result import CaseResult
 from harness.verdict import FailureSignature, Verdict
 from tests.builders import (
@@ -224,22 +223,22 @@ def several() -> Gate:
 
 
 def test_it_is_the_end_of_the_text_in_60_columns() -> None:
-    lines = gate_text(several(), width=60).splitlines()
-    at = lines.index("what moved, by cause (torch 2.13.0+cpu -> 2.15.0):")
-    assert lines[at + 2 : at + 9] == [
-        "         torch  ours  unexplained",
-        "causes       2     1            1",
-        "cases        2     1            1",
-        "verdict      1     0            0",
-        "traffic      1     0            0",
-        "memory       0     0            1",
-        "checks       0     1            0",
+    lines = text_of(gate_sections(several()), width=60).splitlines()
+    at = lines.index("what moved, by cause (torch 2.13.0+cpu -> 2.15.0)")
+    assert lines[at + 1 : at + 8] == [
+        "           torch  ours  unexplained",
+        "  causes       2     1            1",
+        "  cases        2     1            1",
+        "  verdict      1     0            0",
+        "  traffic      1     0            0",
+        "  memory       0     0            1",
+        "  checks       0     1            0",
     ]
-    end = lines[at + 9 :]
-    assert [line for line in end if line.endswith(":")] == [
-        "torch: changed on purpose, or a fault on record:",
-        "ours: what the candidate was not judged by:",
-        "unexplained: nothing on record accounts for it:",
+    end = lines[at + 8 :]
+    assert [line for line in end if line.startswith("moved, ")] == [
+        "moved, torch: changed on purpose, or a fault on record (2)",
+        "moved, ours: what the candidate was not judged by (1)",
+        "moved, unexplained: nothing on record accounts for it (1)",
     ]
     assert "  rounds, new: 1 case" in end and f"    {GRAPH}: passed -> known" in end
     assert all(len(line) <= 60 for line in lines if not line.startswith(("    $ ", "    http")))
@@ -248,8 +247,8 @@ def test_it_is_the_end_of_the_text_in_60_columns() -> None:
 def test_markdown_json_and_html_have_the_same() -> None:
     found = several()
     text = gate_markdown(found)
-    assert "### what moved, by cause (torch 2.13.0+cpu -> 2.15.0)\n\n|  | torch | ours | unexplained |" in text
-    assert "| traffic | 1 | 0 | 0 |" in text and "  rounds, new: 1 case\n" in text
+    assert "### what moved, by cause (torch 2.13.0+cpu -&gt; 2.15.0)\n\n|  | torch | ours | unexplained |" in text
+    assert "| traffic | 1 | 0 | 0 |" in text and "- rounds, new: 1 case\n" in text
     plain = json.loads(to_json(found))
     assert [(each["origin"], each["name"]) for each in plain["groups"]] == [
         ("torch", "gradients-in-reduce-dtype"),
@@ -260,8 +259,9 @@ def test_markdown_json_and_html_have_the_same() -> None:
     assert plain["groups"][1]["moved"] == {"verdict": [GRAPH]}
     section = gate_front(found, make_results(result(GRAPH))).section
     assert section is not None
-    table = next(block for block in section.blocks if isinstance(block, Table))
-    assert table.rows[0] == ("causes", "2", "1", "1")
+    moved = next(block for block in section.blocks if isinstance(block, Section) and block.title.startswith("what "))
+    (table,) = moved.blocks
+    assert isinstance(table, Table) and table.rows[0] == ("causes", "2", "1", "1")
     first = next(block for block in section.blocks if isinstance(block, Section) and block.title.startswith("moved, "))
     assert first.title == "moved, torch: changed on purpose, or a fault on record (2)"
     entry = first.blocks[1]
@@ -270,7 +270,7 @@ def test_markdown_json_and_html_have_the_same() -> None:
 
 def test_nothing_moved_says_nothing() -> None:
     found = compared([result()], [result()])
-    assert found.groups == () and "what moved" not in gate_text(found, width=60) + gate_markdown(found)
+    assert found.groups == () and "what moved" not in text_of(gate_sections(found)) + gate_markdown(found)
 
 
 def test_a_signature_does_not_say_which_version_differs() -> None:
