@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
-from harness.report.difference import difference, difference_text
+from harness.report.difference import difference, difference_blocks
+from harness.report.sections import Section
 from harness.tables import load_tables
 from harness.verdict import ExitCode
 
@@ -38,7 +40,8 @@ def diff_command(first: Path, second: Path) -> int:
     for name, (left, right) in pairs.items():
         found = difference(load_tables(left), load_tables(right))
         equal = all(each.equal for each in found)
-        click.echo(f"{name}: {'equal' if equal else 'different'}\n{difference_text(found)}\n")
+        print_sections([Section(title=f"{name}: {'equal' if equal else 'different'}", blocks=difference_blocks(found))])
+        click.echo()
         code = code if equal else ExitCode.FAILED
     return code
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from harness.cli.options import json_option, plan_parameter, quiet_option, root_option, write_output
+from harness.cli.options import json_option, plan_parameter, quiet_option, root_option, write_json
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.matrix.axes import choices
 from harness.matrix.targets import MODULES, NAME
@@ -71,7 +72,7 @@ def check_command(  # noqa: PLR0913  one parameter per option
     import msgspec
 
     from harness.project import find_project
-    from harness.report.target import target_exit_code, target_json, target_text
+    from harness.report.target import target_document, target_exit_code, target_sections
     from harness.running.progress import open_progress
     from harness.running.selection import one_case
     from harness.studies.target_check import CheckOptions, check_target, parse_layout
@@ -85,6 +86,6 @@ def check_command(  # noqa: PLR0913  one parameter per option
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress(quiet=quiet) as progress:
         report = check_target(project, options, plan, progress)
-    click.echo(target_text(report), nl=False, err=str(json_file) == "-")
-    write_output(json_file, lambda: target_json(report))
+    print_sections(target_sections(report), err=str(json_file) == "-")
+    write_json(json_file, target_document(report))
     return target_exit_code(report)

@@ -7,14 +7,16 @@ collectives, saved memory, gradients, losses.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from harness.checks.mismatch import same_number
 from harness.checks.occurrences import with_occurrence
 from harness.plural import counted
-from harness.tables import TABLES, Rows, Table, Value
+from harness.report.sections import Block, Section, Table
+from harness.tables import TABLES, Rows, Value
+from harness.tables import Table as Recorded
 
 _SHOWN_DIGITS = 6
 
@@ -57,7 +59,7 @@ def difference(first: Mapping[str, Rows], second: Mapping[str, Rows]) -> tuple[T
     return tuple(_of_table(table, first[table.name], second[table.name]) for table in TABLES)
 
 
-def _of_table(table: Table, first: Rows, second: Rows) -> TableDifference:
+def _of_table(table: Recorded, first: Rows, second: Rows) -> TableDifference:
     left, right = _by_key(table, first), _by_key(table, second)
     common = [key for key in left if key in right]
     changed = [(key, changes) for key in common if (changes := _changes(table, left[key], right[key]))]
@@ -73,12 +75,12 @@ def _of_table(table: Table, first: Rows, second: Rows) -> TableDifference:
     )
 
 
-def _by_key(table: Table, rows: Rows) -> dict[tuple[tuple[Value, ...], int], dict[str, Value]]:
+def _by_key(table: Recorded, rows: Rows) -> dict[tuple[tuple[Value, ...], int], dict[str, Value]]:
     """The rows by their keys; rows with equal keys are told apart by their number."""
     return with_occurrence((tuple(row[name] for name in table.keys), row) for row in rows)
 
 
-def _changes(table: Table, first: Mapping[str, Value], second: Mapping[str, Value]) -> tuple[Change, ...]:
+def _changes(table: Recorded, first: Mapping[str, Value], second: Mapping[str, Value]) -> tuple[Change, ...]:
     return tuple(
         Change(column=name, first=first[name], second=second[name])
         for name in table.values
@@ -92,31 +94,33 @@ def _equal(first: Value, second: Value) -> bool:
     return same_number(first, second)
 
 
-def difference_text(found: tuple[TableDifference, ...]) -> str:
-    """One block per table that differs, then the tables that are equal on one line."""
-    blocks = [_block(each) for each in found if not each.equal]
+def difference_blocks(found: Sequence[TableDifference]) -> tuple[Block, ...]:
+    """What differs, table by table, then the tables that are equal."""
     equal = [f"{each.table} ({counted(each.rows, 'row')})" for each in found if each.equal and each.rows]
     missing = [each.table for each in found if each.equal and not each.rows]
-    lines = [f"equal: {', '.join(equal)}"] * bool(equal) + [f"not recorded: {', '.join(missing)}"] * bool(missing)
-    return "\n".join([*blocks, *lines])
+    return (
+        *(_section(each) for each in found if not each.equal),
+        *([f"equal: {', '.join(equal)}"] if equal else []),
+        *([f"not recorded: {', '.join(missing)}"] if missing else []),
+    )
 
 
-def _block(found: TableDifference) -> str:
-    lines = [f"{found.table}: {found.different} of {counted(found.rows, 'row')} differ"]
-    for count, which in ((found.only_first, "first"), (found.only_second, "second")):
-        if count:
-            lines.append(f"  {counted(count, 'row')} only in the {which} run")
-    if found.where:
-        lines.append(f"  first: {', '.join(f'{name} {value}' for name, value in found.where.items() if value != '')}")
-        lines += [f"    {_change(change)}" for change in found.changes]
-    return "\n".join(lines)
+def _section(found: TableDifference) -> Section:
+    alone = tuple(
+        f"{counted(count, 'row')} only in the {which} run"
+        for count, which in ((found.only_first, "first"), (found.only_second, "second"))
+        if count
+    )
+    place = ", ".join(f"{name} {value}" for name, value in found.where.items() if value != "")
+    first = Section(title=f"first: {place}", blocks=(Table(rows=tuple(map(_row, found.changes))),))
+    title = f"{found.table}: {found.different} of {counted(found.rows, 'row')} differ"
+    return Section(title=title, blocks=(*alone, first))
 
 
-def _change(change: Change) -> str:
-    values = f"{change.column:<12} {_shown(change.first)} -> {_shown(change.second)}"
+def _row(change: Change) -> tuple[str, ...]:
+    first, second = (
+        f"{value:.{_SHOWN_DIGITS}g}" if isinstance(value, float) else str(value)
+        for value in (change.first, change.second)
+    )
     relative = change.relative
-    return values if relative is None else f"{values}  ({relative:.2g} of it)"
-
-
-def _shown(value: Value) -> str:
-    return f"{value:.{_SHOWN_DIGITS}g}" if isinstance(value, float) else str(value)
+    return change.column, f"{first} -> {second}", "" if relative is None else f"({relative:.2g} of it)"

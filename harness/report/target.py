@@ -1,20 +1,16 @@
-"""The report of a check of a target: what works, what is judged, what to mend. As text of 60 columns, or as JSON."""
+"""The report of a check of a target: what works, what is judged, what to mend."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from harness.jsonform import to_json
 from harness.plural import counted
-from harness.report.sections import printable, wrapped
+from harness.report.sections import Facts, Items, Section, Table, Verbatim
 from harness.studies.target_check import Built, TargetReport, TargetRun
 from harness.verdict import ExitCode, Finding, Verdict
 
-WIDTH = 60
-_INDENT = 2
 _UNFINISHED = (Verdict.CRASH, Verdict.HANG, Verdict.INFRA, Verdict.NOT_RUN)
 
 
@@ -46,10 +42,9 @@ def target_exit_code(report: TargetReport) -> ExitCode:
     return ExitCode.GOOD if report.good else ExitCode.FAILED
 
 
-def target_json(report: TargetReport) -> bytes:
-    """The report as indented JSON with a trailing newline."""
-    document = TargetDocument(exit_code=int(target_exit_code(report)), problems=problems_of(report), report=report)
-    return to_json(document, indent=2) + b"\n"
+def target_document(report: TargetReport) -> TargetDocument:
+    """The JSON form of the report."""
+    return TargetDocument(exit_code=int(target_exit_code(report)), problems=problems_of(report), report=report)
 
 
 def problems_of(report: TargetReport) -> tuple[Problem, ...]:
@@ -70,7 +65,7 @@ def _problem(shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], *,
     cases = tuple(dict.fromkeys(run.case_id for run, _ in shown))
     return Problem(
         check=first.check,
-        message=printable(first.first_line),
+        message=first.first_line,
         fix=first.fix,
         expected=first.expected,
         found=first.found,
@@ -80,25 +75,19 @@ def _problem(shown: Sequence[tuple[TargetRun, Finding]], explained: set[str], *,
     )
 
 
-def target_text(report: TargetReport) -> str:
-    """The whole report as plain text."""
-    parts = [
-        f"{report.target}\n{_wrapped(report.file, indent=_INDENT)}",
-        _layouts(report),
-        _found(report.built),
-        _checks(report),
-        _probes(report),
-        "\n".join(_wrapped(f"note: {note}") for note in report.notes),
-        *_problem_texts(report),
-        _end(report),
+def target_sections(report: TargetReport) -> list[Section]:
+    """The whole report."""
+    runs = tuple((run.layout, run.recipe, run.dtype, _ended(run)) for run in report.runs)
+    return [
+        Section(title=report.target, blocks=(report.file,)),
+        Section(blocks=(Table(columns=("layout", "recipe", "dtype", ""), rows=runs),)),
+        Section(blocks=(Facts(tuple(_found(report.built))),)),
+        *_checks(report),
+        Section(blocks=tuple(_probes(report))),
+        Section(blocks=tuple(f"note: {note}" for note in report.notes)),
+        *_problem_sections(report),
+        Section(blocks=(_end(report),)),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _layouts(report: TargetReport) -> str:
-    """One line for every run."""
-    rows = [(run.layout, run.recipe, run.dtype, _ended(run)) for run in report.runs]
-    return _table([("layout", "recipe", "dtype", ""), *rows])
 
 
 def _ended(run: TargetRun) -> str:
@@ -109,29 +98,17 @@ def _ended(run: TargetRun) -> str:
     return run.verdict.value if not run.verdict.good else counted(len(run.findings), "problem")
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, of which the last is wrapped at the width of the report."""
-    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
-    lines = []
-    for *cells, last in rows:
-        head = "  ".join(cell.ljust(size) for cell, size in zip(cells, widths, strict=True)) + "  "
-        wrapped = textwrap.wrap(last, max(WIDTH - len(head), 20), break_on_hyphens=False) or [""]
-        lines += [(head + wrapped[0]).rstrip(), *(" " * len(head) + line for line in wrapped[1:])]
-    return "\n".join(lines)
-
-
-def _found(built: Sequence[Built]) -> str:
+def _found(built: Sequence[Built]) -> Iterator[tuple[str, str]]:
     """What the model consists of, and how it is distributed."""
-    if not built:
-        return ""
-    first = built[0]
-    model = (
-        f"{counted(first.linears, 'linear')}, {first.converted} of them in float8; "
-        f"{counted(first.parameters, 'parameter')} of {first.elements:,} elements; {counted(first.buffers, 'buffer')}; "
-        f"{first.checkpointed} checkpointed and {first.compiled} compiled modules"
-    )
-    rows = [("found", model), *((each.layout, _distribution(each)) for each in built[1:])]
-    return _table(rows)
+    for first in built[:1]:
+        parts = (
+            f"{counted(first.linears, 'linear')}, {first.converted} of them in float8",
+            f"{counted(first.parameters, 'parameter')} of {first.elements:,} elements",
+            counted(first.buffers, "buffer"),
+            f"{first.checkpointed} checkpointed and {first.compiled} compiled modules",
+        )
+        yield "found", "; ".join(parts)
+    yield from ((each.layout, _distribution(each)) for each in built[1:])
 
 
 def _distribution(built: Built) -> str:
@@ -142,24 +119,23 @@ def _distribution(built: Built) -> str:
     return "; ".join(parts) + f"; {built.converted} linears in float8"
 
 
-def _checks(report: TargetReport) -> str:
+def _checks(report: TargetReport) -> Iterator[Section]:
     """Which checks judged which runs, and why not the others."""
     runs = [run for run in report.runs if run.verdict not in _UNFINISHED]
     if not runs:
-        return ""
-    names = list(
-        dict.fromkeys(name for run in runs for name in (*run.checks, *(each.check for each in run.not_judged)))
-    )
+        return
+    names = dict.fromkeys(name for run in runs for name in (*run.checks, *(each.check for each in run.not_judged)))
     reasons = {name: _reasons(name, runs) for name in names}
     everywhere = [name for name in names if not reasons[name]]
-    rows = [("check", "judged", "why not")]
-    for name in names:
-        judged = f"{sum(name in run.checks for run in runs)} of {len(runs)}"
-        rows += [
-            (name if not index else "", judged if not index else "", why) for index, why in enumerate(reasons[name])
-        ]
-    said = f"judged in {'every run' if len(runs) > 1 else 'the run'}: {', '.join(everywhere) or 'nothing'}"
-    return "\n\n".join([_wrapped(said), *([_table(rows)] if rows[1:] else [])])
+    yield Section(
+        blocks=(f"judged in {'every run' if len(runs) > 1 else 'the run'}: {', '.join(everywhere) or 'nothing'}",)
+    )
+    rows = tuple(
+        (name, f"{sum(name in run.checks for run in runs)} of {len(runs)}", first) if not index else ("", "", first)
+        for name in names
+        for index, first in enumerate(reasons[name])
+    )
+    yield Section(blocks=(Table(columns=("check", "judged", "why not"), rows=rows),))
 
 
 def _reasons(name: str, runs: Sequence[TargetRun]) -> list[str]:
@@ -178,51 +154,33 @@ def _spelled(runs: Iterable[TargetRun]) -> str:
     return ", ".join(f"{run.layout} {run.recipe} {run.dtype}" for run in runs)
 
 
-def _probes(report: TargetReport) -> str:
-    compared = [run for run in report.runs if run.probes_neutral is not None]
-    same = sum(run.probes_neutral is True for run in compared)
-    if not compared:
-        return ""
-    return _wrapped(
-        f"probes change nothing in {same} of {counted(len(compared), 'run')}: losses and gradient norms are bitwise "
-        "the same without them."
-    )
+def _probes(report: TargetReport) -> Iterator[str]:
+    compared = [run.probes_neutral for run in report.runs if run.probes_neutral is not None]
+    if compared:
+        yield (
+            f"probes change nothing in {sum(compared)} of {counted(len(compared), 'run')}: losses and gradient norms "
+            "are bitwise the same without them."
+        )
 
 
-def _problem_texts(report: TargetReport) -> list[str]:
-    names = {run.case_id: _spelled([run]) for run in report.runs}
-    commands = {run.case_id: run.command for run in report.runs}
+def _problem_sections(report: TargetReport) -> Iterator[Section]:
+    runs = {run.case_id: run for run in report.runs}
     problems = problems_of(report)
     causes = [problem for problem in problems if not problem.likely_effect]
-    texts = [
-        _problem_text(number, problem, _seen_in(problem, names), commands[problem.cases[0]])
-        for number, problem in enumerate(causes, 1)
-    ]
-    told = {problem.check for problem in causes}
-    effects = sorted({problem.check for problem in problems} - told)
-    return [*texts, *([_wrapped(f"also failed, likely effects: {', '.join(effects)}")] if effects else [])]
-
-
-def _seen_in(problem: Problem, names: Mapping[str, str]) -> str:
-    return "every run" if len(problem.cases) == len(names) > 1 else ", ".join(names[case] for case in problem.cases)
-
-
-def _problem_text(number: int, problem: Problem, seen_in: str, command: str) -> str:
-    where = f" [{problem.where}]" if problem.where else ""
-    lines = [
-        _wrapped(f"{number}. {problem.check}{where}: {problem.message}", hanging=3),
-        *(
-            _wrapped(f"{name}: {value}", indent=3, hanging=2)
-            for name, value in (
-                ("expected", problem.expected),
-                ("found", problem.found),
-                ("seen in", seen_in),
-                ("fix", problem.fix),
-            )
-            if value is not None
-        ),
-    ]
-    return "\n".join([*lines, f"   reproduce: {command}"])
+    for number, problem in enumerate(causes, 1):
+        where = f" [{problem.where}]" if problem.where else ""
+        seen_in = "every run" if len(problem.cases) == len(runs) > 1 else _spelled(runs[case] for case in problem.cases)
+        values = {"expected": problem.expected, "found": problem.found, "seen in": seen_in, "fix": problem.fix}
+        yield Section(
+            title=f"{number}. {problem.check}{where}: {problem.message}",
+            blocks=(
+                Items(tuple(f"{name}: {value}" for name, value in values.items() if value is not None)),
+                Verbatim(f"reproduce: {runs[problem.cases[0]].command}"),
+            ),
+        )
+    effects = sorted({problem.check for problem in problems} - {problem.check for problem in causes})
+    if effects:
+        yield Section(blocks=(f"also failed, likely effects: {', '.join(effects)}",))
 
 
 def _end(report: TargetReport) -> str:
@@ -232,9 +190,5 @@ def _end(report: TargetReport) -> str:
     if report.interrupted:
         return f"interrupted after {report.seconds:.0f} s"
     if report.good:
-        return _wrapped(f"{report.target} works under the harness.{without} {report.seconds:.0f} s")
-    return _wrapped(f"{counted(causes, 'thing')} to mend in {report.target}.{without} {report.seconds:.0f} s")
-
-
-def _wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> str:
-    return "\n".join(wrapped(text, WIDTH, " " * indent, " " * (indent + hanging)))
+        return f"{report.target} works under the harness.{without} {report.seconds:.0f} s"
+    return f"{counted(causes, 'thing')} to mend in {report.target}.{without} {report.seconds:.0f} s"

@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
-from harness.report.difference import difference, difference_text
+from harness.report.difference import TableDifference, difference, difference_blocks
+from harness.report.sections import Section, text_of
 from harness.tables import TABLES, load_tables, rows_of, save_tables
 from harness.trace import Run
 from harness.trace.counts import SavedMemory, TrafficRecord
@@ -19,6 +20,10 @@ from tests.builders import make_cast, make_matmul, make_sketch, make_trace, run_
 CASTS = (make_cast(step=1, index=0), make_cast(step=1, index=1), make_cast(step=2, index=3))
 TRAFFIC = TrafficRecord(step=1, axis="tp", kind="all_reduce", op="max", dtype="float32", payload_bytes=8, sizes={1: 2})
 MEMORY = SavedMemory(step=1, saved_bytes=64, float8_bytes=16, by_dtype={})
+
+
+def difference_text(found: tuple[TableDifference, ...]) -> str:
+    return text_of([Section(blocks=difference_blocks(found))])
 
 
 def recorded(*casts: object, losses: tuple[float, ...] = (2.0, 1.0)) -> Run:
@@ -68,7 +73,7 @@ def test_the_first_row_that_differs_is_named_in_every_table_causes_first() -> No
     casts = found[0]
     assert {change.column: change.second for change in casts.changes} == {"amax": 1.5, "data_digest": "other"}
     assert casts.where["step"] == 1
-    assert "loss         1 -> 1.5  (0.5 of it)" in text
+    assert "loss  1 -> 1.5  (0.5 of it)" in text
     assert "equal: matmuls (1 row), traffic (1 row), memory (1 row), tensors (2 rows)" in text
 
 

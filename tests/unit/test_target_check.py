@@ -8,7 +8,8 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id
-from harness.report.target import WIDTH, problems_of, target_exit_code, target_text
+from harness.report.sections import text_of
+from harness.report.target import problems_of, target_exit_code, target_sections
 from harness.studies.target_check import CheckOptions, TargetReport, TargetRun, cases_of, parse_layout, refusal_words
 from harness.verdict import Finding, NotJudged, Verdict
 from tests.builders import a_finding, make_case, make_failure
@@ -123,7 +124,7 @@ def test_one_mistake_in_many_runs_is_told_once_and_its_effects_by_name() -> None
     cause, effect = problems_of(found)
     assert (cause.cases, cause.likely_effect) == (("fsdp2-id", "tp2-id"), False)
     assert (effect.check, effect.likely_effect) == ("loss_vs_golden", True)
-    text = target_text(found)
+    text = text_of(target_sections(found), width=60)
     assert "also failed, likely effects: loss_vs_golden" in text and "1 thing to mend in mine." in text
     assert target_exit_code(found) == 1
 
@@ -142,6 +143,6 @@ def test_a_refusal_is_no_problem_and_lines_fit() -> None:
     refused = ran("tp2", a_finding(check="engine", message="x"), verdict=Verdict.CRASH, refused="no tp " * 20)
     found = report(ran(), refused)
     assert problems_of(found) == () and target_exit_code(found) == 0
-    text = target_text(found)
+    text = text_of(target_sections(found), width=60)
     assert "Not supported by it: tp2." in text and "not supported: no tp" in text
-    assert max(map(len, text.splitlines())) <= WIDTH
+    assert max(map(len, text.splitlines())) <= 60
