@@ -160,7 +160,19 @@ def _embedded(value: object) -> Markup:
     """The value as JSON for a script element that holds data."""
     from markupsafe import Markup
 
-    return Markup(to_json(value).decode().translate(_ESCAPES))
+    return Markup(to_json(_printable(msgspec.to_builtins(value))).decode().translate(_ESCAPES))
+
+
+def _printable(plain: object) -> object:
+    match plain:
+        case str():
+            return printable(plain)
+        case dict():
+            return {_printable(key): _printable(item) for key, item in plain.items()}
+        case list() | tuple():
+            return [_printable(item) for item in plain]
+        case _:
+            return plain
 
 
 def _asset(name: str, folder: str = "assets") -> str:
