@@ -7,15 +7,27 @@ show something else, are skipped and named. Answers are kept, so that a search t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
 
-from harness.bugs.journal import Journal, key_of
+from harness.bugs.reproduce import Reproduced
+from harness.bugs.trials import Journal, key_of
 from harness.errors import HarnessError
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id
 from harness.project import Project
+from harness.running.environments import last_line
+from harness.running.versions import NotInstalled, Source, Versions
+from harness.sources import source_digest
 
 Answer = Literal["good", "bad", "skipped"]
 
@@ -111,3 +123,113 @@ def _next(versions: Sequence[str], low: int, high: int, answered: Mapping[str, V
     middle = (low + high) / 2
     free = [at for at in range(low + 1, high) if versions[at] not in answered]
     return min(free, key=lambda at: (abs(at - middle), at), default=None)
+
+
+_LIST_S = 120.0
+
+
+def versions_between(
+    package: str, good: str, bad: str, source: Source, *, given: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The released versions between `good` and `bad`, both included, oldest first. HarnessError for one not released.
+
+    `given` are versions that need no release. Versions before a release count only where `good` or `bad` is one.
+    """
+    low, high = sorted(_version(text) for text in (good, bad))
+    found = set(_in_folder(package, source.find_links) if source.find_links is not None else _in_index(package, source))
+    found |= set(map(_version, given))
+    for each in (low, high):
+        if each not in found:
+            known = ", ".join(map(str, sorted(found, reverse=True)[:8])) or "none"
+            fix = f"the newest are {known}." if found else "check its name and the index."
+            raise HarnessError(f"{package} {each} is not released there.", where=f"--package {package}", fix=fix)
+    early = low.is_prerelease or high.is_prerelease
+    between = (each for each in sorted(found) if low <= each <= high and (early or not each.is_prerelease))
+    return tuple(str(each) for each in between if each in (low, high) or not _is_a_build(each, found))
+
+
+def _is_a_build(version: Version, found: Collection[Version]) -> bool:
+    """True for "2.13.0+cpu" where 2.13.0 is released too: one release is run once."""
+    return version.local is not None and Version(version.public) in found
+
+
+def _in_index(package: str, source: Source) -> Iterable[Version]:
+    where = f"--package {package}"
+    command = [sys.executable, "-m", "pip", "index", "versions", "--pre", *source.options, package]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        what = f"pip named no versions in {_LIST_S:.0f} s."
+        raise HarnessError(what, where=where, fix="give another --index-url, or --find-links.") from error
+    found = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
+    if found is None:
+        what = f"pip names no versions: {last_line(done.stderr) or 'it says nothing'}."
+        raise HarnessError(what, where=where, fix="check the name, or give --index-url or --find-links.")
+    return [_version(text) for text in found[1].split(", ")]
+
+
+def _in_folder(package: str, folder: Path) -> Iterable[Version]:
+    wheels = folder.glob("*.whl") if folder.is_dir() else ()
+    for wheel in wheels:
+        with contextlib.suppress(InvalidWheelFilename):
+            name, version, *_ = parse_wheel_filename(wheel.name)
+            if name == canonicalize_name(package):
+                yield version
+
+
+def _version(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion as error:
+        raise HarnessError(f"'{text}' is no version.", fix="write it as pip does: 0.14.1.") from error
+
+
+_TRIAL_S = 1800.0  # of one case and its witnesses
+_HARNESS = Path(__file__).parents[1]
+_NOT_IMPORTED = re.compile(r"ModuleNotFoundError|ImportError")
+_ANSWERS: dict[int, Answer] = {0: "good", 1: "bad"}
+
+
+class VersionTrial:
+    """Runs one case with versions of one package by `bug repro CASE_WORD WORDS`."""
+
+    def __init__(
+        self, project: Project, case_word: str, case: Case, versions: Versions, *, words: Sequence[str] = ()
+    ) -> None:
+        self._case_word, self._versions, self._words = case_word, versions, tuple(words)
+        self._folder = project.state / "versions"
+        # What the answers depend on besides the version: the case, the injections, and the harness itself.
+        self.depends_on = (case_id(case), versions.package, *words, source_digest(_HARNESS, _HARNESS.rglob("*.py")))
+
+    def run(self, version: str) -> VersionAnswer:
+        """Install the version and run the case with it. A version that tells nothing is skipped, with the reason."""
+        try:
+            return self._repro(self._versions.environment(version).python, version)
+        except NotInstalled as error:
+            return VersionAnswer(version=version, answer="skipped", why=f"not installed: {error}")
+        except subprocess.TimeoutExpired as error:
+            return VersionAnswer(version=version, answer="skipped", why=f"took longer than {error.timeout:.0f} s")
+
+    def _repro(self, python: Path, version: str) -> VersionAnswer:
+        """What `bug repro --exit-code` answers, and what it says."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        result = self._folder / f"{self._versions.package}-{version}.json"
+        first = self._folder / f"{key_of(self.depends_on)}.json"
+        result.unlink(missing_ok=True)
+        like = ("--like", str(first)) if first.exists() else ()
+        repro = ("-m", "harness", "bug", "repro", self._case_word, "--exit-code", "-q", "--json", str(result))
+        done = subprocess.run(
+            [str(python), *repro, *like, *self._words], capture_output=True, text=True, timeout=_TRIAL_S, check=False
+        )
+        if not result.exists():
+            errors = [line for line in done.stderr.splitlines() if line.strip()]
+            why = errors[-1] if errors else f"it ended with {done.returncode}"
+            return VersionAnswer(version=version, answer="skipped", why=why)
+        found = msgspec.json.decode(result.read_bytes(), type=Reproduced).found
+        if found.signature is not None and _NOT_IMPORTED.match(found.signature.what):
+            why = f"not imported: {found.signature.what}"
+            return VersionAnswer(version=version, answer="skipped", why=why)
+        answer = _ANSWERS.get(done.returncode, "skipped")
+        if answer == "bad" and not like:
+            first.write_bytes(result.read_bytes())
+        return VersionAnswer(version=version, answer=answer, why=found.text, says=found.message)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 
-import msgspec
-
 from harness.bugs.facts import (
     FLOAT8_STYLES,
     UNFILTERED_OUTPUT,
@@ -40,44 +38,44 @@ _MEANINGLESS = {
 }
 
 
-class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a draft is made of. `program`: torchtitan, accelerate or "" for any other; `day`: when it was reported.
+class Draft:
+    """The axes of a case while they are found, and the four lists of where they come from.
 
-    `target`: what trains the case. `first_bad_step`: that the case must reach.
+    `program`: torchtitan, accelerate or "" for any other; `day`: when it was reported; `target`: what trains the case;
+    `first_bad_step`: that the case must reach.
     """
 
-    resolved: Resolved
-    day: datetime.date
-    program: str
-    target: str = REFERENCE
-    first_bad_step: int | None = None
-    full_size: bool = False
-
-
-class Draft:
-    """The axes of a case while they are found, and the four lists of where they come from."""
-
-    def __init__(self, situation: Situation) -> None:
-        self.situation = situation
-        self.axes: dict[str, object] = {} if situation.target == REFERENCE else {"target": situation.target}
+    def __init__(
+        self,
+        resolved: Resolved,
+        *,
+        day: datetime.date,
+        program: str,
+        target: str = REFERENCE,
+        first_bad_step: int | None = None,
+        full_size: bool = False,
+    ) -> None:
+        self._facts, self._contradictions = resolved.facts, resolved.contradictions
+        self._day, self._program, self._target = day, program, target
+        self._first_bad_step, self._as_reported = first_bad_step, full_size
+        self.axes: dict[str, object] = {} if target == REFERENCE else {"target": target}
         self.stated: dict[str, str] = {}
         self.derived: dict[str, str] = {}
         self.assumed: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         self.asked: set[str] = set()  # of `missing`, what has a value until somebody answers
         self.full_size: dict[str, object] = {}
-        self.ignored: list[str] = list(situation.resolved.ignored)
-        self._facts = situation.resolved.facts
+        self.ignored: list[str] = list(resolved.ignored)
         named = self._fact("config_file")
-        self._of_file = f"{named.value} of torchtitan in {situation.day:%Y-%m}" if named else ""
-        self._file = facts_of_file(str(named.value), situation.day) if named else {}
+        self._of_file = f"{named.value} of torchtitan in {day:%Y-%m}" if named else ""
+        self._file = facts_of_file(str(named.value), day) if named else {}
         # True where options of torchtitan are given, so that its defaults hold for the others.
         options = any(each.source in ("flag", "config") for each in self._facts.values())
-        self._configured = options and situation.program == "torchtitan"
+        self._configured = options and program == "torchtitan"
         for find in (self._layout, self._float8, self._compile, self._checkpointing, self._model, self._training):
             find()
         for axis, (other, why) in _MEANINGLESS.items():
-            if self.axes.get(other, 1) == 1 and other not in situation.resolved.contradictions:
+            if self.axes.get(other, 1) == 1 and other not in self._contradictions:
                 self._drop(axis, why)
         self._make_smaller()
 
@@ -98,7 +96,7 @@ class Draft:
 
     def _fact(self, fact: str, axis: str = "") -> Statement | None:
         """The statement about a fact; None without one. A contradiction becomes a question about the axis."""
-        contradiction = self.situation.resolved.contradictions.get(fact, ())
+        contradiction = self._contradictions.get(fact, ())
         if contradiction:
             words = " or ".join(f"{shown(each.value)} ({each.words})" for each in contradiction)
             self.missing[axis or fact] = f"which is it: {words}?"
@@ -134,7 +132,7 @@ class Draft:
         return axis in self.axes
 
     def _default(self, fact: str) -> tuple[object, str] | None:
-        return default_of(fact, self.situation.program, self.situation.day)
+        return default_of(fact, self._program, self._day)
 
     def _count(self, axis: str) -> int:
         return int(str(self.axes.get(axis, 1)))
@@ -206,8 +204,8 @@ class Draft:
         if not self._take("pad_inner_dim") and (default := self._default("pad_inner_dim")):
             self._put("pad_inner_dim", default[0], self.assumed, default[1])
         self._output_layer()
-        styles = self.axes["recipe"] == "tensorwise" and self._count("tp") > 1 and self.situation.day < FLOAT8_STYLES
-        if not self._take("tp_styles") and styles and self.situation.program == "torchtitan":
+        styles = self.axes["recipe"] == "tensorwise" and self._count("tp") > 1 and self._day < FLOAT8_STYLES
+        if not self._take("tp_styles") and styles and self._program == "torchtitan":
             self._put("tp_styles", "float8", self.assumed, f"torchtitan's TP of tensorwise until {FLOAT8_STYLES}")
 
     def _casts(self) -> None:
@@ -223,7 +221,7 @@ class Draft:
 
     def _output_layer(self) -> None:
         filters = self._fact("filter_fqns")
-        day = self.situation.day
+        day = self._day
         if filters is not None and isinstance(filters.value, tuple):
             known = [*(f"layers.0.{name}" for name in BLOCK_LINEARS), OUTPUT_FQN, "lm_head"]
             output = [each for each in filters.value if each in OUTPUT_FQN or each in "lm_head"]
@@ -253,8 +251,8 @@ class Draft:
                 self._drop("async_tp", "without compiled blocks it is plain TP")
         elif "compile" not in self.axes and found is None:
             self.assumed["compile"] = "none: nothing says that blocks were compiled"
-        if "compile" in self.axes and self._count("tp") > 1 and self.situation.program == "torchtitan":
-            if self.situation.target == REFERENCE:
+        if "compile" in self.axes and self._count("tp") > 1 and self._program == "torchtitan":
+            if self._target == REFERENCE:
                 self.assumed["wait_for_embedding"] = "true: blocks that get an unfinished embedding are another bug"
             else:
                 self._put("wait_for_embedding", False, self.assumed, "torchtitan hands blocks an unfinished embedding")
@@ -293,7 +291,7 @@ class Draft:
         named = self._facts.get("model_size")
         other = self._facts.get("model_name")
         name = str(named.value if named else other.value if other else self._file.get("model_size", ""))
-        known = sizes_of_model(name, self.situation.day)
+        known = sizes_of_model(name, self._day)
         where, words = (self.derived, named.words) if named else (self.assumed, self._of_file)
         if known is not None:
             for axis, size in known[1].items():
@@ -336,7 +334,7 @@ class Draft:
             self.ignored.append(f"{norm.words}: clipping is compared in float64 alone: set dtype and max_norm for it")
         if self._take("parameter_dtype") and self.axes["dtype"] != "bfloat16":
             self._drop("parameter_dtype", "parameters in bfloat16 are those of runs in bfloat16")
-        elif self.situation.target != REFERENCE:
+        elif self._target != REFERENCE:
             self._drop("parameter_dtype", "a run of torchtitan with it was not measured")
         self._take("reduce_dtype")
         self._take("seq_len")
@@ -352,8 +350,8 @@ class Draft:
             words = "2 sequences a data-parallel rank: no batch is in the report"
             self._put("global_batch", 2 * dp, self.assumed, words)
         self._accumulation(dp)
-        step = self.situation.first_bad_step
-        if step is not None and (step <= _LONGEST or self.situation.full_size):
+        step = self._first_bad_step
+        if step is not None and (step <= _LONGEST or self._as_reported):
             self._put("steps", max(5, step), self.derived, f"the first bad step is {step}")
         elif step is not None:
             self.assumed["steps"] = f"5; the first bad step is {step}: set steps to reach it"
@@ -370,7 +368,7 @@ class Draft:
             self._put("global_batch", dp * count, self.derived, words)
 
     def _make_smaller(self) -> None:
-        if self.situation.full_size:
+        if self._as_reported:
             return
         try:
             values = axis_values(case_from_axes({**self.axes, "filter_fqns": ()}))

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from harness.bugs.exported_fault import exported_fault
-from harness.bugs.named_case import NamedCase
 from harness.bugs.shrink import Attempt
+from harness.bugs.trials import NamedCase
 from harness.checks.graphs import ROWS
 from harness.durable import write_whole
 from harness.errors import HarnessError

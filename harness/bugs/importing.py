@@ -10,15 +10,16 @@ import re
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
-from harness.bugs.draft import Draft, Situation
+from harness.bugs.draft import Draft
 from harness.bugs.facts import LAST_TOML, resolve
-from harness.bugs.prose import Observed, clauses, find_link, observe, refused_by_prose, stated_by_prose
+from harness.bugs.prose import clauses, day_of, find_link, id_of, observe, refused_by_prose, stated_by_prose
 from harness.bugs.reading import Reading, Statement
 from harness.bugs.report import Report, clean_words
 from harness.errors import HarnessError
 from harness.matrix.axes import AXES, case_from_axes
-from harness.matrix.bugfile import UNREPORTED, Bug, BugFile, Status
+from harness.matrix.bugfile import BugFile
 from harness.matrix.case import Case
 from harness.matrix.rules import exclusions
 from harness.matrix.targets import REFERENCE, TORCHTITAN
@@ -59,72 +60,49 @@ class ImportedBug(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...]
 
 
-class Configured(msgspec.Struct, frozen=True, kw_only=True):
-    """The case of a configuration, where its values come from, and what of the configuration it does not have."""
-
-    case: Case
-    notes: tuple[str, ...]
-
-
 def import_report(report: Report, options: ImportOptions) -> ImportedBug:
     """The bug file that a report describes. HarnessError where nothing says what to call it."""
     told = clauses(report)
     seen = observe(report, told)
-    link, bug_id = _name(report, seen, options)
-    day, day_from = _day(report, seen.day, options)
+    link, bug_id = _name(report, options)
+    day, day_from = _day(report, options)
     reading = Reading(report, day)
     prose, passed = stated_by_prose(told)
-    ignored = (*passed, *_unknown(reading))
     # With torchao's float8 in options or calls, prose about other software is no request for it.
     of_torchao = any(each.fact in ("float8", "recipe") for each in reading.statements)
     refused = {**reading.outside, **refused_by_prose(told[: 1 if of_torchao else None])}
-    status: Status = "refused" if refused else "open"
-    bug = Bug(
-        title=options.title or report.title,
-        link=link,
-        status=status,
-        symptom=seen.symptom,
-        reported=seen.reported,
+    bug = replace(
+        seen,
+        title=options.title or seen.title,
+        link=link or seen.link,
+        status="refused" if refused else "open",
         message=options.message or seen.message,
-        first_bad_step=seen.first_bad_step,
-        hardware=seen.hardware,
         versions={**seen.versions, **options.versions},
     )
-    if refused:
-        found = BugFile(id=bug_id, where=report.where, bug=bug, refused=refused)
-        return ImportedBug(bug=found, day=day, day_from=day_from, ignored=ignored)
-    draft = Draft(
-        Situation(
-            resolved=resolve((*reading.statements, *prose)),
+    found = BugFile(id=bug_id, where=report.where, bug=bug, refused=refused)
+    ignored = (*passed, *_unknown(reading))
+    if not refused:
+        draft = Draft(
+            resolve((*reading.statements, *prose)),
             day=day,
             program=_program_of(report.text, bug_id),
             first_bad_step=seen.first_bad_step,
             full_size=options.full_size,
         )
-    )
-    case = draft.case()
-    found = BugFile(
-        id=bug_id,
-        where=report.where,
-        bug=bug,
-        case=case,
-        stated=draft.stated,
-        derived=draft.derived,
-        assumed=draft.assumed,
-        missing=draft.missing,
-        full_size=draft.full_size,
-    )
-    return ImportedBug(bug=found, day=day, day_from=day_from, ignored=(*ignored, *draft.ignored))
+        lists = {name: getattr(draft, name) for name in ("stated", "derived", "assumed", "missing", "full_size")}
+        found = replace(found, case=draft.case(), **lists)
+        ignored = (*ignored, *draft.ignored)
+    return ImportedBug(bug=found, day=day, day_from=day_from, ignored=ignored)
 
 
 def import_configuration(
     report: Report, given: Mapping[str, object], *, today: datetime.date, ranks: int | None = None
-) -> Configured:
-    """The case of a configuration, with these axes in place of its own. `ranks`: of the whole job.
+) -> tuple[Case, tuple[str, ...]]:
+    """The case of a configuration, with these axes in place of its own, and how it differs. `ranks`: of the whole job.
 
     HarnessError for what no case has, and where nothing of it is known.
     """
-    day, _ = _day(report, None, ImportOptions(today=today))
+    day, _ = _day(report, ImportOptions(today=today))
     reading = Reading(report, day)
     for name, reason in reading.outside.items():
         raise HarnessError(f"no case has {name}: {reason}.", where=report.where, fix="leave it out.")
@@ -140,7 +118,7 @@ def import_configuration(
         for name, value in chosen.items()
     ]
     target = TORCHTITAN if program == TORCHTITAN else REFERENCE
-    draft = Draft(Situation(resolved=resolve((*kept, *asked)), day=day, program=program, target=target))
+    draft = Draft(resolve((*kept, *asked)), day=day, program=program, target=target)
     models = {str(each.value) for each in kept if each.fact == "model_name"} - {"llama3"}
     if models and target == TORCHTITAN:
         fix = "write a target of your own for it: docs/your-own-trainer.md."
@@ -156,7 +134,7 @@ def import_configuration(
         raise HarnessError(f"no case has it: {rule.reason}.", where=report.where, fix=fix)
     lists = (("", draft.missing), ("", draft.derived), ("assumed: ", draft.assumed))
     notes = [f"{name}: {head}{words}" for head, table in lists for name, words in table.items()]
-    return Configured(case=case, notes=(*notes, *draft.ignored, *_unknown(reading)))
+    return case, (*notes, *draft.ignored, *_unknown(reading))
 
 
 def _unknown(reading: Reading) -> list[str]:
@@ -170,25 +148,27 @@ def _program_of(text: str, bug_id: str) -> str:
     return "accelerate" if _ACCELERATE.search(text) else ""
 
 
-def _name(report: Report, seen: Observed, options: ImportOptions) -> tuple[str, str]:
-    """(link, id): as asked, else as the head of the report has them."""
+def _name(report: Report, options: ImportOptions) -> tuple[str, str]:
+    """(link, id): the link that was given, and the id as asked, else as the link or the head of the report has it."""
     given_link, given_id = find_link(options.link)
     if options.link and not given_link:
         fix = "give the link of an issue: https://github.com/OWNER/NAME/issues/NUMBER."
         raise HarnessError("not a link of GitHub.", where=f"--link {options.link[:100]}", fix=fix)
-    bug_id = options.id or given_id or seen.id
+    bug_id = options.id or given_id or id_of(report)
     if not bug_id:
         fix = "give --link URL, or --id NAME for one that is not reported."
         raise HarnessError("nothing in its first lines says which report it is.", where=report.where, fix=fix)
     if not _ID.fullmatch(bug_id):
         fix = "use small letters, digits, dots and dashes."
         raise HarnessError("not an id of a bug.", where=f"--id {bug_id[:100]}", fix=fix)
-    return given_link or seen.link or UNREPORTED, bug_id
+    return given_link, bug_id
 
 
-def _day(report: Report, told: datetime.date | None, options: ImportOptions) -> tuple[datetime.date, str]:
+def _day(report: Report, options: ImportOptions) -> tuple[datetime.date, str]:
+    """The day that decides what spellings and defaults mean, and where it comes from."""
     if options.day is not None:
         return options.day, "--date"
+    told = day_of(report)
     if told is not None:
         return told, "the report"
     if _TOML.search(report.text):

@@ -14,9 +14,9 @@ import msgspec
 
 from harness.bugs.reading import Statement
 from harness.bugs.report import Report, clean_words
-from harness.matrix.bugfile import Symptom
+from harness.matrix.bugfile import UNREPORTED, Bug, Symptom
 from harness.matrix.scope import SCOPE
-from harness.matrix.spellings import said_of, spellings_in_prose
+from harness.matrix.spellings import read_as, spellings_in_prose
 
 _CLAUSE = re.compile(
     r"[.;!?](?=\s|$)|\n|,?\s+(?:but|while|whereas|however)\s|,\s+(?=(?:crash|fail|pass|work|break)\w*\s)"
@@ -116,20 +116,6 @@ class Clause(msgspec.Struct, frozen=True, kw_only=True):
     control: bool = False
 
 
-class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen and by whom. Empty where a report does not say."""
-
-    symptom: Symptom
-    message: str
-    first_bad_step: int | None
-    versions: dict[str, str]
-    hardware: str
-    link: str
-    id: str
-    reported: datetime.date | None
-    day: datetime.date | None  # of which the report is, at the latest known: that of its head, else of its versions
-
-
 def clauses(report: Report) -> tuple[Clause, ...]:
     """The title and every clause of prose, in the order of the report."""
     found = [Clause(text=report.title, title=True)]
@@ -166,23 +152,31 @@ def refused_by_prose(told: Sequence[Clause]) -> dict[str, str]:
     return found
 
 
-def observe(report: Report, told: Sequence[Clause]) -> Observed:
-    """What a report says of what was seen."""
+def observe(report: Report, told: Sequence[Clause]) -> Bug:
+    """What a report says of what was seen: a bug that is open, with empty fields where it does not say."""
     message = _message(report)
-    head = "\n".join([line for line in report.text.split("\n") if line.strip()][:_HEAD_LINES])
-    link, bug_id = find_link(head)
-    reported = _date(head, _DATES)
-    return Observed(
+    head = _head(report)
+    return Bug(
+        title=report.title,
+        link=find_link(head)[0] or UNREPORTED,
+        status="open",
         symptom=_symptom(told, message),
+        reported=_date(head, _DATES),
         message=message,
         first_bad_step=_first_bad_step(report, told),
-        versions=_versions(report, told),
         hardware=_hardware(report.text),
-        link=link,
-        id=bug_id,
-        reported=reported,
-        day=reported or _date(report.text, (*_NIGHTLY, *_DATES)),
+        versions=_versions(report, told),
     )
+
+
+def day_of(report: Report) -> datetime.date | None:
+    """Of which day a report is, at the latest known: that of its head, else of its versions; None for no date."""
+    return _date(_head(report), _DATES) or _date(report.text, (*_NIGHTLY, *_DATES))
+
+
+def id_of(report: Report) -> str:
+    """The id of the issue that a report names in its first lines; "" for none."""
+    return find_link(_head(report))[1]
 
 
 def find_link(text: str) -> tuple[str, str]:
@@ -196,6 +190,10 @@ def find_link(text: str) -> tuple[str, str]:
     return link, re.sub(r"[^a-z0-9]+", "-", f"{name}-{number}".lower()).strip("-")
 
 
+def _head(report: Report) -> str:
+    return "\n".join([line for line in report.text.split("\n") if line.strip()][:_HEAD_LINES])
+
+
 def _statements(clause: Clause) -> Iterator[Statement]:
     for axis, spelling in spellings_in_prose():
         for match in re.finditer(spelling.said, clause.text, re.IGNORECASE):
@@ -203,7 +201,7 @@ def _statements(clause: Clause) -> Iterator[Statement]:
             negated = _negated(clause.text, match)
             if negated and said != "true":
                 continue
-            for fact, value in said_of(axis, spelling, said).items():
+            for fact, value in read_as(axis, spelling, said).items():
                 if negated and not isinstance(value, bool):
                     continue
                 yield Statement(

@@ -13,9 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from harness.bugs.report import Piece, Report, clean_words, python_tree
+from harness.bugs.report import Piece, Report, clean_words, options_of_toml, python_tree
 from harness.matrix.layout import MESH_AXES
-from harness.matrix.options import option_value, options_of_toml
 from harness.matrix.recipes import OPERAND_FIELDS, Operand
 from harness.matrix.scope import OutOfScope, asked_by_call, asked_by_option
 from harness.matrix.spellings import Value, meaning, plain_key
@@ -120,7 +119,7 @@ class Reading:
             if last.startswith(("no-", "no_")):
                 key, value = f"{section}{dot}{last[3:]}", "false"
             words = found[0].strip()
-            self._known(key, option_value(value) if value else True, words, "flag")
+            self._known(key, value or True, words, "flag")
 
     def _known(self, key: str, value: object, words: str, source: Source) -> None:
         if not self._option(key, value, words, source) and "." in key and not _NEUTRAL.match(key):
@@ -240,7 +239,7 @@ def _lines(text: str) -> Iterator[tuple[str, object, str]]:
             if not found[3] and len(parents) <= _DEEPEST:
                 parents.append((indent, f"{key}."))
             elif found[3]:
-                yield f"{section}{key}", option_value(found[3].strip("\"'")), line.strip()
+                yield f"{section}{key}", found[3].strip("\"'"), line.strip()
 
 
 def _trees(piece: Piece) -> Iterator[ast.Module]:

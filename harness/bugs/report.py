@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.matrix.options import options_of_toml
 
 MAX_BYTES = 1_000_000
 _MAX_LINE = 1_000
@@ -121,6 +122,14 @@ def clean_words(text: str, length: int = WORDS_LENGTH) -> str:
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
+def options_of_toml(text: str) -> dict[str, object]:
+    """The values of a TOML text by dotted name. ValueError for what is no TOML."""
+    try:
+        return dict(_flat(tomllib.loads(text)))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def python_tree(text: str) -> ast.Module | None:
     """The syntax tree of Python code, which may be indented or have prompts; None for what is no Python."""
     code = _PROMPT.sub("", text[:_MAX_CODE])
@@ -130,6 +139,14 @@ def python_tree(text: str) -> ast.Module | None:
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             return ast.parse(each)
     return None
+
+
+def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _cleaned(text: str) -> str:

@@ -12,8 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from harness.bugs.named_case import NamedCase
-from harness.bugs.trials import TrialResult
+from harness.bugs.trials import NamedCase, TrialResult
 from harness.checks.failure_signature import normalized
 from harness.matrix.axes import axis_values
 from harness.matrix.bugfile import Bug

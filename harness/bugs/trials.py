@@ -7,10 +7,16 @@ for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from harness.durable import WriteFailed, append_line
+from harness.errors import HarnessError
+from harness.matrix.bugfile import BugFile, holds_bugs, read_bug_file
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id
 from harness.project import Project
@@ -18,10 +24,11 @@ from harness.result import CaseResult
 from harness.running.case_judge import judge_of_any_case
 from harness.running.case_runner import CaseRunner
 from harness.running.executor import open_executor
-from harness.running.injection import Injection
+from harness.running.injection import Injection, parse_injection
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
+from harness.running.selection import one_case
 from harness.running.witnesses import open_witnesses
 from harness.verdict import FailureSignature, Verdict
 from harness.workflow import check_fits
@@ -113,3 +120,68 @@ class _Observer:
 
     def finished(self, result: CaseResult) -> None:
         self._progress.finished(result.case_id, f"{result.case_id}: {trial_result(result).text}", remarkable=False)
+
+
+Kept = TypeVar("Kept")
+
+
+class Journal(Generic[Kept]):
+    """Values of a kind by name, a line of JSON each."""
+
+    def __init__(self, path: Path, kind: type[Kept], name: Callable[[Kept], str]) -> None:
+        self._path = path
+        self._name = name
+        self._known: dict[str, Kept] = {}
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(msgspec.DecodeError):  # a crash cut it in two
+                found = msgspec.json.decode(line, type=kind)
+                self._known[name(found)] = found
+
+    def get(self, name: str) -> Kept | None:
+        """The stored value of this name; None if there is none."""
+        return self._known.get(name)
+
+    def keep(self, found: Kept) -> None:
+        """Remember a value under its name."""
+        self._known[self._name(found)] = found
+        with contextlib.suppress(WriteFailed):  # a full disk costs time, not correctness
+            append_line(self._path, msgspec.json.encode(found))
+
+
+def key_of(parts: Sequence[str]) -> str:
+    """A name for files about these parts."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+class NamedCase(NamedTuple):
+    """A case, and its bug file if one was named."""
+
+    case: Case
+    bug: BugFile | None
+
+
+def named_case(project: Project, text: str) -> NamedCase:
+    """The case of an id, of a file with one case, or of the bug `text` in cases/bugs. Raises HarnessError if none."""
+    bug = _bug_path(project, text)
+    if bug is not None:
+        found = read_bug_file(bug)
+        return NamedCase(found.runnable(), found)
+    return NamedCase(one_case(project, text), None)
+
+
+def injections_for(named: NamedCase, given: tuple[str, ...], *, planted: bool) -> tuple[Injection, ...]:
+    """The injections of --inject, and with `planted` the bug's planted faults. Raises HarnessError if it has none."""
+    if not planted:
+        return tuple(map(parse_injection, given))
+    if named.bug is None or not named.bug.bug.planted:
+        where = "--planted" if named.bug is None else named.bug.where
+        raise HarnessError("no planted fault brings this bug back.", where=where, fix="give --inject fault:NAME.")
+    return tuple(map(parse_injection, (*given, *(f"fault:{name}" for name in named.bug.bug.planted))))
+
+
+def _bug_path(project: Project, text: str) -> Path | None:
+    path = Path(text)
+    if path.is_file():
+        return path if holds_bugs(path.resolve()) else None
+    path = project.bugs / f"{text}.toml"
+    return path if path.is_file() else None

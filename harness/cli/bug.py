@@ -136,9 +136,8 @@ def _reproduced(  # noqa: PLR0913  one parameter per option
     plan_for: Callable[..., Plan],
     root: str | None,
 ) -> Any:
-    from harness.bugs.named_case import injections_for, named_case
     from harness.bugs.reproduce import Reproduced, reproduced
-    from harness.bugs.trials import run_once, trial_result
+    from harness.bugs.trials import injections_for, named_case, run_once, trial_result
     from harness.jsonform import read_json
     from harness.project import find_project
     from harness.report.bugs import reproduced_sections
@@ -185,9 +184,8 @@ def shrink_command(  # noqa: PLR0913  one parameter per option
     """
     import msgspec
 
-    from harness.bugs.named_case import injections_for, named_case
     from harness.bugs.shrink import open_journal, shrink
-    from harness.bugs.trials import open_trials
+    from harness.bugs.trials import injections_for, named_case, open_trials
     from harness.cli.new import write_new_case
     from harness.matrix.caseid import case_id
     from harness.project import find_project

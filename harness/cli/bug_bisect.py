@@ -62,10 +62,8 @@ def bisect_command(  # noqa: PLR0913  one parameter per option
 
     CASE is the id of a case, a file with one case, or the name of a bug file.
     """
-    from harness.bugs.bisect import bisect, open_answers
-    from harness.bugs.named_case import named_case
-    from harness.bugs.releases import versions_between
-    from harness.bugs.version_trial import VersionTrial
+    from harness.bugs.bisect import VersionTrial, bisect, open_answers, versions_between
+    from harness.bugs.trials import named_case
     from harness.project import find_project
     from harness.report.bugs import bisected_sections
     from harness.running.progress import open_progress

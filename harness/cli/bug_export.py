@@ -57,8 +57,7 @@ def export_command(  # noqa: PLR0913  one parameter per option
     CASE is the id of a case, a file with one case, or the name of a bug file.
     """
     from harness.bugs.export import export, exported_case, proof_of, read_neighbours
-    from harness.bugs.named_case import injections_for, named_case
-    from harness.bugs.trials import run_once
+    from harness.bugs.trials import injections_for, named_case, run_once
     from harness.project import find_project
     from harness.report.bugs import exported_sections, issue_markdown
     from harness.running.progress import open_progress

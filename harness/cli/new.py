@@ -86,8 +86,7 @@ def _configured(config: str, axes: dict[str, object], ranks: int | None) -> tupl
     flags = config.lstrip().startswith("--")
     content = config.encode() if flags else read_file(config)
     report = read_report(content, where="--from" if flags else config)
-    found = import_configuration(report, axes, today=datetime.datetime.now(tz=datetime.UTC).date(), ranks=ranks)
-    return found.case, found.notes
+    return import_configuration(report, axes, today=datetime.datetime.now(tz=datetime.UTC).date(), ranks=ranks)
 
 
 def write_new_case(file: Path, case: Case, *, force: bool) -> str:

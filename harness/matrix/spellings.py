@@ -31,12 +31,7 @@ def meaning(key: str, value: object, day: datetime.date) -> Mapping[str, Value] 
         for axis, row in rows
         if row.since <= day < row.until and (plain in row.keys or f"={last}" not in row.keys or plain == last)
     ]
-    return _read(*holding[0], value) if holding else None
-
-
-def said_of(axis: str, spelling: Spelling, text: str) -> Mapping[str, Value]:
-    """The fact that words of prose state."""
-    return _read(axis, spelling, text)
+    return read_as(*holding[0], value) if holding else None
 
 
 def spellings_in_prose() -> Iterator[tuple[str, Spelling]]:
@@ -44,14 +39,9 @@ def spellings_in_prose() -> Iterator[tuple[str, Spelling]]:
     yield from ((name, row) for name, axis in DECLARED.items() for row in axis.spelled if row.said)
 
 
-def torchtitan_key(axis: str) -> str:
-    """The option of torchtitan 0.2.2 for an axis."""
-    return DECLARED[axis].spelled[0].keys[0]
-
-
 def torchtitan_degrees(mesh: Mapping[str, int]) -> dict[str, int]:
     """The options of torchtitan's section `parallelism` for the degrees of a mesh."""
-    return {torchtitan_key(axis).rpartition(".")[2]: degree for axis, degree in mesh.items()}
+    return {DECLARED[axis].spelled[0].keys[0].rpartition(".")[2]: degree for axis, degree in mesh.items()}
 
 
 def plain_key(key: str) -> str:
@@ -69,7 +59,7 @@ def _by_key() -> dict[str, list[tuple[str, Spelling]]]:
     return rows
 
 
-def _read(axis: str, spelling: Spelling, value: object) -> Mapping[str, Value]:
+def read_as(axis: str, spelling: Spelling, value: object) -> Mapping[str, Value]:
     """The value of the fact that somebody who writes this means; {} where nobody can mean that."""
     fact = spelling.of or axis
     kind = spelling.kind or axis_type(axis)

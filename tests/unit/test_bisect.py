@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.bugs.bisect import Bisected, VersionAnswer, answers_in, bisect
-from harness.bugs.releases import versions_between
+from harness.bugs.bisect import Bisected, VersionAnswer, answers_in, bisect, versions_between
 from harness.errors import HarnessError
 from harness.report.bugs import bisected_sections
 from harness.report.sections import text_of

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.bugs.named_case import NamedCase
 from harness.bugs.reproduce import Reproduced, reproduced
-from harness.bugs.trials import TrialResult
+from harness.bugs.trials import NamedCase, TrialResult
 from harness.matrix.bugfile import Bug, BugFile
 from harness.report.bugs import reproduced_sections
 from harness.report.sections import text_of

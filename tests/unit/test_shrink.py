@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.bugs.shrink import Shrunk, journal_in, shrink
-from harness.bugs.smaller import smaller_cases, smaller_groups, with_changes
+from harness.bugs.shrink import Shrunk, journal_in, shrink, smaller_cases, smaller_groups, with_changes
 from harness.errors import HarnessError
 from harness.matrix.axes import axis_values
 from harness.matrix.case import Case
