@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 
 from harness.bugs.facts import (
+    CONVERTED_OUTPUT,
     FLOAT8_STYLES,
-    UNFILTERED_OUTPUT,
+    LAST_TOML,
     Resolved,
     default_of,
     facts_of_file,
@@ -221,7 +222,6 @@ class Draft:
 
     def _output_layer(self) -> None:
         filters = self._fact("filter_fqns")
-        day = self._day
         if filters is not None and isinstance(filters.value, tuple):
             known = [*(f"layers.0.{name}" for name in BLOCK_LINEARS), OUTPUT_FQN, "lm_head"]
             output = [each for each in filters.value if each in OUTPUT_FQN or each in "lm_head"]
@@ -232,10 +232,10 @@ class Draft:
                 self._put("filter_fqns", kept, self.stated, filters.words)
             if not output:
                 self._put("output_layer", True, self.derived, f"{filters.words}: the output layer is not filtered")
-        elif self._configured and any(since <= day < until for since, until in UNFILTERED_OUTPUT):
-            until = next(until for since, until in UNFILTERED_OUTPUT if since <= day < until)
-            if until < FLOAT8_STYLES or not self._file:  # later files filter it
-                self._put("output_layer", True, self.assumed, f"torchtitan converted it until {until}")
+        elif self._program == "torchtitan" and self._day < CONVERTED_OUTPUT:
+            self._put("output_layer", True, self.assumed, f"torchtitan converted it until {CONVERTED_OUTPUT}")
+        elif self._target != REFERENCE and self._day <= LAST_TOML and not self._file:  # named files have a filter
+            self._put("output_layer", True, self.assumed, "torchtitan converts it where no filter names it")
 
     def _compile(self) -> None:
         components = self._facts.get("compile_components")

@@ -15,11 +15,7 @@ from harness.performance.models import MODELS
 
 FLOAT8_STYLES = datetime.date(2025, 9, 30)  # until then torchtitan used float8 TP styles
 LAST_TOML = datetime.date(2026, 2, 22)  # the last day of torchtitan's TOML files
-# When torchtitan converted an output layer that no filter names: before it left it out itself, and again with filters.
-UNFILTERED_OUTPUT = (
-    (datetime.date.min, datetime.date(2024, 7, 19)),
-    (datetime.date(2025, 5, 1), datetime.date(2026, 2, 23)),
-)
+CONVERTED_OUTPUT = datetime.date(2024, 7, 19)  # until then torchtitan converted the output layer, without a filter
 
 _SELECTIVE: Mapping[str, Value] = {"checkpointing": "selective", "ac_option": "2"}
 _FULL: Mapping[str, Value] = {"tp": 8, "checkpointing": "full"}
