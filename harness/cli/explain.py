@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import click
 
-from harness.cli.internals import print_internals
 from harness.cli.options import root_option
 from harness.errors import HarnessError
 from harness.evidence.costs import CostsDamaged
 from harness.evidence.formulas import PACKAGES, doubts, read_verified
 from harness.evidence.kills import read_kills
 from harness.expect.fusion import executed_scaled_mm_calls, fusion_candidates
+from harness.internals import Part, State, read_parts, with_needed
+from harness.jsonform import to_json
 from harness.matrix.axes import axis_type, axis_values, case_from_axes, known_axis
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id, id_words, parse_case_id, reference_case
@@ -27,6 +28,7 @@ from harness.matrix.words import WORDS, meaning_of
 from harness.project import Project, find_project
 from harness.running.case_judge import known_here
 from harness.running.cost import expected_cost
+from harness.running.machine import internals_here
 from harness.sources import installed_versions
 
 _EPILOG = """\b
@@ -58,7 +60,7 @@ def explain(  # noqa: PLR0913  one parameter per option
         _print_words()
         return
     if internals:
-        print_internals(as_json=as_json)
+        _print_internals(as_json=as_json)
         return
     project = find_project(root)
     if checks:
@@ -244,3 +246,69 @@ def _text(value: object) -> str:
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "-"
     return "-" if value is None else str(value)
+
+
+def _print_internals(*, as_json: bool) -> None:
+    """Print every part, the names that it uses, why, and what they are in this environment."""
+    state = internals_here()
+    if as_json:
+        click.echo(to_json(_internals_document(state), indent=2))
+        return
+    parts = read_parts()
+    names = sum(len(part.uses) for part in parts.values())
+    wrong = sum(len(found) for found in state.gaps.values())
+    what = f"{wrong} of {names} private names are not" if wrong else f"all {names} private names are"
+    click.echo(f"{what} as declared with {_versions(state)}")
+    for name, part in parts.items():
+        _print_part(name, part, state.gaps[name])
+
+
+def _versions(state: State) -> str:
+    versions = " and ".join(f"{library} {version}" for library, version in state.versions.items())
+    return f"{versions}; a run checks what it uses in {state.milliseconds:.0f} ms"
+
+
+def _print_part(name: str, part: Part, gaps: Mapping[str, str]) -> None:
+    click.echo(f"\n{name}: {_loss(name)}")
+    for use in part.uses:
+        how = part.use(use)
+        marks = [f"since {how.since}"] if how.since else []
+        marks += ["patched"] if how.patched else ["assigned"] if how.set else []
+        click.echo(f"  {use}" + (f" ({', '.join(marks)})" if marks else ""))
+        click.echo(f"      {how.why}")
+        if use in gaps:
+            click.echo(f"      NOT AS DECLARED: {gaps[use]}")
+
+
+def _loss(name: str) -> str:
+    """What is lost without a part: of names that several parts share, what these lose."""
+    parts = read_parts()
+    if parts[name].without:
+        return f"without it, {parts[name].without}"
+    users = [each for each, part in parts.items() if each != name and part.without and name in with_needed(each)]
+    return f"used by {', '.join(users)}"
+
+
+def _internals_document(state: State) -> dict[str, object]:
+    parts = {
+        name: {
+            "without": part.without,
+            "needs": part.needs,
+            "files": part.files,
+            "uses": {use: _row(part, use, state.gaps[name].get(use, "")) for use in part.uses},
+        }
+        for name, part in read_parts().items()
+    }
+    return {"versions": state.versions, "milliseconds": round(state.milliseconds, 1), "parts": parts}
+
+
+def _row(part: Part, use: str, problem: str) -> dict[str, object]:
+    how = part.use(use)
+    return {
+        "why": how.why,
+        "since": how.since,
+        "set": how.set,
+        "patched": how.patched,
+        "takes": how.takes,
+        "problem": problem,
+    }

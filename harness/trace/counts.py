@@ -1,6 +1,6 @@
 """What formulas predict of a rank: FLOPs, collectives, memory; the same as its target states it and as simulated.
 
-Recorded by the probes `flops`, `traffic` and `saved_memory`, and by `worker/targets/statement.py`.
+Recorded by the probes `flops`, `traffic` and `saved_memory`, and by `worker/targets/contract.py`.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ from harness.worker.reduction import gradient_norm, squared_norm_share
 from harness.worker.resuming import hand_over
 from harness.worker.sequential_ranks import SequentialRanks
 from harness.worker.state import STATE
-from harness.worker.targets.contract import build_target, require_process_group, require_result
-from harness.worker.targets.statement import stated_by
+from harness.worker.targets.contract import build_target, require_process_group, require_result, stated_by
 from harness.worker.targets.target import IGNORED, Target, World
 
 ReportPhase = Callable[[str], None]

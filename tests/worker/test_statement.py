@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from harness.trace.counts import Sent, Stated
-from harness.worker.targets.contract import TargetMisfit
-from harness.worker.targets.statement import stated_by
+from harness.worker.targets.contract import TargetMisfit, stated_by
 from harness.worker.targets.target import World
 from tests.builders import make_case
 

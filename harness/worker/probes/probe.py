@@ -126,7 +126,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Tensors that only probes hold. The census of live memory (`live_memory.py`) leaves them out.
+# Tensors that only probes hold. The census of live memory leaves them out.
 _MARK = "held_by_a_probe"
 
 

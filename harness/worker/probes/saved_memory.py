@@ -1,4 +1,4 @@
-"""Measures what autograd keeps for the backward pass. See `SavedMemory` in `harness/trace/counts.py`.
+"""Measures what autograd keeps for the backward pass, and what else is alive. See `SavedMemory` in `trace/counts.py`.
 
 Saved-tensor hooks see every tensor that a node saves, except inside a checkpointed region, whose own hooks come first:
 of that they see the inputs, which is what checkpointing keeps. What selective checkpointing keeps besides, outputs of
@@ -7,28 +7,202 @@ chosen operators, it keeps in a table of its own, whose entries are watched as t
 Weighed is what is alive when backward asks for the first saved tensor: a storage counts once, with all its bytes, and
 one that FSDP2 has emptied counts nothing. Tokens and labels are not counted: they are data, not activations.
 
-What is kept in other ways is in the census (`live_memory.py`), taken at that moment and at the end of the step.
+Saved-tensor hooks do not see what a module, a closure or a cache keeps. That is in the census, taken at that moment and
+at the end of the step: Python lists every tensor object of this rank (`gc.get_objects`), and every storage that is not
+explained is recorded. It is explained by a parameter, a buffer, the optimizer, the data, the harness, or, before
+backward, by autograd. Of a parameter that FSDP2 manages only the shard explains: the gathered weight is recorded while
+it has memory. The census keeps no tensor alive, and never collects garbage: a tensor in a reference cycle takes memory
+too.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
 from msgspec.structs import replace
 from torch import nn
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from harness.matrix.case import Case
-from harness.trace.counts import SavedMemory
-from harness.worker.probes.live_memory import Census, plain_tensors
-from harness.worker.probes.probe import Probe
+from harness.trace.counts import LiveMemory, LiveTensor, Moment, SavedMemory
+from harness.worker.probes.cast_numbers import dtype_name
+from harness.worker.probes.fsdp_params import fsdp_params
+from harness.worker.probes.places import local_part
+from harness.worker.probes.probe import Probe, is_owned, optimizers_of
+from harness.worker.probes.sketches import clean_fqn
+from harness.worker.virtual.collectives import FABRIC
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+# Hold the ranks of a mesh as a tensor. Compilation makes more of them, and keeps them with its guards and graphs.
+_MESHES = frozenset({DeviceMesh, FakeScriptObject})
+
+
+class _Searched(dict[type, bool]):
+    """By type, whether its objects are searched: tensors and meshes. Objects are many, their types are few."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, torch.Tensor) or kind in _MESHES
+        return self[kind]
+
+
+class _Live(NamedTuple):
+    """One storage, as the tensor with the most dims that holds it."""
+
+    tensor: torch.Tensor
+    nbytes: int
+
+
+class Census:
+    """Takes a `LiveMemory` of a model that trains."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
+        self._optimizers: list[Optimizer] = []
+        self._data: list[StorageWeakRef] = []
+
+    def install(self) -> Callable[[], None]:
+        """Watch optimizers from here on. Returns a function that ends it."""
+        gc.freeze()  # what was imported before is not searched; every tensor of the run is made later
+        return register_optimizer_step_post_hook(self._remember).remove
+
+    def _remember(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def attach(self, model: nn.Module) -> None:
+        """The model is built. Tensors of integers that exist now are data: tokens, and the ranks of meshes."""
+        self._model = model
+        self._optimizers = optimizers_of(model)
+        tensors = [live.tensor for live in _alive(explained=())]
+        integers = [each for each in tensors if not (each.is_floating_point() or each.is_complex())]
+        self._data = [StorageWeakRef(each.untyped_storage()) for each in integers]
+
+    def take(self, moment: Moment, saved: Iterable[StorageWeakRef] = ()) -> LiveMemory:
+        """What is alive now and not explained; `saved`: storages that autograd keeps at this moment."""
+        assert self._model is not None, "attach comes before the first step"
+        managed = fsdp_params(self._model)
+        gathered = [param._unsharded_param for param in managed if hasattr(param, "_unsharded_param")]
+        explained = {weak.cdata for weak in (*saved, *self._data) if not weak.expired()}
+        explained -= _storages(gathered)  # backward reads some of them
+        explained |= _storages(self._owned(self._model, managed, gathered))
+        found = _alive(explained)
+        large = [live for live in found if live.nbytes > live.tensor.element_size()]
+        holders = _holders(self._model) if large else {}
+        return LiveMemory(
+            moment=moment,
+            scalars=len(found) - len(large),
+            tensors=tuple(sorted((_record(live, holders) for live in large), key=_order)),
+        )
+
+    def _owned(self, model: nn.Module, managed: list[Any], gathered: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The storages that may be alive at any moment: parameters, buffers, optimizer state and data."""
+        for param in managed:
+            yield from (param.sharded_param, param._sharded_param_data)
+        for whole in map(local_part, gathered):
+            if isinstance(whole, Float8TrainingTensor):
+                yield whole._scale  # FSDP2 keeps the emptied weight, with its scale
+        in_use = {id(whole) for whole in gathered}
+        yield from (param for param in model.parameters() if id(param) not in in_use)
+        yield from model.buffers()
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield from FABRIC.buffers()
+
+
+def plain_tensors(tensor: torch.Tensor) -> Collection[torch.Tensor]:
+    """The tensors with storage inside `tensor`: of a DTensor its local one, of a float8 tensor its data and scale."""
+    if type(tensor) in _PLAIN or not _wraps(tensor):
+        return (tensor,)
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    inner = (getattr(tensor, name) for name in names)  # a DTensor also names its mesh
+    return [plain for part in inner if isinstance(part, torch.Tensor) for plain in plain_tensors(part)]
+
+
+def _wraps(tensor: torch.Tensor) -> bool:
+    """True for a tensor that holds others, as torch asks it: DTensor, float8 tensors."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {plain.untyped_storage()._cdata for tensor in tensors for plain in plain_tensors(tensor)}
+
+
+def _alive(explained: Collection[int]) -> list[_Live]:
+    """Storages with memory that are not explained. What a wrapper such as a DTensor holds is an object of its own.
+
+    The tensors in a compiler's description of a graph are fake: their storages are of the device `meta`.
+    """
+    searched = _Searched()
+    objects = [each for each in gc.get_objects() if searched[type(each)]]
+    tensors = [each for each in objects if type(each) not in _MESHES]
+    hidden = {id(plain) for each in tensors if is_owned(each) for plain in plain_tensors(each)}
+    hidden |= {id(held) for each in objects if type(each) in _MESHES for held in vars(each).values()}
+    found: dict[int, _Live] = {}
+    for tensor in tensors:
+        if (type(tensor) in _PLAIN or not _wraps(tensor)) and id(tensor) not in hidden:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in explained and storage.nbytes() and storage.device.type != "meta":
+                known = found.get(storage._cdata)
+                if known is None or _form(known.tensor) < _form(tensor):
+                    found[storage._cdata] = _Live(tensor, storage.nbytes())
+    return list(found.values())
+
+
+def _form(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.dim(), tuple(tensor.shape)
+
+
+def _holders(model: nn.Module) -> dict[int, str]:
+    """By storage, the module attribute that holds a tensor in it, or holds a container of such tensors."""
+    holders: dict[int, str] = {}
+    for fqn, module in model.named_modules():
+        params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        grads = {f"{name}.grad": param.grad for name, param in params.items()}
+        for name, value in (*params.items(), *grads.items(), *vars(module).items()):
+            tensors = _tensors_in(value)
+            if tensors:
+                place = clean_fqn(f"{fqn}.{name}" if fqn else name)
+                for storage in _storages(tensors):
+                    holders.setdefault(storage, place)
+    return holders
+
+
+def _tensors_in(value: Any) -> Collection[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if type(value) in (list, tuple, set):
+        return [each for each in value if isinstance(each, torch.Tensor)]
+    if type(value) is dict:
+        return [each for each in value.values() if isinstance(each, torch.Tensor)]
+    return ()
+
+
+def _record(live: _Live, holders: dict[int, str]) -> LiveTensor:
+    tensor = live.tensor
+    return LiveTensor(
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        nbytes=live.nbytes,
+        holder=holders.get(tensor.untyped_storage()._cdata, ""),
+    )
+
+
+def _order(tensor: LiveTensor) -> tuple[str, int, str, tuple[int, ...]]:
+    return tensor.dtype, tensor.nbytes, tensor.holder, tensor.shape
 
 
 class SavedMemoryProbe(Probe):

@@ -27,8 +27,7 @@ from harness.request import SimulationRequest
 from harness.trace.counts import SimulatedRank
 from harness.worker.probes.flops import FlopsProbe
 from harness.worker.probes.fsdp_params import fsdp_params
-from harness.worker.probes.live_memory import plain_tensors
-from harness.worker.probes.saved_memory import SavedMemoryProbe
+from harness.worker.probes.saved_memory import SavedMemoryProbe, plain_tensors
 from harness.worker.probes.traffic import TrafficProbe
 from harness.worker.simulating.fake_tensor_hooks import FakeTensorHooks, Storages, silent_propagation
 from harness.worker.targets.reference.build import ReferenceTarget, build_optimizer, distributed_model

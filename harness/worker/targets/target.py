@@ -11,7 +11,7 @@ It is called behind `build`, with the same case and world, and returns a dict wi
      "saved_bytes": {"float8_e4m3fn": 0},                              what autograd saves for backward, by dtype
      "traffic": {"all_reduce (max) in float32 along tp": (12, 48)}}    collectives, and the bytes of their inputs
 
-What is stated must be found exactly, what is not is free. `statement.py` reads the answer.
+What is stated must be found exactly, what is not is free. `contract.py` reads the answer.
 """
 
 from __future__ import annotations
