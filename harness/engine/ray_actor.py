@@ -38,21 +38,9 @@ class NodeFacts(Message, frozen=True, kw_only=True):
     software: Mapping[str, str]
 
 
-class Refused(Message, frozen=True, tag=True):
-    """A node cannot hold slots or a folder; the text says why."""
-
-    text: str
-
-
-class Held(Message, frozen=True, tag=True):
-    """A node holds slots and a folder."""
-
-    reservation: Reservation
-
-
 SPECS = msgspec.msgpack.Decoder(NodeSpec)  # decoders are made before any thread decodes: msgspec would crash
 FACTS = msgspec.msgpack.Decoder(NodeFacts)
-ANSWERS: msgspec.msgpack.Decoder[Held | Refused] = msgspec.msgpack.Decoder(Held | Refused)
+ANSWERS: msgspec.msgpack.Decoder[Reservation | str] = msgspec.msgpack.Decoder(Reservation | str)
 SHARES = msgspec.msgpack.Decoder(Share)
 TOLD: msgspec.msgpack.Decoder[ShareEvent | ShareOutcome] = msgspec.msgpack.Decoder(ShareEvent | ShareOutcome)
 
@@ -78,14 +66,14 @@ class NodeActor(LocalNode):
         return self.capacity.slots
 
     def hold(self, job_id: str, count: int) -> bytes:
-        """`reserve`; returns `Held` or `Refused`."""
-        answer: Held | Refused
+        """`reserve`; returns the `Reservation`, or why there is none."""
+        answer: Reservation | str
         try:
-            answer = Held(reservation=self.reserve(job_id, count))
+            answer = self.reserve(job_id, count)
         except OSError as error:
-            answer = Refused(text=str(error))
+            answer = str(error)
         except HarnessError as error:
-            answer = Refused(text=error.text)
+            answer = error.text
         return msgspec.msgpack.encode(answer)
 
     def stream(self, share: bytes) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ import msgspec
 from harness.engine.hardware import ARITHMETIC, MIN_CPU_SLOTS, Capacity, Device, NodeCapacity
 from harness.engine.messages import Share, ShareEvent, ShareOutcome
 from harness.engine.node import NodeLost, Reservation
-from harness.engine.ray_actor import ANSWERS, FACTS, TOLD, NodeActor, NodeFacts, NodeSpec, Refused, node_facts
+from harness.engine.ray_actor import ANSWERS, FACTS, TOLD, NodeActor, NodeFacts, NodeSpec, node_facts
 from harness.engine.ray_connection import Group, RayMachine, alive_machines, bundle, connect, place_group
 from harness.environment import changed_facts
 from harness.errors import HarnessError
@@ -71,9 +71,9 @@ class RayNode:
 
     def reserve(self, job_id: str, count: int) -> Reservation:
         answer = ANSWERS.decode(self._ask("hold", job_id, count))
-        if isinstance(answer, Refused):
-            raise OSError(f"node {self.name}: {answer.text}")
-        return answer.reservation
+        if isinstance(answer, str):
+            raise OSError(f"node {self.name}: {answer}")
+        return answer
 
     def warm(self, preload: Mapping[str, str]) -> None:
         self._ask("warm", dict(preload))

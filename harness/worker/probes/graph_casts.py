@@ -14,9 +14,9 @@ import torch
 from harness.trace.graphs import GraphCast, Phase, UnknownCast
 from harness.worker.probes.cast_numbers import Cast, dtype_name, measure_cast, summarize_scale
 from harness.worker.probes.probe import in_backward
+from harness.worker.virtual.collectives import FLOAT8
 
 _aten = torch.ops.aten
-_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _VIEWS = frozenset({_aten.t.default, _aten.reshape.default, _aten.view.default, _aten.permute.default})
 
 
@@ -96,7 +96,7 @@ def _needed(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
 
 
 def _is_cast(node: torch.fx.Node) -> bool:
-    return node.target is _aten._to_copy.default and node.kwargs.get("dtype") in _FLOAT8
+    return node.target is _aten._to_copy.default and node.kwargs.get("dtype") in FLOAT8
 
 
 def _chain(node: torch.fx.Node) -> _Chain | str:
