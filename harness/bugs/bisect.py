@@ -31,6 +31,12 @@ from harness.sources import source_digest
 
 Answer = Literal["good", "bad", "skipped"]
 
+_LIST_S = 120.0
+_TRIAL_S = 1800.0  # of one case and its witnesses
+_HARNESS = Path(__file__).parents[1]
+_NOT_IMPORTED = re.compile(r"ModuleNotFoundError|ImportError")
+_ANSWERS: dict[int, Answer] = {0: "good", 1: "bad"}
+
 
 class VersionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What one version shows: good without the failure, bad with it, skipped where it tells nothing; and why.
@@ -125,9 +131,6 @@ def _next(versions: Sequence[str], low: int, high: int, answered: Mapping[str, V
     return min(free, key=lambda at: (abs(at - middle), at), default=None)
 
 
-_LIST_S = 120.0
-
-
 def versions_between(
     package: str, good: str, bad: str, source: Source, *, given: Collection[str] = ()
 ) -> tuple[str, ...]:
@@ -184,12 +187,6 @@ def _version(text: str) -> Version:
         raise HarnessError(f"'{text}' is no version.", fix="write it as pip does: 0.14.1.") from error
 
 
-_TRIAL_S = 1800.0  # of one case and its witnesses
-_HARNESS = Path(__file__).parents[1]
-_NOT_IMPORTED = re.compile(r"ModuleNotFoundError|ImportError")
-_ANSWERS: dict[int, Answer] = {0: "good", 1: "bad"}
-
-
 class VersionTrial:
     """Runs one case with versions of one package by `bug repro CASE_WORD WORDS`."""
 
@@ -206,12 +203,13 @@ class VersionTrial:
         try:
             return self._repro(self._versions.environment(version).python, version)
         except NotInstalled as error:
-            return VersionAnswer(version=version, answer="skipped", why=f"not installed: {error}")
+            why = f"not installed: {error}"
         except subprocess.TimeoutExpired as error:
-            return VersionAnswer(version=version, answer="skipped", why=f"took longer than {error.timeout:.0f} s")
+            why = f"took longer than {error.timeout:.0f} s"
+        return VersionAnswer(version=version, answer="skipped", why=why)
 
     def _repro(self, python: Path, version: str) -> VersionAnswer:
-        """What `bug repro --exit-code` answers, and what it says."""
+        """What `bug repro --exit-code` answers, and what it says. The first failure is what others must be like."""
         self._folder.mkdir(parents=True, exist_ok=True)
         result = self._folder / f"{self._versions.package}-{version}.json"
         first = self._folder / f"{key_of(self.depends_on)}.json"
@@ -221,15 +219,14 @@ class VersionTrial:
         done = subprocess.run(
             [str(python), *repro, *like, *self._words], capture_output=True, text=True, timeout=_TRIAL_S, check=False
         )
+        answer = _ANSWERS.get(done.returncode, "skipped")
         if not result.exists():
-            errors = [line for line in done.stderr.splitlines() if line.strip()]
-            why = errors[-1] if errors else f"it ended with {done.returncode}"
+            why = last_line(done.stderr) or f"it ended with {done.returncode}"
             return VersionAnswer(version=version, answer="skipped", why=why)
         found = msgspec.json.decode(result.read_bytes(), type=Reproduced).found
         if found.signature is not None and _NOT_IMPORTED.match(found.signature.what):
             why = f"not imported: {found.signature.what}"
             return VersionAnswer(version=version, answer="skipped", why=why)
-        answer = _ANSWERS.get(done.returncode, "skipped")
         if answer == "bad" and not like:
             first.write_bytes(result.read_bytes())
         return VersionAnswer(version=version, answer=answer, why=found.text, says=found.message)

@@ -6,6 +6,7 @@ It yields statements about facts, which are axes or what axes follow from, what 
 from __future__ import annotations
 
 import ast
+import contextlib
 import datetime
 import re
 from collections.abc import Iterator, Mapping
@@ -84,7 +85,8 @@ class Reading:
         if piece.kind in ("lines", "dump", "toml", "trace"):
             self._settings(piece)
         for tree in _trees(piece):
-            self._python(tree)
+            with contextlib.suppress(RecursionError):  # nested too deeply for anybody's configuration
+                self._python(tree)
         if piece.kind != "python":
             self._logged(piece.text)
 

@@ -7,6 +7,7 @@ is kept in a journal: a shrink that was killed goes on where it was.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,16 @@ from harness.project import Project
 from harness.result import CaseResult
 from harness.running.injection import Injection
 from harness.verdict import FailureSignature
+
+# Every axis, in the order in which it is tried: what costs most first. Of sizes, the least that there can be.
+_SMALLEST: Mapping[str, int] = {name: axis.smallest for name, axis in DECLARED.items() if axis.smallest is not None}
+OPTIONS = tuple(name for name, axis in DECLARED.items() if axis.smallest is None and axis.shrinks)
+GROUPS: tuple[tuple[str, ...], ...] = (
+    tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.TRAINING),
+    tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.LAYOUT),
+    OPTIONS,
+)
+_GRID = 64  # a size that keeps its remainder by this keeps what alignment makes of it
 
 
 class Runs(Protocol):
@@ -90,27 +101,24 @@ class _OutOfTime(Exception):
     """The budget is spent."""
 
 
+@dataclasses.dataclass
 class _Shrinking:
     """One search: the smallest case so far, and all that was tried."""
 
-    def __init__(
-        self,
-        case: Case,
-        runs: Runs,
-        journal: Journal[TrialResult],
-        jobs: int,
-        budget_s: float | None,
-        note: Callable[[str], None],
-    ) -> None:
-        self._first = self._case = case
-        self._runs, self._journal, self._jobs, self._note = runs, journal, jobs, note
-        self._started_s = time.monotonic()
-        self._budget_s = budget_s
-        self._attempts: list[Attempt] = []
-        self._ran, self._cpu_s = 0, 0.0
+    case: Case
+    runs: Runs
+    journal: Journal[TrialResult]
+    jobs: int
+    budget_s: float | None
+    note: Callable[[str], None]
+    attempts: list[Attempt] = dataclasses.field(default_factory=list)
+    ran: int = 0
+    cpu_s: float = 0.0
+    started_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def smallest(self) -> Shrunk:
-        (first,) = self._tried([self._case])
+        given = self.case
+        (first,) = self._tried([self.case])
         if not first.decided:
             raise HarnessError(f"it could not be run: {first.message}.", where=first.case_id)
         if first.signature is None:
@@ -127,23 +135,23 @@ class _Shrinking:
         except _OutOfTime:
             complete = False
         return Shrunk(
-            first=self._first,
-            case=self._case,
+            first=given,
+            case=self.case,
             signature=self._signature,
-            message=self._tried([self._case])[0].message,
-            attempts=tuple(self._attempts),
+            message=self._tried([self.case])[0].message,
+            attempts=tuple(self.attempts),
             needed=self._needed(),
             complete=complete,
-            ran=self._ran,
-            cpu_s=self._cpu_s,
-            wall_s=time.monotonic() - self._started_s,
+            ran=self.ran,
+            cpu_s=self.cpu_s,
+            wall_s=time.monotonic() - self.started_s,
         )
 
     def _groups(self) -> Iterator[Smaller]:
-        return smaller_groups(self._case, steps=self._steps)
+        return smaller_groups(self.case, steps=self._signature.first_step or 1)
 
     def _single(self) -> Iterator[Smaller]:
-        return smaller_cases(self._case, steps=self._steps)
+        return smaller_cases(self.case, steps=self._signature.first_step or 1)
 
     def _pairs(self) -> Iterator[Smaller]:
         """Two axes together, each at the simplest value that was not possible alone."""
@@ -151,68 +159,53 @@ class _Shrinking:
         for each in self._single():
             simplest.setdefault(next(iter(each.changes)), each)
         for one, other in itertools.combinations(simplest.values(), 2):
-            found = with_changes(self._case, {**one.changes, **other.changes})
+            found = with_changes(self.case, {**one.changes, **other.changes})
             if found is not None:
                 yield found
-
-    @property
-    def _steps(self) -> int:
-        return self._signature.first_step or 1
 
     def _pass(self, smaller: Callable[[], Iterable[Smaller]]) -> bool:
         """Take the first case that fails alike, again and again until none does. True when one was taken."""
         taken = False
         while (found := self._first_alike(smaller())) is not None:
-            self._note(f"smaller: {found.text} -> {case_id(found.case)}")
-            self._case, taken = found.case, True
+            self.note(f"smaller: {found.text} -> {case_id(found.case)}")
+            self.case, taken = found.case, True
         return taken
 
     def _first_alike(self, smaller: Iterable[Smaller]) -> Smaller | None:
         candidates = list({case_id(each.case): each for each in smaller}.values())
-        for start in range(0, len(candidates), self._jobs):
+        for start in range(0, len(candidates), self.jobs):
             self._check_time()
-            batch = candidates[start : start + self._jobs]
+            batch = candidates[start : start + self.jobs]
             for each, found in zip(batch, self._tried([each.case for each in batch]), strict=True):
                 same = found.signature == self._signature
-                self._attempts.append(Attempt(changes=each.changes, result=found, same=same))
+                self.attempts.append(Attempt(changes=each.changes, result=found, same=same))
                 if same:
                     return each
         return None
 
     def _check_time(self) -> None:
-        if self._budget_s is not None and time.monotonic() - self._started_s > self._budget_s:
+        if self.budget_s is not None and time.monotonic() - self.started_s > self.budget_s:
             raise _OutOfTime
 
     def _tried(self, cases: Sequence[Case]) -> list[TrialResult]:
         """What the cases show, from the journal where it is there."""
-        unknown = [case for case in cases if self._journal.get(case_id(case)) is None]
-        found = {each.case_id: each for each in map(trial_result, self._runs.run(unknown))} if unknown else {}
+        unknown = [case for case in cases if self.journal.get(case_id(case)) is None]
+        found = {each.case_id: each for each in map(trial_result, self.runs.run(unknown))} if unknown else {}
         for each in found.values():
             if each.decided:
-                self._journal.keep(each)
-            self._ran, self._cpu_s = self._ran + 1, self._cpu_s + each.cpu_s
-        return [self._journal.get(case_id(case)) or found[case_id(case)] for case in cases]
+                self.journal.keep(each)
+            self.ran, self.cpu_s = self.ran + 1, self.cpu_s + each.cpu_s
+        return [self.journal.get(case_id(case)) or found[case_id(case)] for case in cases]
 
     def _needed(self) -> tuple[Attempt, ...]:
         """The attempts that change one axis of the smallest case and do not fail alike."""
         tried_from = {case_id(each.case): each for each in self._single()}
-        last = {each.result.case_id: each for each in self._attempts if each.result.case_id in tried_from}
+        last = {each.result.case_id: each for each in self.attempts if each.result.case_id in tried_from}
         return tuple(
             msgspec.structs.replace(each, changes=tried_from[name].changes)
             for name, each in last.items()
             if not each.same
         )
-
-
-# Every axis, in the order in which it is tried: what costs most first. Of sizes, the least that there can be.
-_SMALLEST: Mapping[str, int] = {name: axis.smallest for name, axis in DECLARED.items() if axis.smallest is not None}
-OPTIONS = tuple(name for name, axis in DECLARED.items() if axis.smallest is None and axis.shrinks)
-GROUPS: tuple[tuple[str, ...], ...] = (
-    tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.TRAINING),
-    tuple(name for name in _SMALLEST if DECLARED[name].changes is Changes.LAYOUT),
-    OPTIONS,
-)
-_GRID = 64  # a size that keeps its remainder by this keeps what alignment makes of it
 
 
 class Smaller(NamedTuple):

@@ -1,4 +1,4 @@
-"""Trials: single cases run one after the other on one engine, each to its signature.
+"""Trials of a named case: run one after the other on one engine, each to its signature, and kept in a journal.
 
 Recorded faults explain nothing here, and nothing is run a second time with a fix: the failure itself is what is looked
 for.
@@ -162,9 +162,11 @@ class NamedCase(NamedTuple):
 
 def named_case(project: Project, text: str) -> NamedCase:
     """The case of an id, of a file with one case, or of the bug `text` in cases/bugs. Raises HarnessError if none."""
-    bug = _bug_path(project, text)
-    if bug is not None:
-        found = read_bug_file(bug)
+    path = Path(text)
+    if not path.is_file():
+        path = project.bugs / f"{text}.toml"
+    if path.is_file() and holds_bugs(path.resolve()):
+        found = read_bug_file(path)
         return NamedCase(found.runnable(), found)
     return NamedCase(one_case(project, text), None)
 
@@ -177,11 +179,3 @@ def injections_for(named: NamedCase, given: tuple[str, ...], *, planted: bool) -
         where = "--planted" if named.bug is None else named.bug.where
         raise HarnessError("no planted fault brings this bug back.", where=where, fix="give --inject fault:NAME.")
     return tuple(map(parse_injection, (*given, *(f"fault:{name}" for name in named.bug.bug.planted))))
-
-
-def _bug_path(project: Project, text: str) -> Path | None:
-    path = Path(text)
-    if path.is_file():
-        return path if holds_bugs(path.resolve()) else None
-    path = project.bugs / f"{text}.toml"
-    return path if path.is_file() else None

@@ -55,14 +55,15 @@ class Float8(CaseStruct, frozen=True, kw_only=True):
                 Spelling(said=r"\b\w+_with_gw_hp\b", values={"*": "rowwise_with_gw_hp"}),
                 keys(
                     "quantize.linear.float8.enable_float8_linear enable_float8_linear enable_fp8_linear "
-                    "enable_fp8_training =fp8 mixed_precision use_torchao_fp8_linear convert_to_float8_training() "
+                    "enable_fp8_training =fp8 use_torchao_fp8_linear convert_to_float8_training() "
                     "swap_linear_with_float8_linear() Float8LinearConfig() Float8LinearConverter.Config() "
                     "Float8Config()",
                     of="float8",
                     kind=bool,
-                    values={"fp8": True, "true": True, "false": False, "no": False, "bf16": False, "*": None},
+                    values={"true": True, "false": False, "*": None},
                     said=r"\b(?:float8\w*|fp8)\b",
                 ),
+                keys("mixed_precision", of="float8", kind=bool, values={"fp8": True, "*": None}),
                 keys("model.converters", of="converters", kind=tuple),
                 keys("quantize.linear.float8.emulate float8.emulate", of="emulate", kind=bool),
             ),

@@ -109,7 +109,7 @@ SCOPE = (
             "fp8_backend": r"te|msamp",
             "transformer_impl": r"transformer_engine",
             "transformer_engine": r"true",
-            **_options("fp8_format fp8_amax_history_len fp8_amax_compute_algo fp8_margin", r"(?!none$).+"),
+            "fp8_format": r"(?!none$).+",
             **_options("fp8_hybrid fp8_e4m3", r"true"),
         },
         calls=r"te|transformer_engine|fp8_autocast",

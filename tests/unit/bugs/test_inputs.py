@@ -144,6 +144,8 @@ def test_a_report_without_name_asks_for_one() -> None:
 HOSTILE = {
     "brackets": "```toml\na = " + "[" * 50_000,
     "python": "```python\n" + "(" * 50_000 + "\n```",
+    "chain": "```python\nx" + ".f()" * 3_000 + "\n```",
+    "product": "```python\nf(" + "9 * " * 3_000 + "9)\n```",
     "numbers": "```python\nx = " + "9" * 50_000 + "\n```",
     "bomb": "a: &a [x, x]\nb: &b [*a, *a]\n" * 5_000,
     "flags": "--a.b " * 50_000,
