@@ -24,7 +24,7 @@ gloo: $(READY)  ## run the tiers smoke and gloo over torch's gloo, for every nig
 test: $(READY)  ## run the test suite, without the sweeps
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not sweep" --durations 40 --durations-min 5 tests
 
-sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs, the kill matrix, properties on many examples
+sweep: $(READY)  ## run the sweeps, for every night: long tests of compiled runs, mutation testing, properties on many examples
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m sweep tests
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -n 2 -m "not sweep" tests/unit
 
@@ -43,7 +43,7 @@ browser:  ## install the Chromium of tests/browser where none is, from Debian's 
 torchtitan: $(TITAN_READY)  ## run the tests of the torchtitan target, in an environment of its own
 	$(TITAN_VENV)/bin/python -m pytest -q -m "not sweep" tests/torchtitan
 
-torchtitan-sweep: $(TITAN_READY)  ## run the kill matrix of the torchtitan target, for every night
+torchtitan-sweep: $(TITAN_READY)  ## run mutation testing of the torchtitan target, for every night
 	$(TITAN_VENV)/bin/python -m pytest -q -m sweep tests/torchtitan
 
 torchtitan-0.3: $(TITAN_0_3_READY)  ## the same for torchtitan 0.3.0, which needs torch 2.14

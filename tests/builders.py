@@ -32,7 +32,7 @@ from harness.matrix.rules import Refusal
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent
 from harness.result import Attempt, CaseResult, RunEnd, RunResult, RunStart
 from harness.sentence import filled
-from harness.studies.kill_matrix import BaselineDetection, Trial
+from harness.studies.mutation import BaselineDetection, Trial
 from harness.trace import RankFailure, RankTrace, Run, StepTrace
 from harness.trace.counts import LiveMemory, LiveTensor, SavedMemory, TrafficRecord
 from harness.trace.graphs import FusedCall, GraphTrace, PartitionRecord

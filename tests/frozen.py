@@ -21,7 +21,7 @@ from harness.matrix.case import Case
 from harness.matrix.casefile import read_case_file
 from harness.matrix.caseid import case_id, family_id, reference_case, solo_case, twin_case
 from harness.matrix.choice import read_chosen
-from harness.matrix.faults import all_faults, carriers_of
+from harness.matrix.faults import all_faults, hosts_of
 from harness.matrix.resumed import resumed_in
 from harness.matrix.rules import exclusions, expected_refusal
 
@@ -65,7 +65,7 @@ def _stored() -> Iterator[Case]:
     yield from (each.case for each in read_chosen(ROOT / "cases" / "chosen" / "pr.toml"))
     yield from (bug.case for bug in read_bugs(ROOT / "cases" / "bugs") if bug.case is not None)
     for fault in all_faults().values():
-        yield from carriers_of(fault, at_most=2)
+        yield from hosts_of(fault, at_most=2)
 
 
 def _drawn() -> Iterator[Case]:

@@ -20,8 +20,7 @@ from harness.project import Project
 from harness.running.case_judge import known_here
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.studies.kill_matrix import Power, Trial
-from harness.studies.power import run_power
+from harness.studies.mutation import MutationMatrix, Trial, run_mutations
 from harness.verdict import ExitCode, Verdict
 
 Trials = Mapping[tuple[str | None, str], Trial]  # by the planted fault, None for a clean run, and the id of the case
@@ -86,28 +85,28 @@ def check_corpus(project: Project, bugs: Sequence[BugFile], plan: Plan, progress
     Bugs that share a case or a planting share its run.
     """
     known = known_here(project)
-    carriers: dict[str, dict[str, Case]] = {}
+    hosts: dict[str, dict[str, Case]] = {}
     for bug in bugs:
         case = bug.runnable()
         for name in bug.bug.planted:
             if carries(case, fault_named(name), known):
-                carriers.setdefault(name, {})[case_id(case)] = case
-    power = run_power(
+                hosts.setdefault(name, {})[case_id(case)] = case
+    matrix = run_mutations(
         project,
-        [fault_named(name) for name in carriers],
-        {name: tuple(cases.values()) for name, cases in carriers.items()},
+        [fault_named(name) for name in hosts],
+        {name: tuple(cases.values()) for name, cases in hosts.items()},
         plan,
         progress,
         others=[bug.runnable() for bug in bugs],
     )
-    return proofs(bugs, power, known)
+    return proofs(bugs, matrix, known)
 
 
-def proofs(bugs: Sequence[BugFile], power: Power, known: Sequence[KnownFault]) -> Corpus:
+def proofs(bugs: Sequence[BugFile], matrix: MutationMatrix, known: Sequence[KnownFault]) -> Corpus:
     """What these runs prove of these bugs."""
-    trials = {(trial.fault, trial.case_id): trial for trial in (*power.trials, *power.clean)}
+    trials = {(trial.fault, trial.case_id): trial for trial in (*matrix.trials, *matrix.clean)}
     found = tuple(_live(bug, trials) if bug.bug.status == "live" else _fixed(bug, trials, known) for bug in bugs)
-    return Corpus(proofs=found, wall_s=power.wall_s, interrupted=power.interrupted)
+    return Corpus(proofs=found, wall_s=matrix.wall_s, interrupted=matrix.interrupted)
 
 
 def _live(bug: BugFile, trials: Trials) -> Proof:

@@ -46,7 +46,7 @@ target, or a clean run failed, 2 usage error or bad input, 3 no fault applies to
 @click.option("--carriers", type=click.IntRange(min=1), default=2, show_default=True, help="Cases per fault.")
 @click.option("--list", "listed", is_flag=True, help="List the faults and the cases they are planted in, and exit.")
 @click.option("--record", is_flag=True, help="Store which rules found every fault, in golden/evidence/kills.json.")
-@json_option("the kill matrix")
+@json_option("the mutation matrix")
 @query_parameter
 @plan_parameter
 @root_option
@@ -67,21 +67,21 @@ def power_command(  # noqa: PLR0913  one parameter per option
     Without a tier, file, case or selection, faults are planted in the cases that the list names for them.
     """
     from harness.evidence.kills import write_kills
-    from harness.report.power import power_sections
-    from harness.studies.power import carriers_among, recorded_kills, run_power
+    from harness.report.mutation import mutation_sections
+    from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
 
     faults, project = _chosen(names, groups), find_project(root)
     if record and (names or groups or query != Query()):
         raise HarnessError("the record is of every fault in its own cases.", where="--record", fix="give it alone.")
-    found = carriers_among(project, faults, query, at_most=carriers)
+    found = hosts_among(project, faults, query, at_most=carriers)
     if listed:
         for fault in faults:
             click.echo(_line(fault, found[fault.name]))
         return ExitCode.GOOD
     plan = msgspec.structs.replace(plan_for(), root_option=root)
     with open_progress() as progress:
-        power = run_power(project, faults, found, plan, progress)
-    print_sections(power_sections(power), err=str(json_file) == "-")
+        power = run_mutations(project, faults, found, plan, progress)
+    print_sections(mutation_sections(power), err=str(json_file) == "-")
     write_output(json_file, lambda: to_json(power, indent=2))
     if record and not power.interrupted:
         click.echo(f"stored in {write_kills(project.root, recorded_kills(power))}", err=True)

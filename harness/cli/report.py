@@ -114,14 +114,14 @@ def _sections(project: Project, run: RunResult, power: Path | None, conformance:
     from harness.matrix.coverage import coverage
     from harness.report.conformance import ConformanceDocument, conformance_section
     from harness.report.coverage import coverage_section
-    from harness.report.power import power_section
+    from harness.report.mutation import mutation_section
     from harness.running.selection import whole_tiers
-    from harness.studies.kill_matrix import Power
+    from harness.studies.mutation import MutationMatrix
 
     tiers = whole_tiers(project, {result.case_id for result in run.results})
     if tiers:
         yield coverage_section([(tier, coverage(tier, 2)) for tier in tiers])
     if power is not None:
-        yield power_section(read_json(power, Power, command="power --json"))
+        yield mutation_section(read_json(power, MutationMatrix, command="power --json"))
     if conformance is not None:
         yield conformance_section(read_json(conformance, ConformanceDocument, command="conformance --json"))

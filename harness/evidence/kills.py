@@ -29,7 +29,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Kills(Sealed, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The kill matrix: by fault and case, in the order of the catalogue."""
+    """The mutation matrix: by fault and case, in the order of the catalogue."""
 
     found: Mapping[str, Mapping[str, Kill]]
     software: Mapping[str, str]  # torch, torchao

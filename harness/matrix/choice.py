@@ -1,4 +1,4 @@
-"""Choosing the cases of a tier: must-run cases, a cheap cover, carriers of planted faults, and why each is there.
+"""Choosing the cases of a tier: must-run cases, a cheap cover, host cases of planted faults, and why each is there.
 
 `cheap_cover.py` searches for a minute, and listing a tier must not. So `dev tier` writes the choice to
 `cases/chosen/TIER.toml`, where a change shows in review. `tier.py` refuses a choice that does not cover its tier.
@@ -19,7 +19,7 @@ from harness.matrix.casefile import CaseFile
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.cheap_cover import CheapCover, Goal, Price, Pricing
 from harness.matrix.cover import combinations_in
-from harness.matrix.faults import Fault, carriers_of
+from harness.matrix.faults import Fault, hosts_of
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.rules import expected_refusal
 from harness.matrix.space import Space, is_hit
@@ -43,7 +43,7 @@ def choose(
     pricing = _with_second_runs(pricing, known)
     cover = CheapCover(spaces, file.strength, file.cases, pricing)
     trained = [*file.cases, *cover.choose(rounds)]
-    trained += _carriers(trained, faults, known)
+    trained += _hosts(trained, faults, known)
     others: list[Case] = []
     for space in spaces:
         seeds = [row for case in (*trained, *others) if (row := space.row_of(case)) is not None]
@@ -66,12 +66,12 @@ def _with_second_runs(pricing: Pricing, known: Sequence[KnownFault]) -> Pricing:
     return priced
 
 
-def _carriers(cases: Sequence[Case], faults: Iterable[Fault], known: Sequence[KnownFault]) -> list[Case]:
-    """The cheapest way to give every planted fault a case in which it can show: a carrier of the catalogue."""
+def _hosts(cases: Sequence[Case], faults: Iterable[Fault], known: Sequence[KnownFault]) -> list[Case]:
+    """The cheapest way to give every planted fault a case in which it can show: a host case of the catalogue."""
     added: list[Case] = []
     for fault in faults:
         if not any(carries(case, fault, known) for case in (*cases, *added)):
-            added += carriers_of(fault, at_most=1)
+            added += hosts_of(fault, at_most=1)
     return added
 
 

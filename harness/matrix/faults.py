@@ -106,7 +106,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 # The cases that faults are planted in: small world sizes that together cover all code paths. The first that a fault
 # applies to is the one with the fewest ranks where there is a choice. The last one must be refused: a fault may make it
 # train.
-CARRIER_IDS = (
+HOST_IDS = (
     "single-tensorwise-v2048-f64",
     "single-rowwise-v2048-f64",
     "fsdp2-tensorwise-v2048-f64",
@@ -157,47 +157,47 @@ CARRIER_IDS = (
 )
 
 
-class CarrierKind(NamedTuple):
-    """What decides how sharply a carrier is judged: sums in another order, and how much they round."""
+class HostKind(NamedTuple):
+    """What decides how sharply a host case is judged: sums in another order, and how much they round."""
 
     layout: Literal["TP", "HSDP", "FSDP2", "one rank"]
     dtype: str
 
 
-def carrier_kind(case: Case) -> CarrierKind:
-    """The kind of carrier that this case is."""
+def host_kind(case: Case) -> HostKind:
+    """The kind of host case that this case is."""
     layout = case.layout
     if layout.tp > 1:
-        return CarrierKind("TP", case.train.dtype)
+        return HostKind("TP", case.train.dtype)
     if layout.dp_replicate > 1:
-        return CarrierKind("HSDP", case.train.dtype)
-    return CarrierKind("FSDP2" if layout.dp_shard > 1 else "one rank", case.train.dtype)
+        return HostKind("HSDP", case.train.dtype)
+    return HostKind("FSDP2" if layout.dp_shard > 1 else "one rank", case.train.dtype)
 
 
-def carriers_of(fault: Fault, *, at_most: int) -> tuple[Case, ...]:
-    """The first `at_most` carriers that a fault applies to, each of another kind; every fault has at least one.
+def hosts_of(fault: Fault, *, at_most: int) -> tuple[Case, ...]:
+    """The first `at_most` host cases that a fault applies to, each of another kind; every fault has at least one.
 
     The first is that of the catalogue, the second the same in bfloat16, and so on for every kind of layout.
     """
     refused = fault.shows == "trains"
-    cases = [case for case in _carriers() if fault.applies(case) and (expected_refusal(case) is not None) == refused]
-    kinds: dict[CarrierKind, Case] = {}
+    cases = [case for case in _hosts() if fault.applies(case) and (expected_refusal(case) is not None) == refused]
+    kinds: dict[HostKind, Case] = {}
     for case in cases:
-        kinds.setdefault(carrier_kind(case), case)
+        kinds.setdefault(host_kind(case), case)
     by_layout = sorted(kinds.values(), key=lambda case: _rank_of_layout(case, cases[0]))
     return tuple(by_layout[:at_most])
 
 
 @functools.cache
-def _carriers() -> tuple[Case, ...]:
-    """The carriers of the catalogue, each followed by the same case in bfloat16."""
-    return tuple(each for case in map(parse_case_id, CARRIER_IDS) for each in (case, _in_bfloat16(case)))
+def _hosts() -> tuple[Case, ...]:
+    """The host cases of the catalogue, each followed by the same case in bfloat16."""
+    return tuple(each for case in map(parse_case_id, HOST_IDS) for each in (case, _in_bfloat16(case)))
 
 
 def _rank_of_layout(case: Case, first: Case) -> tuple[bool, str, bool]:
-    """Sorts the layout of the first carrier to the front, and within a layout bfloat16 to the end."""
-    kind = carrier_kind(case)
-    return kind.layout != carrier_kind(first).layout, kind.layout, case.train.dtype == "bfloat16"
+    """Sorts the layout of the first host case to the front, and within a layout bfloat16 to the end."""
+    kind = host_kind(case)
+    return kind.layout != host_kind(first).layout, kind.layout, case.train.dtype == "bfloat16"
 
 
 def _in_bfloat16(case: Case) -> Case:

@@ -27,7 +27,7 @@ from harness.evidence.level import SCHEMA, Level, LevelItem, LevelReport
 from harness.evidence.tolerance import Evidence, write_evidence
 from harness.matrix.case import Case
 from harness.matrix.caseid import case_id, family_id
-from harness.matrix.faults import Fault, all_faults, carriers_of
+from harness.matrix.faults import Fault, all_faults, hosts_of
 from harness.matrix.rules import expected_refusal
 from harness.plural import binary_bytes, counted
 from harness.project import Project
@@ -40,8 +40,7 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.studies import kernels, noise
-from harness.studies.kill_matrix import Power, Trial
-from harness.studies.power import carriers_among, run_power
+from harness.studies.mutation import MutationMatrix, Trial, hosts_among, run_mutations
 from harness.studies.references import SanityJudge, make_goldens, needed_references
 from harness.timestamp import timestamp
 from harness.trace.device import TorchFacts
@@ -57,7 +56,7 @@ DTYPE: Mapping[Level, str] = {"proof": "float64", "native": "bfloat16"}
 _TIERS = {"cpu": ("smoke",), "cuda": ("smoke", "pr")}
 _READ_BY_DEVICES = ("NCCL_", "CUBLAS", "NVIDIA_TF32", "TORCH_NCCL", "CUDA_DEVICE")
 NO_REFUSALS = "refusals: torch's kernel of a CPU refuses less than that of a GPU, so none is compared"
-_ALL = 99  # carriers of a fault
+_ALL = 99  # host cases of a fault
 _SMALL = 2  # ranks of the cases of a rehearsal
 REASON = "first goldens of this class of hardware"
 _REPEATED = 2  # cases that are run twice without probes
@@ -251,18 +250,18 @@ def _kernel_item(found: kernels.KernelConclusion) -> LevelItem:
 def proof_level(work: Work, cases: Sequence[Case]) -> Found:
     """What this level finds: the clean cases, and each fault in a case of the catalogue that fits on these devices."""
     slots, faults = work.slots, work.faults or default_faults(work.plan.device)
-    of_catalogue = carriers_among(work.project, faults, Query(), at_most=_ALL)
-    carriers = {name: _carrier(found, slots) for name, found in of_catalogue.items()}
-    plantable = [fault for fault in faults if carriers[fault.name]]
-    power = run_power(work.project, plantable, carriers, work.plan, work.progress, others=cases)
-    if power.interrupted:
+    of_catalogue = hosts_among(work.project, faults, Query(), at_most=_ALL)
+    hosts = {name: _host(found, slots) for name, found in of_catalogue.items()}
+    plantable = [fault for fault in faults if hosts[fault.name]]
+    matrix = run_mutations(work.project, plantable, hosts, work.plan, work.progress, others=cases)
+    if matrix.interrupted:
         raise Interrupted
-    left = [fault.name for fault in faults if not carriers[fault.name]]
+    left = [fault.name for fault in faults if not hosts[fault.name]]
     more = f"{counted(len(left), 'fault')} left out, whose cases need more than {counted(slots, 'device')}"
-    return Found(items_of(power), (f"{more}: {', '.join(left)}",) if left else ())
+    return Found(items_of(matrix), (f"{more}: {', '.join(left)}",) if left else ())
 
 
-def _carrier(of_catalogue: Sequence[Case], slots: int) -> list[Case]:
+def _host(of_catalogue: Sequence[Case], slots: int) -> list[Case]:
     """The first case that fits, one with several ranks before one with a single rank; empty if none fits."""
     fitting = [case for case in of_catalogue if case.world_size <= slots]
     return sorted(fitting, key=lambda case: case.world_size == 1)[:1]
@@ -273,13 +272,13 @@ def default_faults(device: str) -> tuple[Fault, ...]:
     faults = tuple(all_faults().values())
     if device != "cpu":
         return faults
-    small = [fault for fault in faults if any(case.world_size <= _SMALL for case in carriers_of(fault, at_most=_ALL))]
+    small = [fault for fault in faults if any(case.world_size <= _SMALL for case in hosts_of(fault, at_most=_ALL))]
     return tuple({fault.group: fault for fault in reversed(small)}.values())[::-1]
 
 
-def items_of(power: Power) -> tuple[LevelItem, ...]:
+def items_of(matrix: MutationMatrix) -> tuple[LevelItem, ...]:
     """The clean runs and the trials as items of a report."""
-    return (*map(_clean, power.clean), *map(_planted, power.trials))
+    return (*map(_clean, matrix.clean), *map(_planted, matrix.trials))
 
 
 def _clean(trial: Trial) -> LevelItem:

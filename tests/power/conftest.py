@@ -1,4 +1,4 @@
-"""One zygote for all eager runs of this folder, and the kill matrix of a file."""
+"""One zygote for all eager runs of this folder, and the mutation matrix of a file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from harness.project import find_project
 from harness.running.executor import Executor, open_executor
 from harness.running.plan import make_plan
-from harness.studies.kill_matrix import Power
-from tests.power.kills import short_kill_matrix
+from harness.studies.mutation import MutationMatrix
+from tests.power.kills import short_matrix
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,6 @@ def executor() -> Iterator[Executor]:
 
 
 @pytest.fixture(scope="module")
-def power(request: pytest.FixtureRequest, executor: Executor) -> Power:
-    """The FAULTS of the file, in short carriers."""
-    return short_kill_matrix(request.module.FAULTS, executor)
+def matrix(request: pytest.FixtureRequest, executor: Executor) -> MutationMatrix:
+    """The FAULTS of the file, in short host cases."""
+    return short_matrix(request.module.FAULTS, executor)

@@ -1,8 +1,8 @@
-"""The kill matrix of some faults, each in the first of its carriers, and what every part of the matrix must show.
+"""The mutation matrix of some faults, each in the first of its host cases, and what every part of the matrix must show.
 
 Slow for a test (every fault is a run on real ranks), and the reason to trust all others. It is spread over files, so
-that several workers share it. Carriers take as few steps here as a fault needs; `fp8-harness power` plants every fault
-in carriers of five.
+that several workers share it. Host cases take as few steps here as a fault needs; `fp8-harness power` plants every
+fault in host cases of five.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Literal
 import msgspec
 
 from harness.matrix.case import Case
-from harness.matrix.faults import Fault, all_faults, carrier_kind, carriers_of
+from harness.matrix.faults import Fault, all_faults, host_kind, hosts_of
 from harness.project import find_project
 from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
-from harness.studies.kill_matrix import Power
-from harness.studies.power import carriers_among, run_power
+from harness.studies.mutation import MutationMatrix, hosts_among, run_mutations
 
 # Faults of class H are planted in compiled blocks, which take ten times as long as eager ones.
 EAGER = tuple(fault for fault in all_faults().values() if fault.group != "H")
@@ -47,28 +46,28 @@ OF_RESUMING = (
     "precomputed_scale_stale_after_load float8_weights_not_safe_to_load"
 )
 OF_SGD = "momentum_lost momentum_of_another_weight weight_decay_decoupled"
-# Its one carrier has a recorded fault, and runs twice as often: planted in `test_known.py`, where that carrier is.
+# Its one host case has a recorded fault, and runs twice as often: planted in `test_known.py`, where that host case is.
 IN_A_KNOWN_CASE = ("weight_amax_over_world",)
 
-# What distinguishes a carrier, and the file that plants its faults.
+# What distinguishes a host case, and the file that plants its faults.
 Part = Literal["one rank", "training loop", "TP", "FSDP2 and HSDP"]
 
 _FEWEST_STEPS = 2  # what the first update did is seen in the second step
 _PRECOMPUTED_STEPS = 3  # the first scales are precomputed after the first update, stale ones are of the second
 
 
-def short_carrier(fault: Fault) -> Case:
-    """The first carrier of a fault, with as few steps as let it show."""
-    (carrier,) = carriers_of(fault, at_most=1)
-    fewest = _PRECOMPUTED_STEPS if carrier.float8.precompute_scale else _FEWEST_STEPS
-    train = msgspec.structs.replace(carrier.train, steps=max(fewest, fault.since_step))
-    return msgspec.structs.replace(carrier, train=train)
+def short_host(fault: Fault) -> Case:
+    """The first host case of a fault, with as few steps as let it show."""
+    (host,) = hosts_of(fault, at_most=1)
+    fewest = _PRECOMPUTED_STEPS if host.float8.precompute_scale else _FEWEST_STEPS
+    train = msgspec.structs.replace(host.train, steps=max(fewest, fault.since_step))
+    return msgspec.structs.replace(host, train=train)
 
 
 def part_of(fault: Fault) -> Part:
-    """Where the first carrier of a fault belongs; a training loop does more than one batch and one update a step."""
-    (carrier,) = carriers_of(fault, at_most=1)
-    kind, train = carrier_kind(carrier), carrier.train
+    """Where the first host case of a fault belongs; a training loop does more than one batch and one update a step."""
+    (host,) = hosts_of(fault, at_most=1)
+    kind, train = host_kind(host), host.train
     if kind.layout == "one rank":
         return "one rank"
     looped = train.evaluate or train.resume != "none" or train.accumulation > 1
@@ -82,36 +81,36 @@ def faults_of(part: Part) -> tuple[Fault, ...]:
     return tuple(fault for fault in EAGER if part_of(fault) == part and fault.name not in IN_A_KNOWN_CASE)
 
 
-def short_kill_matrix(faults: Sequence[Fault], executor: Executor | None = None) -> Power:
-    """These faults, each in its first carrier with few steps, and these carriers clean."""
-    carriers = {fault.name: (short_carrier(fault),) for fault in faults}
+def short_matrix(faults: Sequence[Fault], executor: Executor | None = None) -> MutationMatrix:
+    """These faults, each in its first host case with few steps, and these host cases clean."""
+    hosts = {fault.name: (short_host(fault),) for fault in faults}
     plan = make_plan(device="cpu")
-    return run_power(find_project(), faults, carriers, plan, SilentProgress(), executor=executor)
+    return run_mutations(find_project(), faults, hosts, plan, SilentProgress(), executor=executor)
 
 
-def kill_matrix(faults: Sequence[Fault], query: Query | None = None, root: Path | None = None) -> Power:
-    """These faults, each in its first carrier among the cases of a query, and the carriers clean."""
+def planted_matrix(faults: Sequence[Fault], query: Query | None = None, root: Path | None = None) -> MutationMatrix:
+    """These faults, each in its first host case among the cases of a query, and the host cases clean."""
     project = find_project(root)
-    carriers = carriers_among(project, faults, query or Query(), at_most=1)
-    return run_power(project, faults, carriers, make_plan(device="cpu"), SilentProgress())
+    hosts = hosts_among(project, faults, query or Query(), at_most=1)
+    return run_mutations(project, faults, hosts, make_plan(device="cpu"), SilentProgress())
 
 
-def assert_all_found(power: Power) -> None:
+def assert_all_found(matrix: MutationMatrix) -> None:
     """Every fault that has an effect is found by a check, and no check fails in a clean run."""
-    assert_found_in(power, not_reached=set(), not_planted=set())
+    assert_found_in(matrix, not_reached=set(), not_planted=set())
 
 
-def assert_found_in(power: Power, *, not_reached: set[str], not_planted: set[str]) -> None:
+def assert_found_in(matrix: MutationMatrix, *, not_reached: set[str], not_planted: set[str]) -> None:
     """Every fault but these, and those without an effect, is found by a check; no check fails in a clean run."""
-    assert {trial.case_id: trial.message for trial in power.false_positives} == {}
-    assert {trial.fault: trial.message for trial in power.undetected} == {}
-    assert {trial.fault for trial in power.not_reached} == not_reached
-    assert power.not_planted.keys() == not_planted
-    assert not power.interrupted
+    assert {trial.case_id: trial.message for trial in matrix.false_positives} == {}
+    assert {trial.fault: trial.message for trial in matrix.undetected} == {}
+    assert {trial.fault for trial in matrix.not_reached} == not_reached
+    assert matrix.not_planted.keys() == not_planted
+    assert not matrix.interrupted
 
 
-def assert_kills(power: Power, *, groups: str, checks: str) -> None:
+def assert_kills(matrix: MutationMatrix, *, groups: str, checks: str) -> None:
     """Faults of exactly these classes are found, and each of these checks finds some."""
-    caught = [trial for trial in power.trials if trial.detected]
+    caught = [trial for trial in matrix.trials if trial.detected]
     assert {trial.group for trial in caught} == set(groups)
     assert set(checks.split()) <= {check for trial in caught for check in trial.checks}

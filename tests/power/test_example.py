@@ -1,4 +1,4 @@
-"""The kill matrix of `examples/tiny_gpt`, a target whose model no formula describes: for every night."""
+"""The mutation matrix of `examples/tiny_gpt`, a target whose model no formula describes: for every night."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import pytest
 
 from harness.matrix.faults import all_faults
 from harness.running.selection import Query
-from harness.studies.kill_matrix import Power
-from tests.power.kills import OF_ASYNC_TP, OF_BIASES, OF_EVALUATION, OF_RESUMING, OF_SGD, assert_found_in, kill_matrix
+from harness.studies.mutation import MutationMatrix
+from tests.power.kills import (
+    OF_ASYNC_TP,
+    OF_BIASES,
+    OF_EVALUATION,
+    OF_RESUMING,
+    OF_SGD,
+    assert_found_in,
+    planted_matrix,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_gpt"
 # What the faults that are not planted change, and tiny_gpt does not have.
@@ -51,19 +59,19 @@ SIGNED = {"precompute_dead_branch", "precompute_for_one_part", "float8_weight_ke
 
 
 @pytest.fixture(scope="module")
-def power() -> Power:
-    return kill_matrix(tuple(all_faults().values()), Query(sources=("all",)), EXAMPLE)
+def matrix() -> MutationMatrix:
+    return planted_matrix(tuple(all_faults().values()), Query(sources=("all",)), EXAMPLE)
 
 
 @pytest.mark.sweep  # 135 runs, 5 minutes on two cores
-def test_every_fault_that_reaches_it_is_found_and_no_clean_run_fails(power: Power) -> None:
-    assert_found_in(power, not_reached=NOT_REACHED, not_planted=NOT_PLANTED)
-    assert sum(trial.detected for trial in power.trials) >= 116
+def test_every_fault_that_reaches_it_is_found_and_no_clean_run_fails(matrix: MutationMatrix) -> None:
+    assert_found_in(matrix, not_reached=NOT_REACHED, not_planted=NOT_PLANTED)
+    assert sum(trial.detected for trial in matrix.trials) >= 116
 
 
 @pytest.mark.sweep
-def test_what_no_formula_describes_is_found_by_its_signature(power: Power) -> None:
-    checks = {trial.fault: set(trial.checks) for trial in power.trials}
+def test_what_no_formula_describes_is_found_by_its_signature(matrix: MutationMatrix) -> None:
+    checks = {trial.fault: set(trial.checks) for trial in matrix.trials}
     assert {name for name, found in checks.items() if found == {"signature"}} == ONLY_SIGNED
     assert all("signature" in checks[name] for name in SIGNED)
     assert "stated" in checks["float8_weight_kept_for_backward"]

@@ -1,7 +1,7 @@
 """What runs find stays: the verdicts of tier pr, and the rules that find every planted fault.
 
 Both are long. `frozen_pr.txt` holds the cases of pr before findings had rules, with the number of checks that judged
-them; the kill matrix is the one that `fp8-harness power --record` stored.
+them; the mutation matrix is the one that `fp8-harness power --record` stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harness.project import STATE_VARIABLE, find_project
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
-from harness.studies.power import carriers_among, recorded_kills, run_power
+from harness.studies.mutation import hosts_among, recorded_kills, run_mutations
 
 STORED = Path(__file__).parents[1] / "frozen_pr.txt"
 
@@ -35,8 +35,8 @@ def test_the_verdicts_of_pr_are_those_that_were_stored(tmp_path: Path, monkeypat
 @pytest.mark.sweep
 def test_every_fault_is_found_by_the_rules_that_found_it_when_it_was_recorded() -> None:
     project, faults = find_project(), tuple(all_faults().values())
-    carriers = carriers_among(project, faults, Query(), at_most=2)
-    power = run_power(project, faults, carriers, make_plan(device="cpu"), SilentProgress())
+    hosts = hosts_among(project, faults, Query(), at_most=2)
+    matrix = run_mutations(project, faults, hosts, make_plan(device="cpu"), SilentProgress())
     recorded = read_kills(project.root)
-    assert recorded is not None and not power.undetected and not power.false_positives
-    assert recorded_kills(power).found == recorded.found
+    assert recorded is not None and not matrix.undetected and not matrix.false_positives
+    assert recorded_kills(matrix).found == recorded.found

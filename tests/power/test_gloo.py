@@ -10,13 +10,13 @@ from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
 from harness.running.selection import Query
-from harness.studies.power import carriers_among, run_power
+from harness.studies.mutation import hosts_among, run_mutations
 from tests.power.kills import assert_all_found
 from tests.worker.runs import sweep
 
 
 @pytest.mark.parametrize(
-    ("carrier", "names"),
+    ("host", "names"),
     [
         ("tp2-tensorwise-v2048-gb4-s2-f64", "amax_not_reduced_over_tp nothing_converted sequence_shards_swapped"),
         # float32 sums of more than two ranks have other bits here than in the reference of one rank
@@ -26,10 +26,10 @@ from tests.worker.runs import sweep
         sweep("tp4-rowwise-ac.full-v2048-gb4-s2-b16", "partial_output_not_reduced output_kept_on_module"),
     ],
 )
-def test_faults_are_found_and_the_clean_run_passes(executor: Executor, carrier: str, names: str) -> None:
+def test_faults_are_found_and_the_clean_run_passes(executor: Executor, host: str, names: str) -> None:
     project, faults = find_project(), tuple(all_faults()[name] for name in names.split())
-    carriers = carriers_among(project, faults, Query(case_ids=(carrier,)), at_most=1)
+    hosts = hosts_among(project, faults, Query(case_ids=(host,)), at_most=1)
     plan = make_plan(device="cpu", fabric="gloo")
-    power = run_power(project, faults, carriers, plan, SilentProgress(), executor=executor)
-    assert len(power.trials) == len(faults)
-    assert_all_found(power)
+    matrix = run_mutations(project, faults, hosts, plan, SilentProgress(), executor=executor)
+    assert len(matrix.trials) == len(faults)
+    assert_all_found(matrix)

@@ -13,10 +13,9 @@ from harness.project import find_project
 from harness.running.executor import Executor
 from harness.running.plan import make_plan
 from harness.running.progress import SilentProgress
-from harness.studies.kill_matrix import Power
-from harness.studies.power import run_power
+from harness.studies.mutation import MutationMatrix, run_mutations
 from harness.verdict import Verdict
-from tests.power.kills import IN_A_KNOWN_CASE, short_carrier
+from tests.power.kills import IN_A_KNOWN_CASE, short_host
 
 CRASHES = parse_case_id("fsdp3-tensorwise-ag.fp8-v2048-gb6-s2-f64")  # without its fix
 WRONG_SCALES = parse_case_id("fsdp2-tp2-tensorwise-ag.fp8-v2048-s2-f64")  # without its fix
@@ -25,35 +24,35 @@ FAULTS = ("one_gradient_lost", "gradients_doubled", "gradient_cast_to_e4m3", "up
 IN_WRONG_SCALES = ("gradient_cast_to_e4m3", *IN_A_KNOWN_CASE)
 
 
-def planted(faults: Mapping[Case, Sequence[str]], executor: Executor | None = None) -> Power:
+def planted(faults: Mapping[Case, Sequence[str]], executor: Executor | None = None) -> MutationMatrix:
     names = dict.fromkeys(name for each in faults.values() for name in each)
-    carriers = {name: [case for case, each in faults.items() if name in each] for name in names}
+    hosts = {name: [case for case, each in faults.items() if name in each] for name in names}
     plan = make_plan(device="cpu")
     chosen = tuple(map(fault_named, names))
-    return run_power(find_project(), chosen, carriers, plan, SilentProgress(), executor=executor)
+    return run_mutations(find_project(), chosen, hosts, plan, SilentProgress(), executor=executor)
 
 
 @pytest.fixture(scope="module")
-def power(executor: Executor) -> Power:
+def matrix(executor: Executor) -> MutationMatrix:
     return planted({CRASHES: FAULTS, WRONG_SCALES: IN_WRONG_SCALES}, executor)
 
 
-def test_the_cases_are_known_without_a_fault(power: Power) -> None:
-    verdicts = {trial.case_id: trial.verdict for trial in power.clean}
+def test_the_cases_are_known_without_a_fault(matrix: MutationMatrix) -> None:
+    verdicts = {trial.case_id: trial.verdict for trial in matrix.clean}
     assert verdicts == {case_id(case): Verdict.KNOWN for case in (CRASHES, WRONG_SCALES)}
 
 
-def test_no_fault_hides_behind_a_recorded_one(power: Power) -> None:
-    assert len(power.trials) == len(FAULTS) + len(IN_WRONG_SCALES)
-    assert [(trial.fault, trial.case_id) for trial in power.trials if not trial.detected] == []
+def test_no_fault_hides_behind_a_recorded_one(matrix: MutationMatrix) -> None:
+    assert len(matrix.trials) == len(FAULTS) + len(IN_WRONG_SCALES)
+    assert [(trial.fault, trial.case_id) for trial in matrix.trials if not trial.detected] == []
 
 
 def test_faults_whose_carrier_is_known_are_planted_in_it() -> None:
-    assert {short_carrier(fault_named(name)) for name in IN_A_KNOWN_CASE} == {WRONG_SCALES}
+    assert {short_host(fault_named(name)) for name in IN_A_KNOWN_CASE} == {WRONG_SCALES}
 
 
 @pytest.mark.sweep
 def test_no_fault_hides_behind_wrong_scales() -> None:
-    power = planted({WRONG_SCALES: FAULTS})
-    assert len(power.trials) == len(FAULTS)
-    assert [trial.fault for trial in power.trials if not trial.detected] == []
+    matrix = planted({WRONG_SCALES: FAULTS})
+    assert len(matrix.trials) == len(FAULTS)
+    assert [trial.fault for trial in matrix.trials if not trial.detected] == []

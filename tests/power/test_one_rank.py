@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from harness.studies.kill_matrix import Power
+from harness.studies.mutation import MutationMatrix
 from tests.power.kills import assert_all_found, assert_kills, faults_of
 
 FAULTS = faults_of("one rank")
 
 
-def test_every_fault_is_found_and_no_clean_run_fails(power: Power) -> None:
-    assert len(power.trials) == len(FAULTS) >= 75
-    assert_all_found(power)
+def test_every_fault_is_found_and_no_clean_run_fails(matrix: MutationMatrix) -> None:
+    assert len(matrix.trials) == len(FAULTS) >= 75
+    assert_all_found(matrix)
 
 
-def test_classes_and_checks(power: Power) -> None:
+def test_classes_and_checks(matrix: MutationMatrix) -> None:
     checks = "finite loss_vs_golden fp8_on matmuls parity scales recompute memory live_memory leaks"
-    assert_kills(power, groups="ABCEFGI", checks=checks)
+    assert_kills(matrix, groups="ABCEFGI", checks=checks)

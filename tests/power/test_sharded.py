@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from harness.studies.kill_matrix import Power
+from harness.studies.mutation import MutationMatrix
 from tests.power.kills import assert_all_found, assert_kills, faults_of
 
 FAULTS = faults_of("FSDP2 and HSDP")
 
 
-def test_every_fault_is_found_and_no_clean_run_fails(power: Power) -> None:
-    assert len(power.trials) == len(FAULTS) >= 45
-    assert_all_found(power)
+def test_every_fault_is_found_and_no_clean_run_fails(matrix: MutationMatrix) -> None:
+    assert len(matrix.trials) == len(FAULTS) >= 45
+    assert_all_found(matrix)
 
 
-def test_classes_and_checks(power: Power) -> None:
-    assert_kills(power, groups="ABCDEGI", checks="loss_vs_golden parity scales traffic memory recompute live_memory")
+def test_classes_and_checks(matrix: MutationMatrix) -> None:
+    assert_kills(matrix, groups="ABCDEGI", checks="loss_vs_golden parity scales traffic memory recompute live_memory")

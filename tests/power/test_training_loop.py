@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from harness.studies.kill_matrix import Power
+from harness.studies.mutation import MutationMatrix
 from tests.power.kills import assert_all_found, assert_kills, faults_of
 
 FAULTS = faults_of("training loop")
 
 
-def test_every_fault_is_found_and_no_clean_run_fails(power: Power) -> None:
-    assert len(power.trials) == len(FAULTS) >= 20
-    assert_all_found(power)
+def test_every_fault_is_found_and_no_clean_run_fails(matrix: MutationMatrix) -> None:
+    assert len(matrix.trials) == len(FAULTS) >= 20
+    assert_all_found(matrix)
 
 
-def test_classes_and_checks(power: Power) -> None:
-    assert_kills(power, groups="BDG", checks="evaluation resume clipping finite parity traffic model")
+def test_classes_and_checks(matrix: MutationMatrix) -> None:
+    assert_kills(matrix, groups="BDG", checks="evaluation resume clipping finite parity traffic model")

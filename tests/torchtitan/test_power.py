@@ -1,4 +1,4 @@
-"""The kill matrix of the torchtitan target: for every night."""
+"""The mutation matrix of the torchtitan target: for every night."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import pytest
 
 from harness.matrix.faults import all_faults
 from harness.running.selection import Query
-from tests.power.kills import OF_ASYNC_TP, OF_BIASES, OF_EVALUATION, OF_RESUMING, OF_SGD, assert_found_in, kill_matrix
+from tests.power.kills import (
+    OF_ASYNC_TP,
+    OF_BIASES,
+    OF_EVALUATION,
+    OF_RESUMING,
+    OF_SGD,
+    assert_found_in,
+    planted_matrix,
+)
 
 # What the faults that are not planted change, and torchtitan 0.2.2 does not do, or does in code of its own.
 LACKS = {
@@ -26,6 +34,6 @@ LACKS = {
 
 @pytest.mark.sweep  # 152 runs, 6 minutes on two cores
 def test_every_fault_that_reaches_it_is_found_and_no_clean_run_fails() -> None:
-    power = kill_matrix(tuple(all_faults().values()), Query(target="torchtitan"))
-    assert_found_in(power, not_reached=set(), not_planted=set(" ".join(LACKS.values()).split()))
-    assert sum(trial.detected for trial in power.trials) >= 131
+    matrix = planted_matrix(tuple(all_faults().values()), Query(target="torchtitan"))
+    assert_found_in(matrix, not_reached=set(), not_planted=set(" ".join(LACKS.values()).split()))
+    assert sum(trial.detected for trial in matrix.trials) >= 131

@@ -1,4 +1,4 @@
-"""docs/checks.md: made of the declarations of the checks and of the recorded kill matrix, and never stale."""
+"""docs/checks.md: made of the declarations of the checks and of the recorded mutation matrix, and never stale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_check_is_described_and_its_rules_are_listed() -> None:
     assert all(f"`{rule.name}`" in text for check in CHECKS for rule in check.rules)
 
 
-def test_the_recorded_kill_matrix_is_that_of_the_catalogue() -> None:
+def test_the_recorded_mutation_matrix_is_that_of_the_catalogue() -> None:
     kills = read_kills(ROOT)
     assert kills is not None and kills.found.keys() == all_faults().keys()
     for name, cases in kills.found.items():

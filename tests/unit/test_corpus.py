@@ -23,7 +23,7 @@ from harness.project import Project, find_project
 from harness.report.bugs import corpus_sections
 from harness.report.sections import text_of
 from harness.running.selection import recorded_faults
-from harness.studies.kill_matrix import Power, Trial
+from harness.studies.mutation import MutationMatrix, Trial
 from harness.verdict import ExitCode, Verdict
 from tests.builders import make_known, make_trial
 
@@ -48,13 +48,13 @@ def trial(verdict: Verdict, *rules: str, fault: str | None = None, not_reached: 
 def check(file: BugFile, *trials: Trial, known: tuple[KnownFault, ...] = (), interrupted: bool = False) -> Corpus:
     assert file.case is not None
     ran = [replace(each, case_id=case_id(file.case)) for each in trials]
-    power = Power(
+    matrix = MutationMatrix(
         trials=tuple(each for each in ran if each.fault),
         clean=tuple(each for each in ran if not each.fault),
         wall_s=1.0,
         interrupted=interrupted,
     )
-    return proofs([file], power, known)
+    return proofs([file], matrix, known)
 
 
 def only(corpus: Corpus) -> Proof:

@@ -7,19 +7,19 @@ import pytest
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.faults import (
-    CARRIER_IDS,
     FAULT_CLASSES,
+    HOST_IDS,
     all_faults,
-    carrier_kind,
-    carriers_of,
     fault_named,
+    host_kind,
+    hosts_of,
 )
 from harness.matrix.rules import expected_refusal
 from harness.matrix.selector import parse_selector
 from harness.project import find_project
 from harness.running.injection import parse_injection
 from harness.running.selection import Query
-from harness.studies.power import carriers_among
+from harness.studies.mutation import hosts_among
 
 FAULTS = tuple(all_faults().values())
 
@@ -32,16 +32,16 @@ def test_every_class_has_faults_that_must_be_found():
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_is_well_formed_and_has_carriers(fault):
+def test_a_fault_is_well_formed_and_has_hosts(fault):
     assert fault.title
     assert fault.link.startswith("https://")
     assert all(parse_selector(text).terms for text in fault.where)
     assert 1 <= fault.since_step <= 5
     assert (fault.equivalent is not None) == (fault.shows == "nothing")
-    carriers = carriers_of(fault, at_most=2)
-    assert 1 <= len(carriers) <= 2
-    assert all(fault.applies(case) for case in carriers)
-    assert all(fault.since_step <= case.train.steps for case in carriers)
+    hosts = hosts_of(fault, at_most=2)
+    assert 1 <= len(hosts) <= 2
+    assert all(fault.applies(case) for case in hosts)
+    assert all(fault.since_step <= case.train.steps for case in hosts)
 
 
 def test_an_equivalent_fault_is_argued():
@@ -55,23 +55,23 @@ def test_the_list_is_in_the_order_of_the_classes():
 
 
 def test_carriers_train_but_for_the_one_that_must_be_refused():
-    refused = [name for name in CARRIER_IDS if expected_refusal(parse_case_id(name)) is not None]
-    assert refused == [CARRIER_IDS[-1]]
+    refused = [name for name in HOST_IDS if expected_refusal(parse_case_id(name)) is not None]
+    assert refused == [HOST_IDS[-1]]
     for fault in FAULTS:
-        refusals = {expected_refusal(case) is not None for case in carriers_of(fault, at_most=9)}
+        refusals = {expected_refusal(case) is not None for case in hosts_of(fault, at_most=9)}
         assert refusals == {fault.shows == "trains"}
 
 
 def test_every_carrier_carries_something():
-    used = {case_id(case) for fault in FAULTS for case in carriers_of(fault, at_most=9)}
-    assert used >= set(CARRIER_IDS)
+    used = {case_id(case) for fault in FAULTS for case in hosts_of(fault, at_most=9)}
+    assert used >= set(HOST_IDS)
 
 
 def test_carriers_are_of_different_kinds_and_start_with_both_dtypes_of_one_layout():
     for fault in FAULTS:
-        kinds = [carrier_kind(case) for case in carriers_of(fault, at_most=9)]
+        kinds = [host_kind(case) for case in hosts_of(fault, at_most=9)]
         assert len(set(kinds)) == len(kinds)
-    first = carriers_of(fault_named("amax_without_abs"), at_most=3)
+    first = hosts_of(fault_named("amax_without_abs"), at_most=3)
     assert [case_id(case) for case in first] == [
         "single-tensorwise-v2048-f64",
         "single-tensorwise-v2048-b16",
@@ -81,9 +81,9 @@ def test_carriers_are_of_different_kinds_and_start_with_both_dtypes_of_one_layou
 
 def test_the_carriers_of_a_foreign_target_are_the_usual_ones_trained_by_it():
     faults = [fault_named(name) for name in ("amax_without_abs", "rope_base_of_another_model")]
-    found = carriers_among(find_project(), faults, Query(target="my_pkg.net"), at_most=2)
+    found = hosts_among(find_project(), faults, Query(target="my_pkg.net"), at_most=2)
     ids = {name: [case_id(case) for case in cases] for name, cases in found.items()}
-    usual = [case_id(case) for case in carriers_of(faults[0], at_most=2)]
+    usual = [case_id(case) for case in hosts_of(faults[0], at_most=2)]
     assert ids["amax_without_abs"] == [f"target.my_pkg.net-{name}" for name in usual]
     assert ids["rope_base_of_another_model"] == []  # only the reference target has what it changes
 

@@ -24,10 +24,10 @@ from harness.measured import Curve, Measured, Sent
 from harness.report.coverage import coverage_section
 from harness.report.gate import gate_front
 from harness.report.html.page import html_report
-from harness.report.power import power_section
+from harness.report.mutation import mutation_section
 from harness.report.sections import Entry, Section, Table, printable
 from harness.result import CaseResult, RunResult
-from harness.studies.kill_matrix import Power
+from harness.studies.mutation import MutationMatrix
 from harness.verdict import NotJudged, Verdict
 from tests.builders import (
     a_finding,
@@ -323,9 +323,9 @@ def test_coverage_lists_the_rules_that_exclude_with_their_reasons() -> None:
     assert excluded.folded and len(excluded.rows) == 2
 
 
-def test_a_kill_matrix_lists_what_was_not_detected_first() -> None:
+def test_a_mutation_matrix_lists_what_was_not_detected_first() -> None:
     trials = (make_trial("found"), make_trial("missed", verdict=Verdict.PASSED, rules=()))
-    section = power_section(Power(trials=trials, clean=(), wall_s=1.0, interrupted=False))
+    section = mutation_section(MutationMatrix(trials=trials, clean=(), wall_s=1.0, interrupted=False))
     missed, every = (table for table in of_kind(Table, section) if table.rows)
     assert [row[1] for row in missed.rows] == ["missed"] and [row[1] for row in every.rows] == ["found", "missed"]
     assert section.blocks[0] == "1 of 2 trials not detected."

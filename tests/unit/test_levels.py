@@ -29,8 +29,8 @@ from harness.evidence.level import (
 from harness.matrix.faults import all_faults
 from harness.report.evidence import level_line, level_section
 from harness.report.sections import markdown
-from harness.studies.kill_matrix import Power
 from harness.studies.levels import default_faults, doubts, items_of, memory_words, obstacle
+from harness.studies.mutation import MutationMatrix
 from harness.trace.device import DeviceFacts, TorchFacts
 from harness.verdict import Verdict
 from tests.builders import make_trial
@@ -198,7 +198,7 @@ def test_the_summary_says_what_is_wrong_first_and_where_it_was_made() -> None:
 
 
 def test_a_fault_must_be_found_where_it_can_be_and_clean_runs_must_pass() -> None:
-    power = Power(
+    matrix = MutationMatrix(
         clean=(make_trial(None, **PASSED, parity=3e-15), make_trial(None, message="off")),
         trials=(
             make_trial("found"),
@@ -209,14 +209,14 @@ def test_a_fault_must_be_found_where_it_can_be_and_clean_runs_must_pass() -> Non
         wall_s=1.0,
         interrupted=False,
     )
-    found = {item.name.partition(" in ")[0]: (item.verdict, item.good) for item in items_of(power)[2:]}
+    found = {item.name.partition(" in ")[0]: (item.verdict, item.good) for item in items_of(matrix)[2:]}
     assert found == {
         "found": ("detected", True),
         "missed": ("not detected", False),
         "equal": ("not detected", True),
         "broken": ("not reached", False),
     }
-    clean, off = items_of(power)[:2]
+    clean, off = items_of(matrix)[:2]
     assert clean.good and clean.numbers == {"parity": 3e-15}
     assert not off.good and off.says == ("off",)
 

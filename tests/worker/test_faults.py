@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from harness.matrix.case import Case
-from harness.matrix.faults import Fault, all_faults, carriers_of, fault_named
+from harness.matrix.faults import Fault, all_faults, fault_named, hosts_of
 from harness.trace import RankTrace
 from harness.trace.record import Patch
 from harness.worker.faults import FAULT_MODULES, function_of
@@ -71,8 +71,8 @@ def outcomes(submit):
 @pytest.mark.parametrize("name", all_faults())
 def test_a_fault_changes_what_it_says(submit, outcomes, name):
     fault: Fault = fault_named(name)
-    (carrier,) = carriers_of(fault, at_most=1)
-    case, probes = small(carrier, max(2, fault.since_step)), EVIDENCE.get(fault.shows, ())
+    (host,) = hosts_of(fault, at_most=1)
+    case, probes = small(host, max(2, fault.since_step)), EVIDENCE.get(fault.shows, ())
     clean = outcomes(case, probes)
     planted = submit(case, injections=(fault.injection,), probes=probes)
     if fault.shows == "trains":

@@ -28,7 +28,7 @@ CASES = (  # more, compiled ones too, are in `test_clean_runs.py` and `test_comp
     sweep("tp2-rowwise_with_gw_hp-v2048-s1-f64"),
     sweep("atp2-bf16-ac.full-graph-v2048-gb4-s1-b16"),
 )
-CARRIER = "single-rowwise-v2048-s1-f64"
+HOST = "single-rowwise-v2048-s1-f64"
 CHECKPOINTED = "single-tensorwise-ac.layer2-v2048-s1-f64"
 RECOMPUTES_MORE = """
 from harness.worker.targets.reference import build, parallel
@@ -61,7 +61,7 @@ def test_flops_calls_and_casts_are_those_of_the_formula(numbers, name):
 @pytest.mark.parametrize(
     ("name", "planted", "change"),
     [
-        (CARRIER, "fault:weight_gradient_in_high_precision", {"matmuls in float8": -1, "matmuls in float64": 1}),
+        (HOST, "fault:weight_gradient_in_high_precision", {"matmuls in float8": -1, "matmuls in float64": 1}),
         (CHECKPOINTED, "apply", {"matmuls in float8": 1, "attention in float64": 1}),
     ],
 )

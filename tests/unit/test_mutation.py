@@ -1,4 +1,4 @@
-"""The kill matrix: what counts as detected, what the baselines detect, and how it is reported."""
+"""The mutation matrix: what counts as detected, what the baselines detect, and how it is reported."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from msgspec.structs import replace
 
 from harness.jsonform import to_json
 from harness.matrix.faults import NEEDS
-from harness.report.power import power_sections
+from harness.report.mutation import mutation_sections
 from harness.report.sections import text_of
-from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
-from harness.studies.power import baseline_detection
-from harness.studies.reach import NO_EFFECT, fault_effect
+from harness.studies.mutation import (
+    NO_EFFECT,
+    UNFINISHED,
+    BaselineDetection,
+    MutationMatrix,
+    Trial,
+    baseline_detection,
+    fault_effect,
+)
 from harness.trace import Run
 from harness.verdict import Verdict
 from tests.builders import make_failure, make_golden, make_sketch, make_trace, make_trial, run_of
 
 
-def power(*trials: Trial, clean: tuple[Trial, ...] = (), not_planted: dict[str, str] | None = None) -> Power:
-    return Power(trials=trials, clean=clean, not_planted=not_planted or {}, wall_s=1.0, interrupted=False)
+def matrix_of(
+    *trials: Trial, clean: tuple[Trial, ...] = (), not_planted: dict[str, str] | None = None
+) -> MutationMatrix:
+    return MutationMatrix(trials=trials, clean=clean, not_planted=not_planted or {}, wall_s=1.0, interrupted=False)
 
 
 def run(losses: list[float], gradient: float) -> Run:
@@ -53,7 +61,7 @@ def test_what_is_not_detected_and_what_is_no_proof():
     missed = make_trial(verdict=Verdict.PASSED, rules=())
     equivalent = replace(missed, equivalent=True)
     unsound = make_trial(None)
-    matrix = power(make_trial(), missed, equivalent, clean=(unsound, make_trial(None, verdict=Verdict.PASSED)))
+    matrix = matrix_of(make_trial(), missed, equivalent, clean=(unsound, make_trial(None, verdict=Verdict.PASSED)))
     assert matrix.undetected == (missed,)
     assert matrix.false_positives == (unsound,)
 
@@ -62,19 +70,21 @@ def test_what_did_not_reach_the_target_is_neither_detected_nor_missed():
     idle = make_trial(not_reached=NO_EFFECT, verdict=Verdict.PASSED, rules=())
     broken = make_trial(not_reached="AssertionError: no norm", verdict=Verdict.CRASH, rules=("engine/raised",))
     foreign = replace(idle, case_id="target.my_pkg.net-single-tensorwise-v2048-f64")
-    matrix = power(make_trial(), idle, broken, foreign)
+    matrix = matrix_of(make_trial(), idle, broken, foreign)
     assert not broken.detected
     assert matrix.undetected == ()
     assert matrix.not_reached == (idle, broken, foreign)
     assert matrix.unplantable == (idle, broken)  # the list says that they have an effect there
-    text = text_of(power_sections(matrix))
+    text = text_of(mutation_sections(matrix))
     assert "did not reach the target, so they prove nothing (3)" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  all"))
     assert line.split()[1] == "1/1"
 
 
 def test_a_fault_that_cannot_be_planted_is_named_with_what_it_needs():
-    text = text_of(power_sections(power(make_trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]})))
+    text = text_of(
+        mutation_sections(matrix_of(make_trial(), not_planted={"rope_base_of_another_model": NEEDS["reference"]}))
+    )
     assert "rope_base_of_another_model: base of RoPE" in text
     assert "(needs the reference target" in text
 
@@ -152,7 +162,7 @@ def test_both_baselines_detect_nan():
 
 def test_the_report_names_what_is_not_detected_and_counts_a_fault_once():
     missed = make_trial("scale_margin", verdict=Verdict.PASSED, rules=(), case_id="fsdp2-tensorwise-v2048-f64")
-    text = text_of(power_sections(power(make_trial(), make_trial("scale_margin"), missed)))
+    text = text_of(mutation_sections(matrix_of(make_trial(), make_trial("scale_margin"), missed)))
     assert "undetected (1)\n  scale_margin in fsdp2-tensorwise-v2048-f64: passed" in text
     assert "all" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  all"))
@@ -161,11 +171,11 @@ def test_the_report_names_what_is_not_detected_and_counts_a_fault_once():
 
 def test_the_report_gives_reasons_for_equivalents_and_names_carriers_that_fail_clean():
     quiet = make_trial("clamp_dropped", equivalent=True, verdict=Verdict.PASSED, rules=())
-    text = text_of(power_sections(power(quiet, clean=(make_trial(None),))))
+    text = text_of(mutation_sections(matrix_of(quiet, clean=(make_trial(None),))))
     assert "clamp_dropped: Under dynamic scaling" in text
     assert "prove nothing (1)" in text
 
 
 def test_the_json_keeps_infinity():
-    document = json.loads(to_json(power(make_trial(baseline=UNFINISHED))))
+    document = json.loads(to_json(matrix_of(make_trial(baseline=UNFINISHED))))
     assert document["trials"][0]["sight"]["loss_gap"] == "Infinity"

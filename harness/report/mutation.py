@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from harness.matrix.caseid import parse_case_id
-from harness.matrix.faults import FAULT_CLASSES, CarrierKind, FaultClass, all_faults, carrier_kind
+from harness.matrix.faults import FAULT_CLASSES, FaultClass, HostKind, all_faults, host_kind
 from harness.plural import counted
 from harness.report.sections import Items, Section, Table
-from harness.studies.kill_matrix import LOSS_ONLY_NATS, SQNR_DB, Power, Trial
+from harness.studies.mutation import LOSS_ONLY_NATS, SQNR_DB, MutationMatrix, Trial
 
 _BASELINES = (
     "Of the faults that reached the target and must be detected; a fault counts if it was detected in every case that "
@@ -18,42 +18,42 @@ _BASELINES = (
 )
 
 
-def power_sections(power: Power) -> list[Section]:
+def mutation_sections(matrix: MutationMatrix) -> list[Section]:
     """The whole report."""
-    runs = f"{counted(len(power.trials), 'run')} with a fault and {counted(len(power.clean), 'clean run')}"
-    not_reached = tuple(f"{trial.fault} in {trial.case_id}: {trial.not_reached}" for trial in power.not_reached)
-    needs = tuple(f"{name}: {all_faults()[name].title} (needs {need})" for name, need in power.not_planted.items())
+    runs = f"{counted(len(matrix.trials), 'run')} with a fault and {counted(len(matrix.clean), 'clean run')}"
+    not_reached = tuple(f"{trial.fault} in {trial.case_id}: {trial.not_reached}" for trial in matrix.not_reached)
+    needs = tuple(f"{name}: {all_faults()[name].title} (needs {need})" for name, need in matrix.not_planted.items())
     lists = {
-        f"undetected ({len(power.undetected)})": _ended(power.undetected),
+        f"undetected ({len(matrix.undetected)})": _ended(matrix.undetected),
         f"did not reach the target, so they prove nothing ({len(not_reached)})": not_reached,
-        "equivalent, so no check can detect them": tuple(_equivalents(power.trials)),
+        "equivalent, so no check can detect them": tuple(_equivalents(matrix.trials)),
         f"not planted ({len(needs)})": needs,
-        f"clean runs that failed, so detections in these cases prove nothing ({len(power.false_positives)})": _ended(
-            power.false_positives
+        f"clean runs that failed, so detections in these cases prove nothing ({len(matrix.false_positives)})": _ended(
+            matrix.false_positives
         ),
     }
     return [
-        Section(blocks=(trial_table(power.trials),)),
-        Section(title="detected faults", blocks=(_BASELINES, _totals(power))),
-        Section(title="detected faults by dtype and layout of their cases", blocks=(_by_kind(power.trials),)),
-        Section(title="detections by check (and those that no other check made)", blocks=(_by_check(power.trials),)),
+        Section(blocks=(trial_table(matrix.trials),)),
+        Section(title="detected faults", blocks=(_BASELINES, _totals(matrix))),
+        Section(title="detected faults by dtype and layout of their cases", blocks=(_by_kind(matrix.trials),)),
+        Section(title="detections by check (and those that no other check made)", blocks=(_by_check(matrix.trials),)),
         *(Section(title=title, blocks=(Items(lines),)) for title, lines in lists.items()),
-        Section(blocks=(f"{runs} in {power.wall_s:.0f} s",)),
+        Section(blocks=(f"{runs} in {matrix.wall_s:.0f} s",)),
     ]
 
 
-def power_section(power: Power) -> Section:
+def mutation_section(matrix: MutationMatrix) -> Section:
     """The part of a page: every trial, those that were not detected first."""
-    clean = f"{counted(len(power.false_positives), 'clean run')} failed."
+    clean = f"{counted(len(matrix.false_positives), 'clean run')} failed."
     return Section(
         name="kills",
         title="Mutation matrix",
         blocks=(
-            f"{len(power.undetected)} of {counted(len(power.trials), 'trial')} not detected.",
-            *([clean] if power.false_positives else []),
-            trial_table(power.undetected, title="not detected"),
-            trial_table(power.trials, title="all trials"),
-            Table(title="not planted", columns=("fault", "needs"), rows=tuple(power.not_planted.items())),
+            f"{len(matrix.undetected)} of {counted(len(matrix.trials), 'trial')} not detected.",
+            *([clean] if matrix.false_positives else []),
+            trial_table(matrix.undetected, title="not detected"),
+            trial_table(matrix.trials, title="all trials"),
+            Table(title="not planted", columns=("fault", "needs"), rows=tuple(matrix.not_planted.items())),
         ),
     )
 
@@ -84,8 +84,8 @@ def _detected_by(trial: Trial) -> str:
     return " ".join(trial.checks) or ("equivalent" if trial.equivalent else "UNDETECTED")
 
 
-def _totals(power: Power) -> Table:
-    required = [trial for trial in power.trials if trial.is_proof]
+def _totals(matrix: MutationMatrix) -> Table:
+    required = [trial for trial in matrix.trials if trial.is_proof]
     rows = []
     groups: list[FaultClass | None] = [*FAULT_CLASSES, None]
     for group in groups:
@@ -101,10 +101,10 @@ def _totals(power: Power) -> Table:
 
 
 def _by_kind(trials: Iterable[Trial]) -> Table:
-    kinds: dict[CarrierKind, list[Trial]] = {}
+    kinds: dict[HostKind, list[Trial]] = {}
     for trial in trials:
         if trial.is_proof:
-            kinds.setdefault(carrier_kind(parse_case_id(trial.case_id)), []).append(trial)
+            kinds.setdefault(host_kind(parse_case_id(trial.case_id)), []).append(trial)
     rows = tuple(
         (kind.dtype, kind.layout, _share(found, lambda trial: trial.detected))
         for kind, found in sorted(kinds.items(), key=lambda item: (item[0].dtype != "float64", *item[0]))

@@ -1,12 +1,16 @@
-"""Power: which planted faults the checks detect, compared with two common ways of testing FP8 training.
+"""Mutation testing: which planted faults the checks detect, compared with two common ways of testing FP8 training.
 
-Every fault is planted in one or two cases (its carriers), which are judged like any case. The baselines compare the
-loss with BF16, and the gradients by signal-to-quantization-noise ratio (SQNR). The carriers also run clean: checks that
-fail there detect nothing.
+Every fault is planted in one or two cases (its host cases), which are judged like any case. The baselines compare the
+loss with BF16, and the gradients by signal-to-quantization-noise ratio (SQNR). The host cases also run clean: checks
+that fail there detect nothing.
+
+A fault that changed nothing that a run records proves nothing about the checks, and one that raised while it was
+planted even less: its trial is `not_reached`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -22,9 +26,10 @@ from harness.evidence.costs import read_costs
 from harness.evidence.golden import Golden, GoldenMissing, find_golden
 from harness.evidence.kills import SCHEMA, Kill, Kills
 from harness.matrix.case import Case
-from harness.matrix.caseid import case_id, family_id
+from harness.matrix.caseid import case_id, family_id, parse_case_id
 from harness.matrix.choice import carries
-from harness.matrix.faults import CARRIER_IDS, NEEDS, Fault, carriers_of
+from harness.matrix.faults import HOST_IDS, NEEDS, Fault, FaultClass, hosts_of
+from harness.matrix.targets import REFERENCE
 from harness.project import Project
 from harness.result import CaseResult
 from harness.running.case_judge import CaseJudge, known_here, prepare_judge
@@ -37,22 +42,113 @@ from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, trained_by
 from harness.running.witnesses import WitnessCache, open_witnesses
 from harness.sources import installed_versions
-from harness.studies.kill_matrix import UNFINISHED, BaselineDetection, Power, Trial
-from harness.studies.reach import NO_EFFECT, FaultEffect, fault_effect
-from harness.trace import Run
+from harness.trace import RankFailure, RankTrace, Run
+from harness.verdict import Verdict, check_of
 from harness.workflow import check_fits
 
-Carriers = Mapping[str, Sequence[Case]]  # by the name of a fault
+LOSS_ONLY_NATS = 0.01  # what counts as a difference when loss curves are compared
+SQNR_DB = 20.0  # the usual threshold in unit tests of FP8 code
+_FAULTS = "harness/worker/faults/"
+NO_EFFECT = "every loss, gradient, operand, transfer and saved byte is that of the clean run"
+
+Hosts = Mapping[str, Sequence[Case]]  # by the name of a fault
 
 
-def carriers_among(project: Project, faults: Sequence[Fault], query: Query, *, at_most: int) -> Carriers:
+class BaselineDetection(msgspec.Struct, frozen=True, kw_only=True):
+    """What two common ways of testing FP8 training detect in a run: comparing losses, and the SQNR of gradients.
+
+    `loss_gap`: largest |loss - golden| in nats, infinite for a run that did not finish. `sqnr_db`: of the worst
+    gradient of the first step against the solo witness; None if there is nothing to compare.
+    """
+
+    loss_gap: float
+    sqnr_db: float | None
+
+    @property
+    def by_loss(self) -> bool:
+        """True if comparing losses detects it."""
+        return not self.loss_gap <= LOSS_ONLY_NATS
+
+    @property
+    def by_sqnr(self) -> bool:
+        """True if the SQNR is too low or the run did not finish."""
+        return math.isinf(self.loss_gap) or (self.sqnr_db is not None and not self.sqnr_db > SQNR_DB)
+
+
+UNFINISHED = BaselineDetection(loss_gap=math.inf, sqnr_db=None)
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a host case, with a planted fault or clean."""
+
+    fault: str | None  # None: clean
+    group: FaultClass | None
+    equivalent: bool
+    case_id: str
+    verdict: Verdict
+    rules: tuple[str, ...]  # that are broken, sorted, without those of checks that also fail in the clean run
+    first_step: int | None
+    excess: float | None  # the largest found/allowed of the findings that state both
+    message: str  # of the first finding
+    baseline: BaselineDetection = msgspec.field(name="sight")
+    parity: float | None = None  # the largest relative distance of a gradient from solo; None where not compared
+    not_reached: str = ""  # why it is not a trial of the checks: the fault changed nothing, or broke when planted
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """The names of the checks that found something."""
+        return tuple(dict.fromkeys(map(check_of, self.rules)))
+
+    @property
+    def detected(self) -> bool:
+        """True if a check, or the engine, failed that does not fail in the clean run of the case."""
+        judged = not self.verdict.good and self.verdict not in (Verdict.INFRA, Verdict.NOT_RUN)
+        return judged and bool(self.checks) and not self.not_reached
+
+    @property
+    def is_proof(self) -> bool:
+        """True if the checks are to detect it."""
+        return not self.equivalent and not self.not_reached
+
+
+class MutationMatrix(msgspec.Struct, frozen=True, kw_only=True):
+    """The mutation matrix: a trial of every fault in each of its host cases, and the clean runs of the host cases."""
+
+    trials: tuple[Trial, ...]
+    clean: tuple[Trial, ...]
+    not_planted: dict[str, str] = msgspec.field(default_factory=dict)  # faults, and what they need
+    wall_s: float
+    interrupted: bool
+
+    @property
+    def false_positives(self) -> tuple[Trial, ...]:
+        """Clean runs that failed: detections in these host cases prove nothing."""
+        return tuple(trial for trial in self.clean if not trial.verdict.good)
+
+    @property
+    def undetected(self) -> tuple[Trial, ...]:
+        """Trials of faults that must be detected and were not."""
+        return tuple(trial for trial in self.trials if trial.is_proof and not trial.detected)
+
+    @property
+    def not_reached(self) -> tuple[Trial, ...]:
+        """Trials of faults that did not reach the target."""
+        return tuple(trial for trial in self.trials if trial.not_reached)
+
+    @property
+    def unplantable(self) -> tuple[Trial, ...]:
+        """Of them those in cases that the list names for the fault: there it must have an effect."""
+        return tuple(trial for trial in self.not_reached if parse_case_id(trial.case_id).target == REFERENCE)
+
+
+def hosts_among(project: Project, faults: Sequence[Fault], query: Query, *, at_most: int) -> Hosts:
     """The cases to plant every fault in, by its name: the cheapest that `query` selects, or those of the catalogue.
 
     Those of the catalogue are trained by the target of the query.
     """
     known = known_here(project)
     if msgspec.structs.replace(query, target=None) == Query():
-        usual = {fault.name: trained_by(query.target, carriers_of(fault, at_most=len(CARRIER_IDS))) for fault in faults}
+        usual = {fault.name: trained_by(query.target, hosts_of(fault, at_most=len(HOST_IDS))) for fault in faults}
     else:
         cheapest = tuple(sorted(select_cases(project, query), key=read_costs(project.root).case_s))
         usual = dict.fromkeys((fault.name for fault in faults), cheapest)
@@ -61,27 +157,27 @@ def carriers_among(project: Project, faults: Sequence[Fault], query: Query, *, a
     }
 
 
-def run_power(  # noqa: PLR0913  what is planted where, and what runs it
+def run_mutations(  # noqa: PLR0913  what is planted where, and what runs it
     project: Project,
     faults: Sequence[Fault],
-    carriers: Carriers,
+    hosts: Hosts,
     plan: Plan,
     progress: Progress,
     *,
     others: Sequence[Case] = (),
     executor: Executor | None = None,
-) -> Power:
-    """Run every fault in each of its carriers; these and the `others` clean. Ctrl-C keeps finished runs.
+) -> MutationMatrix:
+    """Run every fault in each of its host cases; these and the `others` clean. Ctrl-C keeps finished runs.
 
     `executor`: one that is open already and stays open, on the nodes of the plan.
     """
     started_s = time.monotonic()
-    carrying = [case for fault in faults for case in carriers[fault.name]]
-    used = tuple({case_id(case): case for case in (*carrying, *others)}.values())
+    hosting = [case for fault in faults for case in hosts[fault.name]]
+    used = tuple({case_id(case): case for case in (*hosting, *others)}.values())
     check_fits(used, plan)
     plan = plan.serving(used)
     clean = [_Planting(case=case) for case in used]
-    plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in carriers[fault.name]))
+    plantings = (*clean, *(_Planting(case=case, fault=fault) for fault in faults for case in hosts[fault.name]))
     progress.begin(len(plantings))
     with (
         nullcontext(executor.with_plan(plan))
@@ -93,13 +189,13 @@ def run_power(  # noqa: PLR0913  what is planted where, and what runs it
     tried = [outcome for outcome in ended.results if outcome is not None]
     without = {each.result.case_id: each for each in tried if each.fault is None}
     targets = {case.target for case in used}
-    return Power(
+    return MutationMatrix(
         trials=tuple(_trial(each, without.get(each.result.case_id)) for each in tried if each.fault is not None),
         clean=tuple(_trial(each, None) for each in without.values()),
         not_planted={
             fault.name: NEEDS["any" if any(map(fault.fits, targets)) else fault.model]
             for fault in faults
-            if not carriers[fault.name]
+            if not hosts[fault.name]
         },
         wall_s=time.monotonic() - started_s,
         interrupted=ended.interrupted,
@@ -277,13 +373,47 @@ def _not_reached(tried: _PlantingResult, clean: _PlantingResult | None) -> str:
     return f"without it, the case {clean.result.verdict.phrase} too" if clean.baseline == UNFINISHED else NO_EFFECT
 
 
-def recorded_kills(power: Power) -> Kills:
-    """The kill matrix as it is stored."""
+def recorded_kills(matrix: MutationMatrix) -> Kills:
+    """The mutation matrix as it is stored."""
     found: dict[str, dict[str, Kill]] = {}
-    for trial in power.trials:
+    for trial in matrix.trials:
         if trial.fault is not None:
             kill = Kill(verdict=trial.verdict, rules=trial.rules)
             found.setdefault(trial.fault, {})[trial.case_id] = kill
     installed = installed_versions(("torch", "torchao"))
     software = {name: version for name, version in installed.items() if version is not None}
     return Kills(schema=SCHEMA, found=found, software=software)
+
+
+class FaultEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """What distinguishes a run with a planted fault from the clean run."""
+
+    digest: str  # of everything that the ranks recorded, but for time and memory of the process
+    broken: str = ""  # what the code of the fault itself raised
+
+
+def fault_effect(run: Run) -> FaultEffect:
+    """The digest of all records of a run, and the error of the planted fault's own code, if any."""
+    first = run.causes
+    state = hashlib.sha256()
+    for trace in run.traces if run.complete else ():
+        state.update(msgspec.msgpack.encode(_comparable(trace)))
+    for message in sorted({failure.message for failure in first}):
+        state.update(message.encode())
+    return FaultEffect(digest=state.hexdigest(), broken=next(filter(None, map(_raised_by_fault, first)), ""))
+
+
+def _comparable(trace: RankTrace) -> RankTrace:
+    steps = tuple(msgspec.structs.replace(step, seconds=0.0) for step in trace.steps)
+    return msgspec.structs.replace(trace, steps=steps, peak_memory_bytes=0)
+
+
+def _raised_by_fault(failure: RankFailure) -> str:
+    """The error, if an exception of the traceback comes from the code of a fault; what that calls is not its code."""
+    if failure.phase.startswith("injection "):
+        return failure.message
+    for exception in failure.traceback.split("Traceback (most recent call last):")[1:]:
+        frames = [line for line in exception.splitlines() if line.startswith('  File "')]
+        if frames and _FAULTS in frames[-1]:
+            return next(line for line in exception.splitlines() if line and not line.startswith(" "))
+    return ""
