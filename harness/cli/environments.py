@@ -27,7 +27,8 @@ _WORST_FIRST = (
 
 def run_in_environments(project: Project, given: Sequence[str], words: Sequence[str]) -> int:
     """`run` with these words in every environment of `--env NAME=PATH`."""
-    from harness.report.environments import decision_text, environments_text
+    from harness.cli.output import print_sections
+    from harness.report.runs import environments_sections
     from harness.running.environments import NamedEnvironment, python_over
 
     folder = project.state / "environments"
@@ -36,7 +37,7 @@ def run_in_environments(project: Project, given: Sequence[str], words: Sequence[
         for name, path in given_environments(given).items()
     ]
     runs = run_in_each(project, environments, words)
-    click.echo(environments_text(runs) + decision_text(list(runs)), nl=False)
+    print_sections(environments_sections(runs, decide=True))
     return exit_code_of(runs)
 
 

@@ -145,11 +145,11 @@ def _stored(project: Project, baseline: str | None, candidate: str | None) -> _S
 def _of_matrix(project: Project, matrix: str, versions_for: Callable[..., Versions], root: str | None) -> _Sides:
     """The first and the last version of a package, after the tiers were run with every one."""
     from harness.cli.environments import given_words, run_in_each, versions_of
-    from harness.report.environments import environments_text
+    from harness.report.runs import environments_sections
 
     words = [*given_words(_OF_THE_RUNS), *(() if root is None else ("--root", root))]
     runs = run_in_each(project, versions_of(project, matrix, versions_for), words)
-    click.echo(environments_text(runs), err=True)
+    print_sections(environments_sections(runs), err=True)
     first, *_, last = runs
     return (first, last), (runs[first], runs[last])
 

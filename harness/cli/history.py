@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import sys
 from collections.abc import Callable
 
 import click
 
 from harness.cli.options import root_option
+from harness.cli.output import print_sections
 from harness.errors import HarnessError
 from harness.matrix.caseid import case_id, parse_case_id
 from harness.matrix.selector import parse_selector
 from harness.project import find_project
-from harness.report.history import histories_json, histories_text, history_text
+from harness.report.runs import histories_json, histories_sections, history_sections
 from harness.running.selection import NothingSelected
 from harness.running.stored import runs_of
 from harness.studies.history import histories
@@ -55,8 +54,7 @@ def history_command(
     if as_json:
         click.echo(histories_json(found), nl=False)
     else:
-        width = _width()
-        click.echo(histories_text(found, width=width) if case is None else history_text(found[0], width=width))
+        print_sections(histories_sections(found) if case is None else history_sections(found[0]))
 
 
 def _wanted(case: str | None, expressions: tuple[str, ...]) -> Callable[[str], bool]:
@@ -74,8 +72,3 @@ def _wanted(case: str | None, expressions: tuple[str, ...]) -> Callable[[str], b
             return not selectors
 
     return matches
-
-
-def _width() -> int:
-    """Columns of the terminal; without one, lines may be as long as they are."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000

@@ -100,7 +100,7 @@ def page_of(
 
 def _history(project: Project, run: RunResult) -> dict[str, Table]:
     """The history of every case that earlier runs have too, by its id."""
-    from harness.report.history import history_table
+    from harness.report.runs import history_table
     from harness.running.stored import runs_before
     from harness.studies.history import histories
 

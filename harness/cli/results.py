@@ -8,11 +8,12 @@ import click
 from msgspec.structs import replace
 
 from harness.cli.options import OUTPUT, root_option
+from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.plural import counted
 from harness.project import Project, find_project
 from harness.report.run import totals_words
-from harness.report.stored import runs_json, runs_text
+from harness.report.runs import runs_json, runs_sections
 from harness.result import RunResult
 from harness.running.merging import environment_differences, merged
 from harness.running.stored import import_results, remove_run, results_of, runs_of, shards_of, stored_run
@@ -60,7 +61,10 @@ def results() -> None:
 def list_command(*, root: str | None, as_json: bool) -> None:
     """List the stored runs, the latest first: number 2 is `last~2` for other commands."""
     found = list(runs_of(find_project(root)))
-    click.echo(runs_json(found) if as_json else runs_text(found), nl=not as_json)
+    if as_json:
+        click.echo(runs_json(found), nl=False)
+    else:
+        print_sections(runs_sections(found))
 
 
 @results.command("merge", epilog=_MERGE_EPILOG)

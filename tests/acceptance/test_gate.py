@@ -108,7 +108,7 @@ def test_the_same_cases_run_in_several_environments(project: Command) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["environment", "good", "cases", "CPU", "s", "wall", "s"]
     assert [line.split()[:3] for line in lines[1:3]] == [["old", "1", "1"], ["new", "0", "1"]]
-    assert "different verdicts in 1 case of 1:" in lines and "  old: passed" in lines and "  new: crash" in lines
+    assert "different verdicts in 1 case of 1" in lines and "    old: passed" in lines and "    new: crash" in lines
     assert gate(project, "old", "new")[0] == 1
     stored = json.loads(project.call("results", "list", "--json").stdout)
     assert {each["name"] for each in stored} == {"old", "new"}

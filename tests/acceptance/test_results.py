@@ -164,9 +164,8 @@ def test_list_of_runs(project: Command) -> None:
     assert project.call("run", "smoke", *CPU, "--select", "recipe=bf16", "--name", "v1").returncode == 0
     assert project.call("run", "smoke", *CPU, "--select", "recipe=rowwise").returncode == 0
     lines = project.call("results", "list").stdout.splitlines()
-    assert len(lines) == 4 and all(len(line) <= 60 for line in lines)
-    assert lines[0].startswith("0  20") and lines[0].endswith("finished  2 cases: 2 passed")
-    assert lines[2].startswith("1  20") and lines[3].strip().startswith("v1; ")
+    assert len(lines) == 2 and "finished  2 cases: 2 passed  " in lines[0] and "finished  " in lines[1]
+    assert lines[0].startswith("0  20") and lines[1].startswith("1  20") and "  v1; " in lines[1]
     assert listed(project)[1]["argv"] == ["smoke", "--select", "recipe=bf16", "--device", "cpu", "--name", "v1"]
     assert "removed: v1, started 20" in project.call("results", "remove", "v1").stdout
     assert len(listed(project)) == 1

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from harness.environment import Environment
 from harness.measured import Curve, Measured, Sent
 from harness.project import Project
-from harness.report.history import histories_json, histories_text, history_table, history_text, size_words
+from harness.report.runs import histories_json, histories_sections, history_sections, history_table, size_words
+from harness.report.sections import text_of
 from harness.report.sparkline import sparkline
 from harness.result import CaseResult, RunStart
 from harness.running.stored import import_results, read_stored, runs_before, runs_of
@@ -124,7 +125,7 @@ def test_an_exact_number_that_moves_is_named(project: Project, change: dict[str,
     add(project, result(**change))
     found = history(project)
     assert found.moments[1].moved == (name,) and found.is_nondeterministic
-    assert f"NONDETERMINISTIC, in the same environment: {name}" in history_text(found, width=200)
+    assert f"NONDETERMINISTIC, in the same environment: {name}" in text_of(history_sections(found))
 
 
 def test_what_moves_with_the_environment_is_told_with_it(project: Project) -> None:
@@ -132,8 +133,8 @@ def test_what_moves_with_the_environment_is_told_with_it(project: Project) -> No
     add(project, result(saved_bytes=4096), environment=NEXT)
     found = history(project)
     assert found.moments[1].moved == ("saved bytes",) and not found.is_nondeterministic
-    text = history_text(found, width=200)
-    assert "now torch 2.12.0 -> 2.13.0, uncommitted changes:" in text and "changed with it: saved bytes" in text
+    text = text_of(history_sections(found))
+    assert "now torch 2.12.0 -> 2.13.0, uncommitted changes; changed with it: saved bytes" in text
     assert "bbbbbbbbb+" in text
 
 
@@ -207,7 +208,7 @@ def test_the_last_result_of_a_case_in_a_run_counts(project: Project) -> None:
 def test_the_text_fits_the_terminal(project: Project, width: int) -> None:
     add(project, result())
     add(project, result(Verdict.UNEXPECTED_PASS), environment=replace(NEXT, cpu="y" * 200))
-    lines = history_text(history(project), width=width).splitlines()
+    lines = text_of(history_sections(history(project)), width=width).splitlines()
     assert all(len(line) <= width for line in lines)
     assert ("started" in lines[0]) == (width == 200)
     assert any(line.startswith("loss apart  ▁▁") for line in lines) and any(
@@ -219,14 +220,14 @@ def test_a_summary_says_how_often_and_what_last(project: Project) -> None:
     add(project, result(), result(case_id=OTHER))
     add(project, result(Verdict.HANG, saved_bytes=1), result(case_id=OTHER))
     found = histories(list(runs_of(project))[::-1], lambda name: True)
-    first, second = histories_text(found, width=200).splitlines()
+    first, second = text_of(histories_sections(found)).splitlines()
     assert first.startswith(f"{CASE}  ") and "2 runs  1 passed, 1 hang  " in first
     assert first.endswith("FLAKY NONDETERMINISTIC  last change 2026-01-01: hang; saved bytes")
     assert second.split() == [OTHER, "2", "runs", "2", "passed", "-", "no", "change"]
-    narrow = histories_text(found, width=60).splitlines()
+    narrow = text_of(histories_sections(found), width=60).splitlines()
     assert narrow[0] == CASE and all(len(line) <= 60 for line in narrow)
     assert " ".join(" ".join(narrow[1:4]).split()).startswith(
-        "2 runs 1 passed, 1 hang FLAKY NONDETERMINISTIC last change"
+        "2 runs, 1 passed, 1 hang, FLAKY NONDETERMINISTIC last change"
     )
 
 

@@ -1,0 +1,236 @@
+"""Stored runs: the list of them, the history of cases over them, and the same cases in several environments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from harness.environment import Environment
+from harness.hints import gate_runs
+from harness.jsonform import to_json
+from harness.plural import counted
+from harness.report.run import totals_words
+from harness.report.sections import Block, Entry, Facts, Section, Table, Verbatim
+from harness.report.sparkline import sparkline
+from harness.result import RunResult, verdict_totals
+from harness.running.stored import Stored
+from harness.store import RunStore
+from harness.studies.history import History, Moment
+from harness.timestamp import to_the_minute
+from harness.verdict import Verdict
+
+_SHOWN = 60  # characters of one difference of environments: models of CPUs are long
+_UNITS = ("B", "kB", "MB", "GB")
+_COLUMNS = (
+    "started", "name", "commit", "verdict", "loss apart", "local", "parity", "flushed", "s", "wire", "saved",
+    "what changed",
+)  # fmt: skip
+_VERDICT = _COLUMNS.index("verdict")
+
+
+# The list of stored runs
+
+
+def runs_sections(found: Sequence[Stored]) -> list[Section]:
+    """A row for every run: its number, as in `last~2`, when it started, how it ended, and where it comes from."""
+    if not found:
+        return [Section(blocks=("no runs are stored",))]
+    rows = [
+        (
+            str(number),
+            to_the_minute(run.start.started),
+            run.state,
+            f"{counted(len(verdicts), 'case')}: {totals_words(verdicts)}",
+            _origin(run),
+        )
+        for number, (run, verdicts) in enumerate((run, _verdicts(run)) for run in found)
+    ]
+    return [Section(blocks=(Table(rows=tuple(rows), right=(0,)),))]
+
+
+def runs_json(found: Sequence[Stored]) -> bytes:
+    """The same as JSON."""
+    return to_json([_document(number, run) for number, run in enumerate(found)], indent=2) + b"\n"
+
+
+def _document(number: int, run: Stored) -> dict[str, object]:
+    verdicts = _verdicts(run)
+    return {
+        "number": number,
+        "name": run.start.name,
+        "path": str(run.path),
+        "started": run.start.started,
+        "state": run.state,
+        "imported": run.is_imported,
+        "cases": len(verdicts),
+        "totals": verdict_totals(verdicts),
+        "argv": run.start.argv,
+        "environment": run.start.environment,
+    }
+
+
+def _verdicts(run: Stored) -> list[Verdict]:
+    """How its cases ended; those without a result were not run."""
+    found = [case.verdict for case in RunStore(run.path).numbers(lambda _: True).values()]
+    return [*found, *[Verdict.NOT_RUN] * (len(run.start.cases) - len(found))]
+
+
+def _origin(run: Stored) -> str:
+    """Its name and its environment: "v1; imported; torch 2.13.0, torchao 0.18.0, cpu, 1234abcde"."""
+    imported = "imported" if run.is_imported else ""
+    return "; ".join(filter(None, [run.start.name, imported, _environment_words(run.start.environment)]))
+
+
+def _environment_words(environment: Environment | None) -> str:
+    if environment is None:
+        return "environment not recorded"
+    packages = [f"{name} {environment.packages[name]}" for name in ("torch", "torchao") if name in environment.packages]
+    return ", ".join(filter(None, [*packages, environment.device, environment.short_commit]))
+
+
+# The history of cases
+
+
+def history_sections(history: History) -> list[Section]:
+    """Every run of a case with what changed, its curves over the runs, and what is wrong with it."""
+    moments = history.moments
+    distances = [moment.case.measured.loss_distance if moment.case.measured else None for moment in moments]
+    curves = Facts(
+        (("loss apart", sparkline(distances)), ("seconds", sparkline([moment.case.seconds for moment in moments])))
+    )
+    warnings = (
+        "FLAKY: it ended differently in one environment." if history.is_flaky else "",
+        "NONDETERMINISTIC: exact numbers changed in one environment." if history.is_nondeterministic else "",
+    )
+    return [
+        Section(blocks=(history_table(history),)),
+        Section(blocks=(*((curves,) if len(moments) > 1 else ()), *filter(None, warnings))),
+    ]
+
+
+def history_table(history: History) -> Table:
+    """Every run of a case, and what changed with it."""
+    numbers = tuple(range(_VERDICT + 1, len(_COLUMNS) - 1))
+    return Table(columns=_COLUMNS, rows=tuple(map(_row, history.moments)), verdict=_VERDICT, right=numbers)
+
+
+def histories_sections(found: Sequence[History]) -> list[Section]:
+    """A row for every case: how often it was run, how it ended, its last change."""
+    return [Section(blocks=(Table(rows=tuple(map(_summary, found))),))]
+
+
+def histories_json(found: Sequence[History]) -> bytes:
+    """The same as JSON, with every exact number of every run."""
+    return to_json(list(map(_history_document, found)), indent=2) + b"\n"
+
+
+def _history_document(history: History) -> dict[str, object]:
+    return {
+        "case": history.case_id,
+        "flaky": history.is_flaky,
+        "nondeterministic": history.is_nondeterministic,
+        "verdicts": {verdict.value: count for verdict, count in history.verdicts.items()},
+        "runs": [
+            {
+                "started": moment.run.start.started,
+                "name": moment.run.start.name,
+                "path": str(moment.run.path),
+                "environment": moment.run.start.environment,
+                "changes": moment.changes,
+                "moved": moment.moved,
+                "repeats": moment.repeats,
+                "verdict": moment.case.verdict,
+                "seconds": moment.case.seconds,
+                "numbers": moment.case.measured,
+            }
+            for moment in history.moments
+        ],
+    }
+
+
+def _summary(history: History) -> tuple[str, ...]:
+    verdicts = ", ".join(f"{count} {verdict.value}" for verdict, count in history.verdicts.items())
+    flags = [*(["FLAKY"] if history.is_flaky else []), *(["NONDETERMINISTIC"] if history.is_nondeterministic else [])]
+    change = history.last_change
+    last = "no change"
+    if change is not None:
+        what = "; ".join(filter(None, [change.case.verdict.value, ", ".join(change.moved), _changes(change)]))
+        last = f"last change {change.run.start.started[:10] or '?'}: {what}"
+    return (history.case_id, counted(len(history.moments), "run"), verdicts, " ".join(flags) or "-", last)
+
+
+def _row(moment: Moment) -> tuple[str, ...]:
+    numbers, environment = moment.case.measured, moment.run.start.environment
+    names = ("loss_distance", "local_parity", "parity", "flushed")
+    shares = [getattr(numbers, name) if numbers else None for name in names]
+    sizes = (numbers.wire_bytes, numbers.saved_bytes) if numbers else (None, None)
+    return (
+        to_the_minute(moment.run.start.started),
+        moment.run.start.name or "-",
+        (environment.short_commit if environment is not None else "") or "-",
+        moment.case.verdict.value,
+        *("-" if each is None else f"{each:.3g}" for each in shares),
+        f"{moment.case.seconds:.1f}",
+        *map(size_words, sizes),
+        "; ".join(_what_changed(moment)),
+    )
+
+
+def _what_changed(moment: Moment) -> Iterator[str]:
+    """What changed of the environment before the run, and which exact numbers changed then."""
+    if changes := _changes(moment):
+        yield f"now {changes}"
+    if moment.moved:
+        where = "NONDETERMINISTIC, in the same environment" if moment.repeats else "changed with it"
+        yield f"{where}: {', '.join(moment.moved)}"
+
+
+def _changes(moment: Moment) -> str:
+    """What changed of the environment, but for the commit, which has a column."""
+    shown = [each for each in moment.changes if not each.startswith(("commit ", "changes "))]
+    more = ["uncommitted changes"] if any(each.startswith("changes ") for each in moment.changes) else []
+    return ", ".join([*(each if len(each) <= _SHOWN else f"{each[: _SHOWN - 3]}..." for each in shown), *more])
+
+
+def size_words(count: int | None) -> str:
+    """Bytes for people, of three digits: "1.23 MB"."""
+    if count is None:
+        return "-"
+    value, unit = float(count), 0
+    while value >= 1000 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if value >= 100 else f"{value:.3g} {_UNITS[unit]}"
+
+
+# The same cases in several environments
+
+
+def environments_sections(runs: Mapping[str, RunResult], *, decide: bool = False) -> list[Section]:
+    """A row for every environment, the cases whose verdicts differ, and the command that compares first and last."""
+    rows = tuple(
+        (
+            name,
+            str(sum(case.good for case in run.results)),
+            str(sum(case.ran for case in run.results)),
+            f"{run.cpu_s:.1f}",
+            f"{run.end.wall_s:.1f}",
+        )
+        for name, run in runs.items()
+    )
+    table = Table(columns=("environment", "good", "cases", "CPU s", "wall s"), rows=rows, right=(1, 2, 3, 4))
+    first, *_, last = runs
+    command = (Verbatim(f"to decide: `{gate_runs(first, last)}`"),) if decide and last != first else ()
+    return [Section(blocks=(table,)), _differences(runs), Section(blocks=command)]
+
+
+def _differences(runs: Mapping[str, RunResult]) -> Section:
+    ids = dict.fromkeys(case.case_id for run in runs.values() for case in run.results)
+    verdicts = {name: {case.case_id: case.verdict.value for case in run.results} for name, run in runs.items()}
+    found = {case: {name: each.get(case, "not selected") for name, each in verdicts.items()} for case in ids}
+    differ = {case: each for case, each in found.items() if len(set(each.values())) > 1}
+    if not differ:
+        return Section(blocks=(f"{counted(len(ids), 'case')}: the same verdicts everywhere",))
+    blocks: tuple[Block, ...] = tuple(
+        Entry(title=case, lines=tuple(f"{name}: {verdict}" for name, verdict in each.items()))
+        for case, each in differ.items()
+    )
+    return Section(title=f"different verdicts in {counted(len(differ), 'case')} of {len(ids)}", blocks=blocks)
