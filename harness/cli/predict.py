@@ -48,7 +48,6 @@ Examples:
 """
 _COST_EPILOG = """\b
 Examples:
-  fp8-harness predict cost fsdp2-tp2-rowwise-v2048-s2-clip0.25-f64    FLOPs, bytes and casts of a case, by formula
   fp8-harness predict cost tp2-rowwise-v2048-s2-b16 --run             the same measured, and compared with the formula
   fp8-harness predict cost --model llama3-8b --recipe tensorwise --machine h100 --tokens-per-s 7773   its MFU
 
@@ -58,7 +57,6 @@ Exit codes: 0 good, 1 a number differs from its formula, or the case failed, 2 u
 _LAYOUTS_EPILOG = """\b
 Examples:
   fp8-harness predict layouts fsdp2-tp2-rowwise-v2048-s2-b16 --world 512
-  fp8-harness predict layouts --model llama3-70b --world 4096 --tp 8 --recipe rowwise --output-layer
   fp8-harness predict layouts --model llama3-405b --world 512 --recipe tensorwise --checkpointing full --sweep
   fp8-harness predict layouts --model llama3-8b --layers 2 --tp 8 --dp-shard 64 --recipe tensorwise --verify
 
@@ -73,11 +71,9 @@ input, such as a case that a rule excludes, 4 infrastructure.
 """
 _SPEEDUP_EPILOG = """\b
 Examples:
-  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --tokens 8192
-  fp8-harness predict speedup --model llama3-70b --dp-shard 32 --tp 8 --tokens 131072 --machine h200
+  fp8-harness predict speedup --model llama3-8b --dp-shard 64 --tp 8 --machine h200 --html speedup.html
   fp8-harness predict speedup --model debugmodel --vocab-size 2256 --tp 8 --output-layer --recipe tensorwise
   fp8-harness predict speedup tp2-rowwise-v2048-s2-b16 --json - | jq .recommendations
-  fp8-harness predict speedup --model llama3-8b --dp-shard 8 --html speedup.html
 
 \b
 Nothing is run: shapes and bytes are exact, times are a model, and its assumptions are printed.
@@ -234,7 +230,7 @@ def _verified(case: Case, known: tuple[KnownFault, ...]) -> Verification:
 def speedup_command(*, case: Case, on: Machine, eager: bool, json_file: Path | None, html_file: Path | None) -> None:
     """Predict whether FP8 makes a case or model faster, with which recipe and linears. Runs nothing."""
     from harness.performance.advice import advise
-    from harness.performance.plots import plots
+    from harness.performance.gains import plots
     from harness.report.predict import speedup_page, speedup_sections
 
     found = advise(case, on, eager=eager, known=_known())

@@ -12,7 +12,6 @@ from harness.matrix.case import Case, Float8
 from harness.matrix.caseid import case_id
 from harness.matrix.known import KnownFault, matching
 from harness.matrix.recipes import Recipe
-from harness.performance.casts import EAGER_KERNELS
 from harness.performance.cost import tokens_per_device
 from harness.performance.gains import (
     Conversion,
@@ -26,7 +25,7 @@ from harness.performance.gains import (
 )
 from harness.performance.machine import Machine
 from harness.performance.models import require_formulas
-from harness.performance.roofline import Step, predicted_step
+from harness.performance.roofline import EAGER_KERNELS, Step, predicted_step
 from harness.performance.wire import axis_bytes_s
 from harness.performance.work import gemms
 

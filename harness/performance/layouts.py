@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.expect.traffic import Weight, fsdp_units
 from harness.matrix.axes import axis_values, case_from_axes
@@ -27,7 +28,7 @@ from harness.plural import binary_bytes
 from harness.verdict import Verdict
 
 MEASURED_PEAK = 1.15  # published peaks over the lower bound
-_GIB = 1 << 30
+_ENDS = (Verdict.CRASH, Verdict.HANG)
 _NAMES = 3  # of weights that a sentence lists
 _MOST = {"tp": 64, "dp_replicate": 16}  # ranks along every axis but that of FSDP, which has the others
 ASSUMPTIONS = (
@@ -38,7 +39,7 @@ ASSUMPTIONS = (
 )
 
 
-class Reason(msgspec.Struct, frozen=True, kw_only=True):
+class Reason(msgspec.Struct, frozen=True):
     """Why a case is refused, or what is to be known of it. `name`: of the rule or recorded fault."""
 
     name: str
@@ -56,8 +57,8 @@ class Matmul(msgspec.Struct, frozen=True, kw_only=True):
     precision: str
     aligned: bool
     refused: bool
-    layers: int
-    tp_ranks: int
+    layers: int = 0
+    tp_ranks: int = 0
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +129,7 @@ def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) 
         amax_reductions=sum(each.amax_reductions for each in traffic),
         memory=memories,
         peak_bytes=memories[0].peak,
-        device_bytes=_device_bytes(machine),
+        device_bytes=machine.peak.memory_bytes,
         step_s=step_s,
         tokens_s=None if step_s is None else tokens_per_device(case, step_s),
     )
@@ -136,20 +137,16 @@ def simulate(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) 
 
 def matmuls(case: Case) -> tuple[Matmul, ...]:
     """The matmuls of every TP rank, those of equal shape together, by linear in order of execution."""
-    found: dict[tuple[object, ...], Matmul] = {}
+    ranks: Counter[Matmul] = Counter()
     for rank, alike in _distinct_tp_ranks(case).items():
-        equal: dict[tuple[object, ...], list[Gemm]] = {}
-        for gemm in gemms(case, rank=rank):
-            shape = (linear_name(gemm.fqn), gemm.role, gemm.m, gemm.n, gemm.k, gemm.precision)
-            equal.setdefault(shape, []).append(gemm)
-        for key, group in equal.items():
-            before = found[key].tp_ranks if key in found else 0
-            found[key] = _matmul(group[0], layers=len(group), tp_ranks=alike + before)
-    order = {each.linear: at for at, each in reversed(list(enumerate(found.values())))}
-    return tuple(sorted(found.values(), key=lambda each: order[each.linear]))
+        for each, layers in Counter(map(_matmul, gemms(case, rank=rank))).items():
+            ranks[replace(each, layers=layers)] += alike
+    linears = list(dict.fromkeys(each.linear for each in ranks))
+    found = (replace(each, tp_ranks=count) for each, count in ranks.items())
+    return tuple(sorted(found, key=lambda each: linears.index(each.linear)))
 
 
-def _matmul(gemm: Gemm, *, layers: int, tp_ranks: int) -> Matmul:
+def _matmul(gemm: Gemm) -> Matmul:
     return Matmul(
         linear=linear_name(gemm.fqn),
         role=gemm.role,
@@ -159,8 +156,6 @@ def _matmul(gemm: Gemm, *, layers: int, tp_ranks: int) -> Matmul:
         precision=gemm.precision,
         aligned=gemm.aligned,
         refused=gemm.refused,
-        layers=layers,
-        tp_ranks=tp_ranks,
     )
 
 
@@ -193,63 +188,40 @@ def _shard(case: Case, weight: Weight) -> Shard:
 
 
 def _refusals(case: Case, machine: Machine, largest: Memory, known: Sequence[KnownFault]) -> Iterator[Reason]:
+    ranks = case.layout.dp_shard
     if (refusal := expected_refusal(case)) is not None:
-        yield Reason(name=refusal.name, text=refusal.reason)
+        yield Reason(refusal.name, refusal.reason)
     if uneven := _uneven_float8(case):
         names = ", ".join(dict.fromkeys(linear_name(weight.fqn) for weight in uneven))
-        text = (
-            f"the float8 all-gather sends unpadded shards, and {case.layout.dp_shard} ranks do not divide the rows of "
-        )
-        yield Reason(
-            name="fp8-all-gather-uneven-shards", text=f"{text}{names}: https://github.com/pytorch/ao/issues/1938"
-        )
-    for fault in matching(known, case):
-        if fault.verdict in _ENDS:
-            yield Reason(name=fault.name, text=fault.reason)
-    if largest.certain > _device_bytes(machine):
+        text = f"the float8 all-gather sends unpadded shards, and {ranks} ranks do not divide the rows of {names}"
+        yield Reason("fp8-all-gather-uneven-shards", f"{text}: https://github.com/pytorch/ao/issues/1938")
+    yield from (Reason(fault.name, fault.reason) for fault in matching(known, case) if fault.verdict in _ENDS)
+    if largest.certain > machine.peak.memory_bytes:
         text = f"a rank keeps {binary_bytes(largest.certain)} between forward and backward, or behind it"
-        yield Reason(name="memory", text=f"{text}, more than {machine.peak.name} has")
+        yield Reason("memory", f"{text}, more than {machine.peak.name} has")
 
 
-_ENDS = (Verdict.CRASH, Verdict.HANG)
+def _uneven_float8(case: Case) -> list[Weight]:
+    units = (unit for rank in _distinct_tp_ranks(case) for unit in fsdp_units(case, rank))
+    weights = (weight for unit in units for weight in unit.weights)
+    return [weight for weight in weights if weight.gathered_in_float8 and weight.rows % case.layout.dp_shard]
 
 
 def _warnings(
     case: Case, machine: Machine, largest: Memory, sharded: Sequence[Shard], known: Sequence[KnownFault]
 ) -> Iterator[Reason]:
-    for fault in matching(known, case):
-        if fault.verdict not in _ENDS:
-            yield Reason(name=fault.name, text=fault.reason)
+    yield from (Reason(fault.name, fault.reason) for fault in matching(known, case) if fault.verdict not in _ENDS)
     if case.layout.tp > 1 and crosses_nodes(case.layout, "tp", machine.gpus_per_node):
-        yield Reason(
-            name="tp-between-nodes", text="TP groups have ranks of several nodes, and nothing hides their waits"
-        )
-    empty = [each for each in sharded if each.empty_ranks]
-    if empty:
+        yield Reason("tp-between-nodes", "TP groups have ranks of several nodes, and nothing hides their waits")
+    if empty := [each for each in sharded if each.empty_ranks]:
         most = max(each.empty_ranks for each in empty)
-        names = _some([each.weight for each in empty])
-        text = f"up to {most} of {case.layout.dp_shard} ranks of an FSDP group hold no row of {names}"
-        yield Reason(name="empty-shards", text=f"{text}, and gather and reduce padding")
-    if largest.certain <= _device_bytes(machine) < largest.peak * MEASURED_PEAK:
+        names = ", ".join(each.weight for each in empty[:_NAMES])
+        more = f" and {len(empty) - _NAMES} more" if len(empty) > _NAMES else ""
+        text = f"up to {most} of {case.layout.dp_shard} ranks of an FSDP group hold no row of {names}{more}"
+        yield Reason("empty-shards", f"{text}, and gather and reduce padding")
+    if largest.certain <= machine.peak.memory_bytes < largest.peak * MEASURED_PEAK:
         text = f"the device has less than {MEASURED_PEAK} times the peak, and published peaks are that high or higher"
-        yield Reason(name="peak-memory", text=text)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES])
-    return f"{shown} and {len(names) - _NAMES} more" if len(names) > _NAMES else shown
-
-
-def _uneven_float8(case: Case) -> list[Weight]:
-    ranks = case.layout.dp_shard
-    weights = (
-        weight for rank in _distinct_tp_ranks(case) for unit in fsdp_units(case, rank) for weight in unit.weights
-    )
-    return [weight for weight in weights if weight.gathered_in_float8 and weight.rows % ranks]
-
-
-def _device_bytes(machine: Machine) -> int:
-    return machine.peak.memory_gb * _GIB
+        yield Reason("peak-memory", text)
 
 
 class Ranked(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,13 +248,17 @@ def sweep(case: Case, machine: Machine, *, known: Sequence[KnownFault] = ()) -> 
     Those that are refused come last, before them those whose peak does not fit; the others by predicted time, then by
     memory and wire.
     """
-    found = [_ranked(each, machine, known) for each in layouts(case)]
-    return tuple(sorted(found, key=_order))
+
+    def order(each: Ranked) -> tuple[object, ...]:
+        return bool(each.refused), not each.fits, each.step_s, each.peak_bytes, each.sent_bytes
+
+    return tuple(sorted((_ranked(each, machine, known) for each in layouts(case)), key=order))
 
 
 def layouts(case: Case) -> Iterator[Case]:
     """The case with every combination of degrees that are powers of two; FSDP has the other ranks."""
-    for chosen in itertools.product(*map(_powers, _MOST.values())):
+    powers = ([1 << power for power in range(most.bit_length())] for most in _MOST.values())
+    for chosen in itertools.product(*powers):
         mesh = dict(zip(_MOST, chosen, strict=True))
         mesh[REST], rest = divmod(case.world_size, ranks_of(mesh, OTHERS))
         if not rest and (mesh[REST] > 1 or ranks_of(mesh, DP_AXES) == 1):
@@ -290,16 +266,9 @@ def layouts(case: Case) -> Iterator[Case]:
             yield case_from_axes({**axis_values(case), **mesh, "tp_styles": styles})
 
 
-def _powers(largest: int) -> Iterator[int]:
-    size = 1
-    while size <= largest:
-        yield size
-        size *= 2
-
-
 def _ranked(case: Case, machine: Machine, known: Sequence[KnownFault]) -> Ranked:
     if rules := exclusions(case):
-        reasons = tuple(Reason(name=rule.name, text=rule.reason) for rule in rules)
+        reasons = tuple(Reason(rule.name, rule.reason) for rule in rules)
         return Ranked(case=case_id(case), layout=case.layout, refused=reasons)
     found = simulate(case, machine, known=known)
     return Ranked(
@@ -314,7 +283,3 @@ def _ranked(case: Case, machine: Machine, known: Sequence[KnownFault]) -> Ranked
         step_s=found.step_s or 0.0,
         tokens_s=found.tokens_s or 0.0,
     )
-
-
-def _order(found: Ranked) -> tuple[object, ...]:
-    return bool(found.refused), not found.fits, found.step_s, found.peak_bytes, found.sent_bytes

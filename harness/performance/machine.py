@@ -32,6 +32,10 @@ class Peak(msgspec.Struct, frozen=True):
     names: str
     source: str
 
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_gb << 30
+
     def tflops(self, precision: str) -> float | None:
         """The peak in "float8" or "bfloat16" in TFLOP/s; None where the device has none, or it is not known."""
         return {FLOAT8: self.float8, "bfloat16": self.bfloat16}.get(precision)

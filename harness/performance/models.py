@@ -16,52 +16,23 @@ from harness.matrix.caseid import case_id
 from harness.matrix.targets import is_llama
 from harness.plural import counted
 
-_TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/v0.2.2/torchtitan/models/llama3"
 
+class KnownModel(msgspec.Struct, frozen=True):
+    """A model: its sizes, its vocabulary, and the sequence length that torchtitan's configuration trains with."""
 
-class KnownModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of torchtitan: its sizes, its vocabulary, and the sequence length that its configuration trains with."""
-
-    name: str
     shape: ModelShape
     vocab_size: int
     seq_len: int
-    source: str
 
 
-# FFN sizes follow SwiGLU's rule: 2/3 of 4 dim, times ffn_dim_multiplier (1.3, 1.3, 1.2), up to a multiple of
-# multiple_of (1024, 4096, 4096; of debugmodel 256).
-_NAMED = (
-    KnownModel(
-        name="debugmodel",
-        shape=MODEL_PRESETS["debug"],
-        vocab_size=2048,
-        seq_len=2048,
-        source=f"{_TORCHTITAN}/train_configs/debug_model.toml",
-    ),
-    KnownModel(
-        name="llama3-8b",
-        shape=ModelShape(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336),
-        vocab_size=128256,
-        seq_len=8192,
-        source=f"{_TORCHTITAN}/train_configs/llama3_8b.toml",
-    ),
-    KnownModel(
-        name="llama3-70b",
-        shape=ModelShape(dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672),
-        vocab_size=128256,
-        seq_len=8192,
-        source=f"{_TORCHTITAN}/train_configs/llama3_70b.toml",
-    ),
-    KnownModel(
-        name="llama3-405b",
-        shape=ModelShape(dim=16384, layers=126, heads=128, kv_heads=8, ffn_dim=53248),
-        vocab_size=128256,
-        seq_len=8192,
-        source=f"{_TORCHTITAN}/train_configs/llama3_405b.toml",
-    ),
-)
-MODELS: Mapping[str, KnownModel] = {model.name: model for model in _NAMED}
+# As torchtitan 0.2.2 has them: torchtitan/models/llama3 and its train_configs. FFN sizes follow SwiGLU's rule: 2/3 of 4
+# dim, times ffn_dim_multiplier (1.3, 1.3, 1.2), up to a multiple of multiple_of (1024, 4096, 4096; of debugmodel 256).
+MODELS: Mapping[str, KnownModel] = {
+    "debugmodel": KnownModel(MODEL_PRESETS["debug"], 2048, 2048),
+    "llama3-8b": KnownModel(ModelShape(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336), 128256, 8192),
+    "llama3-70b": KnownModel(ModelShape(dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672), 128256, 8192),
+    "llama3-405b": KnownModel(ModelShape(dim=16384, layers=126, heads=128, kv_heads=8, ffn_dim=53248), 128256, 8192),
+}
 
 
 def named_model(name: str) -> KnownModel:

@@ -2,12 +2,16 @@
 
 Matmuls take the longer of multiplying and of moving their operands. Everything else moves memory, multiplies at its own
 rate or waits for wires. FSDP's collectives run behind compute, those of tensor parallelism do not.
+
+Casts to float8 are memory traffic. In a compiled block a cast along the contiguous axis is one kernel or two; one along
+the other axis writes transposed, which is slow. In an eager one every operator reads and writes all elements. With
+plain TP styles each rank casts gathered activations whole: tensor parallelism divides matmuls, and not these casts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from msgspec.structs import replace
@@ -16,9 +20,17 @@ from harness.expect.fusion import fusion_candidates
 from harness.expect.traffic import Transfer, expected_transfers
 from harness.matrix.case import Case, Float8
 from harness.matrix.layout import SAME_BATCH_AXES
-from harness.matrix.linears import is_converted, linear_fqns, parameter_count
-from harness.matrix.recipes import ITEM_BYTES
-from harness.performance.casts import EAGER_KERNELS, Cast, casts
+from harness.matrix.linears import (
+    OUTPUT_FQN,
+    ROWWISE,
+    is_checkpointed,
+    is_converted,
+    linear_fqns,
+    linear_name,
+    local_features,
+    parameter_count,
+)
+from harness.matrix.recipes import ITEM_BYTES, Operand, Recipe
 from harness.performance.machine import FLOAT8, Machine
 from harness.performance.wire import transfer_s
 from harness.performance.work import ATTENTION, Gemm, gemms, work
@@ -29,6 +41,13 @@ _FLASH_BACKWARD = 5 / 4  # products that the flash kernel computes for each that
 # token and block, counted from fused kernels; the share of forward is repeated by recomputation.
 _DIM_PASSES, _FFN_PASSES, _FORWARD = 24, 8, 0.4
 _LOSS_BYTES = 20  # of every logit
+_READ, _WRITE = 2, 1  # bytes of an element: bfloat16, float8
+# The operators of an eager cast in torchao 0.18: abs, max, to float32, mul, clamp, to float8.
+_EAGER_BYTES = (2 + 2) + 2 + (2 + 4) + (4 + 4) + (4 + 4) + (4 + 1)
+# What a converted linear launches more than one in BF16, forward and backward, counted with torch 2.13, torchao 0.18.
+EAGER_KERNELS: dict[Recipe, int] = {"tensorwise": 72, "rowwise": 98, "rowwise_with_gw_hp": 65}
+_OTHER_AXIS: frozenset[Operand] = frozenset(("i_gw", "go_gw", "w_gi"))
+_SAME_INPUT = (("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3"))
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,13 +127,6 @@ def matmul_s(m: int, n: int, k: int, precision: str, machine: Machine) -> float:
     return max(2 * m * n * k / rate, moved / machine.memory_bytes_s, machine.rates.launch_us * 1e-6)
 
 
-def cast_s(cast: Cast, machine: Machine) -> float:
-    """Seconds of the casts of one operand of a linear."""
-    rates = machine.rates
-    moved = cast.straight_bytes + cast.transposed_bytes / rates.transposing + cast.column_bytes / rates.columns
-    return max(moved / machine.memory_bytes_s, machine.rates.launch_us * 1e-6)
-
-
 def _attention_s(case: Case, machine: Machine) -> float:
     rate = (machine.peak.tflops("bfloat16") or 0.0) * 1e12 * machine.rates.attention
     parts = [each for each in work(case) if each.part == ATTENTION]
@@ -165,3 +177,90 @@ def _dispatch_s(case: Case, machine: Machine) -> float:
     kernels = converted * EAGER_KERNELS.get(case.float8.recipe, 0)
     blocks = (case.model.shape.layers + 1) * machine.rates.block_dispatch_us
     return case.train.accumulation * (blocks + kernels * machine.rates.dispatch_us) * 1e-6
+
+
+def cast_s(cast: Cast, machine: Machine) -> float:
+    """Seconds of the casts of one operand of a linear."""
+    rates = machine.rates
+    moved = cast.straight_bytes + cast.transposed_bytes / rates.transposing + cast.column_bytes / rates.columns
+    return max(moved / machine.memory_bytes_s, machine.rates.launch_us * 1e-6)
+
+
+class Cast(msgspec.Struct, frozen=True, kw_only=True):
+    """What the casts of one operand of a linear move in one rank and step, in bytes.
+
+    `straight_bytes` in order; `transposed_bytes` by kernels that write transposed; `column_bytes` by those that also
+    find a scale for each column.
+    """
+
+    fqn: str
+    operand: Operand
+    straight_bytes: int = 0
+    transposed_bytes: int = 0
+    column_bytes: int = 0
+
+
+def casts(case: Case) -> tuple[Cast, ...]:
+    """The casts of every converted linear; () without float8."""
+    fqns = [fqn for fqn in linear_fqns(case) if is_converted(case, fqn)]
+    return tuple(cast for fqn in fqns for cast in _of_linear(case, fqn))
+
+
+def _of_linear(case: Case, fqn: str) -> Iterator[Cast]:
+    """Operands of forward are cast again where the block is recomputed."""
+    backwards = case.train.accumulation
+    forwards = backwards * (1 + case.train.evaluate + is_checkpointed(case, fqn))
+    inputs, outputs = local_features(case, linear_name(fqn))
+    tokens = case.tokens_per_rank
+    sites: tuple[tuple[Operand, int], ...] = (
+        ("i", tokens * inputs * forwards),
+        ("i_gw", tokens * inputs * backwards),
+        ("w", inputs * outputs * forwards),
+        ("w_gi", inputs * outputs * backwards),
+        ("go", tokens * outputs * backwards),
+        ("go_gw", tokens * outputs * backwards),
+    )
+    for operand, elements in sites:
+        if case.float8.traits.scaling[operand] != "dis":
+            own = elements // _readers(case, fqn, operand)
+            yield Cast(fqn=fqn, operand=operand, **_moved(case, fqn, operand, own))
+
+
+def _readers(case: Case, fqn: str, operand: Operand) -> int:
+    """How many linears read one cast of their input, each of which has its share of it: a compiler merges equal casts.
+
+    Casts with a scale for each row are counted for every linear: so predictions fit what was published, also of what
+    leaving wk and wv in BF16 gains.
+    """
+    merged = case.compile != "none" and case.float8.traits.scaling[operand] == "ten"
+    name = linear_name(fqn)
+    same = next((names for names in _SAME_INPUT if name in names), ())
+    if not (merged and same and operand in ("i", "i_gw")):
+        return 1
+    return sum(is_converted(case, f"{fqn.removesuffix(name)}{other}") for other in same)
+
+
+def _shards(case: Case, fqn: str, operand: Operand) -> int:
+    """Number of shards of a tensor that is cast before it is gathered; 0 if it is cast after."""
+    if operand in ("w", "w_gi"):
+        return case.layout.dp_shard if case.gathers_float8 else 0
+    if case.float8.tp_styles == "plain" or case.layout.tp == 1 or fqn == OUTPUT_FQN:
+        return 0
+    gathered = ("go", "go_gw") if linear_name(fqn) in ROWWISE else ("i", "i_gw")
+    return case.layout.tp if operand in gathered else 0
+
+
+def _moved(case: Case, fqn: str, operand: Operand, elements: int) -> dict[str, int]:
+    """The bytes of a `Cast` of so many elements, by field."""
+    rows, other_axis = case.float8.traits.scaling[operand] == "axs", operand in _OTHER_AXIS
+    if shards := _shards(case, fqn, operand):
+        if other_axis:  # a transposed copy of what was gathered in float8
+            return {"transposed_bytes": 2 * _WRITE * elements}
+        return {"straight_bytes": (2 * _READ + _WRITE) * elements // shards}
+    if case.compile == "none":
+        return {"straight_bytes": _EAGER_BYTES * elements}
+    if not other_axis:  # a kernel holds a row whole, and reads a tensor twice
+        return {"straight_bytes": (_READ * (1 if rows else 2) + _WRITE) * elements}
+    if rows:
+        return {"column_bytes": (2 * _READ + _WRITE) * elements}
+    return {"transposed_bytes": (_READ + _WRITE) * elements}  # its scale is known

@@ -9,8 +9,7 @@ where this counts 4.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -216,14 +215,6 @@ def flops_per_token(case: Case) -> int:
 def flops_per_token_by_precision(case: Case) -> Mapping[str, float]:
     """`flops_per_token` by precision: what matmuls in float8 do not do counts in the dtype of the case."""
     alone = replace(case, layout=Layout(), train=replace(case.train, global_batch=1, accumulation=1))
-    float8 = by_precision(work(alone)).get(FLOAT8, 0) / case.train.seq_len
+    float8 = sum(each.flops for each in work(alone) if each.precision == FLOAT8) / case.train.seq_len
     total = flops_per_token(case)
     return {FLOAT8: float8, case.train.dtype: total - float8} if float8 else {case.train.dtype: float(total)}
-
-
-def by_precision(works: Iterable[Work]) -> Mapping[str, int]:
-    """FLOPs that training needs, by precision."""
-    found: Counter[str] = Counter()
-    for each in works:
-        found[each.precision] += each.flops
-    return dict(sorted(found.items()))

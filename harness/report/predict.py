@@ -16,9 +16,8 @@ from harness.report.sections import Facts, Items, Section, Table
 
 if TYPE_CHECKING:
     from harness.performance.advice import Advice
-    from harness.performance.gains import Conversion
+    from harness.performance.gains import Conversion, Plot
     from harness.performance.layouts import Ranked, Simulation
-    from harness.performance.plots import Plot
     from harness.studies.simulation import Verification
     from harness.studies.speed import CaseSpeed, SpeedReport
 

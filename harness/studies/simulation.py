@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -117,49 +117,40 @@ def _compared(case: Case, found: SimulatedRank) -> Iterator[Compared]:
         as_told = refusal is None or re.search(refusal.pattern, found.refusal) is not None
         yield Compared(rank=found.rank, what="refusals", formula=int(refusal is not None), found=int(as_told))
         return
-    yield from _rows(found.rank, *_wire(case, found))
-    yield from _rows(found.rank, *_matmuls(case, found))
-    yield from _rows(found.rank, *_flops(case, found))
+    formula, seen = _formulas(case, found.rank), _seen(found)
+    for what in sorted({*formula, *seen}):
+        yield Compared(rank=found.rank, what=what, formula=formula[what], found=seen[what])
     yield from _memory(case, found)
 
 
-def _rows(rank: int, formula: Mapping[str, int], found: Mapping[str, int]) -> Iterator[Compared]:
-    for what in sorted({*formula, *found}):
-        yield Compared(rank=rank, what=what, formula=formula.get(what, 0), found=found.get(what, 0))
-
-
-def _wire(case: Case, found: SimulatedRank) -> tuple[Counter[str], Counter[str]]:
+def _formulas(case: Case, rank: int) -> Counter[str]:
+    """Calls and bytes of collectives, matmuls by shape, and FLOPs, in words."""
     wanted: Counter[str] = Counter()
-    sent: Counter[str] = Counter()
-    changes = changes_in(installed_versions(PACKAGES))
-    for term in expected_transfers(case, step=2, rank=found.rank, changes=changes):
+    for term in expected_transfers(case, step=2, rank=rank, changes=changes_in(installed_versions(PACKAGES))):
         wanted[f"calls of {term.words}"] += term.times
         wanted[f"bytes of {term.words}"] += term.payload_bytes
-    for record in found.traffic:
-        sent[f"calls of {record.words}"] += sum(record.sizes.values())
-        sent[f"bytes of {record.words}"] += record.payload_bytes
-    return wanted, sent
-
-
-def _matmuls(case: Case, found: SimulatedRank) -> tuple[Counter[str], Counter[str]]:
-    wanted: Counter[str] = Counter()
-    for gemm in gemms(case, rank=found.rank):
+    for gemm in gemms(case, rank=rank):
         wanted[_shape_words(gemm.precision, gemm.m, gemm.n, gemm.executed_k)] += gemm.executions
-    seen = {_shape_words(each.precision, each.m, each.n, each.k): each.calls for each in found.matmuls}
-    return wanted, Counter(seen)
+    for words, each in executed(case, rank=rank, saves_attention=False).items():
+        wanted[f"FLOPs of {words}"] = each.flops
+    return wanted
+
+
+def _seen(found: SimulatedRank) -> Counter[str]:
+    """The same of a simulated rank."""
+    seen: Counter[str] = Counter()
+    for record in found.traffic:
+        seen[f"calls of {record.words}"] += sum(record.sizes.values())
+        seen[f"bytes of {record.words}"] += record.payload_bytes
+    for matmul in found.matmuls:
+        seen[_shape_words(matmul.precision, matmul.m, matmul.n, matmul.k)] = matmul.calls
+    for part in found.flops:
+        seen[f"FLOPs of {multiplied_words(part=part.part, precision=part.precision)}"] = part.flops
+    return seen
 
 
 def _shape_words(precision: str, m: int, n: int, k: int) -> str:
     return f"matmuls [{m}, {k}] x [{k}, {n}] in {precision}"
-
-
-def _flops(case: Case, found: SimulatedRank) -> tuple[dict[str, int], dict[str, int]]:
-    wanted = executed(case, rank=found.rank, saves_attention=False)
-    seen = {multiplied_words(part=each.part, precision=each.precision): each.flops for each in found.flops}
-    return (
-        {f"FLOPs of {words}": each.flops for words, each in wanted.items()},
-        {f"FLOPs of {words}": flops for words, flops in seen.items()},
-    )
 
 
 def _memory(case: Case, found: SimulatedRank) -> Iterator[Compared]:

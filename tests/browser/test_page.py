@@ -14,9 +14,9 @@ from harness.gate.gate import GatePolicy, gate
 from harness.matrix.caseid import case_id
 from harness.measured import CastRange, Curve, Measured, Sent
 from harness.performance.advice import advise
+from harness.performance.gains import plots
 from harness.performance.machine import machine
 from harness.performance.models import MODELS, training
-from harness.performance.plots import plots
 from harness.report.gate import gate_front
 from harness.report.html.page import html_report
 from harness.report.predict import speedup_page

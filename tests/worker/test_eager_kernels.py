@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from harness.matrix.recipes import Recipe
-from harness.performance.casts import EAGER_KERNELS
+from harness.performance.roofline import EAGER_KERNELS
 
 _ALLOCATES = ("detach", "alias", "empty", "empty_like", "empty_strided", "_unsafe_view")
 

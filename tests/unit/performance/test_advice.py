@@ -18,10 +18,9 @@ from harness.matrix.case import Case
 from harness.matrix.caseid import parse_case_id
 from harness.matrix.targets import is_llama
 from harness.performance.advice import Advice, advise
-from harness.performance.gains import too_small_for_rowwise
+from harness.performance.gains import plots, too_small_for_rowwise
 from harness.performance.machine import machine
 from harness.performance.models import MODELS, training
-from harness.performance.plots import plots
 from harness.report.predict import linear_row, speedup_page, speedup_sections
 from harness.report.sections import text_of
 from tests.builders import make_known

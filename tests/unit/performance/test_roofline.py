@@ -11,11 +11,10 @@ from harness.errors import HarnessError
 from harness.expect.traffic import Transfer
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Layout
-from harness.performance.casts import casts
 from harness.performance.gains import conversions, padded_size, vocabularies
 from harness.performance.machine import PEAKS, Machine, Rates, machine
 from harness.performance.models import MODELS, training
-from harness.performance.roofline import predicted_step, speed_up
+from harness.performance.roofline import casts, predicted_step, speed_up
 from harness.performance.wire import axis_bytes_s, transfer_s
 from harness.performance.work import gemms
 
