@@ -3,7 +3,7 @@
     select  ->  brief (witnesses)  ->  run on ranks  ->  judge  ->  store  ->  result
 
 Owns the order of the steps and nothing else: each step is a function or a class of the file it is imported from.
-Making references (`references.py`) is the same way with another judge.
+Making references (`studies/records.py`) is the same way with another judge.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def formulas_command(
     """
     from harness.evidence.formulas import add_verified
     from harness.report.evidence import formulas_sections
-    from harness.studies.formulas import verification, verified_with
+    from harness.studies.records import verification, verified_with
     from harness.workflow import run
 
     reason = require_reason(reason, "evidence formulas", "records")

@@ -37,7 +37,7 @@ from harness.running.plan import Plan
 from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.running.stored import results_of
-from harness.studies.references import make_goldens, needed_references
+from harness.studies.records import make_goldens, needed_references
 from harness.verdict import ExitCode
 
 _NAMED_FILES = 5  # of those that differ from the commit

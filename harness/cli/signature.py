@@ -28,7 +28,7 @@ from harness.running.progress import open_progress
 from harness.running.selection import NothingSelected, Query
 from harness.sentence import format_ranks
 from harness.sources import installed_version
-from harness.studies.signatures import SignatureChange, record_signatures
+from harness.studies.records import SignatureChange, record_signatures
 from harness.verdict import ExitCode
 
 _SHOWN_CHANGES = 40  # of one signature: more are in the file

@@ -63,7 +63,7 @@ def choose_command(name: str, rounds: int, root: str | None) -> None:
 def fit_command(file: Path, root: str | None) -> None:
     """Fit the costs of cases to the CPU seconds of a run that made all of its witnesses, and store them."""
     from harness.evidence.costs import write_costs
-    from harness.studies.costs import fit_costs
+    from harness.studies.records import fit_costs
 
     project = find_project(root)
     project.check_writable()

@@ -2,7 +2,7 @@
 
 A case costs its ranks times what its features add to a rank: converting, tensor parallelism, compiling. The model is
 within a fifth of what was measured, over two orders of magnitude; it serves to choose and to budget cases that were
-never run. How a tier is chosen is `matrix/choice.py`'s, how the numbers are fitted `studies/costs.py`'s.
+never run. How a tier is chosen is `matrix/choice.py`'s, how the numbers are fitted `studies/records.py`'s.
 
 They were fitted to the tiny model. The estimate for a larger one is rough: its blocks cost what those of the tiny one
 cost, and its matmuls take the time that the virtual device needs for them.

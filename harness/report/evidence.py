@@ -15,7 +15,7 @@ from harness.expect.expectations import FORMULAS
 from harness.plural import counted
 from harness.report.case import case_section
 from harness.report.sections import Facts, Items, Section, Table
-from harness.studies.formulas import Verification
+from harness.studies.records import Verification
 
 _SHOWS: dict[Level, str] = {
     "kernel": "The float8 matmul of the device, beside the exact one",

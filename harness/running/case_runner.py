@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -45,6 +45,32 @@ class Judge(Protocol):
         self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
     ) -> Judgement:
         """The verdict on what came back from the ranks, which ran with `fixes`. Witnesses come from `cache`."""
+
+
+class Judged(NamedTuple):
+    """A run with the verdict on it, and what else it can be compared with."""
+
+    case: Case
+    run: Run
+    judgement: Judgement
+    cache: WitnessCache
+    fixes: Sequence[Injection]
+
+
+class Reviewed:
+    """A judge whose judgements are given to `review`, with the run, before its records are dropped."""
+
+    def __init__(self, judge: Judge, review: Callable[[Judged], Judgement]) -> None:
+        self.expectation = judge.expectation
+        self.fixes = judge.fixes
+        self._judge = judge
+        self._review = review
+
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        judgement = self._judge.judge(case, run, status, cache, fixes)
+        return self._review(Judged(case, run, judgement, cache, fixes))
 
 
 class CaseRunner:

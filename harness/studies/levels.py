@@ -41,7 +41,7 @@ from harness.running.progress import Progress
 from harness.running.selection import NothingSelected, Query, select_cases
 from harness.studies import kernels, noise
 from harness.studies.mutation import MutationMatrix, Trial, hosts_among, run_mutations
-from harness.studies.references import SanityJudge, make_goldens, needed_references
+from harness.studies.records import SanityJudge, make_goldens, needed_references
 from harness.timestamp import timestamp
 from harness.trace.device import TorchFacts
 from harness.workflow import run, run_cases

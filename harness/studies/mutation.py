@@ -21,7 +21,6 @@ import msgspec
 from harness.checks.assembly import assemble, nan_as_inf, relative_distance
 from harness.checks.judge import Judgement
 from harness.checks.witnesses import finished
-from harness.engine.messages import JobStatus
 from harness.evidence.costs import read_costs
 from harness.evidence.golden import Golden, GoldenMissing, find_golden
 from harness.evidence.kills import SCHEMA, Kill, Kills
@@ -32,15 +31,15 @@ from harness.matrix.faults import HOST_IDS, NEEDS, Fault, FaultClass, hosts_of
 from harness.matrix.targets import REFERENCE
 from harness.project import Project
 from harness.result import CaseResult
-from harness.running.case_judge import CaseJudge, known_here, prepare_judge
-from harness.running.case_runner import CaseRunner
+from harness.running.case_judge import known_here, prepare_judge
+from harness.running.case_runner import CaseRunner, Judged, Reviewed
 from harness.running.executor import Executor, open_executor
-from harness.running.injection import Injection, parse_injection
+from harness.running.injection import parse_injection
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.schedule import run_schedule
 from harness.running.selection import Query, select_cases, trained_by
-from harness.running.witnesses import WitnessCache, open_witnesses
+from harness.running.witnesses import open_witnesses
 from harness.sources import installed_versions
 from harness.trace import RankFailure, RankTrace, Run
 from harness.verdict import Verdict, check_of
@@ -250,12 +249,22 @@ class _TrialWork:
         """Run the case with the fault; None when stopped before there was a result."""
         injections = () if planting.fault is None else (parse_injection(planting.fault.injection),)
         plan = msgspec.structs.replace(self._plan, injections=injections)
-        recording = _RecordingJudge(self._judge, self._goldens[case_id(planting.case)])
-        runner = CaseRunner(plan, self._executor.with_plan(plan), recording, self._cache, self._progress.note)
+        baseline, reached = UNFINISHED, dict[bool, FaultEffect]()
+
+        def review(judged: Judged) -> Judgement:
+            nonlocal baseline
+            reached[bool(judged.fixes)] = fault_effect(judged.run)
+            if judged.run.complete:
+                solo = finished(judged.cache.solo(judged.case))
+                baseline = baseline_detection(judged.run, self._goldens[case_id(judged.case)], solo)
+            return judged.judgement
+
+        judge = Reviewed(self._judge, review)
+        runner = CaseRunner(plan, self._executor.with_plan(plan), judge, self._cache, self._progress.note)
         result = runner.run(planting.case)
         if result is None:
             return None
-        return _PlantingResult(planting=planting, result=result, baseline=recording.baseline, reached=recording.reached)
+        return _PlantingResult(planting=planting, result=result, baseline=baseline, reached=reached)
 
     def stop(self) -> None:
         """Start nothing any more and kill what runs."""
@@ -279,28 +288,6 @@ class _TrialObserver:
         found = ", ".join(sorted(_checks(result))) or "no finding"
         line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {tried.planting.name}: {found}"
         self._progress.finished(tried.planting.name, line, remarkable=not expected)
-
-
-class _RecordingJudge:
-    """Judges one case with another judge and records what the baselines detect in it. It is a `Judge`."""
-
-    def __init__(self, judge: CaseJudge, golden: Golden | None) -> None:
-        self.expectation = judge.expectation
-        self.fixes = judge.fixes
-        self.baseline = UNFINISHED
-        self.reached: dict[bool, FaultEffect] = {}
-        self._judge = judge
-        self._golden = golden
-
-    def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
-    ) -> Judgement:
-        """The judgement of the other judge."""
-        judgement = self._judge.judge(case, run, status, cache, fixes)
-        self.reached[bool(fixes)] = fault_effect(run)
-        if run.complete:
-            self.baseline = baseline_detection(run, self._golden, finished(cache.solo(case)))
-        return judgement
 
 
 def baseline_detection(run: Run, golden: Golden | None, solo: Run | None) -> BaselineDetection:

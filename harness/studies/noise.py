@@ -5,7 +5,7 @@ Chooses the cases, runs them and turns distances into samples. `evidence/toleran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -13,7 +13,6 @@ from harness.checks.judge import Judgement
 from harness.checks.parity import worst_distances
 from harness.checks.witnesses import finished
 from harness.engine.hardware import arithmetic_limits
-from harness.engine.messages import JobStatus
 from harness.evidence.golden import find_golden, hardware_classes
 from harness.evidence.tolerance import (
     LOSS_VS_GOLDEN,
@@ -34,13 +33,12 @@ from harness.matrix.numerics import VIRTUAL_DEVICE, Numerics
 from harness.matrix.rules import expected_refusal
 from harness.project import Project
 from harness.result import CaseResult
-from harness.running.injection import Injection
+from harness.running.case_runner import Judged, Reviewed
 from harness.running.plan import Plan
 from harness.running.progress import Progress
-from harness.running.witnesses import WitnessCache
-from harness.studies.references import SanityJudge, needed_references
+from harness.studies.records import SanityJudge, needed_references
 from harness.timestamp import timestamp
-from harness.trace import RankTrace, Run
+from harness.trace import RankTrace
 from harness.verdict import Verdict
 from harness.workflow import run_cases
 
@@ -54,25 +52,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     new_samples: int
     failed: tuple[CaseResult, ...]
     interrupted: bool
-
-
-class DistanceJudge(SanityJudge):
-    """A SanityJudge that also records how far the gradients of `cases` are from those of their solo witness."""
-
-    def __init__(self, cases: Iterable[Case]) -> None:
-        self._wanted = {case_id(case) for case in cases}
-        self.parity: dict[str, tuple[float, ...]] = {}  # by case id: the worst relative distance of every step
-
-    def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
-    ) -> Judgement:
-        """The judgement of SanityJudge; records the distances."""
-        judgement = super().judge(case, run, status, cache, fixes)
-        sketched = judgement.verdict is Verdict.PASSED and all(trace.sketches for trace in run.traces)
-        solo = finished(cache.solo(case)) if sketched and case_id(case) in self._wanted else None
-        if solo is not None:
-            self.parity[case_id(case)] = worst_distances(run, solo, steps=range(1, case.train.steps + 1))
-        return judgement
 
 
 def recorded_cases(cases: Iterable[Case], known: Sequence[KnownFault]) -> dict[str, tuple[KnownFault, ...]]:
@@ -112,7 +91,9 @@ def measure(
     over machines.
     """
     references = needed_references(cases) if fresh else ()
-    judge = DistanceJudge(cases)
+    wanted = {case_id(case) for case in cases}
+    distances: dict[str, tuple[float, ...]] = {}
+    judge = Reviewed(SanityJudge(), lambda judged: _keep_distances(judged, wanted, distances))
     result = run_cases(project, _unique([*references, *cases]), plan, judge, progress)
     traces = {
         each.case_id: each.run.traces[0]
@@ -126,9 +107,9 @@ def measure(
         if losses is not None
     ]
     parity = [
-        _sample(case, parity_key(case, plan.numerics), judge.parity[case_id(case)])
+        _sample(case, parity_key(case, plan.numerics), distances[case_id(case)])
         for case in cases
-        if case_id(case) in traces and case_id(case) in judge.parity and not shares_its_parity_key(case, plan.numerics)
+        if case_id(case) in traces and case_id(case) in distances and not shares_its_parity_key(case, plan.numerics)
     ]
     return Measurement(
         evidence={
@@ -140,6 +121,16 @@ def measure(
         failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
         interrupted=result.end.interrupted,
     )
+
+
+def _keep_distances(judged: Judged, wanted: Collection[str], kept: dict[str, tuple[float, ...]]) -> Judgement:
+    """Keep how far the gradients of every step are from those of the solo witness, by case id."""
+    case, run, name = judged.case, judged.run, case_id(judged.case)
+    sketched = judged.judgement.verdict is Verdict.PASSED and all(trace.sketches for trace in run.traces)
+    solo = finished(judged.cache.solo(case)) if sketched and name in wanted else None
+    if solo is not None:
+        kept[name] = worst_distances(run, solo, steps=range(1, case.train.steps + 1))
+    return judged.judgement
 
 
 def shares_its_parity_key(case: Case, numerics: Numerics = VIRTUAL_DEVICE) -> bool:

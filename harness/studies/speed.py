@@ -34,7 +34,7 @@ from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import open_witnesses
 from harness.store import RunStore
-from harness.studies.references import SanityJudge
+from harness.studies.records import SanityJudge
 from harness.timestamp import timestamp
 from harness.workflow import check_fits, provenance
 

@@ -8,8 +8,7 @@ questions here: do probes change a bit, do ranks start from different weights, i
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +18,6 @@ from harness.checks.judge import Judgement
 from harness.checks.model import unequal_initial_weights
 from harness.checks.rule import Rule, Stage
 from harness.checks.stacks import own_frame
-from harness.engine.messages import JobStatus
 from harness.errors import HarnessError
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Dtype, Float8, Layout, Train
@@ -29,9 +27,9 @@ from harness.matrix.rules import exclusions
 from harness.matrix.words import WORDS, hint, values_of
 from harness.project import Project
 from harness.result import CaseResult
-from harness.running.case_judge import CaseJudge, prepare_judge
+from harness.running.case_judge import prepare_judge
+from harness.running.case_runner import Judged, Reviewed
 from harness.running.identity import check_targets, target_file
-from harness.running.injection import Injection
 from harness.running.plan import Plan
 from harness.running.progress import Progress
 from harness.running.witnesses import WitnessCache
@@ -177,16 +175,25 @@ def check_target(project: Project, options: CheckOptions, plan: Plan, progress: 
     check_targets([options.target], project.root)
     cases = cases_of(options, device=plan.device)
     check_fits(cases, plan)
-    judge = _TargetJudge(prepare_judge(project, cases, plan))
+    seen: dict[str, _Seen] = {}
+
+    def review(judged: Judged) -> Judgement:
+        if judged.run.complete:
+            seen[case_id(judged.case)] = _look(judged)
+        return judged.judgement
+
+    judge = Reviewed(prepare_judge(project, cases, plan), review)
     plan = msgspec.structs.replace(plan, timeout_s=plan.timeout_s or TIMEOUT_S, digests_built=True)
     result = run_cases(project, cases, plan, judge, progress)
-    runs = tuple(_target_run(case, each, judge) for case, each in zip(cases, result.results, strict=True))
+    runs = tuple(
+        _target_run(case, each, seen.get(each.case_id)) for case, each in zip(cases, result.results, strict=True)
+    )
     return TargetReport(
         schema=1,
         target=options.target,
         file=target_file(options.target, project.root),
         runs=_without_unsupported(runs, [each.run for each in result.results]),
-        built=_built(cases, judge),
+        built=_built(cases, seen),
         notes=_notes(result.results),
         software=result.end.provenance,
         interrupted=result.end.interrupted,
@@ -199,32 +206,17 @@ class _Seen(NamedTuple):
 
     findings: tuple[Finding, ...]
     probes_neutral: bool | None
-    models: tuple[ModelRecord | None, ...]  # of every rank
+    model: ModelRecord | None  # of rank 0
 
 
-class _TargetJudge:
-    """The judge of any run, which also asks the questions of this study. It is a `Judge` of `case_runner.py`."""
-
-    def __init__(self, inner: CaseJudge) -> None:
-        self.expectation = inner.expectation
-        self.fixes = inner.fixes
-        self.seen: dict[str, _Seen] = {}
-        self._inner = inner
-        self._lock = threading.Lock()
-
-    def judge(
-        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
-    ) -> Judgement:
-        """The judgement of any run; keeps what else was seen."""
-        judgement = self._inner.judge(case, run, status, cache, fixes)
-        if run.complete:
-            changed = _changed_by_probes(case, run, cache)
-            neutral = None if changed is None else not changed
-            findings = (*(changed or ()), *unequal_initial_weights(run), *_scale(case, run))
-            models = tuple(trace.model for trace in run.traces)
-            with self._lock:
-                self.seen[case_id(case)] = _Seen(findings, neutral, models)
-        return judgement
+def _look(judged: Judged) -> _Seen:
+    """What the questions of this study find in a complete run."""
+    changed = _changed_by_probes(judged.case, judged.run, judged.cache)
+    return _Seen(
+        findings=(*(changed or ()), *unequal_initial_weights(judged.run), *_scale(judged.case, judged.run)),
+        probes_neutral=None if changed is None else not changed,
+        model=judged.run.traces[0].model,
+    )
 
 
 def _changed_by_probes(case: Case, run: Run, cache: WitnessCache) -> list[Finding] | None:
@@ -266,8 +258,7 @@ def _scale(case: Case, run: Run) -> list[Finding]:
     return [] if found is None else [SCALE.finding(explanation=found.what, step=1, fix=found.fix)]
 
 
-def _target_run(case: Case, result: CaseResult, judge: _TargetJudge) -> TargetRun:
-    seen = judge.seen.get(result.case_id)
+def _target_run(case: Case, result: CaseResult, seen: _Seen | None) -> TargetRun:
     return TargetRun(
         case_id=result.case_id,
         layout=layout_id(case.layout),
@@ -306,14 +297,13 @@ def _is_refusal(failure: RankFailure) -> bool:
     return failure.phase == "build" and last and own is not None and own.code.startswith(("raise ", "assert "))
 
 
-def _built(cases: Sequence[Case], judge: _TargetJudge) -> tuple[Built, ...]:
+def _built(cases: Sequence[Case], seen: Mapping[str, _Seen]) -> tuple[Built, ...]:
     """What was found in every layout with FP8."""
     found: dict[str, Built] = {}
     for case in cases:
-        seen = judge.seen.get(case_id(case))
-        model = seen.models[0] if seen is not None else None
-        if model is not None and case.float8.enabled:
-            found.setdefault(layout_id(case.layout), _facts(layout_id(case.layout), model))
+        looked = seen.get(case_id(case))
+        if case.float8.enabled and looked is not None and looked.model is not None:
+            found.setdefault(layout_id(case.layout), _facts(layout_id(case.layout), looked.model))
     return tuple(found.values())
 
 

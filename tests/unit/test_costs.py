@@ -17,7 +17,7 @@ from harness.project import find_project
 from harness.result import CaseResult, WitnessMade
 from harness.running.selection import Query, select_cases
 from harness.store import run_lines
-from harness.studies.costs import fit_costs
+from harness.studies.records import fit_costs
 from harness.verdict import Verdict
 from tests.builders import make_attempt, make_result, make_results
 

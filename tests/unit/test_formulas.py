@@ -23,7 +23,7 @@ from harness.expect.expectations import CASTS, FORMULAS, FUSION, TRAFFIC
 from harness.report.evidence import formulas_sections, verified_line
 from harness.report.sections import text_of
 from harness.result import RunResult, WithFix
-from harness.studies.formulas import verification
+from harness.studies.records import verification
 from harness.verdict import Finding, Verdict
 from tests.builders import a_finding, make_result
 

@@ -1,0 +1,278 @@
+"""Records that are made of runs and stored with the cases: goldens, signatures, verified formulas, costs of cases.
+
+Chooses the runs, and refuses unsound ones: a fault must not become what later runs are compared with. Stores nothing:
+the caller does, with `evidence/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.checks import alignment, finite, fp8_on, matmuls
+from harness.checks.catalogue import CHECKS
+from harness.checks.judge import Judgement, judge
+from harness.checks.signature import UNRECORDABLE
+from harness.checks.witnesses import Witnesses
+from harness.engine.hardware import arithmetic_limits, cpu_extensions, cpu_name
+from harness.engine.messages import JobStatus
+from harness.errors import HarnessError
+from harness.evidence.costs import SCHEMA, Costs, case_features, solo_features
+from harness.evidence.formulas import VerifiedWith, base_version
+from harness.evidence.golden import Golden, make_golden, provenance_of
+from harness.evidence.signature import (
+    Signature,
+    SignatureDamaged,
+    SignatureMissing,
+    load_signature,
+    make_signature,
+)
+from harness.evidence.tree import source_commit
+from harness.expect.expectations import FORMULAS, Expectations
+from harness.hints import fit_costs as fit_costs_command
+from harness.matrix.case import Case
+from harness.matrix.caseid import case_id, family_id, parse_case_id, reference_case
+from harness.matrix.rules import expected_refusal
+from harness.project import Project
+from harness.result import CaseResult, RunResult
+from harness.running.case_judge import prepare_judge
+from harness.running.case_runner import Judged, Reviewed
+from harness.running.identity import check_targets
+from harness.running.injection import Injection
+from harness.running.plan import Plan
+from harness.running.progress import Progress
+from harness.running.stored import read_results
+from harness.running.witnesses import WitnessCache
+from harness.timestamp import timestamp
+from harness.trace import Run
+from harness.verdict import Finding, Verdict
+from harness.workflow import check_fits, run_cases
+
+_SANITY = tuple(check for check in CHECKS if check.name in (finite.NAME, fp8_on.NAME, matmuls.NAME, alignment.NAME))
+_FEWEST = 30  # runs below which no costs are fitted: there are more than a dozen features
+_SOLO = "solo "
+
+
+class References(msgspec.Struct, frozen=True, kw_only=True):
+    """The new goldens, and the results of the references that failed."""
+
+    goldens: tuple[Golden, ...]
+    failed: tuple[CaseResult, ...]
+    interrupted: bool
+
+
+class SanityJudge:
+    """Judges a run by itself: complete, finite, FP8 exactly where requested. Implements `Judge` of `case_runner.py`."""
+
+    def expectation(self, case: Case) -> None:
+        """References must train, so nothing else is expected."""
+
+    def fixes(self, case: Case) -> tuple[Injection, ...]:
+        """None: a reference is what the installed packages compute."""
+        return ()
+
+    def judge(
+        self, case: Case, run: Run, status: JobStatus, cache: WitnessCache, fixes: Sequence[Injection] = ()
+    ) -> Judgement:
+        """Passes runs that may become a golden or a noise sample."""
+        return judge(case, run, status, Witnesses(expect=Expectations(case)), checks=_SANITY)
+
+
+def needed_references(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """The reference cases of these cases, one per family. Cases with an expected refusal need none."""
+    training = (case for case in cases if expected_refusal(case) is None)
+    return tuple({family_id(case): reference_case(case) for case in training}.values())
+
+
+def make_goldens(
+    project: Project, references: Sequence[Case], plan: Plan, progress: Progress, *, reason: str, command: str
+) -> References:
+    """Run the reference cases and return their goldens. Stores nothing."""
+    result = run_cases(project, references, plan, SanityJudge(), progress)
+    commit = source_commit(project.root)
+    passed = [each for each in result.results if each.verdict is Verdict.PASSED]
+    goldens = [_golden(each, reason=reason, command=command, commit=commit) for each in passed]
+    return References(
+        goldens=tuple(goldens),
+        failed=tuple(each for each in result.results if each.verdict is not Verdict.PASSED),
+        interrupted=result.end.interrupted,
+    )
+
+
+def _golden(result: CaseResult, *, reason: str, command: str, commit: str) -> Golden:
+    assert result.run is not None, "a case that passed has a run"
+    family = family_id(parse_case_id(result.case_id))
+    made = make_golden(result.run, family=family, case_id=result.case_id, command=command, reason=reason, commit=commit)
+    on_cpu = {"cpu": cpu_extensions(), "limits": arithmetic_limits()} if made.provenance.device == "cpu" else {}
+    return msgspec.structs.replace(made, provenance=msgspec.structs.replace(made.provenance, **on_cpu))
+
+
+class SignatureChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A new signature and the one that it replaces. `old_error` says why an existing file could not be read."""
+
+    new: Signature
+    old: Signature | None
+    old_error: str = ""
+
+
+class Signatures(msgspec.Struct, frozen=True, kw_only=True):
+    """The new signatures in the order of the cases, and the results of the cases of which none was made."""
+
+    changes: tuple[SignatureChange, ...]
+    failed: tuple[CaseResult, ...]
+    interrupted: bool
+
+
+def record_signatures(
+    project: Project, cases: Sequence[Case], plan: Plan, progress: Progress, *, reason: str, command: str
+) -> Signatures:
+    """Run the cases and return their signatures with the stored ones.
+
+    The verdict is invariant for a run that passes every other check and of which no signature can be made. Of a case
+    with a recorded fault its run with the fix is recorded.
+    """
+    check_fits(cases, plan)
+    check_targets((case.target for case in cases), project.root)
+    provenance = {"command": command, "reason": reason, "commit": source_commit(project.root)}
+    made: dict[str, Signature] = {}
+
+    def review(judged: Judged) -> Judgement:
+        if judged.judgement.verdict is not Verdict.PASSED:
+            return judged.judgement
+        name = case_id(judged.case)
+        try:
+            made[name] = make_signature(judged.run, case_id=name, **provenance)
+        except HarnessError as error:
+            finding = UNRECORDABLE.finding(problem=f"{error.what} Fix: {error.fix}")
+            return msgspec.structs.replace(judged.judgement, verdict=finding.verdict, findings=(finding,))
+        return judged.judgement
+
+    judge = Reviewed(prepare_judge(project, cases, plan, signatures=False), review)
+    result = run_cases(project, cases, plan, judge, progress)
+    return Signatures(
+        changes=tuple(_change(project, made[each.case_id]) for each in result.results if each.case_id in made),
+        failed=tuple(each for each in result.results if each.case_id not in made),
+        interrupted=result.end.interrupted,
+    )
+
+
+def _change(project: Project, new: Signature) -> SignatureChange:
+    try:
+        return SignatureChange(new=new, old=load_signature(project.root, new.case_id))
+    except SignatureMissing:
+        return SignatureChange(new=new, old=None)
+    except SignatureDamaged as error:
+        return SignatureChange(new=new, old=None, old_error=error.text)
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """What clean runs said of the formulas. Cases that failed in another way say nothing of them."""
+
+    compared: Mapping[str, int]  # by formula, in how many cases it was compared
+    contradicted: Mapping[str, tuple[str, ...]]  # by formula, the ids of the cases that disagree with it
+    failed: tuple[CaseResult, ...]  # not good, and not only changed
+
+    @property
+    def verified(self) -> dict[str, int]:
+        """The formulas that were compared and never contradicted, each with the number of cases."""
+        return {name: count for name, count in self.compared.items() if count and not self.contradicted[name]}
+
+    @property
+    def complete(self) -> bool:
+        """True when every formula is verified and no case failed."""
+        return not self.failed and set(self.verified) == set(FORMULAS)
+
+
+def verification(run: RunResult) -> Verification:
+    """What the results of a run say of every formula."""
+    contradicted = {
+        formula: tuple(
+            result.case_id for result in run.results if any(each.formula == formula for each in _unexplained(result))
+        )
+        for formula in FORMULAS
+    }
+    return Verification(
+        compared={formula: sum(_compares(result, formula) for result in run.results) for formula in FORMULAS},
+        contradicted=contradicted,
+        failed=tuple(each for each in run.results if not each.verdict.good and each.verdict is not Verdict.CHANGED),
+    )
+
+
+def _unexplained(result: CaseResult) -> tuple[Finding, ...]:
+    """The findings of a case; none where a recorded fault explains them and its fix mends it."""
+    return result.findings if result.verdict is not Verdict.KNOWN else ()
+
+
+def _compares(result: CaseResult, formula: str) -> bool:
+    """True when a formula was compared with a clean run of this case: of a recorded fault, with that of its fix."""
+    if result.verdict is Verdict.KNOWN:
+        checks = result.with_fix.checks if result.with_fix is not None else ()
+    else:
+        checks = result.checks if result.verdict in (Verdict.PASSED, Verdict.CHANGED) else ()
+    return any(check.formula == formula and check.name in checks for check in CHECKS)
+
+
+def verified_with(project: Project, run: RunResult, *, reason: str, command: str) -> VerifiedWith:
+    """The record of what a run verified, with the versions that its ranks reported."""
+    traces = (trace for result in run.results if result.run is not None for trace in result.run.traces)
+    provenance = provenance_of(next(traces), command=command, reason=reason, commit=source_commit(project.root))
+    return VerifiedWith(
+        torch=base_version(provenance.software["torch"]),
+        torchao=base_version(provenance.software["torchao"]),
+        cases=verification(run).verified,
+        provenance=provenance,
+    )
+
+
+def fit_costs(file: Path, *, command: str) -> Costs:
+    """The costs that the results in a file show. HarnessError when it holds too few runs."""
+    run = read_results(file)
+    # a case that is known has run twice where its fault has a fix
+    trained = [
+        (parse_case_id(result.case_id), result.cpu_s) for result in run.results if result.verdict is Verdict.PASSED
+    ]
+    measured = [(case_features(case), cpu_s) for case, cpu_s in trained if expected_refusal(case) is None]
+    solos = [
+        (solo_features(parse_case_id(name)), witness.cpu_s)
+        for witness in run.end.witnesses
+        if witness.name.startswith(_SOLO) and " " not in (name := witness.name.removeprefix(_SOLO))
+    ]
+    if len(measured) < _FEWEST or len(solos) < _FEWEST:
+        what = f"holds {len(measured)} runs and {len(solos)} solo witnesses; {_FEWEST} of each are needed."
+        raise HarnessError(what, where=str(file), fix=f"run tier pr with an empty cache: `{fit_costs_command()}`.")
+    weights, error = _fitted(measured)
+    return Costs(
+        schema=SCHEMA,
+        case=weights,
+        solo=_fitted(solos)[0],
+        cases_fitted=len(measured),
+        witnesses_fitted=len(solos),
+        typical_error=round(error, 3),
+        software={name: version for name, version in run.end.provenance.items() if name in ("torch", "torchao")},
+        cpu=cpu_name(),
+        command=command,
+        created=timestamp(),
+    )
+
+
+def _fitted(samples: Sequence[tuple[Mapping[str, float], float]]) -> tuple[dict[str, float], float]:
+    """Weights by feature, none negative, and the median relative error. Small costs count as much as large ones."""
+    import numpy as np
+
+    names = list(samples[0][0])
+    table: Any = np.array([[features[name] for name in names] for features, _ in samples])
+    measured: Any = np.array([cpu_s for _, cpu_s in samples])
+    importance = 1 / np.sqrt(np.maximum(measured, 0.1))
+    kept = list(range(len(names)))
+    while True:
+        weights, *_ = np.linalg.lstsq(table[:, kept] * importance[:, None], measured * importance, rcond=None)
+        if (weights >= 0).all():
+            break
+        kept = [index for index, weight in zip(kept, weights, strict=True) if weight > 0]
+    errors = np.abs(table[:, kept] @ weights / measured - 1)
+    return {names[index]: round(float(weight), 4) for index, weight in zip(kept, weights, strict=True)}, float(
+        np.median(errors)
+    )
