@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from harness.durable import append_line
+from harness.durable import WriteFailed, append_line
 from harness.errors import HarnessError
 from harness.jsonform import from_json, to_json
 from harness.matrix.caseid import case_id, parse_case_id
@@ -60,27 +60,33 @@ def _end_line(run: RunResult) -> bytes:
 
 
 class RunStore:
-    """The file of one run. Thread-safe."""
+    """The file of one run. Thread-safe. What cannot be written is noted: a full disk must not end a run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, note: Callable[[str], None] | None = None) -> None:
         self.path = path  # may not exist yet
+        self._note = note  # None: raises `WriteFailed` instead
         self._lock = threading.Lock()
 
     def begin(self, start: RunStart) -> None:
-        """Store what the run is going to run, where and how, before it starts. Raises `WriteFailed`."""
-        self._append(to_json(start))
+        """Store what the run is going to run, where and how, before it starts."""
+        self._append("list of cases", to_json(start))
 
     def append(self, result: CaseResult) -> None:
-        """Store one result. Raises `WriteFailed`."""
-        self._append(_case_line(result))
+        """Store one result."""
+        self._append("result", _case_line(result))
 
     def finish(self, run: RunResult) -> None:
-        """Store how the run ended. Raises `WriteFailed`."""
-        self._append(_end_line(run))
+        """Store how the run ended."""
+        self._append("end of the run", _end_line(run))
 
-    def _append(self, line: bytes) -> None:
-        with self._lock:
-            append_line(self.path, line)
+    def _append(self, what: str, line: bytes) -> None:
+        try:
+            with self._lock:
+                append_line(self.path, line)
+        except WriteFailed as error:
+            if self._note is None:
+                raise
+            self._note(f"{what} not stored: {error.text}")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -180,32 +180,6 @@ class NotJudged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     check: str
     reason: str
     unverified: bool = False
-
-
-class Outcome(Protocol):
-    """How a case ended, and until when, by whom and why it fails no run; empty where it counts."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """How it ended."""
-
-    @property
-    def quarantined(self) -> str:
-        """Why it is excused."""
-
-
-def is_excused(outcome: Outcome) -> bool:
-    """True when it is not good and counts against no run, because it is quarantined."""
-    return bool(outcome.quarantined) and not outcome.verdict.good and outcome.verdict is not Verdict.NOT_RUN
-
-
-def run_exit_code(outcomes: Sequence[Outcome], *, interrupted: bool, shard: str) -> ExitCode:
-    """The exit code of a run, or of one of its shards, which may be empty where there are more shards than cases."""
-    if interrupted:
-        return ExitCode.INTERRUPTED
-    if shard and not outcomes:
-        return ExitCode.GOOD
-    return exit_code([Verdict.PASSED if is_excused(each) else each.verdict for each in outcomes])
 
 
 def exit_code(verdicts: Sequence[Verdict]) -> ExitCode:

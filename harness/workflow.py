@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from harness.durable import WriteFailed
 from harness.errors import HarnessError
 from harness.hints import update_missing_goldens, update_missing_signatures
 from harness.matrix.case import Case
@@ -58,14 +57,13 @@ def run(project: Project, query: Query, plan: Plan, progress: Progress) -> tuple
         shard="" if query.shard is None else query.shard.text,
         argv=(*query.words_with_absolute_paths, *plan.given.words, *(("--name", plan.name) if plan.name else ())),
     )
-    store = RunStore(project.new_run())
-    storing = _RunRecorder(store, progress)
+    store = RunStore(project.new_run(), progress.note)
     with store.locked():
-        storing.begin(start)
+        store.begin(start)
         remove_old_runs(project)
-        result = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
+        result = run_cases(project, cases, plan, judge, progress, keep=store.append)
         result = msgspec.structs.replace(result, start=start)
-        storing.finish(result)
+        store.finish(result)
     return result, store.path
 
 
@@ -74,7 +72,7 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) ->
 
     Raises `HarnessError` before any rank starts when the environment changed, or when another process does the same.
     """
-    store = RunStore(stopped.path)
+    store = RunStore(stopped.path, progress.note)
     with store.locked() as alone:
         if not alone:
             raise HarnessError("another process runs it.", where="--resume", fix="wait for its end.")
@@ -85,10 +83,9 @@ def resume(project: Project, stopped: Stored, plan: Plan, progress: Progress) ->
         judge, plan = _prepared(project, cases, plan, progress)
         called = f"{stored.start.name}, started {stored.start.started}" if stored.start.name else stored.start.started
         progress.note(f"resumes the run {called}: {len(cases)} of {len(stored.results)} cases are left.")
-        storing = _RunRecorder(store, progress)
-        rest = run_cases(project, cases, plan, judge, progress, keep=storing.keep)
+        rest = run_cases(project, cases, plan, judge, progress, keep=store.append)
         whole = _joined(stored, rest)
-        storing.finish(whole)
+        store.finish(whole)
     return whole, store.path
 
 
@@ -205,29 +202,6 @@ class _CaseObserver:
     def enough(self) -> bool:
         """True once so many cases failed that no other is wanted."""
         return self._left is not None and self._left <= 0
-
-
-class _RunRecorder:
-    """Stores the plan and the results, or notes why it cannot: a full disk must not end a run that can be reported."""
-
-    def __init__(self, store: RunStore, progress: Progress) -> None:
-        self._store = store
-        self._progress = progress
-
-    def begin(self, start: RunStart) -> None:
-        self._store_or_note("list of cases", lambda: self._store.begin(start))
-
-    def keep(self, result: CaseResult) -> None:
-        self._store_or_note("result", lambda: self._store.append(result))
-
-    def finish(self, result: RunResult) -> None:
-        self._store_or_note("end of the run", lambda: self._store.finish(result))
-
-    def _store_or_note(self, what: str, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except WriteFailed as error:
-            self._progress.note(f"{what} not stored: {error.text}")
 
 
 def _announce(judge: CaseJudge, progress: Progress, query: Query, plan: Plan, *, store: bool) -> None:

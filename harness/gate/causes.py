@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,9 @@ class Origin(enum.Enum):
         return list(Origin).index(self)
 
 
+Side = Literal["", "baseline", "candidate"]
+
+
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Reasons with one cause. `example` is a case that ends differently, if there is one, and the cheapest of these.
 
@@ -49,7 +52,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # of the upstream change or of the recorded fault; else of the check or the kind of reason
     what: str  # the cause in a sentence
     link: str = ""
-    side: Literal["", "baseline", "candidate"] = ""  # which has the change or the fault of torch
+    side: Side = ""  # which has the change or the fault of torch
     moved: Mapping[Topic, tuple[str, ...]]  # the ids of the cases by what moved in them
     example: str
     verdicts: tuple[str, str]  # of the example: in the baseline and in the candidate
@@ -62,14 +65,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(case for cases in self.moved.values() for case in cases))
 
 
-class _Cause(msgspec.Struct, frozen=True, kw_only=True):
+class _Cause(NamedTuple):
     """What distinguishes a group."""
 
     origin: Origin
     name: str
     what: str
     link: str = ""
-    side: Literal["", "baseline", "candidate"] = ""
+    side: Side = ""
 
 
 def grouped(
@@ -79,22 +82,17 @@ def grouped(
 
     `faults`: those on record, of all versions. `words` are options that a bisection needs besides its versions.
     """
-    upstream = _Upstream(sides, faults)
+    attribution = _Attribution(sides, faults)
     by_cause: dict[_Cause, list[Reason]] = {}
-    by_case: dict[str, list[Reason]] = {}
-    for reason in reasons:
-        if reason.case is not None and reason.kind not in _NOT_MOVED:
-            by_case.setdefault(reason.case, []).append(reason)
-    for case, found in by_case.items():
-        attribution = _Attribution(upstream, case, sides.after.get(case))
-        for reason in found:
-            by_cause.setdefault(attribution.cause(reason), []).append(reason)
-    bisection = _bisection(sides, words)
-    groups = [_group(cause, found, sides, faults, bisection) for cause, found in by_cause.items()]
+    # The reasons of a case stand together, whatever their weight.
+    order = {case: place for place, case in enumerate(dict.fromkeys(reason.case for reason in reasons))}
+    for reason in sorted(reasons, key=lambda reason: order[reason.case]):
+        if reason.case is not None and reason.kind not in (Kind.STILL_FAILING, Kind.REQUIRED):
+            by_cause.setdefault(attribution.cause(reason, reason.case), []).append(reason)
+    groups = [_group(cause, found, sides, faults, words) for cause, found in by_cause.items()]
     return tuple(sorted(groups, key=lambda each: (each.origin.place, -len(each.cases), each.name)))
 
 
-_NOT_MOVED = (Kind.STILL_FAILING, Kind.REQUIRED)
 _OURS = (
     Kind.UNEXPECTED_PASS, Kind.INTERRUPTED, Kind.LOST_COVERAGE, Kind.LOST_CHECK, Kind.GOLDEN, Kind.TOLERANCE,
     Kind.REFERENCES,
@@ -104,35 +102,46 @@ _OF_FORMULAS = {Topic.TRAFFIC: "traffic", Topic.MEMORY: "saved memory", Topic.CA
 _NUMBERS = (Kind.FP8_MOVED, Kind.BF16_MOVED, Kind.MOVED)
 
 
-class _Upstream:
-    """What is named and different between the packages of two sides."""
+class _Attribution:
+    """Finds the causes of what moved, from what is named and different between the packages of two sides."""
 
     def __init__(self, sides: Sides, faults: Sequence[KnownFault]) -> None:
         before, after = (_versions(each.packages) for each in sides.environments)
-        self._packages = after
+        self._sides, self._packages = sides, after
         self._before, self._after = changes_in(before), changes_in(after)
         self._differing = sorted(self._before ^ self._after, key=lambda change: change.name)
         known = bool(before and after)
         self._faults = [fault for fault in faults if known and fault.affects(before) != fault.affects(after)]
 
-    def explaining(self, case: Case, formulas: frozenset[str]) -> UpstreamChange | None:
-        """The named change because of which all of these formulas, or their limits, let the case move."""
-        return next((each for each in self._differing if formulas <= self._moved(case, each)), None)
+    def cause(self, reason: Reason, case_id: str) -> _Cause:
+        """The cause of a reason of this case."""
+        case, after = parse_case_id(case_id), self._sides.after.get(case_id)
+        if fault := self._fault(reason, case):
+            side = _which(on_candidate=fault.affects(self._packages))
+            return _Cause(Origin.TORCH, fault.name, fault.reason, fault.link, side)
+        if change := self._change(reason, case):
+            side = _which(on_candidate=change in self._after)
+            return _Cause(Origin.TORCH, change.name, change.what, change.link, side)
+        if reason.kind in _OURS or (after is not None and _is_ours(reason, after)):
+            what = reason.what if reason.kind is Kind.LOST_CHECK else reason.kind.phrase
+            return _Cause(Origin.OURS, reason.kind.value, what)
+        if Topic.VERDICT in reason.topics and after is not None and after.failure_signature is not None:
+            return _Cause(Origin.UNEXPLAINED, after.failure_signature.kind, after.failure_signature.text)
+        return _Cause(Origin.UNEXPLAINED, reason.kind.value, reason.kind.phrase)
 
-    def rounding(self, case: Case) -> UpstreamChange | None:
-        """The named change because of which the ranks of this case round differently."""
-        return next(
-            (each for each in self._differing if each.rounds and parse_selector(each.rounds).matches(case)), None
-        )
+    def _fault(self, reason: Reason, case: Case) -> KnownFault | None:
+        """The recorded fault of one side alone that the reason names, or that its numbers follow."""
+        if reason.kind not in (*_OF_FAULTS, *_NUMBERS):
+            return None
+        found = matching(self._faults, case)
+        return next((fault for fault in found if not reason.faults or fault.name in reason.faults), None)
 
-    def side_of(self, named: UpstreamChange | KnownFault) -> Literal["baseline", "candidate"]:
-        """Which of the two sides has it."""
-        on_candidate = named in self._after if isinstance(named, UpstreamChange) else named.affects(self._packages)
-        return "candidate" if on_candidate else "baseline"
-
-    def faults(self, case: Case) -> tuple[KnownFault, ...]:
-        """The recorded faults that the case has with one side only."""
-        return matching(self._faults, case)
+    def _change(self, reason: Reason, case: Case) -> UpstreamChange | None:
+        """The named change that accounts for all that moved: by formulas, or because ranks round differently."""
+        formulas = frozenset(_OF_FORMULAS.get(topic, "") for topic in reason.topics)
+        explaining = (each for each in self._differing if formulas <= self._moved(case, each))
+        rounding = (each for each in self._differing if each.rounds and parse_selector(each.rounds).matches(case))
+        return next(explaining, None) or (next(rounding, None) if reason.kind in _NUMBERS else None)
 
     def _moved(self, case: Case, change: UpstreamChange) -> frozenset[str]:
         """The formulas that this one change makes different, beside the changes that both sides have."""
@@ -144,8 +153,12 @@ class _Upstream:
         return found | frozenset(change.within_limits if found else ())
 
 
+def _which(*, on_candidate: bool) -> Side:
+    return "candidate" if on_candidate else "baseline"
+
+
 def _versions(packages: Mapping[str, str]) -> Mapping[str, str]:
-    """Those that are versions: a document may be of any program."""
+    """Those that are versions: results may be of any program."""
     return {name: version for name, version in packages.items() if is_version(version)}
 
 
@@ -166,75 +179,39 @@ def _claims(formula: str, expect: Expectations) -> Iterator[object]:
                 yield expect.saved_limits(step=step, rank=rank)
 
 
-class _Attribution:
-    """Finds the causes of what moved in one case."""
-
-    def __init__(self, upstream: _Upstream, case_id: str, after: CaseResult | None) -> None:
-        self._case, self._upstream, self._after = parse_case_id(case_id), upstream, after
-
-    def cause(self, reason: Reason) -> _Cause:
-        """The cause of one of its reasons."""
-        named = self._fault(reason) or self._change(reason)
-        if named is not None:
-            what = named.reason if isinstance(named, KnownFault) else named.what
-            side = self._upstream.side_of(named)
-            return _Cause(origin=Origin.TORCH, name=named.name, what=what, link=named.link, side=side)
-        if reason.kind in _OURS or self._is_ours(reason):
-            return _Cause(origin=Origin.OURS, name=reason.kind.value, what=_of_kind(reason))
-        if Topic.VERDICT in reason.topics and self._after is not None and self._after.failure_signature is not None:
-            signature = self._after.failure_signature
-            return _Cause(origin=Origin.UNEXPLAINED, name=signature.kind, what=signature.text)
-        return _Cause(origin=Origin.UNEXPLAINED, name=reason.kind.value, what=reason.kind.phrase)
-
-    def _change(self, reason: Reason) -> UpstreamChange | None:
-        """The named change that accounts for all that moved: by formulas, or because ranks round differently."""
-        formulas = frozenset(_OF_FORMULAS.get(topic, "") for topic in reason.topics)
-        found = self._upstream.explaining(self._case, formulas)
-        return self._upstream.rounding(self._case) if found is None and reason.kind in _NUMBERS else found
-
-    def _fault(self, reason: Reason) -> KnownFault | None:
-        """The recorded fault of one side alone that the reason names, or that its numbers follow."""
-        if reason.kind not in (*_OF_FAULTS, *_NUMBERS):
-            return None
-        found = self._upstream.faults(self._case)
-        return next((fault for fault in found if not reason.faults or fault.name in reason.faults), None)
-
-    def _is_ours(self, reason: Reason) -> bool:
-        """True for a failure that proves nothing about torch: nothing was judged, or it was raised outside of torch."""
-        case = self._after
-        if reason.kind not in (Kind.NEW_FAILURE, Kind.OTHER_FAILURE) or case is None:
-            return False
-        causes = [failure.kind for failure in case.failures if not failure.consequence]
-        if causes:
-            in_torch = case.failure_signature is not None and case.failure_signature.where
-            return set(causes) == {"raised"} and not in_torch
-        return not any(finding.judged for finding in case.findings)
-
-
-def _of_kind(reason: Reason) -> str:
-    return reason.what if reason.kind is Kind.LOST_CHECK else reason.kind.phrase
+def _is_ours(reason: Reason, after: CaseResult) -> bool:
+    """True for a failure that proves nothing about torch: nothing was judged, or it was raised outside of torch."""
+    if reason.kind not in (Kind.NEW_FAILURE, Kind.OTHER_FAILURE):
+        return False
+    causes = {failure.kind for failure in after.failures if not failure.consequence}
+    if causes:
+        in_torch = after.failure_signature is not None and after.failure_signature.where
+        return causes == {"raised"} and not in_torch
+    return not any(finding.judged for finding in after.findings)
 
 
 def _group(
-    cause: _Cause, reasons: Sequence[Reason], sides: Sides, faults: Sequence[KnownFault], bisection: _Bisection | None
+    cause: _Cause, reasons: Sequence[Reason], sides: Sides, faults: Sequence[KnownFault], words: Sequence[str]
 ) -> Group:
     moved: dict[Topic, dict[str, None]] = {}
     for reason in reasons:
         for topic in reason.topics:
             moved.setdefault(topic, {})[reason.case or ""] = None
     example = min(reasons, key=lambda reason: _order_of_examples(reason, sides))
-    pair = sides.pairs.get(example.case or "")
+    first, command = example.what, example.command
+    if Topic.VERDICT in example.topics and (pair := sides.pairs.get(example.case or "")):
+        # The first finding of a recorded fault, on the side that shows it.
+        recorded = [fault for fault in faults if fault.name == cause.name]
+        findings = (*pair.candidate.findings, *pair.baseline.findings)
+        shown = (each.first_line for each in findings if any(fault.explains(each) for fault in recorded))
+        first, command = next(shown, first), _bisection(pair, sides, words) or command
     return Group(
-        origin=cause.origin,
-        name=cause.name,
-        what=cause.what,
-        link=cause.link,
-        side=cause.side,
+        **cause._asdict(),
         moved={topic: tuple(cases) for topic, cases in sorted(moved.items(), key=lambda each: each[0].place)},
         example=example.case or "",
         verdicts=sides.verdicts(example.case or ""),
-        first=_first(example, pair, [fault for fault in faults if fault.name == cause.name]),
-        command=(Topic.VERDICT in example.topics and bisection and pair and bisection.command(pair)) or example.command,
+        first=first,
+        command=command,
     )
 
 
@@ -245,36 +222,17 @@ def _order_of_examples(reason: Reason, sides: Sides) -> tuple[bool, bool, float]
     return not (is_moved and Topic.VERDICT in reason.topics), is_moved, sides.cost(reason.case or "")
 
 
-def _first(reason: Reason, pair: Pair | None, faults: Sequence[KnownFault]) -> str:
-    """The first finding of a recorded fault, on the side that shows it; of anything else what the reason says."""
-    findings = () if pair is None else (*pair.candidate.findings, *pair.baseline.findings)
-    shown = (each.first_line for each in findings if any(fault.explains(each) for fault in faults))
-    return next(shown, reason.what) if Topic.VERDICT in reason.topics else reason.what
+def _bisection(pair: Pair, sides: Sides, words: Sequence[str]) -> str:
+    """Finds the version of the one package that differs with which a case starts or stops to fail.
 
-
-class _Bisection(msgspec.Struct, frozen=True, kw_only=True):
-    """A search over the versions of the one package that differs between the two sides."""
-
-    package: str
-    before: str
-    after: str
-    words: Sequence[str]
-
-    def command(self, pair: Pair) -> str:
-        """Finds the version with which a case starts or stops to fail; empty where it does neither."""
-        verdicts = pair.baseline.verdict, pair.candidate.verdict
-        fails = tuple(verdict is not Verdict.PASSED for verdict in verdicts)
-        if fails[0] == fails[1] or Verdict.INFRA in verdicts:
-            return ""
-        good, bad = (self.before, self.after) if fails[1] else (self.after, self.before)
-        return bisect_versions(pair.id, self.package, good=good, bad=bad, words=self.words)
-
-
-def _bisection(sides: Sides, words: Sequence[str]) -> _Bisection | None:
-    """None where several packages differ, or none does: then no search over versions of one finds a change."""
+    Empty where it does neither, or where not exactly one package differs.
+    """
     before, after = (each.packages for each in sides.environments)
     differ = [name for name in PACKAGES if name in before and name in after and before[name] != after[name]]
-    if len(differ) != 1:
-        return None
+    verdicts = pair.baseline.verdict, pair.candidate.verdict
+    failed, fails = (verdict is not Verdict.PASSED for verdict in verdicts)
+    if len(differ) != 1 or failed == fails or Verdict.INFRA in verdicts:
+        return ""
     old, new = (each[differ[0]].partition("+")[0] for each in (before, after))
-    return _Bisection(package=differ[0], before=old, after=new, words=words)
+    good, bad = (old, new) if fails else (new, old)
+    return bisect_versions(pair.id, differ[0], good=good, bad=bad, words=words)
