@@ -243,7 +243,7 @@ def _date(text: str, forms: Sequence[tuple[re.Pattern[str], str]]) -> datetime.d
 
 def _message(report: Report) -> str:
     """The error that was raised first, on one line; "" for none."""
-    for text in (report.texts("trace"), report.texts("prose", "dump", "lines", "command", "toml"), report.title):
+    for text in (report.texts("text"), report.texts("prose"), report.title):
         for line in text.split("\n"):
             found = _ERROR.search(_PREFIX.sub("", line))
             if found is None or found[1].rpartition(".")[2] in _CONSEQUENCES:

@@ -80,15 +80,18 @@ class Reading:
         self._tokens(report.text)
 
     def _read(self, piece: Piece) -> None:
-        if piece.kind in ("command", "prose", "trace", "dump"):
-            self._flags(piece)
-        if piece.kind in ("lines", "dump", "toml", "trace"):
-            self._settings(piece)
+        text = re.sub(r"\\\n\s*", " ", piece.text)  # commands of several lines
+        if piece.kind != "python":
+            self._flags(text)
+            self._logged(text)
+        if piece.kind == "text":
+            for name, value in _VARIABLE.findall(text)[:_MOST]:
+                last = value.rpartition("/")[2]
+                self._option(name, last, f"{name} {last}", "flag")
+            self._settings(text)
         for tree in _trees(piece):
             with contextlib.suppress(RecursionError):  # nested too deeply for anybody's configuration
                 self._python(tree)
-        if piece.kind != "python":
-            self._logged(piece.text)
 
     def _state(self, fact: str, value: Value, words: str, source: Source) -> None:
         kept = clean_words(value) if isinstance(value, str) else value
@@ -109,12 +112,7 @@ class Reading:
 
     # Flags, files and lines
 
-    def _flags(self, piece: Piece) -> None:
-        text = re.sub(r"\\\n\s*", " ", piece.text)
-        if piece.kind == "command":
-            for name, value in _VARIABLE.findall(text)[:_MOST]:
-                last = value.rpartition("/")[2]
-                self._option(name, last, f"{name} {last}", "flag")
+    def _flags(self, text: str) -> None:
         for found in list(_FLAG.finditer(text))[:_MOST]:
             key, value = found[1], (found[2] or "").strip("\"'")
             section, dot, last = key.rpartition(".")
@@ -127,15 +125,15 @@ class Reading:
         if not self._option(key, value, words, source) and "." in key and not _NEUTRAL.match(key):
             self.unknown[key] = words
 
-    def _settings(self, piece: Piece) -> None:
+    def _settings(self, text: str) -> None:
         try:
-            values = options_of_toml(piece.text) if piece.kind == "toml" else {}
+            values = options_of_toml(text)
         except ValueError:
             values = {}
         for key, value in list(values.items())[:_MOST]:
             self._known(key, value, f"{key} = {value}", "config")
         if not values:
-            for key, value, line in _lines(piece.text):
+            for key, value, line in _lines(text):
                 self._option(key, value, line, "config")
 
     def _logged(self, text: str) -> None:
@@ -230,7 +228,7 @@ def _lines(text: str) -> Iterator[tuple[str, object, str]]:
     """`key = value`, `key: value` and `key .... value`, below `[section]` or an indented parent."""
     section, parents = "", [(-1, "")]
     for line in text.split("\n")[: 4 * _MOST]:
-        header, found = _SECTION.match(line), _LINE.match(line)
+        header, found = _SECTION.match(line), None if _FLAG.search(line) else _LINE.match(line)
         if header:
             section, parents = f"{header[1]}.", [(-1, "")]
         elif found:

@@ -27,14 +27,16 @@ _PROMPT = re.compile(r"^(?:>>> |\.\.\. |In \[\d+\]: )", re.MULTILINE)
 _MARKDOWN_LINK = re.compile(r"\[([^\]\n]{0,200})\]\([^)\s]{0,600}\)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 
-Kind = Literal["prose", "command", "toml", "python", "lines", "trace", "dump"]
+Kind = Literal["prose", "python", "text"]  # text: commands, settings, logs, traces, dumps
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\u2028\u2029]")
 _FENCE = re.compile(r"^\s{0,3}(?:```+|~~~+)\s*([A-Za-z0-9+_-]*)\s*$")
 _POST = re.compile(r"^\W{0,4}([\w.-]{1,60})\W{0,4}(?:· (description|comment|review)\b|(opened|commented)\b)", re.ASCII)
 _HEAD = re.compile(r" · (?:issue|pull request|discussion) #\d")
-_TRACE = re.compile(r'Traceback \(most recent|^[ \t]*(?:\[?rank\d+\]?:?)*\s*File ".*", line \d+', re.MULTILINE)
+_TRACE = re.compile(
+    r'Traceback \(most recent|^[ \t]*(?:\[?rank\d+\]?:?)*\s*File ".*", line \d+|^\s*\[?rank\d+\]?:', re.MULTILINE
+)
 _COMMAND = re.compile(
     r"(?:^|[\s/`])(?:torchrun|run_(?:llama_)?train\.sh|accelerate launch|python3? )|(?:^|\s)--[a-z][\w-]*"
 )
@@ -42,6 +44,7 @@ _PYTHON = re.compile(
     r"^\s*(?:>>> )?(?:import \w|from [\w.]+ import|def \w|class \w|@\w|[\w.]+\s*=\s*[\w.]+\(|[\w.]+\()"
 )
 _SETTING = re.compile(r"^\s*(?:\[[\w.]+\]|[\w.-]+\s*=\s*[^=\s]|[\w.-]+:(?:\s|$))")
+_ASSIGNED = re.compile(r"\s*(?:\[[\w.]+\]\s*$|[\w.]+_[\w.]+\s*[=:]\s*\S|[a-z]\w*\.[\w.]+\s*=\s*\S)")
 # In a list, only where nothing but a remark follows: `- steps = 400 (a shorter run)`.
 _LISTED = re.compile(r"\s*[-*+]\s+\w+[._][\w.]+\s*[=:]\s*(?:[\w./-]+|\"[^\"]*\"|'[^']*')\s*(?:\(.*\))?\s*$")
 _DUMP = re.compile(
@@ -169,29 +172,31 @@ def _pieces(text: str, where: str) -> tuple[Piece, ...]:
     if whole is not None:
         return (Piece(kind=whole, text=text),)
     pieces: list[Piece] = []
-    prose: list[str] = []
-    fence: list[str] | None = None
-    language, comment, reporter = "", False, ""
+    lines: list[str] = []
+    language: str | None = None  # of the fence that is open
+    comment, reporter = False, ""
+
+    def end() -> None:
+        content = "\n".join(lines)
+        if language is not None:
+            pieces.append(Piece(kind=_kind(language, content), text=content, comment=comment))
+        else:
+            pieces.extend(_of_prose(lines, comment=comment))
+        lines.clear()
+
     for line in text.split("\n"):
         mark, post = _FENCE.match(line), _POST.match(line)
-        if fence is None:
-            if post:
-                pieces += _of_prose(prose, comment=comment)
-                reporter = reporter or (post[1] if (post[2] or post[3]) in ("description", "opened") else "")
-                prose, comment = [], post[1] != reporter
-            elif mark:
-                pieces += _of_prose(prose, comment=comment)
-                fence, language, prose = [], mark[1].lower(), []
-            elif not _HEAD.search(line):
-                prose.append(line)
-        elif mark and not mark[1]:
-            pieces.append(Piece(kind=_kind(language, "\n".join(fence)), text="\n".join(fence), comment=comment))
-            fence = None
-        else:
-            fence.append(line)
-    if fence is not None:
-        pieces.append(Piece(kind=_kind(language, "\n".join(fence)), text="\n".join(fence), comment=comment))
-    return (*pieces, *_of_prose(prose, comment=comment))
+        if mark and (language is None or not mark[1]):
+            end()
+            language = mark[1].lower() if language is None else None
+        elif post and language is None:
+            end()
+            reporter = reporter or (post[1] if (post[2] or post[3]) in ("description", "opened") else "")
+            comment = post[1] != reporter
+        elif language is not None or not _HEAD.search(line):
+            lines.append(line)
+    end()
+    return tuple(pieces)
 
 
 def _whole(text: str, where: str) -> Kind | None:
@@ -200,58 +205,41 @@ def _whole(text: str, where: str) -> Kind | None:
     if where.endswith(".py") or (tree is not None and any(isinstance(node, ast.Call) for node in ast.walk(tree))):
         return "python"
     if where.endswith((".yaml", ".yml", ".conf")):
-        return "lines"
+        return "text"
     if "```" in text or "~~~" in text or re.search(r"(?:^|\s)--[a-z]", text):
         return None
     try:
-        return "toml" if options_of_toml(text) else None
+        return "text" if options_of_toml(text) else None
     except ValueError:
         lines = [line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
-        if where.endswith(".toml") or (lines and all(_SETTING.match(line) or line[0] in " -" for line in lines)):
-            return "lines"
-        return None
+        settings = lines and all(_SETTING.match(line) or line[0] in " -" for line in lines)
+        return "text" if where.endswith(".toml") or settings else None
 
 
 def _kind(language: str, text: str) -> Kind:
     """What a fenced block is, by its language or by what it holds."""
     lines = [line for line in text.split("\n") if line.strip()]
     calls = sum(bool(_PYTHON.match(line)) for line in lines) * 3 > len(lines)
-    settings = sum(bool(_SETTING.match(line)) for line in lines) * 2 > len(lines)
-    sections = any(line.lstrip().startswith("[") for line in lines)
-    tests: tuple[tuple[Kind, bool], ...] = (
-        ("trace", bool(_TRACE.search(text))),
-        ("dump", sum(bool(_DUMP.match(line)) for line in lines) >= 3),
-        ("python", (language in ("py", "python") and python_tree(text) is not None) or calls),
-        ("toml", language == "toml"),
-        ("command", bool(_COMMAND.search(text))),
-        ("toml", settings and sections),
-        ("lines", settings),
-        ("prose", language in ("", "text", "diff") and len(lines) < 4),
-    )
-    return next((kind for kind, holds in tests if holds), "trace")
+    if not _TRACE.search(text) and (calls or (language in ("py", "python") and python_tree(text) is not None)):
+        return "python"
+    told = language in ("", "text", "diff") and len(lines) < 4 and not any(map(_SETTING.match, lines))
+    return "prose" if told and not any(map(_is_text, lines)) else "text"
 
 
 def _of_prose(lines: list[str], *, comment: bool) -> list[Piece]:
     """The pieces of what stands outside of fences: commands, settings, traces and dumps by line, the rest is prose."""
-    kinds: dict[Kind, list[str]] = {}
+    prose: list[str] = []
+    texts: list[str] = []
     for line in lines:
         commands = [span for span in _SPAN.findall(line) if _COMMAND.search(span)]
-        rest = line
-        for command in commands:
-            rest = rest.replace(f"`{command}`", "")
-        for text in (*commands, rest):
-            kinds.setdefault(_kind_of_line(text), []).append(text)
-    texts = {kind: "\n".join(found) for kind, found in kinds.items()}
-    texts["prose"] = texts.get("prose", "")[:_MAX_PROSE]
-    return [Piece(kind=kind, text=text, comment=comment) for kind, text in texts.items() if text.strip()]
+        rest = _SPAN.sub(lambda span: "" if _COMMAND.search(span[1]) else span[0], line)
+        texts += commands
+        (texts if _is_text(rest) else prose).append(rest)
+    pieces: tuple[tuple[Kind, str], ...] = (("text", "\n".join(texts)), ("prose", "\n".join(prose)[:_MAX_PROSE]))
+    return [Piece(kind=kind, text=text, comment=comment) for kind, text in pieces if text.strip()]
 
 
-def _kind_of_line(line: str) -> Kind:
-    if _TRACE.search(line) or re.match(r"\s*(?:\[?rank\d+\]?:)", line):
-        return "trace"
-    if _DUMP.match(line):
-        return "dump"
-    if _COMMAND.search(line):
-        return "command"
-    setting = re.match(r"\s*(?:\[[\w.]+\]\s*$|[\w.]+_[\w.]+\s*[=:]\s*\S|[a-z]\w*\.[\w.]+\s*=\s*\S)", line)
-    return "lines" if setting or _LISTED.match(line) else "prose"
+def _is_text(line: str) -> bool:
+    """True for a line that is no prose."""
+    patterns = (_TRACE.search, _DUMP.match, _COMMAND.search, _ASSIGNED.match, _LISTED.match)
+    return any(matches(line) for matches in patterns)
