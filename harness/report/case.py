@@ -14,13 +14,13 @@ from harness.checks.stacks import LAST_OUTPUT
 from harness.measured import CastRange, Curve, Measured, Multiplied, Sent, Speedup
 from harness.plural import binary_bytes, counted
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim
-from harness.report.sparkline import sparkline
 from harness.result import CaseResult
 from harness.trace import RankFailure
 from harness.verdict import Finding, Verdict
 
 SHOWN_TRACEBACK_LINES = 25  # the last ones; the JSON report has all
 _UNITS = ("", "k", "M", "G", "T", "P", "E")
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def outcome(result: CaseResult) -> str:
@@ -242,3 +242,23 @@ def flop_words(count: float) -> str:
     """A number of FLOPs with a unit: "57.91 GFLOP"."""
     power = min(max(int(math.log10(count)) // 3, 0) if count > 0 else 0, len(_UNITS) - 1)
     return f"{count / 1000**power:.4g} {_UNITS[power]}FLOP"
+
+
+def sparkline(values: Sequence[float | None], low: float | None = None, high: float | None = None) -> str:
+    """A bar for every value, " " for None and "!" for what is not finite.
+
+    The bars reach from `low` to `high`: those of all curves that are compared, or else of the finite values.
+    """
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    low = min(finite, default=0.0) if low is None else low
+    high = max(finite, default=0.0) if high is None else high
+    return "".join(_bar(value, low, high) for value in values)
+
+
+def _bar(value: float | None, low: float, high: float) -> str:
+    if value is None:
+        return " "
+    if not math.isfinite(value):
+        return "!"
+    share = (value - low) / (high - low) if high > low else 0.0
+    return _BARS[min(max(round(share * (len(_BARS) - 1)), 0), len(_BARS) - 1)]

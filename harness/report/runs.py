@@ -8,9 +8,9 @@ from harness.environment import Environment
 from harness.hints import gate_runs
 from harness.jsonform import to_json
 from harness.plural import counted
+from harness.report.case import sparkline
 from harness.report.run import totals_words
 from harness.report.sections import Block, Entry, Facts, Section, Table, Verbatim
-from harness.report.sparkline import sparkline
 from harness.result import RunResult, verdict_totals
 from harness.running.stored import Stored
 from harness.store import RunStore

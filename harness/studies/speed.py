@@ -112,59 +112,42 @@ def measure_speed(
         cache = open_witnesses(project, plan, executor, progress.note)
         runner = CaseRunner(plan, executor, SanityJudge(), cache, progress.note)
         for case, twin in zip(cases, twins, strict=True):
-            timing = _Timing(runner, plan, progress, warmup=warmup)
-            found.append(timing.of(case, twin, pairs))
-            for result in timing.results:
+            speed, ended = _timed(case, twin, runner, plan, progress, pairs=pairs, warmup=warmup)
+            found.append(speed)
+            results += ended
+            for result in ended:
                 store.append(result)
-                results.append(result)
         end = RunEnd(wall_s=time.monotonic() - started_s, provenance=provenance(results, plan))
         whole = RunResult(results=tuple(results), start=start, end=end)
         store.finish(whole)
     return tuple(found), whole
 
 
-class _Timing:
-    """The jobs of one case and its twin."""
-
-    def __init__(self, runner: CaseRunner, plan: Plan, progress: Progress, *, warmup: int) -> None:
-        self._runner, self._plan, self._progress, self._warmup = runner, plan, progress, warmup
-        self._last: dict[str, CaseResult] = {}
-
-    @property
-    def results(self) -> tuple[CaseResult, ...]:
-        """The last result of each of the two."""
-        return tuple(self._last.values())
-
-    def of(self, case: Case, twin: Case, pairs: int) -> CaseSpeed:
-        """The speed, from so many pairs."""
-        speed = CaseSpeed(case_id=case_id(case), twin_id=case_id(twin))
-        seconds: list[Timed] = []
-        for number in range(pairs):
-            timed = {}
-            with ConditionsMonitor(self._plan.device) as watch:
-                for each in (twin, case) if number % 2 == 0 else (case, twin):
-                    result = self._run(each)
-                    if not result.verdict.good:
-                        return replace(speed, pairs=tuple(seconds), failed=result)
-                    timed[case_id(each)] = median(_numbers(each, result).step_s[self._warmup :])
-            times = {"twin_s": timed[speed.twin_id], "case_s": timed[speed.case_id]}
-            seconds.append(Timed(**times, conditions=watch.seen))
-        found = speedup(case, twin, seconds)
-        for each in (case, twin):
-            result = self._last[case_id(each)]
-            numbers = replace(_numbers(each, result), speedup=found if each is case else None)
-            self._last[case_id(each)] = replace(result, measured=numbers)
-        device = result.run.traces[0].device if result.run is not None else ""
-        return replace(speed, device=device, pairs=tuple(seconds), speedup=found)
-
-    def _run(self, case: Case) -> CaseResult:
-        name = case_id(case)
-        self._progress.started(name, case.world_size)
-        result = self._runner.run(case) or self._runner.not_run(case)
-        line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {name}"
-        self._progress.finished(name, line, remarkable=not result.verdict.good)
-        self._last[name] = result
-        return result
+def _timed(  # noqa: PLR0913  what the jobs need, and how many there are
+    case: Case, twin: Case, runner: CaseRunner, plan: Plan, progress: Progress, *, pairs: int, warmup: int
+) -> tuple[CaseSpeed, tuple[CaseResult, ...]]:
+    """The speed of a case from so many pairs of jobs, and the last result of it and of its twin."""
+    speed = CaseSpeed(case_id=case_id(case), twin_id=case_id(twin))
+    last: dict[str, CaseResult] = {}
+    seconds: list[Timed] = []
+    for number in range(pairs):
+        with ConditionsMonitor(plan.device) as watch:
+            for each in (twin, case) if number % 2 == 0 else (case, twin):
+                name = case_id(each)
+                progress.started(name, each.world_size)
+                result = last[name] = runner.run(each) or runner.not_run(each)
+                line = f"{result.verdict.value:<15} {result.seconds:7.1f} s  {name}"
+                progress.finished(name, line, remarkable=not result.verdict.good)
+                if not result.verdict.good:
+                    return replace(speed, pairs=tuple(seconds), failed=result), tuple(last.values())
+        twin_s, case_s = (median(_numbers(each, last[case_id(each)]).step_s[warmup:]) for each in (twin, case))
+        seconds.append(Timed(twin_s=twin_s, case_s=case_s, conditions=watch.seen))
+    found = speedup(case, twin, seconds)
+    for each, own in ((case, found), (twin, None)):
+        result = last[case_id(each)]
+        last[case_id(each)] = replace(result, measured=replace(_numbers(each, result), speedup=own))
+    device = result.run.traces[0].device if result.run is not None else ""
+    return replace(speed, device=device, pairs=tuple(seconds), speedup=found), tuple(last.values())
 
 
 def _numbers(case: Case, result: CaseResult) -> Measured:

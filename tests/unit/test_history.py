@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from harness.environment import Environment
 from harness.measured import Curve, Measured, Sent
 from harness.project import Project
+from harness.report.case import sparkline
 from harness.report.runs import histories_json, histories_sections, history_sections, history_table, size_words
 from harness.report.sections import text_of
-from harness.report.sparkline import sparkline
 from harness.result import CaseResult, RunStart
 from harness.running.stored import import_results, read_stored, runs_before, runs_of
 from harness.store import RunStore

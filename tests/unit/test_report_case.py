@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from harness.measured import Curve, Measured, Sent
 from harness.plural import binary_bytes
-from harness.report.case import shown_case
+from harness.report.case import shown_case, sparkline
 from harness.report.sections import text_of
-from harness.report.sparkline import sparkline
 from harness.result import CaseResult
 from harness.verdict import NotJudged, Verdict
 from tests.builders import a_finding, make_cast_range, make_failure, make_result, run_of

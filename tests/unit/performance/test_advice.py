@@ -167,18 +167,3 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (tmp_path / "advice.html").read_bytes().startswith(b"<!doctype html>")
     assert main(["predict", "speedup", "tp2-rowwise-v2048-s2-f32"]) == 0
     assert "predicted, not measured" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--model", "debugmodel", "--machine", "h99"], "the peaks of machine 'h99' are not known"),
-        (["--model", "debugmodel", "--machine", "a100"], "a100 has no float8 matmuls"),
-        (["--model", "llama9"], "there is no model 'llama9'"),
-        (["--model", "llama3-8b", "--tp", "3"], "heads_divide_tp"),
-        ([], "there is no case"),
-    ],
-)
-def test_command_refuses(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "speedup", *arguments]) == 2
-    assert error in capsys.readouterr().err

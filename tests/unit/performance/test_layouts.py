@@ -184,7 +184,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("--world", "511"), "511 ranks are no multiple of tp x dp_replicate = 2."),
         (("--world", "512", "--dp-shard", "4"), "--dp-shard: --world gives it."),
         (("--sweep", "--verify"), "a sweep is of many layouts."),
-        (("--tp", "3"), "heads_divide_tp"),
         (("--evaluate", "--verify"), "which has no evaluate of its own."),
     ],
 )

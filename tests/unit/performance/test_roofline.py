@@ -12,7 +12,7 @@ from harness.expect.traffic import Transfer
 from harness.matrix.axes import case_from_axes
 from harness.matrix.case import Case, Layout
 from harness.performance.gains import conversions, padded_size, vocabularies
-from harness.performance.machine import PEAKS, Machine, Rates, machine
+from harness.performance.machine import PEAKS, Machine, machine
 from harness.performance.models import MODELS, training
 from harness.performance.roofline import casts, predicted_step, speed_up
 from harness.performance.wire import axis_bytes_s, transfer_s
@@ -163,11 +163,6 @@ def test_device_without_float8() -> None:
     with pytest.raises(HarnessError, match="a100 has no float8 matmuls") as error:
         machine("a100")
     assert error.value.fix is not None and "a100" not in error.value.fix and "h100" in error.value.fix
-
-
-def test_every_rate_has_a_source() -> None:
-    assert [line.split()[0] for line in Rates().words] == list(Rates.__struct_fields__)
-    assert all(": " in line for line in Rates().words)
 
 
 @pytest.mark.parametrize("device", [each.name for each in PEAKS if each.float8])
