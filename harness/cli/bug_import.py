@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from harness.cli.options import FILE, json_option, root_option, write_output
+from harness.cli.options import FILE, json_option, root_option, write_json
+from harness.cli.output import print_sections
 from harness.durable import write_whole
 from harness.errors import HarnessError
 
@@ -74,7 +75,7 @@ def import_command(  # noqa: PLR0913  one parameter per option
     from harness.bugs.importing import ImportOptions, import_report
     from harness.bugs.report import MAX_BYTES, read_file, read_report
     from harness.matrix.bugfile import write_bug_file
-    from harness.report.imported import imported_json, imported_text
+    from harness.report.bugs import imported_document, imported_sections
 
     pairs = [each.partition("=") for each in versions]
     if not all(name and version for name, _, version in pairs):
@@ -97,9 +98,9 @@ def import_command(  # noqa: PLR0913  one parameter per option
         write_whole(path, text.encode())
     shown = None if path is None else str(path)
     to_stderr = dry_run or str(json_file) == "-"
-    click.echo(imported_text(found, file=shown), nl=False, err=to_stderr)
+    print_sections(imported_sections(found, file=shown), err=to_stderr)
     if json_file is not None:
-        write_output(json_file, lambda: imported_json(found, file=shown))
+        write_json(json_file, imported_document(found, file=shown))
     elif dry_run:
         click.echo(text, nl=False)
 

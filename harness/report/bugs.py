@@ -6,15 +6,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from harness.bugs.bisect import Bisected
 from harness.bugs.corpus import Corpus, Proof
 from harness.bugs.export import Exported
 from harness.bugs.export import Proof as ScriptProof
+from harness.bugs.facts import shown as quoted
+from harness.bugs.importing import ImportedBug
 from harness.bugs.reproduce import Reproduced
 from harness.bugs.shrink import Attempt, Shrunk
+from harness.hints import run_file
 from harness.matrix.axes import AXES, axis_values, own_axes, shown_value
-from harness.matrix.bugfile import BugFile
+from harness.matrix.bugfile import Bug, BugFile
 from harness.matrix.caseid import case_id, parse_case_id
+from harness.matrix.rules import expected_refusal
 from harness.plural import counted
 from harness.report.sections import Block, Entry, Facts, Items, Section, Table, Verbatim, markdown
 
@@ -26,8 +32,8 @@ def bugs_sections(bugs: Sequence[BugFile]) -> list[Section]:
         for each in bugs
     )
     counts = Counter(each.bug.status for each in bugs)
-    told = ", ".join(f"{counts[status]} {status}" for status in ("live", "fixed", "open", "refused") if counts[status])
-    total = f"{counted(len(bugs), 'bug')}{f': {told}' if told else ''}"
+    totals = ", ".join(f"{counts[each]} {each}" for each in ("live", "fixed", "open", "refused") if counts[each])
+    total = f"{counted(len(bugs), 'bug')}{f': {totals}' if totals else ''}"
     return [Section(blocks=(Table(rows=rows), total))]
 
 
@@ -44,10 +50,78 @@ def bug_document(bug: BugFile) -> dict[str, object]:
     }
 
 
+def imported_sections(found: ImportedBug, *, file: str | None) -> list[Section]:
+    """What was found in a report, list by list. `file`: where the bug file was written; None where nothing was."""
+    bug = found.bug
+    lists = {name: _sourced(found, name) for name in ("stated", "derived", "assumed", "missing", "refused")}
+    facts = (bug.bug.link, f"seen: {_seen(bug.bug)}", f"spellings of {found.day} ({found.day_from})")
+    return [
+        Section(title=f"{bug.id}: {bug.bug.title}", blocks=facts),
+        *(Section(title=name, blocks=(Items(lines),)) for name, lines in lists.items()),
+        Section(title="ignored", blocks=(Items(tuple(found.ignored)),)),
+        Section(blocks=(Verbatim("\n".join(_next(bug, file))),)),
+    ]
+
+
+def _seen(bug: Bug) -> str:
+    parts = [bug.symptom.replace("_", " ")]
+    parts += [f"first in step {bug.first_bad_step}"] if bug.first_bad_step else []
+    parts += [bug.hardware] if bug.hardware else []
+    parts += [f"{name} {version}" for name, version in bug.versions.items()]
+    return f"{', '.join(parts)}{f'; {bug.message}' if bug.message else ''}"
+
+
+def _sourced(found: ImportedBug, name: str) -> tuple[str, ...]:
+    """A list of axes with their values and where those come from; full sizes, except in `derived`."""
+    case, words = found.bug.case, getattr(found.bug, name)
+    values = {} if case is None or name in ("missing", "refused") else dict(axis_values(case))
+    values = {axis: value for axis, value in values.items() if axis not in found.bug.missing}
+    if values and name != "derived":
+        values |= found.bug.full_size
+    return tuple(
+        f"{axis}{f' = {quoted(values[axis])}' if axis in values else ''}: "
+        + (f'"{why}"' if name == "stated" else why.removeprefix(f"{quoted(values.get(axis))}: "))
+        for axis, why in words.items()
+    )
+
+
+def _next(bug: BugFile, file: str | None) -> Iterator[str]:
+    """The case, where the bug file is, and what to do next."""
+    if bug.case is None:
+        yield "refused: no case can have this bug"
+    else:
+        yield f"case: {case_id(bug.case)}"
+        refusal = expected_refusal(bug.case)
+        yield from [] if refusal is None else [f"it must be refused: {refusal.reason}"]
+    if file is not None:
+        yield f"wrote {file}"
+        if bug.missing:
+            yield "to do: answer each question in [case.axes], and remove its line from [missing]"
+        elif bug.case is not None:
+            yield f"run it: {run_file(file)}"
+
+
+def imported_document(found: ImportedBug, *, file: str | None) -> dict[str, object]:
+    """The JSON form."""
+    bug = found.bug
+    lists = ("stated", "derived", "assumed", "missing", "refused", "full_size")
+    return {
+        "id": bug.id,
+        "file": file,
+        **msgspec.structs.asdict(bug.bug),
+        "date": found.day,
+        "date_from": found.day_from,
+        "case": None if bug.case is None else case_id(bug.case),
+        "axes": {} if bug.case is None else axis_values(bug.case),
+        **{name: getattr(bug, name) for name in lists},
+        "ignored": found.ignored,
+    }
+
+
 def reproduced_sections(found: Reproduced) -> list[Section]:
     """The answer, with what was expected and found; then what differs from the report."""
-    says = found.found.message if found.answer != "not reproduced" else ""
-    facts = Facts((("expected", found.expected), ("found", found.found.text), ("says", says)))
+    message = found.found.message if found.answer != "not reproduced" else ""
+    facts = Facts((("expected", found.expected), ("found", found.found.text), ("message", message)))
     return [
         Section(title=f"{found.answer}: {found.found.case_id}", blocks=(facts,)),
         Section(title="differs from the report", blocks=(Items(tuple(found.differs)),)),
@@ -73,7 +147,7 @@ def shrunk_sections(found: Shrunk, *, command: str = "") -> list[Section]:
     """The smallest case and the command that runs it, what the failure needs and does not depend on, with the runs."""
     took = f"{found.wall_s:.0f} s wall, {found.cpu_s:.0f} s CPU"
     ended = "" if found.complete else "; the budget ended it, so a smaller case may fail alike"
-    facts = Facts((("was", case_id(found.first)), ("fails by", found.signature.text), ("says", found.message)))
+    facts = Facts((("was", case_id(found.first)), ("failure", found.signature.text), ("message", found.message)))
     first, last = axis_values(found.first), axis_values(found.case)
     changed = tuple(
         (name, f"{shown_value(first[name])} -> {shown_value(last[name])}") for name in AXES if first[name] != last[name]
@@ -117,15 +191,15 @@ def shrunk_document(found: Shrunk) -> dict[str, object]:
 
 
 def corpus_sections(corpus: Corpus) -> list[Section]:
-    """A table of the bugs; every mismatch and every run that says nothing; totals."""
+    """A table of the bugs; every mismatch and every inconclusive run; totals."""
     columns = ("bug", "case", "clean", "with fault", "detected by")
     rows = tuple(row for proof in corpus.proofs for row in _rows(proof))
     wrong = tuple(f"{proof.bug}: {text}" for proof in corpus.proofs for text in proof.mismatches)
     open_ = tuple(f"{proof.bug}: {text}" for proof in corpus.proofs for text in proof.undecided)
     return [
         Section(blocks=(Table(columns=columns, rows=rows),)),
-        Section(title="not as the bug file says", blocks=(Items(wrong),)),
-        Section(title="not decided", blocks=(Items(open_),)),
+        Section(title="contradicts the bug file", blocks=(Items(wrong),)),
+        Section(title="inconclusive", blocks=(Items(open_),)),
         Section(blocks=(_totals(corpus),)),
     ]
 
@@ -141,12 +215,12 @@ def _rows(proof: Proof) -> Iterator[tuple[str, ...]]:
 
 def _totals(corpus: Corpus) -> str:
     counts = Counter(proof.status for proof in corpus.proofs)
-    told = ", ".join(f"{counts[status]} {status}" for status in ("live", "fixed"))
+    kinds = ", ".join(f"{counts[status]} {status}" for status in ("live", "fixed"))
     wrong = sum(bool(proof.mismatches) for proof in corpus.proofs)
     open_ = sum(bool(proof.undecided) for proof in corpus.proofs)
-    ends = [f"{wrong} not as the file says"] * bool(wrong) + [f"{open_} not decided"] * bool(open_)
-    says = ", ".join(ends) or "all as their files say"
-    return f"{counted(len(corpus.proofs), 'bug')}: {told}; {says}; {corpus.wall_s:.0f} s"
+    ends = [f"{wrong} with a mismatch"] * bool(wrong) + [f"{open_} inconclusive"] * bool(open_)
+    verified = ", ".join(ends) or "all match their files"
+    return f"{counted(len(corpus.proofs), 'bug')}: {kinds}; {verified}; {corpus.wall_s:.0f} s"
 
 
 def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Section]:
@@ -161,7 +235,7 @@ def exported_sections(exported: Exported, proof: ScriptProof | None) -> list[Sec
     if proof is not None:
         sections.append(Section(title="run here", blocks=(Verbatim(proof.text),)))
         if proof.outcome != "FAULT":
-            lacks = "the script does not show the fault: it needs something that the script leaves out."
+            lacks = "the script does not show the fault: it depends on something that the script leaves out."
             sections.append(Section(blocks=(lacks,)))
     return sections
 
@@ -179,7 +253,7 @@ def issue_markdown(
     command = _command(exported, [Path(each).name for each in (str(exported.file), *exported.patches)])
     reproduce: list[Block] = [f"[{name}]({name}) needs torch and torchao only:", Verbatim(command)]
     if proof is not None:
-        reproduce += ["One of the ranks says:", Verbatim(proof.text)]
+        reproduce += ["One of the ranks prints:", Verbatim(proof.text)]
     parts: dict[str, Sequence[Block]] = {
         "Environment": [Items((*(f"{package} {version}" for package, version in versions.items()), device))],
         "What was run": [
@@ -214,5 +288,5 @@ def _neighbours(exported: Exported, neighbours: Sequence[Attempt]) -> Table:
     for each in neighbours:
         changed = ", ".join(f"{name} = {shown_value(value)}" for name, value in each.changes.items())
         signature = each.result.signature
-        rows.append((changed, "nothing: it passes" if signature is None else signature.text))
-    return Table(columns=("changed", "fails by"), rows=tuple(rows))
+        rows.append((changed, "none: it passes" if signature is None else signature.text))
+    return Table(columns=("changed", "failure"), rows=tuple(rows))

@@ -53,8 +53,8 @@ def finding_entry(finding: Finding) -> Entry:
     where = f" [{finding.place}]" if finding.place else ""
     values = (("expected", finding.expected), ("found", finding.found), ("fix", finding.fix))
     first, _, details = finding.headline.partition("\n")
-    told = (f"{name}: {value}" for name, value in values if value is not None)
-    return Entry(title=f"{finding.rule}{where}: {first}", lines=(*filter(None, [details]), *told))
+    lines = (f"{name}: {value}" for name, value in values if value is not None)
+    return Entry(title=f"{finding.rule}{where}: {first}", lines=(*filter(None, [details]), *lines))
 
 
 def finding_blocks(findings: Sequence[Finding]) -> tuple[Block, ...]:
@@ -95,13 +95,13 @@ def case_sections(results: Sequence[CaseResult]) -> list[Section]:
 def _failures(result: CaseResult, first: Mapping[str, str]) -> Iterator[Block]:
     """How ranks failed, each traceback once, without consequences."""
     causes = [each for each in result.failures if not each.consequence] or result.failures
-    told = [failure for failure in (_told(each, result.case_id, first) for each in causes) if failure.traceback]
-    told.sort(key=lambda failure: (failure.traceback, failure.rank))
-    for _, group in groupby(told, key=lambda failure: failure.traceback):
+    shown = [failure for failure in (_shortened(each, result.case_id, first) for each in causes) if failure.traceback]
+    shown.sort(key=lambda failure: (failure.traceback, failure.rank))
+    for _, group in groupby(shown, key=lambda failure: failure.traceback):
         yield from failure_blocks(next(group))
 
 
-def _told(failure: RankFailure, case_id: str, first: Mapping[str, str]) -> RankFailure:
+def _shortened(failure: RankFailure, case_id: str, first: Mapping[str, str]) -> RankFailure:
     """The failure without what stands elsewhere: where ranks are stuck, and the traceback of another case."""
     _, mark, output = failure.traceback.partition(LAST_OUTPUT)
     if failure.kind == "stuck":

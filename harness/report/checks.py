@@ -43,7 +43,7 @@ def _blocks(check: Check, kills: Kills | None) -> Iterator[Block]:
         (rule.name, f"{'' if rule.judged else 'cannot be judged: '}{shown(rule.says)}", stage_name(rule.stage))
         for rule in check.rules
     )
-    yield Table(columns=("rule", "it says", "stage"), rows=rows, code=(0,))
+    yield Table(columns=("rule", "message", "stage"), rows=rows, code=(0,))
     found = kills.by_check(check.name) if kills is not None else {}
     if found:
         yield f"Proven by {counted(len(found), 'planted fault')}:"

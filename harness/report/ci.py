@@ -1,7 +1,7 @@
 """What CI systems read: JUnit XML, and the annotations and the job summary of GitHub Actions.
 
 JUnit has a testcase for every case. `failure`: the case was judged and is not good. `error`: it could not be judged
-(crash, hang, infra, not run). `skipped`: it failed as its recorded upstream fault says, or is quarantined. Their text
+(crash, hang, infra, not run). `skipped`: it failed as recorded for an upstream fault, or is quarantined. Their text
 has the findings and the command that reproduces them. `system-out` has how ranks failed, with the end of what they
 printed; of a known fault also the findings, because few viewers show the text of a skipped test; of a case that passed
 as expected, what was expected.
@@ -77,8 +77,8 @@ def _add_case(group: ElementTree.Element, result: CaseResult) -> None:
 def _output(result: CaseResult, findings: str) -> list[str]:
     if result.verdict is Verdict.PASSED:  # an expected refusal passes although ranks failed
         return [printable(headline(result))]
-    told = [_text(*failure_blocks(each, most=None)) for each in result.failures]
-    return [findings, *told] if result.verdict is Verdict.KNOWN else told
+    failures = [_text(*failure_blocks(each, most=None)) for each in result.failures]
+    return [findings, *failures] if result.verdict is Verdict.KNOWN else failures
 
 
 def _add_properties(parent: ElementTree.Element, values: dict[str, str]) -> None:

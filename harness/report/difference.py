@@ -76,7 +76,7 @@ def _of_table(table: Recorded, first: Rows, second: Rows) -> TableDifference:
 
 
 def _by_key(table: Recorded, rows: Rows) -> dict[tuple[tuple[Value, ...], int], dict[str, Value]]:
-    """The rows by their keys; rows with equal keys are told apart by their number."""
+    """The rows by their keys; rows with equal keys are numbered."""
     return with_occurrence((tuple(row[name] for name in table.keys), row) for row in rows)
 
 

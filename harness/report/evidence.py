@@ -80,8 +80,8 @@ def _origin(report: LevelReport) -> Facts:
 
 def formulas_sections(found: Verification) -> list[Section]:
     """A line for every formula, and then the cases that failed in another way."""
-    told = Facts(tuple((formula, "; ".join(_agreement(found, formula))) for formula in FORMULAS))
-    return [Section(blocks=(told,)), *map(case_section, found.failed)]
+    lines = tuple((formula, "; ".join(_agreement(found, formula))) for formula in FORMULAS)
+    return [Section(blocks=(Facts(lines),)), *map(case_section, found.failed)]
 
 
 def _agreement(found: Verification, formula: str) -> Iterator[str]:

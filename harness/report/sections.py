@@ -219,10 +219,10 @@ def _row_block(table: Table, row: Sequence[str], indent: str, width: int | None)
     from rich.text import Text
 
     names = (table.columns or ("",) * len(row))[1:-1]
-    told = [f"{name} {cell}".strip() for name, cell in zip(names, row[1:-1], strict=True) if cell not in ("", "-")]
+    others = [f"{name} {cell}".strip() for name, cell in zip(names, row[1:-1], strict=True) if cell not in ("", "-")]
     if row[0]:
         yield Text(indent + row[0])
-    for line in map(Text, wrapped(", ".join(told), width, indent + _INDENT, indent + 2 * _INDENT)):
+    for line in map(Text, wrapped(", ".join(others), width, indent + _INDENT, indent + 2 * _INDENT)):
         if table.verdict is not None:
             line.highlight_words([row[table.verdict]], _colour(table, table.verdict, row[table.verdict]))
         yield line

@@ -1,4 +1,4 @@
-"""The report of a check of a target: what works, what is judged, what to mend."""
+"""The report of a check of a target: what works, what is judged, what to fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNFINISHED = (Verdict.CRASH, Verdict.HANG, Verdict.INFRA, Verdict.NOT_RUN)
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to mend, and the cases that show it. `likely_effect`: something else may be its cause."""
+    """One thing to fix, and the cases that show it. `likely_effect`: something else may be its cause."""
 
     check: str
     message: str
@@ -36,7 +36,7 @@ class TargetDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def target_exit_code(report: TargetReport) -> ExitCode:
-    """0 when nothing has to be mended."""
+    """0 when nothing has to be fixed."""
     if report.interrupted:
         return ExitCode.INTERRUPTED
     return ExitCode.GOOD if report.good else ExitCode.FAILED
@@ -48,7 +48,7 @@ def target_document(report: TargetReport) -> TargetDocument:
 
 
 def problems_of(report: TargetReport) -> tuple[Problem, ...]:
-    """What has to be mended, each thing once: first what says how, then what may be an effect of it."""
+    """What to fix, each thing once: first what names its fix, then what may be an effect of it."""
     groups: dict[tuple[str, str | None], list[tuple[TargetRun, Finding]]] = {}
     for run in report.runs:
         for finding in run.findings if run.refused is None else ():
@@ -191,4 +191,4 @@ def _end(report: TargetReport) -> str:
         return f"interrupted after {report.seconds:.0f} s"
     if report.good:
         return f"{report.target} works under the harness.{without} {report.seconds:.0f} s"
-    return f"{counted(causes, 'thing')} to mend in {report.target}.{without} {report.seconds:.0f} s"
+    return f"{counted(causes, 'thing')} to fix in {report.target}.{without} {report.seconds:.0f} s"

@@ -107,11 +107,11 @@ def test_a_target_with_a_mistake(project: Inside, name: str) -> None:
 
 
 def assert_told(project: Inside, target: str, layout: str, words: Sequence[str]) -> None:
-    """What is wrong, and how to mend it: once, with one thing to mend."""
+    """What is wrong, and how to fix it: once, with one thing to fix."""
     code, report = checked(project, target, "--layout", layout, "--case", SHORT)
     assert code == 1, report
     assert [each for each in words if each not in report] == [], report
-    assert f"1 thing to mend in {target}." in report, report
+    assert f"1 thing to fix in {target}." in report, report
 
 
 @pytest.mark.parametrize(

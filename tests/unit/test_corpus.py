@@ -150,7 +150,7 @@ def test_the_report_has_a_line_for_every_fault_and_says_what_is_wrong() -> None:
     text = text_of(corpus_sections(corpus))
     assert "ao-1  single-tensorwise-v2048-s2-f64  passed  amax_without_abs: invariant  MISMATCH" in text
     assert "  ao-1: eps_lost cannot be planted in it" in text
-    assert text.endswith("1 bug: 0 live, 1 fixed; 1 not as the file says; 1 s\n")
+    assert text.endswith("1 bug: 0 live, 1 fixed; 1 with a mismatch; 1 s\n")
     assert b'"bug": "ao-1"' in to_json(corpus, indent=2)
 
 

@@ -51,7 +51,7 @@ def test_neighbours_are_a_table(tmp_path: Path) -> None:
     file.write_bytes(SHRUNK)
     text = issue_markdown(EXPORTED, None, versions=VERSIONS, device="CPU ranks", neighbours=read_neighbours(file))
     assert "| nothing | scales/amax in wq, from step 1 on |" in text
-    assert "| tp = 1 | nothing: it passes |\n| dp_shard = 1 | crash: a \\| b |" in text
+    assert "| tp = 1 | none: it passes |\n| dp_shard = 1 | crash: a \\| b |" in text
 
 
 def test_a_file_that_is_no_shrink_is_refused(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_another_failure_is_not_taken(tmp_path: Path) -> None:
     assert "does not depend on" in text
     assert shrunk_document(found)["case"] == case_id(found.case)
     assert found.message.endswith("of 128 rows are wrong")
-    assert f"says      {found.message}" in text
+    assert f"message  {found.message}" in text
 
 
 def test_a_shrink_that_was_killed_goes_on(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_one_mistake_in_many_runs_is_told_once_and_its_effects_by_name() -> None
     assert (cause.cases, cause.likely_effect) == (("fsdp2-id", "tp2-id"), False)
     assert (effect.check, effect.likely_effect) == ("loss_vs_golden", True)
     text = text_of(target_sections(found), width=60)
-    assert "also failed, likely effects: loss_vs_golden" in text and "1 thing to mend in mine." in text
+    assert "also failed, likely effects: loss_vs_golden" in text and "1 thing to fix in mine." in text
     assert target_exit_code(found) == 1
 
 

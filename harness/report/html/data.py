@@ -41,8 +41,8 @@ _WORST_FIRST = (
 Data = dict[str, object]  # what is empty is left out of it
 
 
-class Known(NamedTuple):
-    """A case of the run with what its id says."""
+class ParsedCase(NamedTuple):
+    """A case of the run with its parsed id."""
 
     case: CaseResult
     read: Case | None  # None for an id that this version cannot read
@@ -52,17 +52,17 @@ class Known(NamedTuple):
 def index_and_details(run: RunResult, history: Mapping[str, Table]) -> tuple[Data, tuple[Data, ...]]:
     """The index of a run and the details of its cases, in the same order: the worst verdicts first."""
     cases = [(case, _read(case.case_id)) for case in run.results]
-    known = [Known(case, read, _all_axes(read)) for case, read in cases]
-    known.sort(key=lambda each: _WORST_FIRST.index(each.case.verdict))
-    axes = dict(_axes([each.axes for each in known if each.axes]))
+    parsed = [ParsedCase(case, read, _all_axes(read)) for case, read in cases]
+    parsed.sort(key=lambda each: _WORST_FIRST.index(each.case.verdict))
+    axes = dict(_axes([each.axes for each in parsed if each.axes]))
     index: Data = {
         "verdicts": [{"name": each.value, "phrase": each.phrase, "good": each.good} for each in _WORST_FIRST],
         "axes": [{"name": name, "values": values} for name, values in axes.items()],
         "meanings": {_LAYOUT: "ranks of every mesh axis", **{name: axis.meaning for name, axis in DECLARED.items()}},
-        "cases": [_row(each, axes) for each in known],
+        "cases": [_row(each, axes) for each in parsed],
         "checks": {check.name: (check.question, check.sight) for check in CHECKS},
     }
-    return index, tuple(_detail(each, history.get(each.case.case_id)) for each in known)
+    return index, tuple(_detail(each, history.get(each.case.case_id)) for each in parsed)
 
 
 def _read(text: str) -> Case | None:
@@ -99,7 +99,7 @@ def _filled(**values: object) -> Data:
     return {name: value for name, value in values.items() if value not in (None, "", (), {})}
 
 
-def _row(each: Known, axes: Mapping[str, Sequence[str]]) -> Data:
+def _row(each: ParsedCase, axes: Mapping[str, Sequence[str]]) -> Data:
     """A case in the list. `at`: the number of its value on every axis."""
     case = each.case
     return _filled(
@@ -114,7 +114,7 @@ def _row(each: Known, axes: Mapping[str, Sequence[str]]) -> Data:
     )
 
 
-def _detail(each: Known, history: Table | None) -> Data:
+def _detail(each: ParsedCase, history: Table | None) -> Data:
     """Everything else about a case. `axes`: those that are not at their default; `fixed`: with the candidate fix."""
     case = each.case
     own = own_axes(each.read) if each.read is not None else {}
@@ -135,7 +135,7 @@ def _detail(each: Known, history: Table | None) -> Data:
 
 
 def _measured(measured: Measured) -> Data:
-    """`wire` has what was sent and what the formula says, as `saved` has; `allowed` is of the loss, in nats."""
+    """`wire` and `saved` have the measured value and that of the formula; `allowed` is of the loss, in nats."""
     return _filled(
         numbers=tuple((name, value) for name, value in distances(measured) if value),
         allowed=measured.allowed_loss,
@@ -168,7 +168,7 @@ def _findings(findings: Sequence[Finding]) -> tuple[Data, ...]:
 
 
 def _wire(found: Mapping[str, Sent], expected: Mapping[str, Sent]) -> Iterator[tuple[str, Sent | None, Sent | None]]:
-    """Every kind of collective; those that are not as the formula says first."""
+    """Every kind of collective; those that differ from the formula first."""
     names = sorted(
         {*found, *expected}, key=lambda name: (name not in expected or found.get(name) == expected[name], name)
     )

@@ -1,6 +1,6 @@
 """The page: its template, style, script and data in one file, which a browser opens from disk and which loads nothing.
 
-Whatever a run says is data: texts in the template are escaped, and the script shows texts as texts. Its policy lets the
+What a run recorded is data: texts in the template are escaped, and the script shows texts as texts. Its policy lets the
 browser execute this very script and apply this very style alone.
 """
 
@@ -40,7 +40,7 @@ _STATES = {
 
 
 class Front(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page says first: its title, an answer, a line; and the section that comes before the cases, if any."""
+    """The top of the page: title, answer, a line; and the section before the cases, if any."""
 
     title: str
     state: str
@@ -58,7 +58,7 @@ def html_report(
 ) -> bytes:
     """The page of a run in UTF-8. `sections` follow the cases; `history` has earlier results, by the id of a case.
 
-    `front` replaces what the run says of itself on top.
+    `front` replaces the top that the run itself has.
     """
     index, details = index_and_details(run, history or {})
     return rendered(
@@ -123,7 +123,7 @@ def _run_section(run: RunResult) -> Section:
 
 
 def _environment(run: RunResult) -> Iterable[tuple[str, str]]:
-    """What the run was made with; of several environments what all say."""
+    """What the run was made with; of several environments what they share."""
     if run.start.name:
         yield "name", run.start.name
     if run.start.started:

@@ -10,9 +10,11 @@ import pytest
 from harness.bugs.importing import ImportedBug, ImportOptions, import_report
 from harness.bugs.report import MAX_BYTES, clean_words, read_report
 from harness.errors import HarnessError
+from harness.jsonform import to_json
 from harness.matrix.bugfile import read_bug_file, write_bug_file
 from harness.matrix.caseid import case_id
-from harness.report.imported import imported_json, imported_text
+from harness.report.bugs import imported_document, imported_sections
+from harness.report.sections import text_of
 
 TOML = """
 [model]
@@ -105,7 +107,8 @@ ValueError: cannot read /home/ann/private/model.bin with token: ghp_0123456789ab
 
 def test_secrets_folders_and_escapes_never_leave_a_report() -> None:
     found = imported(SECRETS)
-    shown = write_bug_file(found.bug) + imported_text(found, file=None) + imported_json(found, file=None).decode()
+    told = text_of(imported_sections(found, file=None)) + to_json(imported_document(found, file=None)).decode()
+    shown = write_bug_file(found.bug) + told
     for secret in ("hf_", "ghp_", "0123456789abcdef", "/home", "ann@", "WANDB", "HF_TOKEN", "\x1b", "\x07"):
         assert secret not in shown, secret
     assert found.bug.stated["tp"] == "--tensor_parallel_degree 2"
