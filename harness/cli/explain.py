@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 import click
+import msgspec
 
 from harness.cli.options import root_option
 from harness.errors import HarnessError
@@ -295,20 +296,11 @@ def _internals_document(state: State) -> dict[str, object]:
             "without": part.without,
             "needs": part.needs,
             "files": part.files,
-            "uses": {use: _row(part, use, state.gaps[name].get(use, "")) for use in part.uses},
+            "uses": {
+                use: msgspec.structs.asdict(part.use(use)) | {"problem": state.gaps[name].get(use, "")}
+                for use in part.uses
+            },
         }
         for name, part in read_parts().items()
     }
     return {"versions": state.versions, "milliseconds": round(state.milliseconds, 1), "parts": parts}
-
-
-def _row(part: Part, use: str, problem: str) -> dict[str, object]:
-    how = part.use(use)
-    return {
-        "why": how.why,
-        "since": how.since,
-        "set": how.set,
-        "patched": how.patched,
-        "takes": how.takes,
-        "problem": problem,
-    }

@@ -71,7 +71,7 @@ def warm_up(*, compiled: bool = False) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in (*WARMUP_CASES, *([COMPILED_CASE] if compiled else [])):
-            collectives.FABRIC.connect_loopback()
+            collectives.FABRIC.connect(None)
             dist.init_process_group(collectives.BACKEND, store=HashStore(), rank=0, world_size=case.world_size)
             probes = tuple(PROBES) if case.compile == "none" else ()  # the graph probe compares ranks
             try:

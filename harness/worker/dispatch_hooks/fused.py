@@ -57,12 +57,15 @@ def notify_of_transport(given: dict[str, Any]) -> None:
             collectives.notify(sent.kind, "", sent.dtype, sent.elements, group)
 
 
+def naming(operator: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """Returns a function that names the arguments of a call of this operator, given by position or by name."""
+    names = [argument.name for argument in operator._schema.arguments]
+    return lambda args, kwargs: dict(zip(names, args, strict=False)) | kwargs
+
+
 def _install(name: str) -> None:
     operator = getattr(torch.ops.symm_mem, name).default
-    names = [argument.name for argument in operator._schema.arguments]
-
-    def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return dict(zip(names, args, strict=False)) | kwargs
+    given = naming(operator)
 
     def after(result: Any, *args: Any, **kwargs: Any) -> None:
         for observe in observers:

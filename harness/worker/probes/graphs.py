@@ -170,7 +170,8 @@ class GraphProbe(Probe):
         )
 
     def _fused(self, node: torch.fx.Node) -> FusedNode:
-        given = _arguments(node)
+        assert isinstance(node.target, torch._ops.OpOverload)
+        given = fused.naming(node.target)(node.args, node.kwargs)
         scale = given.get("A_scale")
         return FusedNode(
             operator=_operator(node),
@@ -304,12 +305,6 @@ def _is_fused(node: torch.fx.Node) -> bool:
 def _operator(node: torch.fx.Node) -> str:
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target._schema.name.removeprefix("symm_mem::")
-
-
-def _arguments(node: torch.fx.Node) -> dict[str, Any]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def _value(node: Any) -> torch.Tensor:

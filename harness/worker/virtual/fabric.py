@@ -146,20 +146,17 @@ class Fabric:
         self._open: Callable[[str, Sequence[int], int], Group | Loopback] | None = None
         self._groups: dict[str, Group | Loopback] = {}
 
-    def connect(self, folder: Path) -> None:
-        """Open groups in `folder` from now on."""
+    def connect(self, folder: Path | None) -> None:
+        """Open groups in `folder` from now on; without one, loopback groups."""
 
-        def open_group(name: str, ranks: Sequence[int], rank: int) -> Group:
+        def open_group(name: str, ranks: Sequence[int], rank: int) -> Group | Loopback:
+            if folder is None:
+                return Loopback(rank=rank, ranks=ranks)
             digest = hashlib.sha256(f"{name}/{list(ranks)}".encode()).hexdigest()[:16]
             return Group(folder / f"fabric-{digest}", rank=rank, ranks=ranks, kinds=self._kinds)
 
         self._groups.clear()
         self._open = open_group
-
-    def connect_loopback(self) -> None:
-        """Open loopback groups from now on."""
-        self._groups.clear()
-        self._open = lambda _, ranks, rank: Loopback(rank=rank, ranks=ranks)
 
     def disconnect(self) -> None:
         """Drop all groups. Using one before the next `connect` is an error."""

@@ -21,7 +21,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
 
 from harness.worker.dispatch_hooks.collectives import resolve_group
-from harness.worker.dispatch_hooks.fused import OPERATORS
+from harness.worker.dispatch_hooks.fused import OPERATORS, naming
 
 
 def run(operator: str, given: dict[str, Any]) -> Any:
@@ -31,7 +31,7 @@ def run(operator: str, given: dict[str, Any]) -> Any:
     one, and lists are copied because one implementation writes to a list.
     """
     positional, named = [], {}
-    for argument in _schema(operator).arguments:
+    for argument in getattr(torch.ops.symm_mem, operator).default._schema.arguments:
         value = given.get(argument.name, argument.default_value)
         value = list(value) if isinstance(value, list) else value
         if argument.kwarg_only:
@@ -41,17 +41,9 @@ def run(operator: str, given: dict[str, Any]) -> Any:
     return getattr(symm_mem, f"_{operator}")(*positional, **named)
 
 
-def _schema(operator: str) -> Any:
-    return getattr(torch.ops.symm_mem, operator).default._schema
-
-
 def _kernel(operator: str) -> Callable[..., Any]:
-    names = [argument.name for argument in _schema(operator).arguments]
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return run(operator, dict(zip(names, args, strict=False)) | kwargs)
-
-    return kernel
+    given = naming(getattr(torch.ops.symm_mem, operator).default)
+    return lambda *args, **kwargs: run(operator, given(args, kwargs))
 
 
 CPU_KERNELS: dict[str, Callable[..., Any]] = {operator: _kernel(operator) for operator in OPERATORS}
