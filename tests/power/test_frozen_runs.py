@@ -25,7 +25,7 @@ STORED = Path(__file__).parents[1] / "frozen_pr.txt"
 @pytest.mark.sweep
 def test_the_verdicts_of_pr_are_those_that_were_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path))
-    run = workflow.run(find_project(), Query(sources=("pr",)), make_plan(device="cpu"), SilentProgress()).result
+    run, _ = workflow.run(find_project(), Query(sources=("pr",)), make_plan(device="cpu"), SilentProgress())
     found = {result.case_id: (result.verdict.value, len(result.checks)) for result in run.results}
     for line in STORED.read_text().splitlines():
         name, verdict, checks = line.split()
