@@ -246,7 +246,9 @@ class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
             pytest="none: a session is in one environment",
         ),
     ] = ()
-    json_file: Annotated[Path | None, Option("Write the results as JSON.", flag="--json", metavar="FILE|-")] = None
+    json_file: Annotated[Path | None, Option("Write the results as JSON Lines.", flag="--json", metavar="FILE|-")] = (
+        None
+    )
     junit_file: Annotated[
         Path | None, Option("Write the results as JUnit XML.", flag="--junit", metavar="FILE", pytest="`--junitxml`")
     ] = None

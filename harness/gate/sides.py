@@ -20,7 +20,6 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """The id of the case."""
         return self.candidate.case_id
 
     @property
@@ -42,12 +41,10 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def before(self) -> dict[str, CaseResult]:
-        """The cases of the baseline, by id."""
         return {case.case_id: case for case in self.baseline.results}
 
     @cached_property
     def after(self) -> dict[str, CaseResult]:
-        """The cases of the candidate, by id."""
         return {case.case_id: case for case in self.candidate.results}
 
     @cached_property
@@ -61,7 +58,7 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def compared(self) -> tuple[Pair, ...]:
-        """The cases that are good on both sides, whose numbers are compared."""
+        """The cases that are good on both sides: their numbers are compared."""
         return tuple(pair for pair in self.pairs.values() if pair.both_good)
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from harness.durable import WriteFailed
 from harness.errors import HarnessError
 from harness.result import CaseResult, RunResult
 from harness.store import RunStore, run_lines
@@ -108,3 +109,13 @@ def test_many_threads_store_at_once(tmp_path: Path) -> None:
 def test_an_unreadable_file_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="cannot be read"):
         RunStore(tmp_path).read()
+
+
+def test_what_cannot_be_written_is_noted_or_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    notes: list[str] = []
+    store = RunStore(tmp_path / "file" / "run.jsonl", notes.append)
+    store.append(result())
+    assert notes[0].startswith("result not stored: ") and store.path.name in notes[0]
+    with pytest.raises(WriteFailed):
+        RunStore(store.path).append(result())
